@@ -1,0 +1,504 @@
+"""The sections every run shares: data, policy, checkpointing, logger, cluster.
+
+Names and meanings follow NeMo RL's configuration files, so a file written for it loads unchanged.
+This file is the only home of each default; the docstring under a field is its reference text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from laurel.config.section import Section
+
+
+class NamedCall(Section):
+    """A class by its import path, and the arguments it is made with."""
+
+    name: str
+    """Dotted import path, e.g. `torch.optim.AdamW`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments, passed as they are."""
+
+
+class Milestones(Section):
+    """The steps at which a list of schedulers hands over to the next."""
+
+    milestones: list[int]
+    """One step fewer than there are schedulers, rising."""
+
+
+# ------------------------------------------------------------------------------------------ data
+
+
+class DatasetConfig(Section):
+    """One data set: which class reads it, from where."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"processor", "env_name"})
+
+    dataset_name: str | None = None
+    """HelpSteer3, Tulu3Preference, PreferenceDataset, BinaryPreferenceDataset, or the dotted import
+    path of your own class."""
+    data_path: str | None = None
+    """A local file (.json, .jsonl, .csv, .parquet, .arrow; also .gz), a directory written by
+    `datasets.save_to_disk`, or a name on the Hugging Face hub."""
+    subset: str | None = None
+    """Configuration of a hub data set."""
+    split: str | None = None
+    """Split of a hub data set; `train` where none is said."""
+    prompt_key: str = "prompt"
+    """Column of the prompt (BinaryPreferenceDataset)."""
+    chosen_key: str = "chosen"
+    """Column of the preferred answer (BinaryPreferenceDataset)."""
+    rejected_key: str = "rejected"
+    """Column of the other answer (BinaryPreferenceDataset)."""
+    margin_key: str | None = None
+    """Column holding how much better `chosen` is (a number), for `rm.loss.use_margin`."""
+    target_key: str | None = None
+    """Column holding the probability, 0 to 1, that `chosen` really is better (soft label)."""
+    max_samples: int | None = Field(default=None, ge=1)
+    """Read only the first rows, after filtering."""
+    prompt_file: str | None = None
+    """Text file with `{}` where the first user message goes."""
+    system_prompt_file: str | None = None
+    """Text file put before every conversation as a system message."""
+
+
+class DataConfig(Section):
+    """Where preferences come from. Either the flat keys or the `train`/`validation` blocks."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"add_bos", "add_eos", "add_generation_prompt", "use_multiple_dataloader",
+         "num_prompts_per_dataloader", "custom_dataloader", "num_workers"}
+    )  # fmt: skip
+
+    dataset_name: str | None = None
+    """See `DatasetConfig.dataset_name`; for training and, where no other is said, validation."""
+    train_data_path: str | None = None
+    """Training rows: a path or a hub name."""
+    val_data_path: str | None = None
+    """Validation rows; the set is called `default`."""
+    val_data_paths: dict[str, str | DatasetConfig] = Field(default_factory=dict)
+    """Several validation sets by name: a path, or a block of its own with any `dataset_name`."""
+    train_split: str | None = None
+    """Split of a hub data set to train on."""
+    val_split: str | None = None
+    """Split of a hub data set to validate on."""
+    subset: str | None = None
+    """Configuration of a hub data set."""
+    prompt_key: str = "prompt"
+    """See `DatasetConfig.prompt_key`."""
+    chosen_key: str = "chosen"
+    """See `DatasetConfig.chosen_key`."""
+    rejected_key: str = "rejected"
+    """See `DatasetConfig.rejected_key`."""
+    margin_key: str | None = None
+    """See `DatasetConfig.margin_key`."""
+    target_key: str | None = None
+    """See `DatasetConfig.target_key`."""
+    prompt_file: str | None = None
+    """See `DatasetConfig.prompt_file`."""
+    system_prompt_file: str | None = None
+    """See `DatasetConfig.system_prompt_file`."""
+
+    train: DatasetConfig | list[DatasetConfig] | None = None
+    """Block form of the training set; a list is concatenated."""
+    validation: DatasetConfig | dict[str, DatasetConfig] | None = None
+    """Block form of the validation set, or several by name."""
+    default: DatasetConfig | None = None
+    """Fills the keys that `train` and `validation` leave out."""
+
+    max_input_seq_length: int | None = Field(default=None, ge=2)
+    """Longest conversation in tokens; null means `policy.max_total_sequence_length`."""
+    shuffle: bool = True
+    """Draw a new order of the training rows each epoch, from `rm.seed`."""
+    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the training rows held out for validation where no validation set is named. Rows
+    with the same prompt stay on one side."""
+    max_samples: int | None = Field(default=None, ge=1)
+    """Use only the first training rows, after filtering."""
+    overlong: Literal["truncate", "drop"] = "truncate"
+    """What happens to a conversation longer than `max_input_seq_length`. Truncation is the default
+    because a scorer must give every conversation a score, and training should see what scoring
+    sees. Either way the rows are counted in the data report."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Which end is cut. Left keeps the answer, which is what is judged."""
+    ties: Literal["drop", "error"] = "drop"
+    """Rows whose completions all share one rank, where the loss cannot use them."""
+    duplicates: Literal["drop", "keep"] = "drop"
+    """Rows that say exactly what an earlier row said."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A malformed row stops the run with its file and line, or is left out and counted."""
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _one_or_named(cls, value: Any) -> Any:
+        """A mapping whose values are all mappings is several named sets."""
+        if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
+            return {name: DatasetConfig.model_validate(block) for name, block in value.items()}
+        return value
+
+    @model_validator(mode="after")
+    def _one_form(self) -> DataConfig:
+        flat = [k for k in ("train_data_path", "val_data_path", "val_data_paths")
+                if getattr(self, k)]  # fmt: skip
+        blocks = [k for k in ("train", "validation") if getattr(self, k) is not None]
+        if flat and blocks:
+            raise ValueError(
+                f"data.{flat[0]} and data.{blocks[0]} are two forms of the same thing; keep one"
+            )
+        if self.val_data_path and self.val_data_paths:
+            raise ValueError("set data.val_data_path or data.val_data_paths, not both")
+        return self
+
+    def train_sets(self) -> list[DatasetConfig]:
+        """The training sets, in either form, with the defaults filled in."""
+        if self.train is not None:
+            blocks = self.train if isinstance(self.train, list) else [self.train]
+            return [self._fill(block) for block in blocks]
+        return [self._flat(self.train_data_path, self.train_split)]
+
+    def validation_sets(self) -> dict[str, DatasetConfig]:
+        """The validation sets by name; empty where none is configured."""
+        if isinstance(self.validation, dict):
+            return {name: self._fill(block) for name, block in self.validation.items()}
+        if self.validation is not None:
+            return {"default": self._fill(self.validation)}
+        if self.val_data_path:
+            return {"default": self._flat(self.val_data_path, self.val_split)}
+        named: dict[str, DatasetConfig] = {}
+        for name, value in self.val_data_paths.items():
+            if isinstance(value, str):
+                named[name] = self._flat(value, self.val_split)
+            else:
+                flat = self._flat(None, self.val_split).model_dump()
+                named[name] = DatasetConfig(**{**flat, **value.model_dump(exclude_unset=True)})
+        return named
+
+    def _flat(self, path: str | None, split: str | None) -> DatasetConfig:
+        shared = {key: getattr(self, key) for key in (
+            "dataset_name", "subset", "prompt_key", "chosen_key", "rejected_key", "margin_key",
+            "target_key", "prompt_file", "system_prompt_file")}  # fmt: skip
+        return DatasetConfig(data_path=path, split=split, **shared)
+
+    def _fill(self, block: DatasetConfig) -> DatasetConfig:
+        base = self.default.model_dump(exclude_unset=True) if self.default is not None else {}
+        if self.dataset_name is not None:
+            base.setdefault("dataset_name", self.dataset_name)
+        return DatasetConfig(**{**base, **block.model_dump(exclude_unset=True)})
+
+
+# ---------------------------------------------------------------------------------------- policy
+
+
+class TokenizerConfig(Section):
+    """The tokenizer and its chat template."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"use_fastokens"})
+
+    name: str | None = None
+    """Hub name or path; null means `policy.model_name`."""
+    chat_template: str | None = "default"
+    """`default`: the tokenizer's own; null: contents are joined as they are; `chatml` or `plain`: a
+    template of Laurel's; a path ending in .jinja; or the template itself."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables given to the template at every rendering, e.g. `{enable_thinking: false}`."""
+    pad_token: str | None = None
+    """The padding token; `auto` picks one that never ends a sequence. Null keeps the tokenizer's
+    own, picks one where there is none, and is an error where it is the end-of-sequence token."""
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class RewardModelConfig(Section):
+    """Turns the policy section into a reward model."""
+
+    enabled: bool = False
+    """Put a reward head on the decoder (or load the one that is there)."""
+    reward_model_type: Literal["bradley_terry", "regression"] = "bradley_terry"
+    """One scalar learned from comparisons, or one number per attribute learned from ratings."""
+    attributes: list[str] = Field(default_factory=list)
+    """Names of the ratings a regression head predicts, e.g. `[helpfulness, correctness]`."""
+    attribute_weights: list[float] | None = None
+    """Weights that turn the attributes into the scalar reward; null means their mean."""
+
+    @model_validator(mode="after")
+    def _attributes_fit(self) -> RewardModelConfig:
+        if self.reward_model_type == "regression" and not self.attributes:
+            raise ValueError(
+                "reward_model_type 'regression' needs reward_model_cfg.attributes: "
+                "the list of ratings to predict, e.g. [helpfulness, correctness]"
+            )
+        if self.attribute_weights is not None and len(self.attribute_weights) != len(
+            self.attributes
+        ):
+            raise ValueError("attribute_weights must have one number per attribute")
+        return self
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (peft). The reward head is always trained and saved whole."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"dropout_position", "lora_A_init", "use_triton"}
+    )
+
+    enabled: bool = False
+    """Train adapters and the head instead of every weight."""
+    target_modules: list[str] = Field(default_factory=list)
+    """Names of the linear layers to adapt; with `match_all_linear` they are not needed."""
+    exclude_modules: list[str] = Field(default_factory=list)
+    """Names left out."""
+    match_all_linear: bool = True
+    """Adapt every linear layer of the decoder."""
+    dim: int = Field(default=8, ge=1)
+    """Rank of the adapters."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale: the update is multiplied by alpha / dim."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout in front of the adapters."""
+
+
+class DTensorConfig(Section):
+    """How the model is spread and what is recomputed."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"_v2", "automodel_kwargs", "clear_cache_every_n_steps"}
+    )
+
+    enabled: bool = True
+    """Always true: there is one backend."""
+    cpu_offload: bool = False
+    """Keep parameters on the host between uses."""
+    sequence_parallel: bool = False
+    """Shard activations over the tensor-parallel ranks."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more arithmetic."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each layer."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each sequence."""
+    custom_parallel_plan: str | dict[str, Any] | None = None
+    """Import path or mapping of a tensor-parallel plan."""
+    lora_cfg: LoraConfig = LoraConfig()
+    """Adapters."""
+
+
+class BatchingConfig(Section):
+    """Token budgets of micro-batches."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"algorithm", "sequence_length_round", "logprob_mb_tokens", "microbatch_order"}
+    )
+
+    enabled: bool = False
+    """See `policy.sequence_packing` and `policy.dynamic_batching`."""
+    train_mb_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one micro-batch; null means max_total_sequence_length * train_micro_batch_size. A
+    group longer than the budget travels alone."""
+
+
+class PackingConfig(BatchingConfig):
+    """Token forests: no padding, and each prompt computed once for all its completions."""
+
+    enabled: bool = True
+    """On: exact and several times faster. Off: padded rows, one per completion."""
+    share_prompts: bool = True
+    """Compute a prompt once for all its completions. Off is for measuring what that brings."""
+
+
+class ScratchConfig(Section):
+    """A small model made here instead of loaded: for demos, tests and learning from scratch."""
+
+    architecture: str = "qwen3"
+    """`model_type` of a Hugging Face decoder: qwen2, qwen3, llama, mistral, gemma2, ..."""
+    hidden_size: int = Field(default=64, ge=8)
+    """Width of the residual stream."""
+    num_layers: int = Field(default=2, ge=1)
+    """Decoder layers."""
+    num_heads: int = Field(default=4, ge=1)
+    """Attention heads."""
+    num_kv_heads: int | None = None
+    """Key/value heads; null means `num_heads`."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward layers; null means 4 * hidden_size."""
+    vocab_size: int = Field(default=4096, ge=300)
+    """Entries of the byte-level BPE tokenizer that is trained on the training texts."""
+    config_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Further keys of the Hugging Face configuration, e.g. `{attention_dropout: 0.1}`."""
+
+
+class PolicyConfig(Section):
+    """The model that is trained, how, and with what memory."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"megatron_cfg", "generation_batch_size", "logprob_batch_size", "logprob_chunk_size",
+         "generation", "draft", "offload_optimizer_for_logprob", "activation_checkpointing_enabled",
+         "make_sequence_length_divisible_by", "refit_buffer_size_gb"}
+    )  # fmt: skip
+
+    model_name: str | None = "meta-llama/Llama-3.2-1B-Instruct"
+    """Hub name or directory of a reward model, or of a causal language model that becomes one.
+    Null with `policy.scratch`."""
+    revision: str | None = None
+    """Commit or tag of a hub model."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off: a model is data."""
+    safetensors_only: bool = True
+    """Refuse pickled weights (.bin, .pt), which can run code when loaded."""
+    hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Keys changed in the model's own configuration before it is built."""
+    scratch: ScratchConfig | None = None
+    """Make a small model with random weights instead of loading one."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """See there."""
+    train_global_batch_size: int = Field(default=128, ge=1)
+    """Groups (pairs) of one optimizer step."""
+    train_micro_batch_size: int = Field(default=1, ge=1)
+    """Groups of one forward pass where packing is off; with packing on it scales the budget."""
+    max_total_sequence_length: int = Field(default=8192, ge=2)
+    """Longest conversation in tokens."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Arithmetic of the decoder. Master weights, reward head and loss are float32 either way."""
+    reward_model_cfg: RewardModelConfig = RewardModelConfig()
+    """See there."""
+    dtensor_cfg: DTensorConfig = DTensorConfig()
+    """See there."""
+    sequence_packing: PackingConfig = PackingConfig()
+    """See there."""
+    dynamic_batching: BatchingConfig = BatchingConfig()
+    """Where packing is off: padded micro-batches of similar lengths up to a token budget."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm; null leaves them."""
+    optimizer: NamedCall = NamedCall(
+        name="torch.optim.AdamW",
+        kwargs={"lr": 2e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
+    )
+    """Any class of `torch.optim`, with its arguments. Kwargs that you give replace all of these."""
+    scheduler: NamedCall | list[NamedCall | Milestones] | None = None
+    """A class of `torch.optim.lr_scheduler`; or a list of them with a `milestones` entry; null
+    keeps the learning rate constant."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> PolicyConfig:
+        if self.scratch is None and self.model_name is None:
+            raise ValueError("policy.model_name is null: name a model, or describe policy.scratch")
+        return self
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Token budget of a micro-batch."""
+        batching = self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
+        if batching.train_mb_tokens is not None:
+            return batching.train_mb_tokens
+        return self.max_total_sequence_length * self.train_micro_batch_size
+
+
+# ------------------------------------------------------------------- checkpointing, logger, cluster
+
+
+class CheckpointingConfig(Section):
+    """When the run is saved, which saves stay, and how it goes on."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"model_save_format", "save_consolidated", "model_cache_dir", "model_repo_id", "is_peft",
+         "peft_config", "ft_save_period", "ft_keep_latest_k"}
+    )  # fmt: skip
+
+    enabled: bool = True
+    """Save at all."""
+    checkpoint_dir: str = "results/rm"
+    """Directory that holds `step_<N>` directories."""
+    metric_name: str | None = "auto"
+    """What makes a checkpoint the best: `validation-<set>_<metric>` or `train_<metric>`, also
+    written `val:...` / `train:...`. `auto`: the loss of the first validation set. Null keeps the
+    most recent. A name this run cannot produce is an error at the start."""
+    higher_is_better: bool | None = None
+    """Null: told from the metric's name (lower for losses and calibration errors)."""
+    keep_top_k: int | None = Field(default=3, ge=1)
+    """How many best checkpoints stay, besides the latest; null keeps all."""
+    save_period: int = Field(default=16, ge=1)
+    """Steps between saves; the last step is always saved."""
+    checkpoint_must_save_by: str | None = None
+    """Time budget `DD:HH:MM:SS` from the start of the run: a last save is made so that it is
+    finished by then, and the run ends."""
+    save_optimizer: bool = True
+    """Without it a checkpoint cannot be resumed exactly."""
+    resume: Literal["auto", "never", "required"] = "auto"
+    """`auto`: go on from the newest whole checkpoint, if any; `never`: refuse a directory that has
+    one; `required`: refuse to start without one."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    project: str = "laurel"
+    """Project."""
+    name: str | None = None
+    """Run name."""
+    entity: str | None = None
+    """Team."""
+
+
+class TensorboardConfig(Section):
+    """TensorBoard."""
+
+    log_dir: str = "tensorboard"
+    """Directory inside the run's log directory."""
+
+
+class MlflowConfig(Section):
+    """MLflow."""
+
+    experiment_name: str = "laurel"
+    """Experiment."""
+    run_name: str | None = None
+    """Run."""
+    tracking_uri: str | None = None
+    """Server; null means MLflow's default."""
+
+
+class LoggerConfig(Section):
+    """Where metrics go."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"monitor_gpus", "gpu_monitoring", "swanlab_enabled", "swanlab"}
+    )
+
+    log_dir: str = "logs"
+    """Each run writes to the next free `exp_001`, `exp_002`, ... inside."""
+    jsonl_enabled: bool = True
+    """Write `metrics.jsonl`, one line a step."""
+    tensorboard_enabled: bool = True
+    """Write TensorBoard events."""
+    wandb_enabled: bool = False
+    """Log to Weights & Biases (extra `wandb`)."""
+    mlflow_enabled: bool = False
+    """Log to MLflow (extra `mlflow`)."""
+    wandb: WandbConfig = WandbConfig()
+    """See there."""
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    """See there."""
+    mlflow: MlflowConfig = MlflowConfig()
+    """See there."""
+    num_val_samples_to_print: int = Field(default=3, ge=0)
+    """Pairs shown with their scores at each validation."""
+
+
+class ClusterConfig(Section):
+    """What the run may use."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"segment_size"})
+
+    gpus_per_node: int = Field(default=1, ge=1)
+    """Slots of each node: GPUs, or CPU processes where there are none."""
+    num_nodes: int = Field(default=1, ge=1)
+    """Nodes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: a GPU where there is one."""
+    cpu_threads: int | None = Field(default=None, ge=1)
+    """Threads of the arithmetic on CPU; null means one per core this process may use."""

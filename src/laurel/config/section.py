@@ -1,0 +1,22 @@
+"""The base of every section of a configuration."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A frozen, fully checked block of a configuration file.
+
+    Unknown keys are errors. Keys that other systems' files carry and that mean nothing here are
+    named in `foreign_keys`: the loader takes them out before validation and mentions all of them
+    in one warning.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset()

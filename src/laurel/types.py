@@ -1,0 +1,192 @@
+"""The values that travel between the rooms of Laurel. Read this file first.
+
+Everything is a prompt and its completions: a preference pair is a prompt with two ranked
+completions, a ranked list one with K, a GRPO group one with G, a scoring request one with one or
+many. So one value, the *group*, is what data sets yield, scorers score and learners train on, and
+one model batch, the *token forest*, carries any of them.
+
+Every stage wraps the value of the stage before it; none fills in a hole left by another::
+
+    Group -> Preference -> PreferenceSample -> TokenForest -> scores -> loss
+    Group -> TokenGroup  ------------------->  TokenForest -> scores -> Score
+
+Shape legend. Tensors and sequences carry these suffixes, slowest dimension first::
+
+    T  distinct tokens of a micro-batch, all trees in one row
+    N  completions (branches) of a micro-batch, in the order of its trees
+    G  completions of one group
+    B  groups of a batch
+    P  pairs of completions
+    K  outputs of the reward head (1 for a scalar reward, one per attribute for regression)
+    L  tokens of one sequence
+    H  attention heads
+    D  size of one head, or of the hidden state where no head is in sight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+    TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation: who speaks (`system`, `user`, `assistant`, ...) and what."""
+
+    role: str
+    content: str
+
+
+Conversation = tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One answer to a prompt, as raw messages (never templated text)."""
+
+    messages: Conversation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A prompt and its completions.
+
+    The id is explicit, so two rows with the same prompt stay two groups.
+    """
+
+    id: str
+    prompt: Conversation
+    completions_G: tuple[Completion, ...]
+
+    def conversation(self, index: int) -> Conversation:
+        """The whole conversation of completion `index`."""
+        return self.prompt + self.completions_G[index].messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """A group that somebody has judged.
+
+    Example: a pair whose first completion won is `ranks_G=(0, 1)`; a tie is `(0, 0)`.
+    """
+
+    group: Group
+    ranks_G: tuple[int, ...]
+    """Lower is better; equal ranks are a tie."""
+    margin: float = 0.0
+    """How much better the best is than the worst, in units of the score (0: not said)."""
+    target: float = 1.0
+    """Probability that the lower rank is really preferred (soft label; 1: certain)."""
+    attributes_GK: tuple[tuple[float, ...], ...] | None = None
+    """Ratings of each completion for attribute regression; NaN where nobody rated."""
+    source: str = ""
+    """Where the row came from, as `file:line` or `name[index]`."""
+
+    @property
+    def has_tie(self) -> bool:
+        """Whether two completions share a rank."""
+        return len(set(self.ranks_G)) < len(self.ranks_G)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenGroup:
+    """A group as tokens: the trunk that all completions share, then the branch of each.
+
+    Sequence `i` is `trunk_ids + branches_ids_G[i]`. Every branch has at least one token, and its
+    last token is the one the reward is read from.
+    """
+
+    id: str
+    trunk_ids: TokenIds
+    branches_ids_G: tuple[TokenIds, ...]
+    num_truncated: int = 0
+    """How many of the G sequences were cut to fit the longest length of the scoring contract."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Distinct tokens: what the forest computes."""
+        return len(self.trunk_ids) + sum(len(ids) for ids in self.branches_ids_G)
+
+    @property
+    def lengths_G(self) -> tuple[int, ...]:
+        """Length of each whole sequence: what a padded batch would compute, before padding."""
+        return tuple(len(self.trunk_ids) + len(ids) for ids in self.branches_ids_G)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreferenceSample:
+    """A judged group as tokens: what reward-model training learns from."""
+
+    preference: Preference
+    tokens: TokenGroup
+
+
+class Span(NamedTuple):
+    """A half-open range of positions in the row of a forest."""
+
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.end - self.start
+
+
+class Tree(NamedTuple):
+    """One group in a forest. The trunk comes first, its branches follow it without a gap."""
+
+    trunk: Span
+    branches_G: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenForest:
+    """Every distinct token of a micro-batch once, in one row, without padding.
+
+    A branch attends to the trunk of its own tree and, causally, to itself. A completion's
+    positions go on from its prompt's.
+    """
+
+    ids_T: Tensor
+    """int64 [T]"""
+    positions_T: Tensor
+    """int64 [T]: position of each token in its own sequence."""
+    trees: tuple[Tree, ...]
+
+    @property
+    def num_completions(self) -> int:
+        """N: branches over all trees."""
+        return sum(len(tree.branches_G) for tree in self.trees)
+
+    @property
+    def last_N(self) -> list[int]:
+        """Index in the row of the last token of each branch: where the reward is read."""
+        return [branch.end - 1 for tree in self.trees for branch in tree.branches_G]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The verdict of a reward model on one completion: a number, or the reason there is none."""
+
+    value: float | None
+    """The scalar reward; None exactly when `failure` is set. A failure never becomes a number."""
+    values_K: tuple[float, ...] = ()
+    """Every output of the head (one for a scalar reward model)."""
+    num_tokens: int = 0
+    truncated: bool = False
+    failure: str | None = None
+
+
+def group_of(prompt: Sequence[Message], answers: Sequence[str], *, group_id: str) -> Group:
+    """A group whose completions are single assistant messages."""
+    completions_G = tuple(Completion(messages=(Message("assistant", text),)) for text in answers)
+    return Group(id=group_id, prompt=tuple(prompt), completions_G=completions_G)
