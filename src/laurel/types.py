@@ -107,8 +107,8 @@ class TokenGroup:
     id: str
     trunk_ids: TokenIds
     branches_ids_G: tuple[TokenIds, ...]
-    num_truncated: int = 0
-    """How many of the G sequences were cut to fit the longest length of the scoring contract."""
+    truncated_G: tuple[bool, ...] = ()
+    """Which sequences were cut to fit the longest length of the scoring contract."""
 
     @property
     def num_tokens(self) -> int:
@@ -171,6 +171,24 @@ class TokenForest:
     def last_N(self) -> list[int]:
         """Index in the row of the last token of each branch: where the reward is read."""
         return [branch.end - 1 for tree in self.trees for branch in tree.branches_G]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PaddedRows:
+    """Whole sequences as the rows of a rectangle, padded on the right.
+
+    For models that a forest cannot serve (encoders, state-space layers), and to measure against.
+    """
+
+    ids_NL: Tensor
+    """int64 [N, L]"""
+    lengths_N: Tensor
+    """int64 [N]: tokens of each row before its padding."""
+
+    @property
+    def num_completions(self) -> int:
+        """N."""
+        return self.ids_NL.shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,316 @@
+"""Training a reward model: the loop.
+
+    preferences --tokens--> micro-batches --model--> scores --loss--> gradient --> step
+
+Everything it needs is made elsewhere (`cli/assemble.py`) and handed in.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from laurel.algorithms.batches import Batcher
+from laurel.algorithms.learner import Learner, Update
+from laurel.algorithms.losses import RewardLoss
+from laurel.algorithms.run_state import Position, RunState, write_bad_step
+from laurel.algorithms.selection import Selection
+from laurel.algorithms.stopping import Deadline, StopRequest
+from laurel.algorithms.validation import Validation, validate
+from laurel.config.reward_training import RewardTrainingRun
+from laurel.data.loader import StepOrder
+from laurel.errors import CheckpointError, NonFiniteError
+from laurel.models.checkpoint import CheckpointStore
+from laurel.models.scoring import ScoringContract
+from laurel.observe.console import PairRow, print_pairs
+from laurel.observe.loggers import MetricLogger
+from laurel.observe.progress import TrainingProgress
+from laurel.observe.timers import Timers
+from laurel.types import Preference, PreferenceSample
+
+ALARM_AFTER_MISSES = 2
+"""Saves in a row that fail before the run says so with every step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    ended: Literal["finished", "signal", "deadline"]
+    signal: str | None = None
+    latest: Path | None = None
+    """The newest checkpoint."""
+    best: Path | None = None
+    """The best one by the run's metric."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The latest of every validation metric, by full name."""
+    seconds: float = 0.0
+
+
+class RewardTraining:
+    """One run of reward-model training."""
+
+    def __init__(
+        self,
+        config: RewardTrainingRun,
+        *,
+        learner: Learner,
+        loss: RewardLoss,
+        batcher: Batcher,
+        contract: ScoringContract,
+        train: Sequence[PreferenceSample],
+        validation: Mapping[str, Sequence[PreferenceSample]],
+        selection: Selection,
+        state: RunState,
+        store: CheckpointStore | None,
+        logger: MetricLogger,
+        progress: TrainingProgress,
+        stop: StopRequest,
+    ) -> None:
+        self.config = config
+        self.learner = learner
+        self.loss = loss
+        self.batcher = batcher
+        self.contract = contract
+        self.train = train
+        self.validation = validation
+        self.selection = selection
+        self.state = state
+        self.store = store
+        self.logger = logger
+        self.progress = progress
+        self.stop = stop
+        self.order = step_order(config, len(train))
+        self.total_steps = total_steps(config, len(train))
+        self.deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
+        self.timers = Timers()
+        self.latest_metrics: dict[str, float] = {}
+        self._missed_saves = 0
+        self._latest: Path | None = None
+
+    def run(self, position: Position) -> Outcome:
+        """Train from a position to the end, a signal or the deadline."""
+        started = time.monotonic()
+        step = position.step
+        ended: Literal["finished", "signal", "deadline"] = "finished"
+        with ExitStack() as stack:
+            stack.enter_context(self.progress)
+            if self._validation_is_missing(position):
+                position = self._validate(position)
+            while step < self.total_steps:
+                position = self._step(position)
+                step = position.step
+                if self.stop.signal is not None:
+                    ended = "signal"
+                elif self.deadline.is_near() and step < self.total_steps:
+                    ended = "deadline"
+                position = self._after_step(position, is_stopping=ended != "finished")
+                if ended != "finished":
+                    break
+        if self.store is not None and self._missed_saves:
+            raise CheckpointError(
+                f"the last checkpoint, of step {step}, could not be saved; the newest is "
+                f"{self._latest or 'none'}"
+            )
+        return Outcome(
+            step=step,
+            ended=ended,
+            signal=None if self.stop.signal is None else self.stop.signal.name,
+            latest=self._latest,
+            best=None if self.store is None else self.store.best(),
+            metrics=self.latest_metrics,
+            seconds=time.monotonic() - started,
+        )
+
+    # ------------------------------------------------------------------------------------- a step
+
+    def _step(self, position: Position) -> Position:
+        rows = self.order.rows(position.step)
+        samples = [self.train[row] for row in rows]
+        size = self.config.policy.train_micro_batch_size
+        started = time.monotonic()
+        with self.timers.time("total_step_time"):
+            batch = self.batcher.cut(samples, micro_batch_size=size)
+            update = self.learner.update(batch, self.loss)
+        self.deadline.step_took(time.monotonic() - started)
+        step = position.step + 1
+        num_tokens = sum(sum(sample.tokens.lengths_G) for sample in samples)
+        seconds = self.timers.collect()["total_step_time"]
+        metrics = {f"train/{name}": value for name, value in update.metrics.items()} | {
+            "train/global_valid_seqs": float(sum(len(s.tokens.lengths_G) for s in samples)),
+            "train/global_valid_toks": float(num_tokens),
+            "train/epoch": float(self.order.epoch_of(position.step)),
+            "timing/train/total_step_time": seconds,
+            "performance/computed_tokens": float(sum(m.num_tokens for m in batch)),
+            "performance/num_micro_batches": float(len(batch)),
+            "performance/tokens_per_second": num_tokens / seconds,
+            "performance/groups_per_second": len(samples) / seconds,
+        }
+        bad_steps = self._judge(update, step, samples, position.bad_steps)
+        metrics["train/bad_steps_in_a_row"] = float(bad_steps)
+        self.logger.log(metrics, step=step)
+        self.progress.step(step, metrics, pairs=len(samples), tokens=num_tokens)
+        train_metrics = {f"train_{name}": value for name, value in update.metrics.items()}
+        return position.moved(step=step, bad_steps=bad_steps, metrics=train_metrics)
+
+    def _judge(
+        self, update: Update, step: int, samples: Sequence[PreferenceSample], bad_steps: int
+    ) -> int:
+        """Count a step that was not applied, keep its rows, and stop after too many."""
+        if update.failure is None:
+            return 0
+        if not update.metrics and self.loss.count([s.preference for s in samples]) == 0:
+            self.progress.message(f"step {step} skipped: {update.failure}")
+            return bad_steps
+        sources = [sample.preference.source for sample in samples]
+        path = write_bad_step(self.state.run_dir, step, samples, update.failure)
+        self.progress.message(f"step {step} not applied: {update.failure}. Its rows are in {path}")
+        limit = self.config.rm.max_bad_steps
+        if bad_steps + 1 >= limit:
+            shown = ", ".join(sources[:8]) + (" ..." if len(sources) > 8 else "")
+            raise NonFiniteError(
+                f"{limit} steps in a row were not finite (the last: {update.failure} at step {step}"
+                f", rows {shown}). Their rows are in {path.parent}. Lower policy.optimizer.kwargs."
+                "lr, set policy.max_grad_norm, or train with policy.precision=float32; "
+                "rm.max_bad_steps is the limit."
+            )
+        return bad_steps + 1
+
+    def _after_step(self, position: Position, *, is_stopping: bool) -> Position:
+        """Validate and save where it is due."""
+        rm, saving = self.config.rm, self.config.checkpointing
+        step, is_last = position.step, position.step >= self.total_steps
+        validation_due = (rm.val_period > 0 and step % rm.val_period == 0) or (
+            is_last and rm.val_at_end
+        )
+        save_due = self.store is not None and (
+            is_last or is_stopping or step % saving.save_period == 0
+        )
+        ranks_by_validation = (self.selection.key or "").startswith("validation-")
+        if (
+            self.validation
+            and not is_stopping
+            and (validation_due or (save_due and ranks_by_validation))
+        ):
+            position = self._validate(position)
+        if save_due:
+            self._save(position)
+        return position
+
+    # ------------------------------------------------------------------------ validating and saving
+
+    def _validation_is_missing(self, position: Position) -> bool:
+        """Before the first step where asked, and where a signal took a validation that was due."""
+        rm, step = self.config.rm, position.step
+        if not self.validation or position.validated_at == step:
+            return False
+        if step == 0:
+            return rm.val_at_start
+        is_last = step >= self.total_steps
+        return (rm.val_period > 0 and step % rm.val_period == 0) or (is_last and rm.val_at_end)
+
+    def _validate(self, position: Position) -> Position:
+        step = position.step
+        logged: dict[str, float] = {}
+        keyed: dict[str, float] = {}
+        for name, samples in self.validation.items():
+            with (
+                self.progress.phase(f"validating {name}", len(samples)) as phase,
+                self.timers.time("total_validation_time"),
+            ):
+                validation = validate(
+                    self.learner, samples, loss=self.loss, batcher=self.batcher,
+                    contract=self.contract, config=self.config.rm, on_groups=phase.advance,
+                )  # fmt: skip
+            seconds = self.timers.collect()["total_validation_time"]
+            logged |= {f"validation-{name}/{k}": v for k, v in validation.metrics.items()}
+            logged[f"timing/validation-{name}/total_validation_time"] = seconds
+            keyed |= {f"validation-{name}_{k}": v for k, v in validation.metrics.items()}
+            self._show(name, step, samples, validation)
+            if name == next(iter(self.validation)):
+                self.state.remember_reference(validation.scores_BG)
+        total = "timing/validation/total_validation_time"
+        logged[total] = math.fsum(v for k, v in logged.items() if k.startswith("timing/"))
+        self.logger.log(logged, step=step)
+        self.latest_metrics = {k: v for k, v in logged.items() if not k.startswith("timing/")}
+        return position.moved(validated_at=step, metrics=keyed)
+
+    def _show(
+        self, name: str, step: int, samples: Sequence[PreferenceSample], validation: Validation
+    ) -> None:
+        shown = ("loss", "accuracy", "margin_mean", "score_length_correlation", "ece")
+        figures = "  ".join(
+            f"{k} {validation.metrics[k]:.4f}" for k in shown if k in validation.metrics
+        )
+        self.progress.message(f"step {step}  validation-{name}  {figures}")
+        count = self.config.logger.num_val_samples_to_print
+        pairs = zip(samples, validation.scores_BG, strict=False)
+        rows = [PairRow.of(sample.preference, scores) for sample, scores in pairs]
+        table = [row for row in rows if row is not None][:count]
+        if table:
+            print_pairs(self.progress.console, f"validation-{name}, step {step}", table)
+            self.logger.log_table(
+                f"validation-{name}/pairs", PairRow.columns(), [row.cells for row in table],
+                step=step,
+            )  # fmt: skip
+
+    def _save(self, position: Position) -> None:
+        assert self.store is not None
+        started = time.monotonic()
+        metric = position.metrics.get(self.selection.key or "")
+        try:
+            with self.progress.phase("saving"), self.timers.time("checkpointing"):
+                self._latest = self.store.save(
+                    position.step,
+                    lambda directory: self.state.write(directory, self.learner, position),
+                    metric=metric,
+                    info=self._info(position),
+                )
+        except CheckpointError as error:
+            self._missed_saves += 1
+            alarm = "ALARM: " if self._missed_saves >= ALARM_AFTER_MISSES else ""
+            self.progress.message(f"{alarm}{error} (missed saves in a row: {self._missed_saves})")
+            return
+        finally:
+            timing = self.timers.collect()
+        self._missed_saves = 0
+        self.deadline.save_took(time.monotonic() - started)
+        self.logger.log({"timing/train/checkpointing": timing["checkpointing"]}, step=position.step)
+        self.progress.message(f"saved {self._latest}")
+
+    def _info(self, position: Position) -> dict[str, object]:
+        """`training_info.json`, in the names its readers know."""
+        return {
+            "epoch": self.order.epoch_of(max(position.step - 1, 0)),
+            "step": position.step % self.order.steps_per_epoch,
+            "total_steps": position.step,
+            "consumed_samples": self.order.samples_before(position.step),
+            **position.metrics,
+        }
+
+
+def step_order(config: RewardTrainingRun, num_rows: int) -> StepOrder:
+    """The order of the training rows."""
+    return StepOrder(
+        num_rows,
+        config.policy.train_global_batch_size,
+        shuffle=config.data.shuffle,
+        seed=config.rm.seed,
+    )
+
+
+def total_steps(config: RewardTrainingRun, num_rows: int) -> int:
+    """Steps of the run: all epochs, or the limit."""
+    steps = config.rm.max_num_epochs * step_order(config, num_rows).steps_per_epoch
+    return steps if config.rm.max_num_steps < 0 else min(steps, config.rm.max_num_steps)
+
+
+def preferences_of(samples: Sequence[PreferenceSample]) -> list[Preference]:
+    """The judgements of tokenised samples."""
+    return [sample.preference for sample in samples]

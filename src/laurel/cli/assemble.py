@@ -1,0 +1,421 @@
+"""From a configuration to the objects of a run: the only file that knows every concrete class."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from laurel.algorithms.selection import Selection, select_by
+from laurel.config.load import to_yaml
+from laurel.config.reward_training import RewardTrainingRun
+from laurel.config.schema import DatasetConfig
+from laurel.data.preferences import hold_out, load_preferences, own_validation
+from laurel.data.report import DataReport
+from laurel.errors import CheckpointError, DataError, ModelError
+from laurel.models.checkpoint import CheckpointStore
+from laurel.observe.loggers import check_available, next_run_dir, open_loggers
+from laurel.observe.progress import TrainingProgress
+from laurel.types import Preference
+
+if TYPE_CHECKING:
+    from laurel.algorithms.reward_training import Outcome
+    from laurel.models.load import LoadedRewardModel
+    from laurel.models.scoring import ScoringContract
+    from laurel.types import PreferenceSample
+
+ENCODE_AT_ONCE = 512
+
+
+@dataclass(slots=True, kw_only=True)
+class PreferenceData:
+    """The judged groups of a run, before they are tokens."""
+
+    train: list[Preference]
+    validation: dict[str, list[Preference]]
+    reports: dict[str, DataReport]
+
+
+def train_reward_model(
+    config: RewardTrainingRun, *, console: Console, warnings: Sequence[str] = ()
+) -> Outcome:
+    """Run `laurel rm` from beginning to end.
+
+    What can be told wrong without loading anything is told first, then what needs only the data,
+    then what needs the model; torch is imported after the data is read.
+    """
+    for warning in warnings:
+        console.print(f"warning: {warning}")
+    selection = check_early(config)
+    with ExitStack() as stack:
+        resume_from, store = _open_store(config, selection, stack, console)
+        data = load_data(config)
+        if not data.validation and (selection.key or "").startswith("validation-"):
+            selection = Selection(key=None)
+        return _train(config, data, selection, store, resume_from, stack, console)
+
+
+def check_early(config: RewardTrainingRun) -> Selection:
+    """What a configuration alone can get wrong.
+
+    Raises:
+        UserError: The first thing found.
+    """
+    check_available(config.logger)
+    name = config.policy.model_name
+    if config.policy.scratch is None and name and name.startswith((".", "/", "~")):
+        directory = Path(name).expanduser()
+        if not (directory / "config.json").is_file():
+            what = "has no config.json" if directory.is_dir() else "does not exist"
+            raise ModelError(
+                f"policy.model_name={name} looks like a directory and {what}; name a directory "
+                "that holds a Hugging Face model, or a model on the hub"
+            )
+    sets = list(config.data.validation_sets())
+    if not sets and (config.data.split_validation_size or _own_validation(config)):
+        sets = ["default"]
+    return select_by(
+        config.checkpointing.metric_name,
+        config.checkpointing.higher_is_better,
+        sets=sets if config.rm.val_period > 0 or config.rm.val_at_end else [],
+        attributes=config.policy.reward_model_cfg.attributes,
+    )
+
+
+def _open_store(
+    config: RewardTrainingRun, selection: Selection, stack: ExitStack, console: Console
+) -> tuple[Path | None, CheckpointStore | None]:
+    """The locked store, and the checkpoint that the run goes on from."""
+    saving = config.checkpointing
+    if not saving.enabled:
+        return None, None
+    store = CheckpointStore(
+        saving.checkpoint_dir,
+        keep_top_k=saving.keep_top_k,
+        metric_name=selection.key,
+        higher_is_better=selection.higher_is_better,
+    )
+    stack.enter_context(store)
+    if saving.resume == "never":
+        if store.steps():
+            raise CheckpointError(
+                f"checkpointing.resume=never and {saving.checkpoint_dir} holds checkpoints of "
+                f"{len(store.steps())} steps; choose another checkpoint_dir or resume=auto"
+            )
+        return None, store
+    newest = store.newest_whole()
+    for skipped in newest.skipped:
+        console.print(f"warning: skipped a checkpoint: {skipped}")
+    if newest.path is None and (saving.resume == "required" or newest.skipped):
+        raise CheckpointError(
+            f"{saving.checkpoint_dir} holds no whole checkpoint to go on from"
+            + (" (see the warnings above)" if newest.skipped else "")
+            + "; start with checkpointing.resume=auto in an empty directory"
+        )
+    return newest.path, store
+
+
+# ------------------------------------------------------------------------------------------ data
+
+
+def load_data(config: RewardTrainingRun) -> PreferenceData:
+    """Read every data set of the run.
+
+    Raises:
+        DataError: A file, a row, or nothing left.
+    """
+    data = config.data
+    train: list[Preference] = []
+    reports: list[DataReport] = []
+    sets = data.train_sets()
+    for index, dataset in enumerate(sets):
+        name = "train" if len(sets) == 1 else f"train-{index + 1}"
+        preferences, report = _load(config, dataset, name, data.max_samples)
+        train += preferences
+        reports.append(report)
+    train = train[: data.max_samples]
+    loaded = PreferenceData(train=train, validation={}, reports={})
+    loaded.reports["train"] = reports[0] if len(reports) == 1 else DataReport.merge(
+        reports, name="train"
+    )  # fmt: skip
+    for name, dataset in data.validation_sets().items():
+        loaded.validation[name], loaded.reports[f"validation-{name}"] = _load(
+            config, dataset, f"validation-{name}", None
+        )
+    if loaded.validation:
+        return loaded
+    own = _own_validation(config)
+    if data.split_validation_size:
+        loaded.train, held = hold_out(train, share=data.split_validation_size, seed=config.rm.seed)
+        loaded.validation["default"] = held
+        loaded.reports["validation-default"] = loaded.reports["train"].move_out(
+            kept=loaded.train, held_out=held, name="validation-default"
+        )
+    elif own is not None:
+        loaded.validation["default"], loaded.reports["validation-default"] = _load(
+            config, own, "validation-default", None
+        )
+    return loaded
+
+
+def _own_validation(config: RewardTrainingRun) -> DatasetConfig | None:
+    sets = config.data.train_sets()
+    return own_validation(sets[0]) if len(sets) == 1 else None
+
+
+def _load(
+    config: RewardTrainingRun, dataset: DatasetConfig, name: str, max_samples: int | None
+) -> tuple[list[Preference], DataReport]:
+    return load_preferences(
+        dataset,
+        name=name,
+        ties="keep" if config.rm.loss.uses_ties else config.data.ties,
+        duplicates=config.data.duplicates,
+        on_bad_row=config.data.on_bad_row,
+        attributes=config.policy.reward_model_cfg.attributes,
+        max_samples=max_samples,
+    )
+
+
+def texts_of(preferences: Sequence[Preference]) -> Iterator[str]:
+    """Every text of judged groups, prompts and completions."""
+    for preference in preferences:
+        yield from (message.content for message in preference.group.prompt)
+        for completion in preference.group.completions_G:
+            yield from (message.content for message in completion.messages)
+
+
+def tokenise(
+    preferences: Sequence[Preference],
+    contract: ScoringContract,
+    report: DataReport,
+    *,
+    overlong: str,
+    console: Console,
+) -> list[PreferenceSample]:
+    """Judged groups as tokens; what is too long is cut or left out, and counted in the report."""
+    from laurel.types import PreferenceSample
+
+    samples: list[PreferenceSample] = []
+    with console.status(f"tokenising {report.name}") as status:
+        for first in range(0, len(preferences), ENCODE_AT_ONCE):
+            part = preferences[first : first + ENCODE_AT_ONCE]
+            tokens = contract.encode(
+                [preference.group for preference in part],
+                sources=[preference.source for preference in part],
+            )
+            samples += [
+                PreferenceSample(preference=preference, tokens=group)
+                for preference, group in zip(part, tokens, strict=True)
+            ]
+            status.update(f"tokenising {report.name}: {len(samples)} of {len(preferences)}")
+    if overlong == "drop":
+        kept = [sample for sample in samples if not any(sample.tokens.truncated_G)]
+        for sample in samples:
+            if any(sample.tokens.truncated_G):
+                report.drop("over-long", sample.preference.source)
+        if not kept:
+            raise DataError(
+                f"{report.name}: all {len(samples)} rows are longer than "
+                f"{contract.rules.max_length} tokens; raise data.max_input_seq_length or set "
+                "data.overlong=truncate"
+            )
+        samples = kept
+        report.describe([sample.preference for sample in samples])
+    report.num_truncated = sum(sum(sample.tokens.truncated_G) for sample in samples)
+    report.set_lengths([length for sample in samples for length in sample.tokens.lengths_G])
+    return samples
+
+
+# ------------------------------------------------------------------------------------------- run
+
+
+def _train(
+    config: RewardTrainingRun,
+    data: PreferenceData,
+    selection: Selection,
+    store: CheckpointStore | None,
+    resume_from: Path | None,
+    stack: ExitStack,
+    console: Console,
+) -> Outcome:
+    """Everything after the data: model, tokens, loop."""
+    with console.status("loading torch and the model"):
+        from laurel.algorithms.batches import Batcher
+        from laurel.algorithms.learner import Learner
+        from laurel.algorithms.losses import RewardLoss
+        from laurel.algorithms.reward_training import RewardTraining, total_steps
+        from laurel.algorithms.run_state import Position, RunState, read_run_dir
+        from laurel.algorithms.stopping import StopRequest
+        from laurel.distributed.process import prepare
+        from laurel.models.load import load_reward_model
+        from laurel.rewards.local import check_golden, check_paths
+
+        _quiet()
+        device = prepare(config.cluster, seed=config.rm.seed)
+        loaded = load_reward_model(
+            config.policy,
+            seed=config.rm.seed,
+            max_length=config.data.max_input_seq_length or config.policy.max_total_sequence_length,
+            truncation_side=config.data.truncation_side,
+            device=device,
+            texts=texts_of(data.train),
+            resume_from=resume_from,
+        )
+        difference = check_paths(loaded.model)
+        check_golden(loaded.model, loaded.contract, precision=config.policy.precision)
+    train, validation = _tokenise_all(config, data, loaded.contract, console)
+    run_dir = (resume_from and read_run_dir(resume_from)) or next_run_dir(config.logger.log_dir)
+    _describe(config, data, loaded, difference, device.type, run_dir, console)
+    contract = loaded.contract
+    learner = Learner(
+        loaded.model,
+        optimizer=config.policy.optimizer,
+        scheduler=config.policy.scheduler,
+        max_grad_norm=config.policy.max_grad_norm,
+    )
+    golden_set = next(iter(validation.values()), train)
+    state = RunState(
+        model=loaded.model,
+        contract=contract,
+        train=train,
+        golden=[sample.preference.group for sample in golden_set[:3]],
+        identity=_identity(config),
+        config_yaml=to_yaml(config),
+        card=_card(config, data, loaded),
+        run_dir=run_dir,
+        save_optimizer=config.checkpointing.save_optimizer,
+        batch_tokens=config.policy.micro_batch_tokens,
+    )
+    position = state.restore(resume_from, learner) if resume_from else Position()
+    if resume_from:
+        console.print(f"going on from {resume_from}, after step {position.step}")
+    progress = TrainingProgress(total_steps(config, len(train)), position.step, console)
+    logger = open_loggers(
+        config.logger,
+        run_dir=run_dir,
+        run_config=config.model_dump(mode="json"),
+        resumed_step=position.step if resume_from else None,
+        warn=progress.message,
+    )
+    stack.callback(logger.close)
+    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    stop = stack.enter_context(
+        StopRequest(lambda name: progress.message(f"{name}: saving after this step, then ending"))
+    )
+    training = RewardTraining(
+        config,
+        learner=learner,
+        loss=RewardLoss(config.rm.loss, reward_weights_K=contract.rules.attribute_weights),
+        batcher=Batcher(loaded.model, config.policy, pad_id=contract.rules.pad_id or 0),
+        contract=contract,
+        train=train,
+        validation=validation,
+        selection=selection,
+        state=state,
+        store=store,
+        logger=logger,
+        progress=progress,
+        stop=stop,
+    )
+    return training.run(position)
+
+
+def _tokenise_all(
+    config: RewardTrainingRun, data: PreferenceData, contract: ScoringContract, console: Console
+) -> tuple[list[PreferenceSample], dict[str, list[PreferenceSample]]]:
+    overlong = config.data.overlong
+    train = tokenise(
+        data.train, contract, data.reports["train"], overlong=overlong, console=console
+    )
+    validation = {
+        name: tokenise(
+            preferences,
+            contract,
+            data.reports[f"validation-{name}"],
+            overlong=overlong,
+            console=console,
+        )
+        for name, preferences in data.validation.items()
+    }
+    return train, validation
+
+
+def _describe(
+    config: RewardTrainingRun,
+    data: PreferenceData,
+    loaded: LoadedRewardModel,
+    difference: float,
+    device: str,
+    run_dir: Path,
+    console: Console,
+) -> None:
+    """Say what was read, loaded and decided."""
+    for report in data.reports.values():
+        console.print(report.render())
+    parameters = sum(p.numel() for p in loaded.model.parameters())
+    trained = sum(p.numel() for p in loaded.model.parameters() if p.requires_grad)
+    kind = type(loaded.model.classifier).__name__
+    console.print(
+        f"model   {kind} from {loaded.base_model}: {parameters / 1e6:.1f}M parameters"
+        + (f", {trained / 1e6:.2f}M trained" if trained != parameters else "")
+        + f", {config.policy.precision} on {device}"
+    )
+    if loaded.model.path == "forest":
+        console.print(f"path    token forest; self-check against one-by-one: {difference:.1e}")
+    for note in loaded.notes:
+        console.print(f"note    {note}")
+    if not data.validation:
+        console.print("note    no validation set: the most recent checkpoints are kept")
+    console.print(f"logs    {run_dir}")
+    if config.checkpointing.enabled:
+        console.print(f"saves   {config.checkpointing.checkpoint_dir}")
+
+
+def _identity(config: RewardTrainingRun) -> dict[str, object]:
+    """What must be the same when a run goes on, or it would be another run."""
+    return {
+        "rm.seed": config.rm.seed,
+        "rm.loss": config.rm.loss.model_dump(mode="json"),
+        "policy.model_name": config.policy.model_name,
+        "policy.train_global_batch_size": config.policy.train_global_batch_size,
+        "policy.optimizer.name": config.policy.optimizer.name,
+        "policy.precision": config.policy.precision,
+        "data.shuffle": config.data.shuffle,
+    }
+
+
+def _card(
+    config: RewardTrainingRun, data: PreferenceData, loaded: LoadedRewardModel
+) -> dict[str, object]:
+    def line(report: DataReport) -> str:
+        left_out = ", ".join(f"{v.count} {reason}" for reason, v in report.dropped.items())
+        return f"{report.origin or report.name}: {report.num_kept} of {report.num_read} rows" + (
+            f" (left out: {left_out})" if left_out else ""
+        )
+
+    return {
+        "base_model": loaded.base_model,
+        "data": {name: line(report) for name, report in data.reports.items()},
+        "settings": {
+            "loss": config.rm.loss.type,
+            "optimizer": f"{config.policy.optimizer.name} {config.policy.optimizer.kwargs}",
+            "batch": f"{config.policy.train_global_batch_size} groups",
+            "precision": config.policy.precision,
+            "seed": config.rm.seed,
+        },
+    }
+
+
+def _quiet() -> None:
+    """Progress and advice of the libraries would tear our own display."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("torch").setLevel(logging.ERROR)

@@ -1,0 +1,128 @@
+"""Looks up `${}` in a tree: other keys, arithmetic, the environment. OmegaConf does the reading."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from laurel.config.tree import MISSING, KeyPath, Node, dotted, nearest
+
+
+def _number(value: Any) -> int | float:
+    """A number, also one that the environment gave as text."""
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return value
+
+
+def _divide(a: float, b: float) -> float:
+    """The quotient, as a whole number where it is one of whole numbers."""
+    return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
+
+
+def _over_all(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda *values: functools.reduce(combine, map(_number, values))
+
+
+_RESOLVERS: dict[str, Callable[..., Any]] = {
+    "mul": _over_all(operator.mul),
+    "add": _over_all(operator.add),
+    "sub": lambda a, b: _number(a) - _number(b),
+    "div": lambda a, b: _divide(_number(a), _number(b)),
+    "max": _over_all(max),
+    "min": _over_all(min),
+}
+
+
+def register_resolvers() -> None:
+    """Teach OmegaConf `${mul:a,b}`, `add`, `sub`, `div`, `max` and `min`; may be called again."""
+    # The first name is that of OmegaConf 2.4, which warns about the second, that of 2.3.
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+    for name, resolver in _RESOLVERS.items():
+        register(name, resolver, replace=True)
+
+
+class UnresolvedError(Exception):
+    """An interpolation that leads nowhere; the message says why."""
+
+
+class Interpolations:
+    """All values of a run, in which references are looked up."""
+
+    def __init__(self, tree: Node) -> None:
+        register_resolvers()
+        self.root = OmegaConf.create(_for_omegaconf(tree))
+
+    def value(self, path: KeyPath, text: str) -> Any:
+        """What the reference `text`, written at `path`, stands for. Raises UnresolvedError."""
+        try:
+            if not _is_well_formed(text):
+                raise UnresolvedError(f"'{text}' is not a well-formed interpolation")
+            value: Any = self.root
+            for key in path:
+                value = value[key]
+            if isinstance(value, DictConfig | ListConfig):
+                return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            return value
+        except InterpolationKeyError as error:
+            raise UnresolvedError(f"'{text}': {_reason(error)}{self._near(error)}") from None
+        except MissingMandatoryValue as error:
+            raise UnresolvedError(f"'{text}': {_reason(error)}") from None
+        except OmegaConfBaseException as error:
+            raise UnresolvedError(f"'{text}': {_reason(error)}") from None
+
+    def _near(self, error: OmegaConfBaseException) -> str:
+        asked = re.search(r"'([^']+)'", str(error))
+        near = nearest(asked[1], _dotted_keys(self.root, ())) if asked else None
+        return f"; did you mean '{near}'?" if near else ""
+
+
+def _reason(error: OmegaConfBaseException) -> str:
+    """OmegaConf's message without its notes on the types of its own nodes."""
+    line = str(error).splitlines()[0]
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", line).strip('"')
+
+
+def _is_well_formed(text: str) -> bool:
+    try:
+        OmegaConf.create({"value": text})
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+def _for_omegaconf(node: Node) -> Any:
+    if isinstance(node.value, dict):
+        return {key: _for_omegaconf(child) for key, child in node.value.items()}
+    if isinstance(node.value, list):
+        return [_for_omegaconf(child) for child in node.value]
+    if node.value is MISSING:
+        return "???"
+    if node.literal and isinstance(node.value, str):
+        return escaped(node.value)
+    # A malformed reference is reported where it is read; here it must not spoil the others.
+    return None if node.reference and not _is_well_formed(node.value) else node.value
+
+
+def _dotted_keys(root: Any, prefix: KeyPath) -> Iterator[str]:
+    for key in root:
+        yield dotted((*prefix, str(key)))
+        inside = None if OmegaConf.is_interpolation(root, key) else root.get(key)
+        if isinstance(inside, DictConfig):
+            yield from _dotted_keys(inside, (*prefix, str(key)))
+
+
+def escaped(text: str) -> str:
+    """Text that reads back as itself, where it looks like a reference but is none."""
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)

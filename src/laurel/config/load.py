@@ -1,0 +1,77 @@
+"""Configuration files and command-line overrides, read into the sections of a schema.
+
+The steps, each in a file of its own::
+
+    source         YAML files and what they inherit  -> a tree that knows every value's line
+    overrides      a.b=c, +a.b=c, ++a.b=c, ~a.b      -> the same tree, changed
+    interpolation  ${other.key}, ${mul:a,b}, ${oc.env:NAME,default}
+    check          tree + schema -> sections, or everything that is wrong in one error
+    written        sections -> YAML that reads back as the same sections
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from laurel.config.check import Checker
+from laurel.config.overrides import apply_overrides
+from laurel.config.section import Section
+from laurel.config.shape import with_defaults
+from laurel.config.source import read_file
+from laurel.config.tree import DEFAULT, Node
+from laurel.config.written import to_yaml
+from laurel.errors import ConfigError
+
+__all__ = ["LoadedConfig", "load_config", "to_yaml"]
+
+T = TypeVar("T", bound=Section)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig(Generic[T]):
+    """A configuration that fits its schema, and what should be said about it."""
+
+    config: T
+    warnings: tuple[str, ...]
+    """At most one: the keys of other systems' files that were left out."""
+
+
+def load_config(
+    schema: type[T], path: Path | None = None, overrides: Sequence[str] = ()
+) -> LoadedConfig[T]:
+    """Read a configuration file and change it by overrides; without a file, the schema's defaults.
+
+    Raises ConfigError. What is wrong with keys and values is told all at once, each with the file
+    and line, or the override, that it came from.
+    """
+    tree = read_file(path) if path is not None else Node(value={}, place=DEFAULT)
+    problems: list[str] = []
+    tree = apply_overrides(schema, with_defaults(schema, tree), overrides, problems)
+    checker = Checker(schema, tree, problems)
+    config = checker.section(schema, tree)
+    if problems or not isinstance(config, schema):
+        raise ConfigError(_all_of(problems))
+    return LoadedConfig(config=config, warnings=_warnings(checker.ignored))
+
+
+def _all_of(problems: list[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    in_order = sorted(problems, key=_file_and_line)
+    return f"{len(problems)} problems in the configuration:\n  " + "\n  ".join(in_order)
+
+
+def _file_and_line(problem: str) -> tuple[bool, str, int]:
+    """Files first, by line; then overrides, as they were given."""
+    place = re.match(r"(?!override ')(.+?):(\d+): ", problem)
+    return (False, place[1], int(place[2])) if place else (True, "", 0)
+
+
+def _warnings(ignored: list[str]) -> tuple[str, ...]:
+    if not ignored:
+        return ()
+    return (f"these keys mean nothing here and are ignored: {', '.join(ignored)}",)

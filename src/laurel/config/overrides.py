@@ -1,0 +1,177 @@
+"""Changes from the command line: `a.b=c`, `+a.b=c`, `++a.b=c` and `~a.b`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from laurel.config.section import Section
+from laurel.config.shape import (
+    Kinds,
+    Step,
+    default_node,
+    sections_of,
+    sole_section,
+    step_into,
+    unknown_key,
+)
+from laurel.config.source import read_text
+from laurel.config.tree import DEFAULT, MISSING, KeyPath, Node, dotted, find, overlay
+from laurel.errors import ConfigError
+
+_FORM = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:(?P<equals>=)(?P<value>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """One change, as the user typed it and in its parts."""
+
+    text: str
+    sign: str
+    """Empty, `+`, `++` or `~`."""
+    keys: tuple[str, ...]
+    value: Node | None
+    """None where the key is deleted."""
+
+    @property
+    def place(self) -> str:
+        """What messages say about where it was written."""
+        return f"override '{self.text}'"
+
+
+def apply_overrides(
+    schema: type[Section], tree: Node, overrides: Sequence[str], problems: list[str]
+) -> Node:
+    """The tree with the changes made in order; those that cannot be made are added to `problems`.
+
+    A key that nobody wrote starts from the schema's own default, so that a change of one key
+    leaves its siblings as they were.
+    """
+    for text in overrides:
+        try:
+            override = parse_override(text)
+            tree = _Edit(schema, override).apply(tree, (schema,), ())
+        except ConfigError as error:
+            problems.append(str(error))
+    return tree
+
+
+def parse_override(text: str) -> Override:
+    """The parts of an override. Raises ConfigError where it is none."""
+    form = _FORM.fullmatch(text)
+    assert form is not None  # the pattern fits every text
+    sign, key, value = form["sign"] or "", form["key"].strip(), form["value"]
+    keys = tuple(key.split("."))
+    if not all(keys) or any(part != part.strip() for part in keys):
+        raise ConfigError(f"override '{text}': write it as section.key=value")
+    if sign == "~" and form["equals"]:
+        raise ConfigError(f"override '{text}': '~' deletes a key, it takes no value: ~{key}")
+    if sign != "~" and not form["equals"]:
+        raise ConfigError(f"override '{text}': a value is missing: {sign}{key}=value")
+    node = None if sign == "~" else _parse_value(value, f"override '{text}'")
+    return Override(text=text, sign=sign, keys=keys, value=node)
+
+
+def _parse_value(text: str, place: str) -> Node:
+    """A YAML scalar, `[list]` or `{mapping}`; anything else is text as it stands."""
+    text = text.strip()
+    as_text = Node(value=text, place=place)
+    if not text:
+        return as_text
+    try:
+        node = read_text(text, place)
+    except ConfigError as error:
+        if text[0] in "[{'\"":
+            raise ConfigError(f"{error}; put quotes around what is meant as text") from None
+        return as_text
+    if text[0] in "[{'\"":
+        return node
+    # `a: b` is a mapping to YAML, and `a #1` has a comment; on a command line both are text.
+    is_whole = text == (node.value if node.text is None else node.text)
+    return node if is_whole else as_text
+
+
+class _Edit:
+    """Carries one override to its place; every block on the way is made anew."""
+
+    def __init__(self, schema: type[Section], override: Override) -> None:
+        self.schema = schema
+        self.override = override
+
+    def apply(self, block: Node, kinds: Kinds, path: KeyPath) -> Node:
+        """The block at `path` with the change made in it or further down."""
+        key = self._key_in(block, path)
+        here = (*path, key)
+        step, child = step_into(kinds, key), find(block, [key])
+        if len(here) == len(self.override.keys):
+            if self.override.value is None:
+                return self._without(block, key, here)
+            return self._with(block, key, self._final(child, step, kinds, here))
+        if child is None or child.value is None or child.value is MISSING:
+            start = default_node(step.field, DEFAULT) if child is None and step.field else None
+            if start is None:
+                self._may_add(child, step, kinds, here)
+                start = Node(value={}, place=self.override.place)
+            child = start
+        return self._with(block, key, self.apply(child, step.kinds, here))
+
+    def _key_in(self, block: Node, path: KeyPath) -> str | int:
+        key = self.override.keys[len(path)]
+        if block.reference:
+            raise self._error(path, f"is '{block.value}'; set the key it names, or replace it")
+        if isinstance(block.value, list):
+            if not key.isdecimal() or int(key) >= len(block.value):
+                raise self._error(path, f"is a list of {len(block.value)}; it has no '{key}'")
+            return int(key)
+        if not isinstance(block.value, dict):
+            raise self._error(path, f"is {block.value!r}, it has no keys")
+        return key
+
+    def _final(self, child: Node | None, step: Step, kinds: Kinds, here: KeyPath) -> Node:
+        """The new value. A mapping is laid over what was written, as that of a file would be."""
+        value = self.override.value
+        assert value is not None
+        written = child is not None and child.place != DEFAULT
+        if self.override.sign == "+" and child is not None and written:
+            raise self._error(here, f"is already set in {child.place}; to change it leave out '+'")
+        self._may_add(child, step, kinds, here)
+        if child is None and step.field is not None and sole_section(step.kinds):
+            child = default_node(step.field, DEFAULT)
+        if child is None or not (written or sole_section(step.kinds)):
+            return value
+        return overlay(child, value)
+
+    def _may_add(self, child: Node | None, step: Step, kinds: Kinds, here: KeyPath) -> None:
+        """Refuse a key that neither the schema nor a file knows, unless the user said to add it."""
+        if child is not None or step.standing in ("field", "foreign"):
+            return
+        if self.override.value is None:
+            raise self._error(here, "is not set, so it cannot be deleted")
+        sections = sections_of(kinds)
+        if self.override.sign in ("+", "++"):
+            return
+        if sections and step.standing == "unknown":
+            raise self._error(here, unknown_key(self.schema, sections[0], str(here[-1])))
+        raise self._error(here, f"is not there to be changed; to add it: '+{self.override.text}'")
+
+    def _without(self, block: Node, key: str | int, here: KeyPath) -> Node:
+        if find(block, [key]) is None:
+            raise self._error(here, "is not set, so it cannot be deleted")
+        if isinstance(block.value, list):
+            items = [item for index, item in enumerate(block.value) if index != key]
+            return Node(value=items, place=block.place)
+        children = {name: child for name, child in block.value.items() if name != key}
+        return Node(value=children, place=self._place_of(block))
+
+    def _with(self, block: Node, key: str | int, child: Node) -> Node:
+        if isinstance(block.value, list):
+            items = [child if index == key else item for index, item in enumerate(block.value)]
+            return Node(value=items, place=self._place_of(block))
+        return Node(value={**block.value, key: child}, place=self._place_of(block))
+
+    def _place_of(self, block: Node) -> str:
+        return self.override.place if block.place == DEFAULT else block.place
+
+    def _error(self, path: KeyPath, message: str) -> ConfigError:
+        return ConfigError(f"{self.override.place}: {dotted(path)}: {message}")

@@ -1,0 +1,231 @@
+"""What a schema says about a key: its kind, its neighbours, its default, its description."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from laurel.config.section import Section
+from laurel.config.tree import DEFAULT, Node, dotted, graft, nearest
+
+Kinds = tuple[Any, ...]
+"""The alternatives of an annotation: `int | list[str] | None` is `(int, list[str], NoneType)`."""
+
+
+def kinds_of(annotation: Any) -> Kinds:
+    """The alternatives of an annotation, unions flattened."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return kinds_of(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return tuple(kind for part in get_args(annotation) for kind in kinds_of(part))
+    return (annotation,)
+
+
+def sections_of(kinds: Kinds) -> list[type[Section]]:
+    """The alternatives that are sections."""
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+
+
+def sole_section(kinds: Kinds) -> type[Section] | None:
+    """The section a key always holds (or null), where there is no other alternative.
+
+    None too for sections with required keys: they are calls (`NamedCall`) and taken whole.
+    """
+    sections = sections_of(kinds)
+    if len(sections) != 1 or len([kind for kind in kinds if kind is not types.NoneType]) != 1:
+        return None
+    is_call = any(field.is_required() for field in sections[0].model_fields.values())
+    return None if is_call else sections[0]
+
+
+def item_kinds(kind: Any) -> Kinds | None:
+    """The kinds of what a list or mapping holds; None for a kind that is neither."""
+    arguments = get_args(kind)
+    if get_origin(kind) in (list, tuple):
+        return kinds_of(arguments[0])
+    if get_origin(kind) is dict:
+        return kinds_of(arguments[1])
+    return None
+
+
+def is_mapping(kind: Any) -> bool:
+    """Whether a kind is a mapping of names that the user makes up."""
+    origin: Any = get_origin(kind)
+    return kind is dict or origin is dict
+
+
+def _holds_sections(kind: Any) -> bool:
+    inside = item_kinds(kind) or ()
+    return bool(sections_of(inside)) or any(_holds_sections(kind) for kind in inside)
+
+
+def kind_that_fits(kinds: Kinds, node: Node) -> Any | None:
+    """Which alternative a list or a mapping is meant for; None where none fits.
+
+    A mapping of mappings is several named sections, where the schema allows for that.
+    """
+    containers = sorted((kind for kind in kinds if item_kinds(kind)), key=_holds_sections)[::-1]
+    if isinstance(node.value, list):
+        return next((kind for kind in containers if not is_mapping(kind)), None)
+    named = next((kind for kind in containers if is_mapping(kind)), None)
+    sections = sections_of(kinds)
+    if not sections or (named and all(isinstance(v.value, dict) for v in node.value.values())):
+        return named
+    return max(sections, key=lambda section: _known_keys(section, node))
+
+
+def _known_keys(section: type[Section], node: Node) -> int:
+    return sum(key in section.model_fields or key in section.foreign_keys for key in node.value)
+
+
+# ------------------------------------------------------------------------------- one step downwards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a key is in the block that holds it."""
+
+    standing: Literal["field", "foreign", "name", "unknown"]
+    """Declared by the schema; known and ignored; made up by the user; neither."""
+    kinds: Kinds = (Any,)
+    field: FieldInfo | None = None
+
+
+def step_into(kinds: Kinds, key: str | int) -> Step:
+    """What `key` is inside a value of these kinds; no kinds at all are a part that is ignored."""
+    sections = sections_of(kinds)
+    for section in sections:
+        if key in section.model_fields:
+            field = section.model_fields[str(key)]
+            return Step(standing="field", kinds=kinds_of(field.annotation), field=field)
+    if not kinds or any(key in section.foreign_keys for section in sections):
+        return Step(standing="foreign", kinds=())
+    for kind in kinds:
+        if kind is Any or kind is dict:
+            return Step(standing="name")
+        inside = item_kinds(kind)
+        if inside is not None and is_mapping(kind) == isinstance(key, str):
+            return Step(standing="name", kinds=inside)
+    return Step(standing="unknown")
+
+
+def default_node(field: FieldInfo, place: str) -> Node | None:
+    """What the schema itself writes at a key: a section only what it sets on purpose."""
+    if field.is_required():
+        return None
+    default = field.get_default(call_default_factory=True)
+    if default is None:
+        return None
+    return graft(_as_plain(default, everything=False), place)
+
+
+def _as_plain(value: Any, *, everything: bool) -> Any:
+    return value.model_dump(exclude_unset=not everything) if isinstance(value, Section) else value
+
+
+def with_defaults(
+    schema: type[Section], node: Node, *, default: Section | None = None, everything: bool = False
+) -> Node:
+    """A section's keys laid over the schema's own default for that section.
+
+    So a file that sets one key of `policy` keeps what the run's schema sets beside it. With
+    `everything`, every key that has a default is filled in.
+    """
+    children = dict(node.value)
+    for name, field in schema.model_fields.items():
+        child, section = children.get(name), sole_section(kinds_of(field.annotation))
+        value, fills_in = None, everything and not field.is_required()
+        if default is not None:
+            value, fills_in = getattr(default, name), everything or name in default.model_fields_set
+        elif not field.is_required():
+            value = field.get_default(call_default_factory=True)
+        if child is None and fills_in:
+            children[name] = graft(_as_plain(value, everything=everything), DEFAULT)
+        if child is None or section is None:
+            continue
+        if child.value is None and isinstance(value, Section):
+            child = Node(value={}, place=child.place)
+        if isinstance(child.value, dict):
+            inner = value if isinstance(value, Section) else None
+            child = with_defaults(section, child, default=inner, everything=everything)
+        children[name] = child
+    return Node(value=children, place=node.place)
+
+
+# ------------------------------------------------------------------------------------------- words
+
+_WORDS: dict[Any, tuple[str, str]] = {
+    bool: ("true or false", "true or false values"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("text", "texts"),
+    dict: ("a mapping", "mappings"),
+    list: ("a list", "lists"),
+    types.NoneType: ("null", "nulls"),
+}
+_LIMITS = (("ge", "of at least"), ("gt", "greater than"), ("le", "of at most"), ("lt", "below"))
+
+
+def describe(kinds: Kinds, metadata: list[Any] | None = None) -> str:
+    """What a value must be, in words: `a whole number of at least 1, or null`."""
+    words = [_describe_one(kind) for kind in kinds]
+    limits = [
+        f"{phrase} {getattr(limit, name)}"
+        for limit in metadata or []
+        for name, phrase in _LIMITS
+        if hasattr(limit, name)
+    ]
+    if limits:
+        is_number = [kind in (int, float) for kind in kinds]
+        words = [
+            f"{word} {' and '.join(limits)}" if number else word
+            for word, number in zip(words, is_number, strict=True)
+        ]
+    return ", or ".join(dict.fromkeys(words))
+
+
+def choices_of(kinds: Kinds) -> list[str]:
+    """The words a key may hold, where only certain words are allowed."""
+    words: list[str] = []
+    for kind in kinds:
+        origin: Any = get_origin(kind)
+        words += [str(choice) for choice in get_args(kind)] if origin is Literal else []
+    return words
+
+
+def _describe_one(kind: Any, *, many: bool = False) -> str:
+    if isinstance(kind, type) and issubclass(kind, Section):
+        some_keys = ", ".join(list(kind.model_fields)[:3])
+        return "sections" if many else f"a section with keys like {some_keys}"
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(str(choice) for choice in arguments)
+    if origin in (list, dict, tuple):
+        word = _WORDS[dict if origin is dict else list][many]
+        inside = [_describe_one(k, many=True) for k in item_kinds(kind) or () if k is not Any]
+        return f"{word} of {' or '.join(inside)}" if inside else word
+    return _WORDS.get(kind, ("another value", "values"))[many]
+
+
+def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
+    """Why `key` of `section` is refused, with the key that was probably meant."""
+    near = nearest(key, section.model_fields)
+    if near is not None:
+        return f"unknown key; did you mean '{near}'?"
+    elsewhere = [dotted(path) for path in _all_paths(schema, ()) if path[-1] == key]
+    if elsewhere:
+        return f"unknown key here; it belongs at {' or '.join(elsewhere[:3])}"
+    return f"unknown key; known here: {', '.join(section.model_fields)}"
+
+
+def _all_paths(schema: type[Section], prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for name, field in schema.model_fields.items():
+        yield (*prefix, name)
+        section = sole_section(kinds_of(field.annotation))
+        if section is not None:
+            yield from _all_paths(section, (*prefix, name))

@@ -1,0 +1,121 @@
+"""A checked configuration as YAML text that reads back as the same configuration."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from laurel.config.interpolation import escaped
+from laurel.config.section import Section
+from laurel.config.shape import item_kinds, kinds_of, sections_of
+from laurel.config.source import read_scalars_our_way
+
+_WIDTH = 100
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever our loader would not read as text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Never write anchors."""
+        return True
+
+
+read_scalars_our_way(_Dumper)
+
+_LINE_BREAKS_YAML_CHANGES = re.compile("[\x85\u2028\u2029]")
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Templates and other long text as blocks that can be read."""
+    text = escaped(text) if "${" in text else text
+    style = "|" if "\n" in text else None
+    if _LINE_BREAKS_YAML_CHANGES.search(text):
+        style = '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.SequenceNode:
+    """Lists of plain values on one line."""
+    is_short = not any(isinstance(item, dict | list) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=is_short)
+
+
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(list, _represent_list)
+
+
+def to_yaml(config: Section, *, describe: bool = False) -> str:
+    """Every key with its value, also where it is the default.
+
+    With `describe`, the docstring of each key stands above it. Blocks of which a run may have
+    several (data sets, schedulers) have only the keys that were given: what they leave out may be
+    filled from a neighbour (`data.default`), and a written null would stop that.
+    """
+    return "".join(_lines(config, _repeatable(type(config)), indent=0, describe=describe))
+
+
+def _lines(
+    section: Section, repeatable: set[type[Section]], *, indent: int, describe: bool
+) -> Iterator[str]:
+    margin = "  " * indent
+    for name, field in type(section).model_fields.items():
+        if type(section) in repeatable and name not in section.model_fields_set:
+            continue
+        value = getattr(section, name)
+        if describe:
+            about = field.description or ""
+            if isinstance(value, Section) and about == "See there.":
+                about = type(value).__doc__ or ""
+            yield from _comment(about, margin)
+        inner = ""
+        if isinstance(value, Section):
+            inner = "".join(_lines(value, repeatable, indent=indent + 1, describe=describe))
+        if inner:
+            yield f"{margin}{name}:\n{inner}"
+        else:
+            yield textwrap.indent(_entry(name, _as_plain(value, repeatable)), margin)
+
+
+def _comment(about: str, margin: str) -> Iterator[str]:
+    for paragraph in textwrap.dedent(about).strip().split("\n\n")[:1]:
+        for line in textwrap.wrap(paragraph, _WIDTH - len(margin) - 2):
+            yield f"{margin}# {line}\n"
+
+
+def _entry(name: str, value: Any) -> str:
+    return yaml.dump(
+        {name: value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True,
+        default_flow_style=False, width=10**6,
+    )  # fmt: skip
+
+
+def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
+    if isinstance(value, Section):
+        names = [
+            name
+            for name in type(value).model_fields
+            if type(value) not in repeatable or name in value.model_fields_set
+        ]
+        return {name: _as_plain(getattr(value, name), repeatable) for name in names}
+    if isinstance(value, dict):
+        return {key: _as_plain(item, repeatable) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_plain(item, repeatable) for item in value]
+    return value
+
+
+def _repeatable(schema: type[Section]) -> set[type[Section]]:
+    """The sections that occur in lists and mappings anywhere below `schema`."""
+    found: set[type[Section]] = set()
+    for field in schema.model_fields.values():
+        kinds = kinds_of(field.annotation)
+        for kind in kinds:
+            found |= set(sections_of(item_kinds(kind) or ()))
+        for section in sections_of(kinds):
+            found |= _repeatable(section)
+    return found

@@ -1,0 +1,109 @@
+"""Token groups to model batches: which groups travel together, and how they are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from laurel.types import PaddedRows, Span, TokenForest, TokenGroup, Tree
+
+
+def plant(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> TokenForest:
+    """Lay groups out as a token forest.
+
+    Args:
+        groups: At least one.
+        share_prompts: Without it every completion gets a tree of its own, prompt included: the
+            same scores with more arithmetic.
+
+    Returns:
+        The forest; its N completions are those of the groups, in order.
+    """
+    pieces: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    trees: list[Tree] = []
+    end = 0
+
+    def lay(ids: np.ndarray, first_position: int) -> Span:
+        nonlocal end
+        pieces.append(ids)
+        positions.append(np.arange(first_position, first_position + len(ids)))
+        end += len(ids)
+        return Span(end - len(ids), end)
+
+    for group in groups:
+        if share_prompts:
+            trunk = lay(group.trunk_ids, 0)
+            branches = tuple(lay(ids, trunk.length) for ids in group.branches_ids_G)
+            trees.append(Tree(trunk, branches))
+        else:
+            for ids in group.branches_ids_G:
+                whole = lay(np.concatenate((group.trunk_ids, ids)), 0)
+                trees.append(Tree(Span(whole.start, whole.start), (whole,)))
+    return TokenForest(
+        ids_T=torch.from_numpy(np.concatenate(pieces).astype(np.int64)),
+        positions_T=torch.from_numpy(np.concatenate(positions)),
+        trees=tuple(trees),
+    )
+
+
+def pad(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
+    """Lay groups out as one padded row per completion, in order."""
+    rows = [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
+    ids_NL = np.full((len(rows), max(len(row) for row in rows)), pad_id, dtype=np.int64)
+    for index, row in enumerate(rows):
+        ids_NL[index, : len(row)] = row
+    return PaddedRows(
+        ids_NL=torch.from_numpy(ids_NL), lengths_N=torch.tensor([len(row) for row in rows])
+    )
+
+
+def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Divide items over as few micro-batches as first-fit decreasing finds.
+
+    Args:
+        sizes: Tokens of each item.
+        budget: Tokens of a micro-batch; a larger item travels alone.
+
+    Returns:
+        Indices of the items of each micro-batch. Every index appears once; the result depends
+        only on the arguments.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        size = sizes[index]
+        slot = next((b for b, free in enumerate(room) if free >= size), None)
+        if slot is None:
+            bins.append([index])
+            room.append(budget - size)
+        else:
+            bins[slot].append(index)
+            room[slot] -= size
+    return [sorted(items) for items in bins]
+
+
+def pack_padded(lengths: Sequence[tuple[int, ...]], budget: int) -> list[list[int]]:
+    """Divide groups over padded micro-batches of similar lengths.
+
+    Args:
+        lengths: Lengths of the sequences of each group.
+        budget: Tokens of a micro-batch with its padding; a larger group travels alone.
+
+    Returns:
+        Indices of the groups of each micro-batch.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-max(lengths[i]), i))
+    bins: list[list[int]] = []
+    width = rows = 0
+    for index in order:
+        more = len(lengths[index])
+        if bins and (rows + more) * width <= budget:
+            bins[-1].append(index)
+            rows += more
+        else:
+            bins.append([index])
+            width, rows = max(lengths[index]), more
+    return bins

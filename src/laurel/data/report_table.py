@@ -1,0 +1,83 @@
+"""How a data report looks in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from laurel.data.report import DataReport, LeftOut, LengthSummary
+
+_WIDTH = 80
+
+
+def table_of(report: DataReport) -> RenderableType:
+    """The report's lines: a title, then what each figure is and its value."""
+    title = Text(f"Data '{report.name}'", style="bold")
+    about = ", ".join(part for part in (report.dataset_class, report.origin) if part)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), width=_WIDTH)
+    table.add_column(ratio=None, no_wrap=True, width=24)
+    table.add_column(ratio=1, overflow="fold")
+    for label, value in _lines(report):
+        # Text, not str: a source such as name[17] must not be taken for markup.
+        table.add_row(Text(label), Text(value))
+    for note in report.notes:
+        table.add_row(Text("note", style="yellow"), Text(note))
+    parts = [title, Text(about, style="dim", overflow="fold")] if about else [title]
+    return Group(*parts, table)
+
+
+def _lines(report: DataReport) -> Iterator[tuple[str, str]]:
+    yield "rows read", f"{report.num_read:,}"
+    yield "rows kept", f"{report.num_kept:,}"
+    yield "rows left out", f"{report.num_dropped:,}"
+    for reason, left_out in report.dropped.items():
+        yield f"  {reason}", f"{left_out.count:,}  ({_examples(left_out, report.origin)})"
+        for kind, count in left_out.kinds.most_common():
+            yield "", f"  {count:,} x {kind}"
+    figures = report.figures
+    if not figures.num_completions:
+        return
+    yield "different prompts", f"{report.num_prompts:,}"
+    yield "answers per row", _distribution(dict(sorted(figures.num_completions.items())))
+    if report.longer_wins_share is not None:
+        decided = figures.num_pairs - figures.num_tied_pairs
+        yield "longer answer wins", f"{report.longer_wins_share:.1%} of {decided:,} pairs"
+    if report.tied_pairs_share is not None:
+        yield "tied pairs", f"{report.tied_pairs_share:.1%} of {figures.num_pairs:,} pairs"
+    if report.characters is not None:
+        yield "length in characters", _length(report.characters)
+    if report.tokens is not None:
+        yield "length in tokens", _length(report.tokens)
+    if report.num_truncated or report.tokens is not None:
+        total = len(figures.characters)
+        yield "cut to fit", f"{report.num_truncated:,} of {total:,} conversations"
+
+
+def _examples(left_out: LeftOut, origin: str) -> str:
+    """The first sources; only their lines where all come from the one file of the report."""
+    more = ", ..." if left_out.count > len(left_out.examples) else ""
+    places = [source.removeprefix(f"{origin}:") for source in left_out.examples]
+    if all(place.isdecimal() for place in places):
+        return f"line{'s' if left_out.count > 1 else ''} {', '.join(places)}{more}"
+    return ", ".join(left_out.examples) + more
+
+
+def _distribution(counts: dict[int, int]) -> str:
+    if len(counts) == 1:
+        return f"{next(iter(counts))}"
+    shown = [f"{size} ({count:,} rows)" for size, count in list(counts.items())[:6]]
+    return ", ".join(shown) + (", ..." if len(counts) > 6 else "")
+
+
+def _length(lengths: LengthSummary) -> str:
+    return (
+        f"median {lengths.median:,.0f}, mean {lengths.mean:,.0f}, 95% under {lengths.p95:,.0f}, "
+        f"from {lengths.minimum:,} to {lengths.maximum:,}"
+    )

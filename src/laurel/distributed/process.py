@@ -1,0 +1,47 @@
+"""This process: its device, its threads, its random generators."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import torch
+
+from laurel.config.schema import ClusterConfig
+from laurel.errors import ConfigError
+
+
+def prepare(config: ClusterConfig, *, seed: int) -> torch.device:
+    """Choose the device, set the threads and seed every generator.
+
+    Raises:
+        ConfigError: A GPU is asked for and there is none.
+    """
+    device = choose_device(config.device)
+    torch.set_num_threads(config.cpu_threads or available_cores())
+    seed_everything(seed)
+    return device
+
+
+def choose_device(choice: str) -> torch.device:
+    """The device that `cluster.device` means here."""
+    if choice == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("cluster.device=cuda: torch sees no GPU here; set it to auto or cpu")
+    return torch.device(choice)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

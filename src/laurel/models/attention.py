@@ -1,0 +1,188 @@
+"""Attention over a token forest, under unmodified Hugging Face decoders.
+
+`register()` makes `laurel_forest` an attention implementation of transformers. The plan of the
+forest travels as the keyword argument `forest_plan` of the model's forward, so there is no global
+state, and activation checkpointing sees the same plan when it recomputes.
+
+Each trunk attends causally to itself; each branch attends to `[trunk K/V ; own K/V]`, its queries
+aligned with the end of the keys. Every call is a plain scaled dot product, so this runs forward
+and backward wherever torch does. Sliding windows, soft-capping and attention sinks arrive as
+keyword arguments from the models that have them and are honoured by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from laurel.errors import ModelError
+from laurel.types import Tree
+
+FOREST = "laurel_forest"
+PLAN_ARGUMENT = "forest_plan"
+
+
+class ForestPlan:
+    """Where each trunk and branch lies, and the masks that all layers share.
+
+    One plan serves one micro-batch: masks are made at first use and kept until it is dropped.
+    """
+
+    def __init__(self, trees: Sequence[Tree]) -> None:
+        self.trees = tuple(trees)
+        self.lengths: list[int] = []
+        """Lengths of all segments in the order of the row: trunk, its branches, next trunk, ..."""
+        for tree in self.trees:
+            self.lengths.append(tree.trunk.length)
+            self.lengths.extend(branch.length for branch in tree.branches_G)
+        self.num_calls = 0
+        """How often the attention function was reached: once per layer of a forward."""
+        self._masks: dict[tuple[object, ...], Tensor] = {}
+
+    def mask(
+        self, num_queries: int, num_keys: int, window: int | None, like: Tensor
+    ) -> Tensor | None:
+        """Additive mask of queries that are the last of the keys; None where none is needed.
+
+        Query `i` sits at position `num_keys - num_queries + i` and sees the keys at positions up
+        to its own and, with a window `w`, later than its own minus `w`.
+
+        Returns:
+            `[num_queries, num_keys]` of 0 and -inf in the dtype of `like`, or None for the square
+            causal case without a window, which the kernels do faster by themselves.
+        """
+        if window is not None and window >= num_keys:
+            window = None
+        if window is None and num_queries in (1, num_keys):
+            return None
+        key = (num_queries, num_keys, window, like.dtype, like.device)
+        if key not in self._masks:
+            keys = torch.arange(num_keys, device=like.device)
+            queries = keys[num_keys - num_queries :, None]
+            hidden = keys > queries
+            if window is not None:
+                hidden |= keys <= queries - window
+            blank = torch.zeros(num_queries, num_keys, dtype=like.dtype, device=like.device)
+            self._masks[key] = blank.masked_fill_(hidden, float("-inf"))
+        return self._masks[key]
+
+
+def forest_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    forest_plan: ForestPlan | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls in every layer.
+
+    Args:
+        module: The attention layer.
+        query: `[1, H, T, D]`, rotated by position already.
+        key: `[1, H_kv, T, D]`.
+        value: `[1, H_kv, T, D_v]`.
+        attention_mask: Always None: the plan says who sees whom.
+        forest_plan: The plan of this micro-batch.
+        scaling: Factor of the logits; None means `D ** -0.5`.
+        dropout: Probability of dropping an attention weight.
+        sliding_window: Number of latest positions a token sees, itself included.
+        softcap: Logits are squashed to `softcap * tanh(logits / softcap)` (Gemma 2).
+        s_aux: `[H]` logits of attention sinks (gpt-oss).
+
+    Returns:
+        `[1, T, H, D_v]`, and None for the weights.
+    """
+    if forest_plan is None:
+        raise ModelError(
+            "the model was loaded for token forests and called without a plan: call it through "
+            "RewardModel, or switch it with model.set_attn_implementation('sdpa')"
+        )
+    forest_plan.num_calls += 1
+    key, value = _repeat_heads(query, key), _repeat_heads(query, value)
+    queries = query.split_with_sizes(forest_plan.lengths, dim=2)
+    keys = key.split_with_sizes(forest_plan.lengths, dim=2)
+    values = value.split_with_sizes(forest_plan.lengths, dim=2)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = forest_plan.mask(q.shape[2], k.shape[2], sliding_window, q)
+        if softcap is not None or s_aux is not None:
+            return _attend_by_hand(q, k, v, mask, scaling, dropout, softcap, s_aux)
+        is_causal = mask is None and q.shape[2] > 1
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scaling
+        )
+
+    outputs: list[Tensor] = []
+    segment = 0
+    for tree in forest_plan.trees:
+        trunk = segment
+        if tree.trunk.length:
+            outputs.append(attend(queries[trunk], keys[trunk], values[trunk]))
+        for _branch in tree.branches_G:
+            segment += 1
+            k, v = keys[segment], values[segment]
+            if tree.trunk.length:
+                k, v = torch.cat((keys[trunk], k), dim=2), torch.cat((values[trunk], v), dim=2)
+            outputs.append(attend(queries[segment], k, v))
+        segment += 1
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _repeat_heads(query: Tensor, shared: Tensor) -> Tensor:
+    """Give every query head its own copy of the key or value head it shares."""
+    repeats = query.shape[1] // shared.shape[1]
+    return shared if repeats == 1 else shared.repeat_interleave(repeats, dim=1)
+
+
+def _attend_by_hand(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """What the fused kernels cannot do: capped logits and attention sinks. Softmax in float32."""
+    logits = (query @ key.transpose(2, 3)) * (
+        query.shape[-1] ** -0.5 if scaling is None else scaling
+    )
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None:
+        logits = logits + mask
+    elif query.shape[2] > 1:
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+        logits = logits.masked_fill(hidden, float("-inf"))
+    if s_aux is not None:
+        sinks = s_aux.reshape(1, -1, 1, 1).expand(logits.shape[0], -1, logits.shape[2], 1)
+        logits = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
+    weights = logits.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    if s_aux is not None:
+        weights = weights[..., :-1]
+    return F.dropout(weights, p=dropout, training=dropout > 0.0) @ value
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The plan replaces the masks that transformers would build."""
+    return None
+
+
+def register() -> None:
+    """Make `laurel_forest` known to transformers. Calling it again changes nothing."""
+    AttentionInterface.register(FOREST, cast(Any, forest_attention))
+    AttentionMaskInterface.register(FOREST, cast(Any, _no_mask))

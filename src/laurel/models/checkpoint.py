@@ -1,0 +1,361 @@
+"""Checkpoint directories that survive a kill, a full disk and a power failure at any moment.
+
+::
+
+    root/step_16/     a checkpoint: the caller's files, training_info.json and MANIFEST.json
+    root/best         link to the best of them
+    root/.lock        one writer at a time
+
+A checkpoint is filled under a name that begins with a dot, forced to the disk, given its manifest
+and only then renamed: `step_<N>` is whole or absent. Nothing is deleted under its own name either.
+What a kill leaves behind has a dot name and is cleared up by the next writer.
+
+This file moves bytes and knows nothing of models; it does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from uuid import uuid4
+
+import laurel
+from laurel.errors import CheckpointError
+from laurel.models.checkpoint_reading import (
+    INFO_NAME,
+    NewestCheckpoint,
+    best_first,
+    check_directory,
+    find_newest,
+    is_whole,
+    read_training_info,
+    steps_in,
+    steps_to_keep,
+    verify,
+)
+from laurel.models.directory_lock import DirectoryLock
+from laurel.models.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    seal_files,
+    sync_directory,
+    write_manifest,
+)
+
+__all__ = [
+    "CheckpointStore",
+    "NewestCheckpoint",
+    "read_training_info",
+    "steps_to_keep",
+    "verify",
+]
+
+BEST_NAME = "best"
+
+_LEFTOVER = re.compile(
+    r"\.(?P<kind>tmp|old|del)-(?P<step>step_(?:0|[1-9][0-9]*))-(?P<id>[0-9a-f]{32})"
+)
+_LEFTOVER_LINK = re.compile(r"\.best-[0-9a-f]{32}")
+# The Rust libraries that write weights and tokenizers report a full disk as a plain Exception.
+_RUST_OS_ERROR = re.compile(r"\(os error \d+\)")
+_FREE_SPACE_FACTOR = 1.2
+_VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in one directory.
+
+    Reading (`steps`, `newest_whole`, `best`) needs nothing. Writing needs the lock: use the store
+    as a context manager, which also clears up what a killed writer left.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_top_k: int | None = None,
+        metric_name: str | None = None,
+        higher_is_better: bool = False,
+        on_phase: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        """Describe the store; nothing is read or written yet.
+
+        Args:
+            root: Holds the `step_<N>` directories; made when the store is entered.
+            keep_top_k: See `steps_to_keep`.
+            metric_name: What `save(metric=...)` measures. Checkpoints that recorded another name
+                rank as if they had no metric.
+            higher_is_better: Direction of the metric.
+            on_phase: Called with the name of every phase of a save, so that a test can break it
+                there: begin, written, file:<name>, fsynced, manifest, renamed-old, renamed, best,
+                prune:step_<N>, deleting:step_<N>, pruned.
+        """
+        self.root = Path(root)
+        self._keep_top_k = keep_top_k
+        self._metric_name = metric_name
+        self._higher_is_better = higher_is_better
+        self._on_phase = on_phase
+        self._lock = DirectoryLock(self.root)
+
+    def __enter__(self) -> CheckpointStore:
+        try:
+            _make_directory(self.root)
+            self._lock.acquire()
+            self._clear_up()
+        except OSError as error:
+            self._lock.release()
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"cannot write checkpoints to '{self.root}': {error}") from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+
+    def path_of(self, step: int) -> Path:
+        """The directory of a step, whether or not it exists."""
+        return self.root / f"step_{step}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a directory, whole or not, in rising order."""
+        return steps_in(self.root)
+
+    def newest_whole(self, *, hashes: bool = True) -> NewestCheckpoint:
+        """The newest checkpoint that passes `verify`, and what was skipped for it."""
+        return find_newest(self.root, self.steps(), hashes=hashes)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric (ties: the newer); None where none has a metric."""
+        metrics = {step: value for step, value in self._metrics().items() if value is not None}
+        ranked = best_first(metrics, self._higher_is_better)
+        return self.path_of(ranked[0]) if ranked else None
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        metric: float | None = None,
+        info: Mapping[str, Any] | None = None,
+        estimated_bytes: int | None = None,
+    ) -> Path:
+        """Write the checkpoint of a step, then delete those that need not stay.
+
+        Args:
+            step: Its number. A checkpoint of that step is replaced; a directory of that name that
+                Laurel did not write is moved to `step_<N>.foreign-...`.
+            write: Fills the empty directory it is given.
+            metric: Ranks the checkpoint; a number that is not finite counts as none.
+            info: Goes into `training_info.json`; numbers that are not finite become null.
+            estimated_bytes: Size to expect, for the check of free space; by default that of the
+                newest checkpoint.
+
+        Raises:
+            CheckpointError: the disk is full or refuses. Earlier checkpoints are as they were, and
+                the run may go on and try again at a later step.
+        """
+        if not self._lock.held:
+            raise RuntimeError("enter the store first: `with CheckpointStore(...) as store:`")
+        if step < 0:
+            raise ValueError(f"step must be 0 or more, not {step}")
+        identity = uuid4().hex
+        temporary = self.root / f".tmp-step_{step}-{identity}"
+        try:
+            self._require_space(estimated_bytes)
+            temporary.mkdir()
+            self._on_phase("begin")
+            write(temporary)
+            self._finish(temporary, step=step, metric=metric, info=info or {})
+            self._put_in_place(temporary, self.path_of(step), identity)
+        except BaseException as error:
+            _delete(temporary)
+            if isinstance(error, OSError) or _RUST_OS_ERROR.search(str(error)):
+                raise CheckpointError(
+                    f"the checkpoint of step {step} could not be saved in '{self.root}': "
+                    f"{str(error).rstrip('.')}. Earlier checkpoints are as they were."
+                ) from error
+            raise
+        self._point_to_best()
+        self._prune(step)
+        return self.path_of(step)
+
+    # ------------------------------------------------------------------------- stages of a save
+
+    def _require_space(self, estimated_bytes: int | None) -> None:
+        if estimated_bytes is None:
+            sizes = [manifest.num_bytes for manifest in self._sound().values()]
+            estimated_bytes = sizes[-1] if sizes else 0
+        needed = math.ceil(_FREE_SPACE_FACTOR * estimated_bytes)
+        free = shutil.disk_usage(self.root).free
+        if free < needed:
+            raise CheckpointError(
+                f"the disk has {free / 1e6:,.1f} MB free and {needed / 1e6:,.1f} MB are needed; "
+                "free some, or lower checkpointing.keep_top_k"
+            )
+
+    def _finish(
+        self, temporary: Path, *, step: int, metric: float | None, info: Mapping[str, Any]
+    ) -> None:
+        text = json.dumps(_finite(info), indent=2, allow_nan=False)
+        (temporary / INFO_NAME).write_text(text + "\n", encoding="utf-8")
+        self._on_phase("written")
+        records = seal_files(temporary, on_file=lambda name: self._on_phase(f"file:{name}"))
+        self._on_phase("fsynced")
+        manifest = Manifest(
+            step=step,
+            metric_name=self._metric_name,
+            metric=float(metric) if metric is not None and math.isfinite(metric) else None,
+            created_by=_versions(),
+            files=records,
+        )
+        write_manifest(temporary, manifest)
+        self._on_phase("manifest")
+
+    def _put_in_place(self, temporary: Path, target: Path, identity: str) -> None:
+        aside: Path | None = None
+        if os.path.lexists(target):
+            ours = (target / MANIFEST_NAME).is_file()
+            aside = self.root / (
+                f".old-{target.name}-{identity}"
+                if ours
+                else f"{target.name}.foreign-{identity[:8]}"
+            )
+            if not ours:
+                _log.warning("'%s' is not a checkpoint of Laurel; moved to '%s'", target, aside)
+            target.rename(aside)
+        try:
+            if aside is not None:
+                self._on_phase("renamed-old")
+            temporary.rename(target)
+        except BaseException:
+            if aside is not None:
+                aside.rename(target)
+            raise
+        self._on_phase("renamed")
+        sync_directory(self.root)
+        if aside is not None and aside.name.startswith("."):
+            _delete(aside)
+
+    def _point_to_best(self) -> None:
+        link, fresh = self.root / BEST_NAME, self.root / f".best-{uuid4().hex}"
+        try:
+            self._on_phase("best")
+            best = self.best()
+            if best is not None:
+                fresh.symlink_to(best.name, target_is_directory=True)
+                fresh.replace(link)
+            elif link.is_symlink():
+                link.unlink()
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            _log.warning("the link '%s' could not be set: %s", link, error)
+
+    def _prune(self, just_saved: int) -> None:
+        kept = steps_to_keep(
+            metrics := self._metrics(),
+            keep_top_k=self._keep_top_k,
+            higher_is_better=self._higher_is_better,
+            just_saved=just_saved,
+        )
+        for step in sorted(metrics.keys() - kept):
+            doomed = self.root / f".del-step_{step}-{uuid4().hex}"
+            try:
+                self._on_phase(f"prune:step_{step}")
+                self.path_of(step).rename(doomed)
+                self._on_phase(f"deleting:step_{step}")
+            except OSError as error:
+                _log.warning("'%s' could not be deleted: %s", self.path_of(step), error)
+            _delete(doomed)
+        self._on_phase("pruned")
+
+    # -------------------------------------------------------------------------- what is there
+
+    def _sound(self) -> dict[int, Manifest]:
+        """Checkpoints whose files have the right sizes. Others are never ranked nor deleted."""
+        sound = {}
+        for step in self.steps():
+            try:
+                sound[step] = check_directory(self.path_of(step), hashes=False)
+            except CheckpointError:
+                continue
+        return sound
+
+    def _metrics(self) -> dict[int, float | None]:
+        return {
+            step: manifest.metric if manifest.metric_name == self._metric_name else None
+            for step, manifest in self._sound().items()
+        }
+
+    def _clear_up(self) -> None:
+        names = os.listdir(self.root)
+        leftovers = [match for name in names if (match := _LEFTOVER.fullmatch(name))]
+        for match in leftovers:
+            target = self.root / match["step"]
+            if match["kind"] == "old" and not os.path.lexists(target):
+                # Killed between the two renames of a replacement: finish it, or else undo it.
+                fresh = self.root / f".tmp-{match['step']}-{match['id']}"
+                source = fresh if is_whole(fresh) else self.root / match[0]
+                source.rename(target)
+                sync_directory(self.root)
+                _log.warning("'%s' was restored after an interrupted save", target)
+        for match in leftovers:
+            _delete(self.root / match[0])
+        for name in filter(_LEFTOVER_LINK.fullmatch, names):
+            (self.root / name).unlink(missing_ok=True)
+
+
+def _make_directory(directory: Path) -> None:
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_directory(made.parent)
+
+
+def _delete(directory: Path) -> None:
+    """Remove a directory under one of our dot names; what is left of it goes at the next start."""
+    try:
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _log.warning("'%s' could not be deleted whole: %s", directory, error)
+
+
+def _finite(value: Any) -> Any:
+    """The value with NaN and infinities, for which JSON has no word, as None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"laurel": laurel.__version__, "python": platform.python_version()}
+    for package in _VERSIONED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

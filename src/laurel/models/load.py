@@ -1,0 +1,319 @@
+"""Loading reward models: any Hugging Face decoder or classifier, checked before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from laurel.config.schema import LoraConfig, PolicyConfig, TokenizerConfig
+from laurel.errors import ConfigError, MissingDependencyError, ModelError
+from laurel.models.attention import FOREST, register
+from laurel.models.export import load_adapters
+from laurel.models.reward_model import RewardModel
+from laurel.models.scoring import FILE_NAME, ScoringContract, check_rendering
+from laurel.models.scratch import scratch_config, train_tokenizer
+from laurel.models.tokenizer import load_tokenizer, settle_template
+
+PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadedRewardModel:
+    """A model, the contract it scores by, and what was decided on the way."""
+
+    model: RewardModel
+    contract: ScoringContract
+    notes: list[str] = field(default_factory=list)
+    """What a user should know: a new head, the padded path, a pinned date."""
+    has_new_head: bool = False
+    base_model: str = ""
+
+
+def load_reward_model(
+    config: PolicyConfig,
+    *,
+    seed: int,
+    max_length: int,
+    truncation_side: Literal["left", "right"],
+    device: torch.device,
+    texts: Iterable[str] = (),
+    weights_dtype: torch.dtype = torch.float32,
+    resume_from: Path | None = None,
+) -> LoadedRewardModel:
+    """Load or make the reward model that a configuration describes.
+
+    Args:
+        config: The policy section.
+        seed: Seeds a new head and a model from scratch.
+        max_length: Longest conversation, where the model brings no contract of its own.
+        truncation_side: Likewise.
+        device: Where it goes.
+        texts: What a tokenizer from scratch is trained on.
+        weights_dtype: float32 for training (master weights); lower to score in less memory.
+        resume_from: Checkpoint of the same run: its tokenizer, contract and weights are used.
+
+    Raises:
+        ModelError: Not a model that can give one reward, or one that is unsafe to load.
+    """
+    register()
+    notes: list[str] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        base = config.model_name or f"nothing ({config.scratch and config.scratch.architecture})"
+        name = str(resume_from or config.model_name)
+        uses_adapters = config.dtensor_cfg.lora_cfg.enabled
+        if config.scratch is not None and resume_from is None:
+            tokenizer = train_tokenizer(texts, vocab_size=config.scratch.vocab_size)
+            settle_template(tokenizer, config.tokenizer.chat_template)
+        else:
+            wanted = TokenizerConfig() if resume_from is not None else config.tokenizer
+            tokenizer = load_tokenizer(
+                wanted, model_name=name, trust_remote_code=config.trust_remote_code
+            )
+        if config.scratch is not None and (resume_from is None or uses_adapters):
+            classifier, has_new_head = _make(config, tokenizer, max_length), True
+        else:
+            weights = str(config.model_name) if uses_adapters else name
+            classifier, has_new_head = _load(config, weights, weights_dtype)
+        head_name = _head_name(classifier)
+        if has_new_head:
+            _init_head(getattr(classifier, head_name or "score"), seed)
+    _agree_on_padding(classifier, tokenizer)
+    path, reason = _choose_path(classifier, head_name, config)
+    if reason is not None:
+        notes.append(f"padded path: {reason}")
+    classifier.set_attn_implementation(FOREST if path == "forest" else "sdpa")
+    contract = _contract(
+        config, tokenizer, name, has_new_head, head_name, max_length, truncation_side, notes
+    )
+    if uses_adapters:
+        classifier = _add_adapters(classifier, config.dtensor_cfg.lora_cfg, head_name)
+        if resume_from is not None:
+            load_adapters(resume_from, classifier)
+    if config.dtensor_cfg.activation_checkpointing:
+        classifier.gradient_checkpointing_enable({"use_reentrant": False})
+    classifier.to(device=device)
+    model = RewardModel(
+        classifier, head_name=head_name, path=path, precision=DTYPES[config.precision]
+    )
+    if has_new_head and resume_from is None:
+        notes.append("the reward head is new and random: its scores mean nothing before training")
+    return LoadedRewardModel(
+        model=model, contract=contract, notes=notes, has_new_head=has_new_head, base_model=base
+    )
+
+
+# -------------------------------------------------------------------------------------- weights
+
+
+def _make(config: PolicyConfig, tokenizer: Any, max_length: int) -> Any:
+    """A small random classifier for a tokenizer."""
+    from transformers import AutoModelForSequenceClassification
+
+    assert config.scratch is not None
+    hf_config = scratch_config(config.scratch, tokenizer, max_length=max_length)
+    hf_config.num_labels = _num_outputs(config)
+    factory: Any = AutoModelForSequenceClassification
+    return factory.from_config(hf_config, dtype=torch.float32)
+
+
+def _load(config: PolicyConfig, name: str, dtype: torch.dtype) -> tuple[Any, bool]:
+    """The classifier, and whether its head is new.
+
+    Raises:
+        ModelError: See `load_reward_model`.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    try:
+        hf_config = AutoConfig.from_pretrained(name, **source)
+    except (OSError, ValueError) as error:
+        raise ModelError(_not_loadable(name, error)) from error
+    architectures = hf_config.architectures or []
+    is_classifier = any(a.endswith("ForSequenceClassification") for a in architectures)
+    for key, value in config.hf_config_overrides.items():
+        if not hasattr(hf_config, key):
+            raise ConfigError(f"policy.hf_config_overrides.{key}: {name} has no such setting")
+        setattr(hf_config, key, value)
+    wanted = _num_outputs(config)
+    hf_config.num_labels = wanted
+    try:
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            name,
+            config=hf_config,
+            dtype=dtype,
+            use_safetensors=True if config.safetensors_only else None,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **source,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(_not_loadable(name, error)) from error
+    for mismatch in info["mismatched_keys"]:
+        key, found, _ = mismatch if isinstance(mismatch, tuple) else (mismatch, None, None)
+        outputs = f"{found[0]} outputs" if found else "another size"
+        raise ModelError(
+            f"{name}: {key} has {outputs} and {wanted} {'is' if wanted == 1 else 'are'} needed. A "
+            "reward model has one label; for a model with several ratings set policy."
+            "reward_model_cfg.reward_model_type=regression and list policy.reward_model_cfg."
+            "attributes."
+        )
+    head = _head_name(model) or "classifier"
+    missing = sorted(info["missing_keys"])
+    new_head = [key for key in missing if key.startswith((f"{head}.", "score.", "classifier."))]
+    if set(missing) - set(new_head) or (new_head and is_classifier):
+        raise ModelError(
+            f"{name}: the weights lack {', '.join(missing[:5])}"
+            f"{' ...' if len(missing) > 5 else ''}, which would be left random. "
+            "The directory is not a complete model of the architecture it names."
+        )
+    return model, bool(new_head)
+
+
+def _not_loadable(name: str, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    hint = ""
+    if "safetensors" in str(error):
+        hint = (
+            " Pickled weights can run code when they are loaded: convert them to safetensors, or "
+            "set policy.safetensors_only=false if you trust them."
+        )
+    elif "trust_remote_code" in str(error):
+        hint = " It brings Python code: read it, then set policy.trust_remote_code=true."
+    elif not Path(name).exists():
+        hint = " It is no local directory; a hub name needs the network and, where gated, a login."
+    return f"policy.model_name={name} cannot be loaded: {first}{hint}"
+
+
+def _num_outputs(config: PolicyConfig) -> int:
+    reward_model = config.reward_model_cfg
+    return len(reward_model.attributes) if reward_model.reward_model_type == "regression" else 1
+
+
+def _head_name(classifier: Any) -> str | None:
+    """The attribute that maps the last hidden state to scores; None where the model pools."""
+    head = getattr(classifier, "score", None)
+    return "score" if isinstance(head, nn.Linear) else None
+
+
+def _init_head(head: nn.Module, seed: int) -> None:
+    """Small random scores: a standard deviation of about `hidden ** -0.5` over conversations."""
+    generator = torch.Generator().manual_seed(seed)
+    linear = next(m for m in head.modules() if isinstance(m, nn.Linear))
+    with torch.no_grad():
+        weight = torch.randn(linear.weight.shape, generator=generator) / (linear.in_features + 1)
+        linear.weight.copy_(weight)
+        if linear.bias is not None:
+            linear.bias.zero_()
+
+
+def _agree_on_padding(classifier: Any, tokenizer: Any) -> None:
+    """One padding token for both: Hugging Face's own head finds the last token by it."""
+    text_config = classifier.config.get_text_config()
+    classifier.config.pad_token_id = tokenizer.pad_token_id
+    text_config.pad_token_id = tokenizer.pad_token_id
+    size = classifier.get_input_embeddings().num_embeddings
+    if len(tokenizer) > size:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {size}: they do not "
+            "belong together (policy.tokenizer.name)"
+        )
+
+
+# ----------------------------------------------------------------------------- path and contract
+
+
+def _choose_path(
+    classifier: Any, head_name: str | None, config: PolicyConfig
+) -> tuple[Literal["forest", "padded"], str | None]:
+    """How batches reach the model, and why if not as forests."""
+    if not config.sequence_packing.enabled:
+        return "padded", "policy.sequence_packing.enabled is false"
+    kind = type(classifier).__name__
+    if head_name is None:
+        return "padded", f"{kind} pools by itself"
+    if not getattr(classifier, "_supports_attention_backend", False):
+        return "padded", f"{kind} does not take an attention implementation"
+    layer_types = set(getattr(classifier.config.get_text_config(), "layer_types", None) or ())
+    if layer_types - PLAIN_ATTENTION:
+        return "padded", f"{kind} has layers of type {', '.join(layer_types - PLAIN_ATTENTION)}"
+    attentions = [m for m in classifier.modules() if hasattr(m, "is_causal")]
+    if not attentions or not all(m.is_causal for m in attentions):
+        return "padded", f"{kind} looks at later tokens"
+    return "forest", None
+
+
+def _contract(
+    config: PolicyConfig,
+    tokenizer: Any,
+    base: str,
+    has_new_head: bool,
+    head_name: str | None,
+    max_length: int,
+    truncation_side: Literal["left", "right"],
+    notes: list[str],
+) -> ScoringContract:
+    """The contract saved with the model, or a new one."""
+    directory = Path(base)
+    if (directory / FILE_NAME).is_file():
+        return ScoringContract.load(directory, tokenizer)
+    reward_model = config.reward_model_cfg
+    contract = ScoringContract.draw_up(
+        tokenizer,
+        max_length=max_length,
+        truncation_side=truncation_side,
+        append_eos=has_new_head,
+        template_kwargs=config.tokenizer.chat_template_kwargs,
+        pooled="last" if head_name is not None else "model",
+        attributes=reward_model.attributes,
+        attribute_weights=reward_model.attribute_weights,
+    )
+    if contract.rules.pinned_date is not None:
+        notes.append(
+            f"the chat template prints the date; it is pinned to {contract.rules.pinned_date}, or "
+            "scores would change from day to day"
+        )
+    check_rendering(contract)
+    return contract
+
+
+def _add_adapters(classifier: Any, config: LoraConfig, head_name: str | None) -> Any:
+    """Wrap the decoder's linear layers in adapters; the head stays whole and is trained."""
+    try:
+        from peft import LoraConfig as PeftLoraConfig
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise MissingDependencyError.of(
+            "peft", extra="lora", purpose="policy.dtensor_cfg.lora_cfg"
+        ) from error
+    linear = [
+        name.rsplit(".", 1)[-1]
+        for name, module in classifier.base_model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    targets = sorted(set(linear)) if not config.target_modules else config.target_modules
+    unknown = sorted(set(targets) - set(linear))
+    if unknown:
+        raise ConfigError(
+            f"policy.dtensor_cfg.lora_cfg.target_modules: no linear layer is called "
+            f"{', '.join(unknown)}; there are {', '.join(sorted(set(linear)))}"
+        )
+    peft_config = PeftLoraConfig(
+        r=config.dim,
+        lora_alpha=cast(int, config.alpha),  # peft takes fractions too
+        lora_dropout=config.dropout,
+        target_modules=[name for name in targets if name not in config.exclude_modules],
+        bias="none",
+    )
+    classifier = inject_adapter_in_model(peft_config, classifier)
+    for name, parameter in classifier.named_parameters():
+        is_head = head_name is not None and name.startswith(f"{head_name}.")
+        parameter.requires_grad_("lora_" in name or is_head)
+    return classifier

@@ -1,0 +1,281 @@
+"""How a conversation becomes a number: the scoring contract.
+
+It is defined here once, saved with every checkpoint as `scoring.json`, and used by training,
+evaluation, serving and environments alike. Everybody hands over raw messages; nobody else renders
+a template, adds a special token or chooses the position of the score.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from laurel.errors import CheckpointError, DataError, ModelError
+from laurel.models.tokenizer import close_ends, pin_date
+from laurel.types import Conversation, Group, Message, TokenGroup
+
+FILE_NAME = "scoring.json"
+FORMAT = 1
+
+TrainedIds = list[int]
+
+
+class GoldenScore(BaseModel):
+    """A conversation and the score the model gave when it was saved."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    messages: tuple[Message, ...]
+    values_K: tuple[float, ...]
+    num_tokens: int
+
+
+class ScoringRules(BaseModel):
+    """The contract as it is saved: everything that decides a score besides the weights."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = FORMAT
+    template_sha256: str
+    """Hash of the chat template that is saved with the tokenizer."""
+    template_kwargs: dict[str, Any] = {}
+    pinned_date: str | None = None
+    """The date that a template with a clock was pinned to."""
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    pooled: Literal["last", "model"] = "last"
+    """`last`: the score is read from the last token. `model`: an encoder pools by itself."""
+    max_length: int
+    truncation_side: Literal["left", "right"]
+    head_dtype: str = "float32"
+    attributes: tuple[str, ...] = ()
+    """Names of the outputs of a regression head; empty for a scalar."""
+    attribute_weights: tuple[float, ...] | None = None
+    mean: float | None = None
+    std: float | None = None
+    num_reference: int = 0
+    """Completions that mean and std were measured on."""
+    golden: tuple[GoldenScore, ...] = ()
+    golden_dtype: str = "float32"
+    """Precision of the arithmetic that gave the golden scores."""
+    versions: dict[str, str] = {}
+
+
+class ScoringContract:
+    """Turns conversations into token groups by a fixed set of rules, and outputs into a scalar."""
+
+    def __init__(self, tokenizer: Any, rules: ScoringRules) -> None:
+        self.tokenizer = tokenizer
+        self.rules = rules
+
+    @classmethod
+    def draw_up(
+        cls,
+        tokenizer: Any,
+        *,
+        max_length: int,
+        truncation_side: Literal["left", "right"],
+        append_eos: bool,
+        template_kwargs: dict[str, Any] | None = None,
+        pooled: Literal["last", "model"] = "last",
+        attributes: Sequence[str] = (),
+        attribute_weights: Sequence[float] | None = None,
+        today: date | None = None,
+    ) -> ScoringContract:
+        """The contract of a model that has none yet.
+
+        Args:
+            tokenizer: With template and padding settled; its template is changed where it prints
+                the date, or does not write a BOS or EOS that belongs there.
+            max_length: Longest conversation in tokens.
+            truncation_side: Which end of a longer one is cut.
+            append_eos: End every conversation with EOS. True for models trained here; a model from
+                elsewhere is scored on its template as it is, as it was trained.
+            template_kwargs: Variables of the template.
+            pooled: Where the score is read.
+            attributes: Outputs of a regression head.
+            attribute_weights: Their weights in the scalar; None is their mean.
+            today: The date to pin a clock to.
+        """
+        template, pinned = pin_date(tokenizer.chat_template, today or date.today())
+        tokenizer.chat_template = template
+        if pooled == "last":
+            close_ends(tokenizer, append_eos=append_eos, kwargs=template_kwargs or {})
+        rules = ScoringRules(
+            template_sha256=_sha256(tokenizer.chat_template),
+            template_kwargs=template_kwargs or {},
+            pinned_date=pinned,
+            bos_id=tokenizer.bos_token_id,
+            eos_id=tokenizer.eos_token_id,
+            pad_id=tokenizer.pad_token_id,
+            pooled=pooled,
+            max_length=max_length,
+            truncation_side=truncation_side,
+            attributes=tuple(attributes),
+            attribute_weights=None if attribute_weights is None else tuple(attribute_weights),
+        )
+        return cls(tokenizer, rules)
+
+    @classmethod
+    def load(cls, directory: Path, tokenizer: Any) -> ScoringContract:
+        """The contract saved in a checkpoint.
+
+        Raises:
+            CheckpointError: `scoring.json` is unreadable, or the tokenizer beside it is another.
+        """
+        path = directory / FILE_NAME
+        try:
+            rules = ScoringRules.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, ValidationError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if rules.format != FORMAT:
+            raise CheckpointError(f"{path} has format {rules.format}; this version reads {FORMAT}")
+        if _sha256(tokenizer.chat_template or "") != rules.template_sha256:
+            raise CheckpointError(
+                f"{directory}: the chat template is not the one this model was trained with "
+                f"({FILE_NAME} holds its hash). Restore chat_template.jinja from the checkpoint, "
+                f"or delete {FILE_NAME} to score with the new template on your own authority."
+            )
+        for name in ("bos", "eos", "pad"):
+            saved, found = getattr(rules, f"{name}_id"), getattr(tokenizer, f"{name}_token_id")
+            if saved != found:
+                raise CheckpointError(
+                    f"{directory}: {name} is token {found}, the model was trained with {saved}"
+                )
+        return cls(tokenizer, rules)
+
+    def save(self, directory: Path) -> None:
+        """Write `scoring.json`."""
+        text = json.dumps(self.rules.model_dump(mode="json"), indent=1, ensure_ascii=False)
+        (directory / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+
+    def with_rules(self, **changes: Any) -> ScoringContract:
+        """The same contract with some rules changed (reference statistics, golden scores)."""
+        return ScoringContract(self.tokenizer, self.rules.model_copy(update=changes))
+
+    # ------------------------------------------------------------------------------- to tokens
+
+    def render(self, conversation: Conversation) -> str:
+        """The text of a conversation.
+
+        Raises:
+            DataError: The template cannot render it.
+        """
+        messages = [{"role": m.role, "content": m.content} for m in conversation]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, **self.rules.template_kwargs
+            )
+        except Exception as error:  # Jinja and the template itself raise what they like
+            roles = ", ".join(m.role for m in conversation)
+            raise DataError(
+                f"the chat template cannot render a conversation with the roles [{roles}]: {error}."
+                " Choose a template that can (policy.tokenizer.chat_template=chatml, or a path "
+                "ending in .jinja), or change the conversations."
+            ) from error
+        return str(text)
+
+    def encode(self, groups: Sequence[Group], *, sources: Sequence[str] = ()) -> list[TokenGroup]:
+        """Tokenise groups.
+
+        The tokens of each conversation are those of its whole rendered text, so nothing is forced
+        at the borders of messages; the trunk is the longest prefix of tokens that all completions
+        share, which leaves each at least one of its own.
+
+        Args:
+            groups: Prompts with at least one completion each.
+            sources: Where each group came from, for errors.
+
+        Raises:
+            DataError: A template that fails, with the source of the group.
+        """
+        texts: list[str] = []
+        for index, group in enumerate(groups):
+            try:
+                texts.extend(
+                    self.render(group.conversation(i)) for i in range(len(group.completions_G))
+                )
+            except DataError as error:
+                where = sources[index] if sources else group.id
+                raise DataError(f"{where}: {error}") from error
+        ids_N = self.tokenizer(texts, add_special_tokens=self.rules.pooled == "model")["input_ids"]
+        encoded: list[TokenGroup] = []
+        first = 0
+        for group in groups:
+            rows = ids_N[first : first + len(group.completions_G)]
+            first += len(rows)
+            encoded.append(self._group(group.id, rows))
+        return encoded
+
+    def _group(self, group_id: str, rows: Sequence[TrainedIds]) -> TokenGroup:
+        cut = [self._finish(row) for row in rows]
+        ids_G = [np.asarray(ids, dtype=np.int32) for ids, _ in cut]
+        shared = shared_prefix(ids_G) if len(ids_G) > 1 else 0
+        return TokenGroup(
+            id=group_id,
+            trunk_ids=ids_G[0][:shared],
+            branches_ids_G=tuple(ids[shared:] for ids in ids_G),
+            truncated_G=tuple(was_cut for _, was_cut in cut),
+        )
+
+    def _finish(self, ids: TrainedIds) -> tuple[TrainedIds, bool]:
+        """Cut what is too long; the last token, which is scored, and a BOS are always kept."""
+        rules = self.rules
+        if not ids:
+            raise DataError("a conversation without a single token cannot be scored")
+        if len(ids) <= rules.max_length:
+            return ids, False
+        if rules.truncation_side == "right" or rules.pooled == "model":
+            return [*ids[: rules.max_length - 1], ids[-1]], True
+        if rules.bos_id is not None and ids[0] == rules.bos_id:
+            return [rules.bos_id, *ids[len(ids) - rules.max_length + 1 :]], True
+        return ids[len(ids) - rules.max_length :], True
+
+    # ------------------------------------------------------------------------------ to a scalar
+
+    def scalar(self, values_K: Sequence[float]) -> float:
+        """The reward of one completion from the outputs of the head."""
+        if len(values_K) == 1:
+            return values_K[0]
+        weights = self.rules.attribute_weights
+        if weights is None:
+            return math.fsum(values_K) / len(values_K)
+        return math.fsum(w * v for w, v in zip(weights, values_K, strict=True))
+
+
+def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
+    """Length of the prefix that all sequences share, short of the whole of any of them."""
+    limit = min(len(ids) for ids in ids_G) - 1
+    for other in ids_G[1:]:
+        different = np.flatnonzero(ids_G[0][:limit] != other[:limit])
+        if different.size:
+            limit = int(different[0])
+    return limit
+
+
+def check_rendering(contract: ScoringContract) -> None:
+    """Refuse a template that drops what it is given.
+
+    Raises:
+        ModelError: The answer does not appear in the text that would be scored.
+    """
+    probe = (Message("user", "Where is the laurel?"), Message("assistant", "By the western gate."))
+    text = contract.render(probe)
+    for message in probe:
+        if message.content not in text:
+            raise ModelError(
+                f"the chat template leaves out the {message.role} message: it rendered {text!r}"
+            )
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,177 @@
+"""The tokenizer of a reward model: which chat template, which padding token.
+
+Both are chosen once, here, and saved with every checkpoint, because most silently wrong scores of
+this field come from two places choosing differently.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from laurel.config.schema import TokenizerConfig
+from laurel.errors import ModelError
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}: "
+    "{{ message['content'] }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+CONCATENATION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+TEMPLATES = {"chatml": CHATML, "plain": PLAIN}
+
+PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|padding|>",
+                  "<|endoftext|>", "<unk>")  # fmt: skip
+"""Tokens that models reserve for padding, or that no text of a conversation contains."""
+
+_DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(?P<format>.*?)\1\s*\)")
+
+
+def load_tokenizer(config: TokenizerConfig, *, model_name: str, trust_remote_code: bool) -> Any:
+    """The tokenizer with its template and padding token settled.
+
+    Raises:
+        ModelError: No tokenizer there, no chat template, or padding that ends sequences.
+    """
+    from transformers import AutoTokenizer
+
+    name = config.name or model_name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"policy.tokenizer.name={name}: no tokenizer could be loaded ({_first_line(error)}). "
+            "Give a Hugging Face name or a directory that holds tokenizer.json."
+        ) from error
+    settle_template(tokenizer, config.chat_template)
+    settle_padding(tokenizer, config.pad_token)
+    return tokenizer
+
+
+def settle_template(tokenizer: Any, choice: str | None) -> None:
+    """Give the tokenizer the chat template that the configuration names.
+
+    Raises:
+        ModelError: There is none, or the file is missing.
+    """
+    if choice is None:
+        tokenizer.chat_template = CONCATENATION
+    elif choice in TEMPLATES:
+        tokenizer.chat_template = TEMPLATES[choice]
+    elif choice.endswith(".jinja"):
+        path = Path(choice)
+        if not path.is_file():
+            raise ModelError(f"policy.tokenizer.chat_template={choice}: there is no such file")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    elif choice != "default":
+        if "{" not in choice:
+            raise ModelError(
+                f"policy.tokenizer.chat_template={choice!r} is neither a template nor a known name."
+                f" Choose default, {', '.join(TEMPLATES)}, null, a path ending in .jinja, or write"
+                " the Jinja template itself."
+            )
+        tokenizer.chat_template = choice
+    elif tokenizer.chat_template is None:
+        raise ModelError(
+            "the tokenizer has no chat template. Set policy.tokenizer.chat_template to chatml or "
+            "plain (templates of Laurel's), to null (contents joined as they are), to a path "
+            "ending in .jinja, or to the template itself."
+        )
+    elif isinstance(tokenizer.chat_template, dict):
+        named = tokenizer.chat_template
+        if "default" not in named:
+            raise ModelError(
+                f"the tokenizer has several chat templates ({', '.join(sorted(named))}) and none is"
+                " called default; set policy.tokenizer.chat_template to the one you mean"
+            )
+        tokenizer.chat_template = named["default"]
+
+
+def settle_padding(tokenizer: Any, choice: str | None) -> None:
+    """Make sure padding is never the token that ends a sequence.
+
+    Hugging Face's own reward head reads the score at the rightmost token that is not padding. With
+    pad == eos that is the token before the end, so the same model gives other numbers there than
+    where the last token is read.
+
+    Raises:
+        ModelError: The padding token is the end-of-sequence token, or is not in the vocabulary.
+    """
+    vocabulary = tokenizer.get_vocab()
+    eos = tokenizer.eos_token
+    if choice not in (None, "auto"):
+        if choice not in vocabulary:
+            raise ModelError(f"policy.tokenizer.pad_token={choice!r} is not in the vocabulary")
+        tokenizer.pad_token = choice
+    elif choice == "auto" or tokenizer.pad_token is None:
+        free = [
+            t for t in PAD_CANDIDATES if t in vocabulary and t not in (eos, tokenizer.bos_token)
+        ]
+        reserved = sorted(t for t in vocabulary if "reserved_special_token" in t)
+        if not free and not reserved:
+            raise ModelError(
+                "the tokenizer has no token that could pad without ending a sequence. Name one "
+                "that your texts never contain: policy.tokenizer.pad_token=..."
+            )
+        tokenizer.pad_token = (free or reserved)[0]
+    if tokenizer.pad_token == eos:
+        raise ModelError(
+            f"the tokenizer pads with its end-of-sequence token {eos!r}: other programs would read "
+            "this model's score one token too early. Set policy.tokenizer.pad_token=auto to pick "
+            "another, or name a token."
+        )
+
+
+def pin_date(template: str, today: date) -> tuple[str, str | None]:
+    """Make a template that prints the current date print one fixed date.
+
+    Scores that change from day to day cannot be compared, so the date of training is written into
+    the template that is saved: a macro takes the place of the clock.
+
+    Returns:
+        The template, and the date in its own format (None where it has no clock).
+    """
+    formats = sorted({match["format"] for match in _DATE_CALL.finditer(template)})
+    if not formats:
+        return template, None
+    cases = "".join(
+        f"{{%- {'if' if index == 0 else 'elif'} format == {fmt!r} -%}}{today.strftime(fmt)}"
+        for index, fmt in enumerate(formats)
+    )
+    macro = f"{{%- macro strftime_now(format) -%}}{cases}{{%- endif -%}}{{%- endmacro %}}"
+    return macro + template, today.strftime(formats[0])
+
+
+def close_ends(tokenizer: Any, *, append_eos: bool, kwargs: dict[str, Any]) -> None:
+    """Make the template itself write the BOS and EOS that belong to every conversation.
+
+    What is in the template reaches every program that renders it, so scores do not depend on
+    whether a program remembers to add special tokens, or adds them a second time.
+
+    Args:
+        tokenizer: Its template is changed where something is missing.
+        append_eos: Whether a conversation ends with EOS. Line breaks behind it are allowed, as
+            ChatML closes a turn so.
+        kwargs: Variables of the template.
+    """
+    probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = tokenizer.apply_chat_template(probe, tokenize=False, **kwargs)
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    adds_bos = bos is not None and (
+        append_eos or tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    )
+    if adds_bos and not text.startswith(bos):
+        tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    if append_eos and eos is not None and not text.rstrip("\n").endswith(eos):
+        tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,224 @@
+"""What a person sees: tables of metrics, pairs and scores. Progress is in `progress.py`.
+
+Texts of models and data sets are shown as they are: no markup in them takes effect, and control
+characters appear as escapes, so that no text can colour, clear or reorder the screen.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from laurel.types import Conversation, Preference, Score
+
+_PROMPT_LENGTH = 240
+_ANSWER_LENGTH = 320
+_MESSAGES_SHOWN = 6
+_REORDERING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Marks that make a terminal show text in another order than it is written in."""
+_VERDICT_STYLES = {"right": "green", "wrong": "red", "tie": "yellow", "unknown": "yellow"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRow:
+    """A pair of answers and their scores, for `print_pairs` and for a logged table."""
+
+    prompt: str
+    better: str
+    worse: str
+    better_score: float
+    worse_score: float
+
+    @classmethod
+    def of(cls, preference: Preference, scores_G: Sequence[float]) -> PairRow | None:
+        """The best and the worst completion of a judged group; None where all share one rank."""
+        ranks_G = preference.ranks_G
+        best, worst = ranks_G.index(min(ranks_G)), ranks_G.index(max(ranks_G))
+        if ranks_G[best] == ranks_G[worst]:
+            return None
+        group = preference.group
+        return cls(
+            prompt=conversation_text(group.prompt),
+            better=conversation_text(group.completions_G[best].messages),
+            worse=conversation_text(group.completions_G[worst].messages),
+            better_score=float(scores_G[best]),
+            worse_score=float(scores_G[worst]),
+        )
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Names of the cells, for `MetricLogger.log_table`."""
+        return tuple(field.name for field in fields(cls))
+
+    @property
+    def cells(self) -> tuple[object, ...]:
+        """The row of a logged table."""
+        return astuple(self)
+
+    @property
+    def verdict(self) -> Literal["right", "wrong", "tie", "unknown"]:
+        """Whether the scores agree with the people; unknown where one is NaN or infinite."""
+        if not (math.isfinite(self.better_score) and math.isfinite(self.worse_score)):
+            return "unknown"
+        if self.better_score == self.worse_score:
+            return "tie"
+        return "right" if self.better_score > self.worse_score else "wrong"
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """The console of a command: no markup, no highlighting; honours NO_COLOR.
+
+    A character that the stream cannot encode is shown as its escape instead of ending the run.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    reconfigure = getattr(stream, "reconfigure", None)  # a captured stream may not have it
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+def print_metrics(console: Console, title: str, metrics: Mapping[str, float]) -> None:
+    """Two columns: name and value."""
+    table = _table(title)
+    table.add_column("metric", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    for name, value in metrics.items():
+        shown_name = shorten_middle(name, max(16, console.width - 16))
+        table.add_row(Text(shown_name), format_number(value))
+    console.print(table if metrics else Text(f"{visible(title)}: no metrics"))
+
+
+def print_pairs(console: Console, title: str, rows: Sequence[PairRow]) -> None:
+    """A few pairs: the prompt and whether the scores are right, then both answers."""
+    if not rows:
+        console.print(Text(f"{visible(title)}: no pairs"))
+        return
+    table = _table(title)
+    table.add_column("", no_wrap=True)
+    table.add_column("score", justify="right", no_wrap=True)
+    table.add_column("text", overflow="fold")
+    for row in rows:
+        verdict = Text(row.verdict, style=_VERDICT_STYLES[row.verdict])
+        prompt = Text(shorten_middle(row.prompt, _PROMPT_LENGTH), style="dim")
+        table.add_row("prompt", verdict, prompt)
+        table.add_row("better", format_number(row.better_score), _answer(row.better))
+        worse = _answer(row.worse)
+        table.add_row("worse", format_number(row.worse_score), worse, end_section=True)
+    console.print(table)
+
+
+def print_scores(console: Console, rows: Sequence[tuple[Conversation, Score]]) -> None:
+    """Conversations and what a reward model says of each: a score, or why there is none."""
+    if not rows:
+        console.print(Text("no conversations"))
+        return
+    table = _table("")
+    table.add_column("score", justify="right", no_wrap=True)
+    table.add_column("conversation", overflow="fold")
+    for conversation, score in rows:
+        if score.value is None:
+            number = Text("failed", style="red")
+        else:
+            number = Text(format_number(score.value))
+        table.add_row(number, _conversation(conversation, score), end_section=True)
+    console.print(table)
+
+
+def format_number(value: float) -> str:
+    """Four significant digits; whole numbers below 1,000 as such, no decimals from 1,000 up."""
+    number = float(value)
+    if not math.isfinite(number):
+        return "NaN" if math.isnan(number) else "inf" if number > 0 else "-inf"
+    if number.is_integer() and abs(number) < 1000:
+        return str(int(number))
+    if 999.95 <= abs(number) < 1e9:
+        return f"{number:,.0f}"
+    return f"{number:#.4g}"
+
+
+def shorten_middle(text: str, length: int) -> str:
+    """At most `length` visible characters: the start and the end, with ` ... ` between.
+
+    What was asked stands at the end of a long prompt, what it is about at its start.
+    """
+    if length < 16:
+        raise ValueError(f"length is {length}; at least 16 are needed to show both ends")
+    if len(text) > 2 * length:  # escaping a book to show a line of it would take a while
+        text = text[:length] + text[-length:]
+        shown = visible(text[:length]) + visible(text[length:])
+        is_cut = True
+    else:
+        shown = visible(text)
+        is_cut = len(shown) > length
+    if not is_cut:
+        return shown
+    rest = length - len(" ... ")
+    head = rest // 2
+    return shown[:head] + " ... " + shown[len(shown) - (rest - head) :]
+
+
+def visible(text: str) -> str:
+    r"""The text with control, reordering and unpaired characters as escapes: a newline as `\n`."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escape(character) if _is_hidden(character) else character for character in text)
+
+
+def conversation_text(conversation: Conversation) -> str:
+    """A conversation as one text: roles are named where there are several messages."""
+    if len(conversation) == 1:
+        return conversation[0].content
+    return "\n".join(f"{message.role}: {message.content}" for message in conversation)
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=Text(visible(title)) if title else None,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+
+
+def _answer(text: str) -> Text:
+    return Text(shorten_middle(text, _ANSWER_LENGTH)) if text else Text("(empty)", style="dim")
+
+
+def _conversation(conversation: Conversation, score: Score) -> Text:
+    """One line a message; of a long conversation the first and the last ones."""
+    lines = Text()
+    hidden = range(1, len(conversation) - _MESSAGES_SHOWN + 1)
+    for index, message in enumerate(conversation):
+        if index in hidden:
+            if index == hidden.start:
+                lines.append(f"... {len(hidden)} more messages ...\n", style="dim")
+            continue
+        lines.append(f"{visible(message.role)}: ", style="dim")
+        lines.append(shorten_middle(message.content, _ANSWER_LENGTH) + "\n")
+    if score.failure is not None:
+        lines.append(shorten_middle(score.failure, _ANSWER_LENGTH), style="red")
+    elif score.truncated:
+        lines.append(f"(cut to {score.num_tokens:,} tokens)", style="yellow")
+    lines.rstrip()
+    return lines
+
+
+def _is_hidden(character: str) -> bool:
+    category = unicodedata.category(character)
+    return category in ("Cc", "Cs", "Zl", "Zp") or character in _REORDERING
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,328 @@
+"""Where the numbers of a run go, and the directory they go to.
+
+A run leaves in its directory `config.json`, `metrics.jsonl` and `samples.jsonl`, which people and
+scripts can read without Laurel, and whatever the trackers (`trackers.py`) write.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from laurel.config.schema import LoggerConfig
+from laurel.errors import ConfigError, DataError, MissingDependencyError
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+CONFIG_FILE = "config.json"
+
+Row = Sequence[object]
+
+
+class MetricLogger(Protocol):
+    """One place that keeps what a run reports."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Keep numbers by full name, e.g. `train/loss` or `validation-default/accuracy`."""
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Row], *, step: int
+    ) -> None:
+        """Keep a table, e.g. a few pairs with their scores."""
+
+    def log_config(self, config: Mapping[str, object]) -> None:
+        """Keep the resolved configuration."""
+
+    def close(self) -> None:
+        """Write out what is pending. Nothing may be logged afterwards."""
+
+
+class JsonlLogger:
+    """One JSON object a line, written through at once, so a killed run loses nothing.
+
+    `metrics.jsonl` holds `{"step", "time", <metric>: <number>, ...}`, `samples.jsonl` one line for
+    each row of a table: `{"step", "time", "table", "row": {<column>: <value>}}`. Numbers that JSON
+    cannot say are the strings "NaN", "Infinity" and "-Infinity".
+
+    A resumed run appends. The line `{"event": "resumed", "step": N}` then says that the lines
+    above it whose step is beyond N were computed again and do not count; `read_metrics` knows.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        resumed_step: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._run_dir = run_dir
+        self._resumed_step = resumed_step
+        self._clock = clock
+        self._samples: TextIO | None = None
+        self._metrics = self._open(METRICS_FILE)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """See `MetricLogger`."""
+        record: dict[str, object] = {"step": step, "time": self._clock()}
+        for name, value in metrics.items():
+            record.setdefault(name, float(value))
+        _write_line(self._metrics, record)
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Row], *, step: int
+    ) -> None:
+        """See `MetricLogger`."""
+        if self._samples is None:
+            self._samples = self._open(SAMPLES_FILE)
+        now = self._clock()
+        for row in rows:
+            named = dict(zip(columns, row, strict=True))
+            _write_line(self._samples, {"step": step, "time": now, "table": name, "row": named})
+
+    def log_config(self, config: Mapping[str, object]) -> None:
+        """See `MetricLogger`."""
+        text = json.dumps(_plain(config), indent=2, allow_nan=False) + "\n"
+        (self._run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+    def close(self) -> None:
+        """See `MetricLogger`."""
+        self._metrics.close()
+        if self._samples is not None:
+            self._samples.close()
+
+    def _open(self, name: str) -> TextIO:
+        path = self._run_dir / name
+        _drop_torn_line(path)
+        # An unpaired surrogate, which UTF-8 cannot hold, becomes the JSON escape that can.
+        file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
+        if self._resumed_step is not None:
+            _write_line(file, {"event": "resumed", "step": self._resumed_step})
+        return file
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a `metrics.jsonl` that count, oldest first.
+
+    Leaves out lines that a later resume superseded, and a last line that a kill cut short.
+    """
+    records: list[dict[str, float]] = []
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                break
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise TypeError("expected a JSON object")
+                if "event" not in record:
+                    records.append({name: _number(value) for name, value in record.items()})
+                elif record["event"] == "resumed":
+                    records = [earlier for earlier in records if earlier["step"] <= record["step"]]
+            except (ValueError, TypeError, KeyError) as error:
+                raise DataError(f"{path}:{number}: not a line of metrics: {error}") from error
+    return records
+
+
+class Loggers:
+    """Hands everything to several loggers; one that fails is switched off and the run goes on.
+
+    `warn` gets one line about each logger that failed; the default is the standard logging.
+    """
+
+    def __init__(
+        self, loggers: Mapping[str, MetricLogger], *, warn: Callable[[str], None] | None = None
+    ) -> None:
+        self._loggers = dict(loggers)
+        self._warn = warn or logging.getLogger(__name__).warning
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The loggers that still work."""
+        return tuple(self._loggers)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """See `MetricLogger`."""
+        self._each(lambda logger: logger.log(metrics, step=step))
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Row], *, step: int
+    ) -> None:
+        """See `MetricLogger`."""
+        self._each(lambda logger: logger.log_table(name, columns, rows, step=step))
+
+    def log_config(self, config: Mapping[str, object]) -> None:
+        """See `MetricLogger`."""
+        self._each(lambda logger: logger.log_config(config))
+
+    def close(self) -> None:
+        """See `MetricLogger`. A second call does nothing."""
+        self._each(lambda logger: logger.close())
+        self._loggers.clear()
+
+    def add(self, name: str, opener: Callable[[], MetricLogger]) -> None:
+        """Open one more logger; if that fails, warn and go on without it."""
+        try:
+            self._loggers[name] = opener()
+        except MissingDependencyError:
+            raise
+        except Exception as error:  # a tracker may raise anything: network, login, disk
+            self._warn(_switched_off(name, error))
+
+    def _each(self, action: Callable[[MetricLogger], None]) -> None:
+        for name, logger in list(self._loggers.items()):
+            try:
+                action(logger)
+            except Exception as error:  # a tracker may raise anything: network, login, disk
+                del self._loggers[name]
+                self._warn(_switched_off(name, error))
+                _close_quietly(logger)
+
+
+def check_available(
+    config: LoggerConfig, *, is_installed: Callable[[str], bool] | None = None
+) -> None:
+    """Raise MissingDependencyError if a logger that is switched on is not installed.
+
+    Imports nothing, so that a run can ask before it creates or loads anything.
+    """
+    is_installed = is_installed or _is_installed
+    if config.tensorboard_enabled and not is_installed("tensorboard"):
+        raise MissingDependencyError(
+            "logger.tensorboard_enabled needs the package 'tensorboard', which is not installed. "
+            "Install it with: pip install tensorboard, or set logger.tensorboard_enabled=false"
+        )
+    for package, enabled in (("wandb", config.wandb_enabled), ("mlflow", config.mlflow_enabled)):
+        if enabled and not is_installed(package):
+            purpose = f"logger.{package}_enabled"
+            raise MissingDependencyError.of(package, extra=package, purpose=purpose)
+
+
+def open_loggers(
+    config: LoggerConfig,
+    *,
+    run_dir: Path,
+    run_config: Mapping[str, object],
+    resumed_step: int | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> Loggers:
+    """The loggers that the configuration names, with the run's configuration already logged.
+
+    `resumed_step` is the step of the checkpoint that the run goes on from: what was logged in the
+    same directory beyond it no longer counts, and trackers go on with the same run.
+    """
+    check_available(config)
+    from laurel.observe import trackers
+
+    loggers = Loggers({}, warn=warn)
+    if config.jsonl_enabled:
+        loggers.add("jsonl", lambda: JsonlLogger(run_dir, resumed_step=resumed_step))
+    if config.tensorboard_enabled:
+        events_dir = run_dir / config.tensorboard.log_dir
+        loggers.add(
+            "tensorboard",
+            lambda: trackers.TensorboardLogger(events_dir, resumed_step=resumed_step),
+        )
+    resumed = resumed_step is not None
+    if config.wandb_enabled:
+        loggers.add(
+            "wandb", lambda: trackers.WandbLogger(config.wandb, run_dir=run_dir, resumed=resumed)
+        )
+    if config.mlflow_enabled:
+        loggers.add(
+            "mlflow", lambda: trackers.MlflowLogger(config.mlflow, run_dir=run_dir, resumed=resumed)
+        )
+    loggers.log_config(run_config)
+    return loggers
+
+
+def next_run_dir(log_dir: str | Path) -> Path:
+    """Create the next free `exp_001`, `exp_002`, ... in `log_dir`, also when runs start at once."""
+    parent = Path(log_dir)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        taken = [re.fullmatch(r"exp_(\d+)", entry.name) for entry in parent.iterdir()]
+        number = max((int(match[1]) for match in taken if match), default=0)
+        while True:
+            number += 1
+            try:
+                (parent / f"exp_{number:03d}").mkdir()
+            except FileExistsError:
+                continue
+            return parent / f"exp_{number:03d}"
+    except OSError as error:
+        raise ConfigError(
+            f"logger.log_dir: cannot create a run directory in {parent}: {error.strerror}. "
+            "Set logger.log_dir to a directory that can be written"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package)
+    # A mere folder called `wandb` in the working directory is found too, but has no origin.
+    return spec is not None and spec.origin is not None
+
+
+def _switched_off(name: str, error: Exception) -> str:
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"logger '{name}' failed and is switched off for the rest of the run ({reason})"
+
+
+def _close_quietly(logger: MetricLogger) -> None:
+    try:
+        logger.close()
+    except Exception as error:  # it has failed already, and somebody was told
+        logging.getLogger(__name__).debug("closing a failed logger: %s", error)
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut a last line that has no end: a kill came in the middle of it."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            file.truncate(end)
+
+
+def _write_line(file: TextIO, record: Mapping[str, object]) -> None:
+    file.write(json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n")
+    file.flush()
+
+
+def _plain(value: object) -> object:
+    """The value in the types that JSON has."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):  # numpy's numbers too
+        number = float(value)
+        if math.isfinite(number):
+            return number
+        return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    return str(value)
+
+
+def _number(value: object) -> float:
+    """The inverse of `_plain` for numbers."""
+    if isinstance(value, str):
+        return float(value)
+    if isinstance(value, int | float):
+        return value
+    raise TypeError(f"{value!r} is not a number")

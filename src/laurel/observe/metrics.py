@@ -1,0 +1,287 @@
+"""What a list of scores says about a reward model: pure arithmetic for training and validation.
+
+Everything is computed once over all pairs or completions that are handed in, never averaged over
+averages, so hand in a whole step or a whole validation set. Sums are `math.fsum` in float64: the
+result does not depend on the order in which batches came back. Standard deviations are those of
+the population (divided by n, not n - 1), in two passes.
+
+A metric that is undefined is absent. It is never 0.0 and never NaN, so that "the best checkpoint"
+cannot be one that was not measured.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+PREFERENCE_METRICS = (
+    "loss",
+    "accuracy",
+    "rewards_chosen_mean",
+    "rewards_rejected_mean",
+    "rewards_mean",
+    "rewards_std",
+    "margin_mean",
+    "margin_std",
+    "score_ties",
+    "ece",
+    "top1",
+    "score_length_correlation",
+    "longer_wins_baseline",
+    "num_valid_samples",
+    "num_nonfinite",
+)
+"""Every name that `preference_metrics` can give."""
+
+NUM_CALIBRATION_BINS = 10
+
+_LARGEST_SCORE = float(np.finfo(np.float32).max)
+"""Scores are float32 by the scoring contract; what lies beyond overflowed on its way here."""
+
+_LOWER_IS_BETTER = re.compile(
+    r"(^|[/_:])(loss|ece|mse|mse/[^/]+|score_ties|num_nonfinite|grad_norm|time)$"
+)
+_ATTRIBUTE_CORRELATION = re.compile(r"(^|[/_:])pearson/[^/]+$")
+
+
+class _Pairs(NamedTuple):
+    """Every pair of different rank whose two scores are finite."""
+
+    better_P: FloatArray
+    worse_P: FloatArray
+    better_lengths_P: FloatArray
+    worse_lengths_P: FloatArray
+
+
+def preference_metrics(
+    scores_BG: Sequence[Sequence[float]],
+    ranks_BG: Sequence[Sequence[int]],
+    lengths_BG: Sequence[Sequence[int]] | None = None,
+    losses: Iterable[float] | None = None,
+) -> dict[str, float]:
+    """How well scores agree with people's ranks (lower is better), over all groups together.
+
+    `lengths_BG` are the lengths of the answers, in any unit. `losses` are the terms whose mean the
+    loss is, one per pair or per group as the loss counts them.
+
+    - `accuracy`: share of pairs of different rank whose better side scores strictly higher.
+      Equal scores count as wrong, and `score_ties` is their share.
+    - `rewards_chosen_mean`, `rewards_rejected_mean`: over the better and the worse side of pairs.
+    - `rewards_mean`, `rewards_std`: over completions. `margin_mean`, `margin_std`: over pairs.
+    - `ece`: see `calibration_error`.
+    - `top1`: share of groups of more than two whose best completion scores strictly highest.
+    - `score_length_correlation`: Spearman, over completions. `longer_wins_baseline`: the accuracy
+      that lengths would have as scores.
+    - `num_valid_samples`: pairs. `num_nonfinite`: scores that are NaN or infinite, which nothing
+      else counts; present where there are any.
+
+    Without a valid pair there is only `num_valid_samples` = 0, and `loss` where it has terms.
+    """
+    _check_sizes("ranks", scores_BG, ranks_BG)
+    if lengths_BG is not None:
+        _check_sizes("lengths", scores_BG, lengths_BG)
+    metrics: dict[str, float] = {}
+    finite_losses = [float(loss) for loss in losses or () if math.isfinite(loss)]
+    if finite_losses:
+        metrics["loss"] = _mean(finite_losses)
+
+    pairs = _pairs(scores_BG, ranks_BG, lengths_BG)
+    if len(pairs.better_P):
+        metrics |= _pair_metrics(pairs)
+        metrics |= _completion_metrics(scores_BG, lengths_BG)
+        if lengths_BG is not None:
+            longer_P = pairs.better_lengths_P > pairs.worse_lengths_P
+            metrics["longer_wins_baseline"] = _mean(longer_P)
+        hits = _top1_hits(scores_BG, ranks_BG)
+        if hits:
+            metrics["top1"] = _mean(hits)
+    metrics["num_valid_samples"] = float(len(pairs.better_P))
+    num_nonfinite = sum(not _is_usable(score) for scores_G in scores_BG for score in scores_G)
+    if num_nonfinite:
+        metrics["num_nonfinite"] = float(num_nonfinite)
+    return metrics
+
+
+def calibration_error(margins_P: npt.ArrayLike) -> float:
+    """Expected calibration error of sigmoid(margin) as the probability of being right, in [0, 1].
+
+    A margin is the score of the better side minus that of the worse. The model's confidence is
+    p = sigmoid(|margin|), in [0.5, 1]; it is right where the margin is above 0. Confidences fall
+    into 10 bins of equal width over [0.5, 1] (lower edge included; 1 belongs to the last); the
+    error is the mean over pairs of |share right - mean confidence| of their bin. At least one pair.
+    Guo et al. 2017, arXiv 1706.04599.
+    """
+    margins = np.asarray(margins_P, dtype=np.float64)
+    confidence_P = 1.0 / (1.0 + np.exp(-np.abs(margins)))
+    width = 0.5 / NUM_CALIBRATION_BINS
+    bins_P = np.minimum((confidence_P - 0.5) / width, NUM_CALIBRATION_BINS - 1).astype(np.int64)
+    gap_P = (margins > 0) - confidence_P
+    return math.fsum(abs(math.fsum(gap_P[bins_P == index])) for index in set(bins_P)) / len(margins)
+
+
+def attribute_metrics(
+    predictions_NK: npt.ArrayLike, targets_NK: npt.ArrayLike, names: Sequence[str]
+) -> dict[str, float]:
+    """Mean squared error `mse/<name>` and correlation `pearson/<name>` of each rated attribute.
+
+    A target of NaN means that nobody rated it; an attribute without targets has no metrics, and
+    one whose targets or predictions are all equal no correlation. Predictions that are NaN or
+    infinite are left out and counted in `num_nonfinite`.
+    """
+    predictions = np.asarray(predictions_NK, dtype=np.float64).reshape(-1, len(names))
+    targets = np.asarray(targets_NK, dtype=np.float64).reshape(-1, len(names))
+    if predictions.shape != targets.shape:
+        raise ValueError(f"{len(predictions)} rows of predictions, {len(targets)} of targets")
+    metrics: dict[str, float] = {}
+    usable_NK = np.isfinite(predictions) & (np.abs(predictions) <= _LARGEST_SCORE)
+    for index, name in enumerate(names):
+        used_N = usable_NK[:, index] & np.isfinite(targets[:, index])
+        predicted, wanted = predictions[used_N, index], targets[used_N, index]
+        if len(wanted):
+            metrics[f"mse/{name}"] = _mean((predicted - wanted) ** 2)
+        correlation = _pearson(predicted, wanted)
+        if correlation is not None:
+            metrics[f"pearson/{name}"] = correlation
+    if not usable_NK.all():
+        metrics["num_nonfinite"] = float((~usable_NK).sum())
+    return metrics
+
+
+def is_lower_better(metric_name: str) -> bool:
+    """Whether a smaller value of this metric is the better one.
+
+    True of losses, errors, score ties, non-finite counts, gradient norms and times, however the
+    name is written: `loss`, `train/loss`, `validation-default_ece`, `val:validation-default_loss`.
+    """
+    if _ATTRIBUTE_CORRELATION.search(metric_name):
+        return False
+    if metric_name.startswith("timing/") and "per_sec" not in metric_name:
+        return True
+    return _LOWER_IS_BETTER.search(metric_name) is not None
+
+
+# ------------------------------------------------------------------------------- preference parts
+
+
+def _pairs(
+    scores_BG: Sequence[Sequence[float]],
+    ranks_BG: Sequence[Sequence[int]],
+    lengths_BG: Sequence[Sequence[int]] | None,
+) -> _Pairs:
+    better: list[float] = []
+    worse: list[float] = []
+    better_lengths: list[float] = []
+    worse_lengths: list[float] = []
+    for group, (scores_G, ranks_G) in enumerate(zip(scores_BG, ranks_BG, strict=True)):
+        used = [index for index, score in enumerate(scores_G) if _is_usable(score)]
+        indices = [(i, j) for i in used for j in used if ranks_G[i] < ranks_G[j]]
+        better += [float(scores_G[i]) for i, _ in indices]
+        worse += [float(scores_G[j]) for _, j in indices]
+        if lengths_BG is not None:
+            better_lengths += [lengths_BG[group][i] for i, _ in indices]
+            worse_lengths += [lengths_BG[group][j] for _, j in indices]
+    return _Pairs(
+        np.array(better, dtype=np.float64),
+        np.array(worse, dtype=np.float64),
+        np.array(better_lengths, dtype=np.float64),
+        np.array(worse_lengths, dtype=np.float64),
+    )
+
+
+def _pair_metrics(pairs: _Pairs) -> dict[str, float]:
+    margins_P = pairs.better_P - pairs.worse_P
+    return {
+        "accuracy": _mean(margins_P > 0),
+        "rewards_chosen_mean": _mean(pairs.better_P),
+        "rewards_rejected_mean": _mean(pairs.worse_P),
+        "margin_mean": _mean(margins_P),
+        "margin_std": _std(margins_P),
+        "score_ties": _mean(margins_P == 0),
+        "ece": calibration_error(margins_P),
+    }
+
+
+def _completion_metrics(
+    scores_BG: Sequence[Sequence[float]], lengths_BG: Sequence[Sequence[int]] | None
+) -> dict[str, float]:
+    scores_N = np.array([score for scores_G in scores_BG for score in scores_G], dtype=np.float64)
+    used_N = np.array([_is_usable(score) for score in scores_N])
+    metrics = {"rewards_mean": _mean(scores_N[used_N]), "rewards_std": _std(scores_N[used_N])}
+    if lengths_BG is not None:
+        lengths_N = np.array([length for lengths_G in lengths_BG for length in lengths_G])
+        correlation = _pearson(_average_ranks(scores_N[used_N]), _average_ranks(lengths_N[used_N]))
+        if correlation is not None:
+            metrics["score_length_correlation"] = correlation
+    return metrics
+
+
+def _top1_hits(
+    scores_BG: Sequence[Sequence[float]], ranks_BG: Sequence[Sequence[int]]
+) -> list[bool]:
+    """One entry for each group of more than two that has a best, and only usable scores."""
+    hits: list[bool] = []
+    for scores_G, ranks_G in zip(scores_BG, ranks_BG, strict=True):
+        if len(scores_G) <= 2 or len(set(ranks_G)) < 2 or not all(map(_is_usable, scores_G)):
+            continue
+        best_rank = min(ranks_G)
+        best = [s for s, rank in zip(scores_G, ranks_G, strict=True) if rank == best_rank]
+        others = [s for s, rank in zip(scores_G, ranks_G, strict=True) if rank != best_rank]
+        hits.append(max(best) > max(others))
+    return hits
+
+
+def _is_usable(score: float) -> bool:
+    return abs(score) <= _LARGEST_SCORE  # false for NaN too
+
+
+def _check_sizes(
+    what: str, scores_BG: Sequence[Sequence[float]], others_BG: Sequence[Sequence[int]]
+) -> None:
+    scores_sizes = [len(scores_G) for scores_G in scores_BG]
+    other_sizes = [len(others_G) for others_G in others_BG]
+    if scores_sizes != other_sizes:
+        raise ValueError(f"group sizes of scores {scores_sizes} and {what} {other_sizes} differ")
+
+
+# ------------------------------------------------------------------------------------- statistics
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = [float(value) for value in values]
+    return math.fsum(numbers) / len(numbers)
+
+
+def _std(values: FloatArray) -> float:
+    """Population standard deviation; equal values give exactly 0."""
+    shifted = values - values.min()  # exact for equal values, which a rounded mean is not
+    return math.sqrt(_mean((shifted - _mean(shifted)) ** 2))
+
+
+def _pearson(left: FloatArray, right: FloatArray) -> float | None:
+    """Correlation; None where a side does not vary, for there it is undefined."""
+    if len(left) < 2 or left.min() == left.max() or right.min() == right.max():
+        return None
+    left_deviation, right_deviation = _unit_deviation(left), _unit_deviation(right)
+    return max(-1.0, min(1.0, math.fsum(left_deviation * right_deviation)))
+
+
+def _unit_deviation(values: FloatArray) -> FloatArray:
+    """Deviations from the mean, scaled to length 1."""
+    shifted = values - values.min()
+    shifted /= shifted.max()  # squares of tiny differences must not vanish
+    deviation = shifted - _mean(shifted)
+    return np.asarray(deviation / math.sqrt(math.fsum(deviation**2)))
+
+
+def _average_ranks(values: npt.NDArray[np.generic]) -> FloatArray:
+    """Ranks from 1; equal values share the mean of theirs."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = np.cumsum(counts) - (counts - 1) / 2
+    return np.asarray(ranks[inverse], dtype=np.float64)

@@ -1,0 +1,231 @@
+"""How far a run is: a live display on a terminal, plain lines now and then anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from laurel.observe.console import format_number, visible
+
+_SHOWN = {"loss": "loss", "accuracy": "accuracy", "lr": "lr", "grad_norm": "grad norm"}
+"""Metrics on display, by the last part of their name, with what they are called there."""
+_RATE_STEPS = 20
+"""Steps that the rate is the average of."""
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class _Work(NamedTuple):
+    """What the run had done at one moment, in training only."""
+
+    seconds: float
+    pairs: int
+    tokens: int
+
+
+class Phase:
+    """Something the run does between steps, such as validating."""
+
+    def __init__(self, name: str, total: int | None, on_change: Callable[[Phase], None]) -> None:
+        self.name = name
+        self.total = total
+        self.done = 0
+        self._on_change = on_change
+
+    def advance(self, count: int = 1) -> None:
+        """`count` more of `total` are done."""
+        self.done += count
+        self._on_change(self)
+
+
+class TrainingProgress:
+    """Shows step, time left, rate and the latest metrics of a training run.
+
+    On a terminal a display that renews itself; otherwise (file, pipe, CI) a line at most every 5
+    seconds, besides the first step and the last. `live` overrides which. Rates are those of
+    training alone: phases do not slow them. Time left counts everything. Example::
+
+        with TrainingProgress(total_steps=100, start_step=0, console=make_console()) as progress:
+            progress.step(1, {"train/loss": 0.69}, pairs=128, tokens=40_000)
+            with progress.phase("validating", total=12) as phase:
+                phase.advance()
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int,
+        console: Console,
+        *,
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total_steps = total_steps
+        self._start_step = start_step
+        self._step = start_step
+        self._console = console
+        self._clock = clock
+        self._metrics: dict[str, float] = {}
+        self._phase: Phase | None = None
+        self._phase_seconds = 0.0
+        self._history: deque[_Work] = deque(maxlen=_RATE_STEPS + 1)
+        self._started = clock()
+        self._last_line: float | None = None
+        self._printed_step = start_step
+        if live is None:
+            # FORCE_COLOR makes any file a "terminal"; a display needs a real one.
+            live = console.is_interactive and console.file.isatty()
+        self._live = Live(self, console=console, refresh_per_second=4) if live else None
+
+    @property
+    def console(self) -> Console:
+        """Where it is shown; what is printed there appears above the display."""
+        return self._console
+
+    def __enter__(self) -> TrainingProgress:
+        self._started = self._clock()
+        self._history.append(_Work(0.0, 0, 0))
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._printed_step != self._step:
+            self._print_line(self._step_line())
+
+    def step(self, step: int, metrics: Mapping[str, float], pairs: int, tokens: int) -> None:
+        """Step number `step` is done; `pairs` and `tokens` are what it took in."""
+        self._step = step
+        for name, value in metrics.items():
+            short_name = name.rpartition("/")[2]
+            if short_name in _SHOWN:
+                self._metrics[short_name] = float(value)
+        before = self._history[-1] if self._history else _Work(0.0, 0, 0)
+        seconds = self._clock() - self._started - self._phase_seconds
+        self._history.append(_Work(seconds, before.pairs + pairs, before.tokens + tokens))
+        if self._live is None and (step >= self._total_steps or self._is_line_due()):
+            self._print_line(self._step_line())
+            self._printed_step = step
+
+    def message(self, text: str) -> None:
+        """Print a line above the display."""
+        self._console.print(
+            "\n".join(map(visible, text.split("\n"))), markup=False, highlight=False, soft_wrap=True
+        )
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
+        """Show progress of its own while something other than training is done."""
+        outer, started = self._phase, self._clock()
+        self._phase = Phase(name, total, self._phase_changed)
+        try:
+            yield self._phase
+        finally:
+            self._phase = outer
+            if outer is None:
+                self._phase_seconds += self._clock() - started
+
+    def __rich__(self) -> RenderableType:
+        """What the live display shows now."""
+        bars = Table.grid(padding=(0, 1), expand=True)
+        bars.add_column(no_wrap=True)
+        bars.add_column(ratio=1)
+        bars.add_column(no_wrap=True, justify="right")
+        counts = f"{self._step}/{self._total_steps} {self._percentage()}"
+        bars.add_row(Text("training"), _bar(self._step, self._total_steps), Text(counts))
+        phase = self._phase
+        if phase is not None:
+            bars.add_row(
+                Text(visible(phase.name)), _bar(phase.done, phase.total), Text(_count(phase))
+            )
+        rates_and_times = "  ".join([*self._rates(), self._times()])
+        return Group(bars, Text("  ".join(self._numbers())), Text(rates_and_times, style="dim"))
+
+    def _phase_changed(self, phase: Phase) -> None:
+        if self._live is None and self._is_line_due():
+            self._print_line(f"{visible(phase.name)} {_count(phase)}")
+
+    def _is_line_due(self) -> bool:
+        return self._last_line is None or self._clock() - self._last_line >= _SECONDS_BETWEEN_LINES
+
+    def _print_line(self, line: str) -> None:
+        self._last_line = self._clock()
+        # One line stays one line: a log file is searched, not looked at.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _step_line(self) -> str:
+        head = f"step {self._step}/{self._total_steps} ({self._percentage()})"
+        return "  ".join([head, *self._numbers(), *self._rates(), self._times()])
+
+    def _numbers(self) -> list[str]:
+        return [
+            f"{label} {format_number(self._metrics[name])}"
+            for name, label in _SHOWN.items()
+            if name in self._metrics
+        ]
+
+    def _rates(self) -> list[str]:
+        if len(self._history) < 2:
+            return []
+        first, last = self._history[0], self._history[-1]
+        seconds = max(last.seconds - first.seconds, 1e-9)
+        return [
+            f"{_rate((last.pairs - first.pairs) / seconds)} pairs/s",
+            f"{_rate((last.tokens - first.tokens) / seconds)} tokens/s",
+        ]
+
+    def _times(self) -> str:
+        return f"elapsed {self._elapsed()}  left {self._remaining()}"
+
+    def _percentage(self) -> str:
+        return f"{100 * min(1.0, self._step / max(1, self._total_steps)):.0f}%"
+
+    def _elapsed(self) -> str:
+        return _duration(self._clock() - self._started)
+
+    def _remaining(self) -> str:
+        done = self._step - self._start_step
+        if done <= 0:
+            return "?"
+        seconds_per_step = (self._clock() - self._started) / done
+        return _duration(seconds_per_step * max(0, self._total_steps - self._step))
+
+
+def _bar(done: int, total: int | None) -> ProgressBar:
+    return ProgressBar(
+        total=float(max(1, total)) if total is not None else None, completed=float(done)
+    )
+
+
+def _count(phase: Phase) -> str:
+    return f"{phase.done}/{phase.total}" if phase.total is not None else f"{phase.done}"
+
+
+def _duration(seconds: float) -> str:
+    """Hours, minutes, seconds: `0:01:23`."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _rate(value: float) -> str:
+    """Three digits are enough for a rate."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"

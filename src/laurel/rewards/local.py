@@ -1,0 +1,256 @@
+"""A reward model in this process as a Scorer, and the checks it must pass before it is used."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from laurel.data.forest import pack, pack_padded, pad, plant
+from laurel.errors import ModelError, ScoringContractError
+from laurel.models.attention import FOREST
+from laurel.models.reward_model import RewardModel
+from laurel.models.scoring import GoldenScore, ScoringContract
+from laurel.types import Completion, Conversation, Group, PaddedRows, Score, TokenForest, TokenGroup
+
+GOLDEN_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Allowed difference from a golden score, in units of max(1, |score|). Weights and arithmetic are
+the same; what differs is the order of sums on another machine or library version."""
+
+PATH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+"""Allowed difference between the forest and one-by-one scoring in the self-check, in units of
+max(1, |score|). A wrong mask or position shows as a difference of the size of the scores."""
+
+
+class LocalScorer:
+    """Scores groups with a model held here."""
+
+    def __init__(
+        self, model: RewardModel, contract: ScoringContract, *, batch_tokens: int = 8192
+    ) -> None:
+        """Hold a model.
+
+        Args:
+            model: The model.
+            contract: The contract it scores by.
+            batch_tokens: Token budget of one forward pass.
+        """
+        self.model = model
+        self.contract = contract
+        self.batch_tokens = batch_tokens
+
+    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """See `protocols.Scorer`. The arithmetic runs in a thread, beside the event loop."""
+        return await asyncio.to_thread(self.score_now, groups)
+
+    def score_now(
+        self, groups: Sequence[Group], on_batch: Callable[[int, int], None] | None = None
+    ) -> list[tuple[Score, ...]]:
+        """The same for callers without an event loop.
+
+        Args:
+            groups: What to score.
+            on_batch: Called after each forward pass with the groups and tokens done.
+        """
+        encoded = self.contract.encode(groups)
+        values_NK = score_tokens(
+            self.model, encoded, batch_tokens=self.batch_tokens, pad_id=self._pad_id,
+            on_batch=on_batch,
+        )  # fmt: skip
+        scores: list[tuple[Score, ...]] = []
+        first = 0
+        for tokens in encoded:
+            lengths_G = tokens.lengths_G
+            rows = values_NK[first : first + len(lengths_G)].tolist()
+            first += len(rows)
+            scores.append(
+                tuple(
+                    self._verdict(*verdict)
+                    for verdict in zip(rows, lengths_G, tokens.truncated_G, strict=True)
+                )
+            )
+        return scores
+
+    @property
+    def _pad_id(self) -> int:
+        return self.contract.rules.pad_id or 0
+
+    def _verdict(self, values_K: Sequence[float], num_tokens: int, truncated: bool) -> Score:
+        if not all(math.isfinite(value) for value in values_K):
+            return Score(
+                value=None, num_tokens=num_tokens, truncated=truncated, failure="not finite"
+            )
+        return Score(
+            value=self.contract.scalar(values_K),
+            values_K=tuple(values_K),
+            num_tokens=num_tokens,
+            truncated=truncated,
+        )
+
+
+def score_tokens(
+    model: RewardModel,
+    groups: Sequence[TokenGroup],
+    *,
+    batch_tokens: int,
+    pad_id: int,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> np.ndarray:
+    """Score tokenised groups, without gradients, in token-budget batches.
+
+    Returns:
+        float32 `[N, K]`, in the order of the groups whatever the batches were.
+    """
+    offsets = np.cumsum([0, *(len(group.branches_ids_G) for group in groups)])
+    values_NK = np.empty((offsets[-1], model.num_outputs), dtype=np.float32)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for indices in divide(model, groups, batch_tokens):
+                chosen = [groups[i] for i in indices]
+                batch = lay_out(model, chosen, pad_id=pad_id)
+                scores_NK = model(batch).cpu().numpy()
+                rows = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in indices])
+                values_NK[rows] = scores_NK
+                if on_batch is not None:
+                    on_batch(len(chosen), sum(group.num_tokens for group in chosen))
+    finally:
+        model.train(was_training)
+    return values_NK
+
+
+def divide(model: RewardModel, groups: Sequence[TokenGroup], batch_tokens: int) -> list[list[int]]:
+    """Indices of the groups of each micro-batch, by the model's path."""
+    if model.path == "forest":
+        return pack([group.num_tokens for group in groups], batch_tokens)
+    return pack_padded([group.lengths_G for group in groups], batch_tokens)
+
+
+def lay_out(
+    model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int, share_prompts: bool = True
+) -> TokenForest | PaddedRows:
+    """One micro-batch in the form that the model's path reads."""
+    if model.path == "forest":
+        return plant(groups, share_prompts=share_prompts)
+    return pad(groups, pad_id=pad_id)
+
+
+# ---------------------------------------------------------------------------------- before use
+
+
+def check_paths(model: RewardModel, *, seed: int = 0) -> float:
+    """Compare the forest with the model's own one-by-one arithmetic on a small probe.
+
+    Returns:
+        The largest difference found; 0 where the model takes the padded path anyway.
+
+    Raises:
+        ModelError: They disagree, so the forest would give wrong scores.
+    """
+    if model.path != "forest":
+        return 0.0
+    vocabulary = model.classifier.get_input_embeddings().num_embeddings
+    groups = _probe(vocabulary, seed)
+    classifier = model.classifier
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            forest_NK = model(plant(groups))
+            classifier.set_attn_implementation("eager")
+            one_by_one = [
+                model(pad([_single(group.trunk_ids, ids)], pad_id=0))
+                for group in groups
+                for ids in group.branches_ids_G
+            ]
+    finally:
+        classifier.set_attn_implementation(FOREST)
+        model.train(was_training)
+    reference_NK = torch.cat(one_by_one)
+    scale = max(1.0, float(reference_NK.abs().max()))
+    difference = float((forest_NK - reference_NK).abs().max())
+    tolerance = PATH_TOLERANCE.get(model.precision, 5e-2) * scale
+    if not difference <= tolerance:
+        raise ModelError(
+            f"{type(classifier).__name__}: scores of the token forest differ from one-by-one "
+            f"scores by {difference:.3g} (allowed: {tolerance:.3g}). This architecture needs the padded "
+            "path: set policy.sequence_packing.enabled=false, and please report the model."
+        )
+    return difference
+
+
+def _probe(vocabulary: int, seed: int) -> list[TokenGroup]:
+    rng = np.random.default_rng(seed)
+
+    def ids(length: int) -> np.ndarray:
+        return rng.integers(1, vocabulary, length).astype(np.int32)
+
+    return [
+        TokenGroup(id="a", trunk_ids=ids(11), branches_ids_G=(ids(5), ids(1), ids(8))),
+        TokenGroup(id="b", trunk_ids=ids(0), branches_ids_G=(ids(7),)),
+    ]
+
+
+def _single(trunk_ids: np.ndarray, ids: np.ndarray) -> TokenGroup:
+    return TokenGroup(id="", trunk_ids=trunk_ids, branches_ids_G=(ids,))
+
+
+def golden_scores(
+    model: RewardModel, contract: ScoringContract, groups: Sequence[Group]
+) -> tuple[GoldenScore, ...]:
+    """Conversations with their scores, for `scoring.json`: each scored by itself."""
+    golden = []
+    for group in groups:
+        for index in range(len(group.completions_G)):
+            conversation = group.conversation(index)
+            values_K, num_tokens = _score_alone(model, contract, conversation_group(conversation))
+            golden.append(
+                GoldenScore(messages=conversation, values_K=values_K, num_tokens=num_tokens)
+            )
+    return tuple(golden)
+
+
+def check_golden(model: RewardModel, contract: ScoringContract, *, precision: str) -> float:
+    """Recompute the golden scores of a loaded model.
+
+    Returns:
+        The largest difference.
+
+    Raises:
+        ScoringContractError: A score is not the one the model was saved with.
+    """
+    worst = 0.0
+    tolerances = [GOLDEN_TOLERANCE.get(p, 5e-2) for p in (precision, contract.rules.golden_dtype)]
+    for golden in contract.rules.golden:
+        values_K, num_tokens = _score_alone(model, contract, conversation_group(golden.messages))
+        if num_tokens != golden.num_tokens:
+            raise ScoringContractError(
+                f"a golden conversation has {num_tokens} tokens here and had {golden.num_tokens} "
+                "when the model was saved: the tokenizer or its template has changed"
+            )
+        for value, expected in zip(values_K, golden.values_K, strict=True):
+            difference = abs(value - expected) / max(1.0, abs(expected))
+            if not difference <= max(tolerances):
+                raise ScoringContractError(
+                    f"a golden conversation scores {value:.6g} here and scored {expected:.6g} when "
+                    "the model was saved: weights, head or library behave differently"
+                )
+            worst = max(worst, difference)
+    return worst
+
+
+def conversation_group(messages: Conversation) -> Group:
+    """A whole conversation as a group of one completion: its last message."""
+    return Group(id="", prompt=messages[:-1], completions_G=(Completion(messages=messages[-1:]),))
+
+
+def _score_alone(
+    model: RewardModel, contract: ScoringContract, group: Group
+) -> tuple[tuple[float, ...], int]:
+    (tokens,) = contract.encode([group])
+    values_NK = score_tokens(model, [tokens], batch_tokens=1, pad_id=contract.rules.pad_id or 0)
+    return tuple(float(v) for v in values_NK[0]), tokens.lengths_G[0]

@@ -1,0 +1,293 @@
+"""Checkpoints under real kills, real full disks and real rivals: each writer is a process."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_writer import NAMES, content, writer
+from safetensors.numpy import save_file
+
+from laurel.errors import CheckpointError
+from laurel.models.checkpoint import CheckpointStore, read_training_info, verify
+
+PROGRAM = Path(__file__).with_name("checkpoint_writer.py")
+
+
+@contextlib.contextmanager
+def running(root, *, prefix=(), **job):
+    """The process of a writer; killed, if it is still there, at the end."""
+    process = subprocess.Popen(
+        [*prefix, sys.executable, str(PROGRAM), json.dumps({"root": str(root), **job})],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def run(root, **job):
+    """The exit status and the output of a writer that ends by itself."""
+    with running(root, **job) as process:
+        output, _ = process.communicate(timeout=60)
+    return process.returncode, output
+
+
+def wait_for(process, word):
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.split()[1]
+    raise AssertionError(f"the writer ended before it said '{word}'")
+
+
+def assert_whole(path, step, generation, size):
+    verify(path)
+    for name in NAMES:
+        assert (path / name).read_bytes() == content(name, step, generation, size)
+    assert read_training_info(path) == {"total_steps": step}
+
+
+def assert_settled(root):
+    """A new writer gets the lock, finds every step whole, and nothing left over."""
+    with CheckpointStore(root) as store:
+        assert store.newest_whole().skipped == ()
+        for step in store.steps():
+            verify(store.path_of(step))
+        assert [path.name for path in root.iterdir() if path.name.startswith(".")] == [".lock"]
+        return store.steps()
+
+
+# --------------------------------------------------------------------------- kills at each phase
+
+BEFORE = ["begin", "written", "file:model.safetensors", "file:policy/tokenizer.json", "fsynced",
+          "manifest"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("phase", "steps_after"),
+    [(phase, [1, 2]) for phase in BEFORE]
+    + [(phase, [1, 2, 3]) for phase in ("renamed", "best", "prune:step_1")]
+    + [("deleting:step_1", [2, 3]), ("pruned", [2, 3])],
+)
+def test_a_kill_in_a_save_leaves_the_old_ones_or_the_new_one_too(tmp_path, phase, steps_after):
+    with CheckpointStore(tmp_path) as store:
+        for step in (1, 2):
+            store.save(step, writer(step, 1, 1000), metric=-step, info={"total_steps": step})
+    status, _ = run(tmp_path, first_step=3, steps=[3], keep_top_k=1, die_at=phase)
+    assert status == -signal.SIGKILL
+
+    newest = CheckpointStore(tmp_path).newest_whole()  # as a reader sees it at once
+    assert newest.skipped == ()
+    assert_whole(newest.path, steps_after[-1], 1, 1000)
+    assert assert_settled(tmp_path) == steps_after
+    assert run(tmp_path, first_step=3, steps=[3], keep_top_k=1)[0] == 0
+    assert assert_settled(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("phase", "generation"),
+    [(phase, 1) for phase in BEFORE] + [("renamed-old", 2), ("renamed", 2), ("best", 2)],
+)
+def test_a_kill_in_a_replacement_leaves_the_old_or_the_new(tmp_path, phase, generation):
+    with CheckpointStore(tmp_path) as store:
+        store.save(5, writer(5, 1, 1000), metric=0.0, info={"total_steps": 5})
+    status, _ = run(tmp_path, first_step=5, steps=[5], generation=2, die_at=phase)
+    assert status == -signal.SIGKILL
+
+    assert CheckpointStore(tmp_path).newest_whole().skipped == ()
+    assert assert_settled(tmp_path) == [5]
+    assert_whole(tmp_path / "step_5", 5, generation, 1000)
+
+
+def test_kills_at_random_moments_never_cost_a_finished_checkpoint(tmp_path):
+    moments = random.Random(7)
+    size, saved, in_mid_save = 400_000, -1, 0
+    for _ in range(15):
+        with running(
+            tmp_path, first_step=saved + 1, endless=True, size=size, keep_top_k=2
+        ) as process:
+            wait_for(process, "ready")
+            time.sleep(moments.uniform(0.0, 0.12))
+            process.kill()
+            lines = [line.split() for line in process.stdout]
+        finished = [int(number) for word, number in lines if word == "saved"]
+        saved = max([saved, *finished])
+        newest = CheckpointStore(tmp_path).newest_whole()
+        assert newest.skipped == ()
+        assert newest.path is not None or saved == -1
+        in_mid_save += any(path.name.startswith((".tmp", ".del")) for path in tmp_path.iterdir())
+        if newest.path is not None:
+            # The save that was cut off may have been complete already, but no older one is newest.
+            assert newest.manifest.step in (saved, saved + 1)
+            saved = newest.manifest.step
+            assert_whole(newest.path, saved, 1, size)
+    assert_settled(tmp_path)
+    assert saved > 5
+    assert in_mid_save > 5, "the kills missed the saves, so nothing was tested"
+
+
+# -------------------------------------------------------------------------------------- disks
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A file system of 2 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root can mount a small file system")
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_is_really_full_costs_only_the_new_checkpoint(tiny_disk):
+    zeros = np.zeros(2_500_000, dtype=np.uint8)
+    with CheckpointStore(tiny_disk) as store:
+        store.save(1, writer(1, 1, 200_000), info={"total_steps": 1})
+        for write in (
+            writer(2, 1, 1_500_000),
+            lambda directory: save_file({"zeros": zeros}, directory / "model.safetensors"),
+        ):
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                store.save(2, write)
+            assert_whole(tiny_disk / "step_1", 1, 1, 200_000)
+            assert sorted(path.name for path in tiny_disk.iterdir()) == [".lock", "step_1"]
+        with pytest.raises(CheckpointError, match="MB free and"):
+            store.save(2, writer(2, 1, 1), estimated_bytes=1_500_000)
+        store.save(3, writer(3, 1, 200_000), info={"total_steps": 3})
+        assert_whole(tiny_disk / "step_3", 3, 1, 200_000)
+
+
+def test_a_disk_that_was_full_before_the_start_can_still_be_locked(tiny_disk):
+    with contextlib.suppress(OSError):
+        (tiny_disk / "ballast").write_bytes(bytes(4_000_000))
+    with CheckpointStore(tiny_disk) as store, pytest.raises(CheckpointError, match="No space"):
+        store.save(1, writer(1, 1, 200_000))
+
+
+def test_a_file_size_limit_is_an_error_of_the_disk(tmp_path):
+    run(tmp_path, steps=[0], size=1000)
+    status, output = run(tmp_path, first_step=1, steps=[1], size=50_000, largest_file=20_000)
+    assert status == 2
+    assert "refused the checkpoint of step 1 could not be saved" in output
+    assert "File too large" in output
+    assert assert_settled(tmp_path) == [0]
+
+
+@pytest.fixture
+def ordinary():
+    """Prefix of a command, so that permissions hold for it as they do for an ordinary user."""
+    if os.geteuid() != 0:
+        return []
+    prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    if shutil.which("setpriv") is None or subprocess.run([*prefix, "true"]).returncode:
+        pytest.skip("root may write anywhere, and setpriv cannot stop it here")
+    return prefix
+
+
+@pytest.fixture
+def frozen(tmp_path):
+    """A directory in which folders may be write-protected; they are freed at the end."""
+    root = tmp_path / "frozen"
+    root.mkdir()
+    yield root
+    for folder, _, _ in os.walk(root):
+        os.chmod(folder, 0o755)
+
+
+def test_a_directory_that_cannot_be_written_is_refused_at_the_start(frozen, ordinary):
+    frozen.chmod(0o555)
+    status, output = run(frozen, prefix=ordinary, steps=[0])
+    assert status == 2
+    assert f"refused cannot write checkpoints to '{frozen}'" in output
+    assert "Permission denied" in output
+
+
+def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(frozen, ordinary):
+    run(frozen, steps=[0])
+    frozen.chmod(0o300)
+    program = (
+        "import sys; from laurel.models.checkpoint import CheckpointStore;"
+        "CheckpointStore(sys.argv[1]).newest_whole()"
+    )
+    command = [*ordinary, sys.executable, "-c", program, str(frozen)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert f"CheckpointError: '{frozen}' cannot be read: Permission denied." in done.stderr
+
+
+def test_a_directory_that_becomes_read_only_refuses_the_save_only(frozen, ordinary):
+    assert run(frozen, prefix=ordinary, steps=[0])[0] == 0
+    status, output = run(frozen, prefix=ordinary, first_step=1, steps=[1], root_mode=0o555)
+    assert status == 2
+    assert "refused the checkpoint of step 1 could not be saved" in output
+    frozen.chmod(0o755)
+    assert_whole(frozen / "step_0", 0, 1, 1000)
+
+
+def test_what_cannot_be_deleted_does_not_stop_the_run(frozen, ordinary):
+    status, output = run(frozen, prefix=ordinary, steps=[0, 1, 2, 3], frozen=[0], keep_top_k=1)
+    assert status == 0
+    assert "could not be deleted whole" in output
+    assert "Permission denied" in output
+    assert output.count("saved") == 4
+    assert_whole(frozen / "step_3", 3, 1, 1000)
+    assert CheckpointStore(frozen).steps() == [2, 3]
+
+
+def test_a_file_that_cannot_be_read_is_named(frozen, ordinary):
+    run(frozen, steps=[0])
+    (frozen / "step_0/model.safetensors").chmod(0)
+    program = "import sys; from laurel.models.checkpoint import verify; verify(sys.argv[1])"
+    command = [*ordinary, sys.executable, "-c", program, str(frozen / "step_0")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "step_0/model.safetensors cannot be read (Permission denied)" in done.stderr
+
+
+# -------------------------------------------------------------------------------------- rivals
+
+
+def test_two_processes_cannot_write_to_one_directory(tmp_path):
+    with running(tmp_path, steps=[0], linger=60) as first:
+        pid = wait_for(first, "ready")
+        wait_for(first, "saved")
+        status, output = run(tmp_path, first_step=1, steps=[1])
+        assert status == 2
+        assert f"refused '{tmp_path}' is being written by process {pid} on " in output
+        assert_whole(CheckpointStore(tmp_path).newest_whole().path, 0, 1, 1000)  # readers may
+        first.kill()
+        first.wait()
+        assert run(tmp_path, first_step=1, steps=[1])[0] == 0
+    assert assert_settled(tmp_path) == [0, 1]
+
+
+def test_the_lock_dies_with_its_holder_though_a_forked_worker_lives_on(tmp_path):
+    with running(tmp_path, fork=True, linger=60) as first:
+        child = int(wait_for(first, "child"))
+        try:
+            wait_for(first, "ready")
+            with pytest.raises(CheckpointError, match=f"process {first.pid}"):
+                CheckpointStore(tmp_path).__enter__()
+            first.kill()
+            first.wait()
+            os.kill(child, 0)  # still there
+            with CheckpointStore(tmp_path) as store:
+                verify(store.save(1, writer(1, 1, 10)))
+        finally:
+            os.kill(child, signal.SIGKILL)

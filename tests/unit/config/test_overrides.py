@@ -1,0 +1,265 @@
+"""Changes from the command line, on a small schema that has every kind of key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from laurel.config.load import load_config
+from laurel.config.overrides import parse_override
+from laurel.config.section import Section
+from laurel.config.tree import plain
+from laurel.errors import ConfigError
+
+
+class Call(Section):
+    name: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class Block(Section):
+    path: str | None = None
+    split: str = "train"
+
+
+class Inner(Section):
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"megatron"})
+
+    size: int = 1
+    label: str | None = None
+    kind: Literal["one", "two"] = "one"
+    optional: Block | None = None
+    call: Call = Call(name="adam", kwargs={"lr": 1e-3, "eps": 1e-8, "betas": [0.9, 0.99]})
+    sets: dict[str, str | Block] = Field(default_factory=dict)
+    blocks: list[Block] = Field(default_factory=list)
+
+
+class Run(Section):
+    inner: Inner = Inner(size=7)
+    other: Inner = Inner()
+
+
+def load(*overrides: str, text: str | None = None, folder: Path | None = None) -> Run:
+    if text is None:
+        return load_config(Run, None, overrides).config
+    assert folder is not None
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return load_config(Run, path, overrides).config
+
+
+def refused(*overrides: str, text: str | None = None, folder: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, text=text, folder=folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5", 5),
+        ("1e-5", 1e-5),
+        ("true", True),
+        ("null", None),
+        ("", ""),
+        ("''", ""),
+        ("'5'", "5"),
+        ('"a\\nb"', "a\nb"),
+        ("[1, 2]", [1, 2]),
+        ("{a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
+        ("[]", []),
+        ("{}", {}),
+        ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-1.5B"),
+        ("a=b=c", "a=b=c"),
+        ("a: b", "a: b"),
+        ("- a", "- a"),
+        ("a #1", "a #1"),
+        ("#a", "#a"),
+        ("5 # five", "5 # five"),
+        ("@a", "@a"),
+        ("*.json", "*.json"),
+        ("!x y", "!x y"),
+        ("a\nb", "a\nb"),
+        ("C:\\data", "C:\\data"),
+        ("../data/a.jsonl.gz", "../data/a.jsonl.gz"),
+        ("val:validation-default_loss", "val:validation-default_loss"),
+    ],
+)
+def test_values(text: str, value: object) -> None:
+    override = parse_override(f"a.b={text}")
+    assert override.keys == ("a", "b")
+    assert override.value is not None
+    assert plain(override.value) == value
+    assert type(plain(override.value)) is type(value)
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_any_text_is_a_value_or_a_clear_error(text: str) -> None:
+    try:
+        assert parse_override(f"a={text}").value is not None
+    except ConfigError as error:
+        assert text.strip()[0] in "[{'\""  # noqa: PT017 - which texts fail is what is tested
+        assert "quotes" in str(error) or "means nothing" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("inner.size", "a value is missing: inner.size=value"),
+        ("~inner.size=3", "'~' deletes a key, it takes no value: ~inner.size"),
+        ("=3", "write it as section.key=value"),
+        ("inner..size=3", "write it as section.key=value"),
+        ("inner. size=3", "write it as section.key=value"),
+        ("inner.sets={a: 1", "put quotes around what is meant as text"),
+    ],
+)
+def test_what_is_no_override(override: str, message: str) -> None:
+    assert refused(override).startswith(f"override '{override}': ")
+    assert message in refused(override)
+
+
+def test_a_declared_key_may_be_set_although_no_file_has_it() -> None:
+    assert load("inner.size=3").inner.size == 3
+    assert load("+inner.size=3").inner.size == 3
+    assert load("++inner.size=3").inner.size == 3
+
+
+def test_the_last_of_several_wins() -> None:
+    assert load("inner.size=3", "inner.size=4").inner.size == 4
+
+
+def test_siblings_that_the_schema_sets_stay(tmp_path: Path) -> None:
+    betas = [0.9, 0.99]
+    assert load("inner.call.kwargs.lr=5").inner.call.kwargs == {
+        "lr": 5,
+        "eps": 1e-8,
+        "betas": betas,
+    }
+    assert load("inner.label=x").inner.size == 7
+    assert load("inner.call.kwargs.betas.1=0.5").inner.call.kwargs["betas"] == [0.9, 0.5]
+    run = load("inner.call.kwargs.lr=5", text="inner: {label: x}\n", folder=tmp_path)
+    assert run.inner.call.kwargs == {"lr": 5, "eps": 1e-8, "betas": betas}
+    assert run.inner.size == 7
+    given = "inner: {call: {name: sgd, kwargs: {lr: 1, momentum: 2}}}\n"
+    run = load("inner.call.kwargs.lr=5", text=given, folder=tmp_path)
+    assert run.inner.call == Call(name="sgd", kwargs={"lr": 5, "momentum": 2})
+
+
+def test_the_schemas_own_default_is_not_changed_by_a_run() -> None:
+    load("inner.call.kwargs.lr=5", "~inner.call.kwargs.eps")
+    assert load().inner.call.kwargs == {"lr": 1e-3, "eps": 1e-8, "betas": [0.9, 0.99]}
+
+
+def test_a_section_that_is_null_is_begun(tmp_path: Path) -> None:
+    assert load("inner.optional.path=x").inner.optional == Block(path="x")
+    run = load("inner.optional.path=x", text="inner: {optional: null}\n", folder=tmp_path)
+    assert run.inner.optional == Block(path="x")
+
+
+def test_a_mapping_is_laid_over_what_files_say_and_replaces_a_call_of_the_schema(
+    tmp_path: Path,
+) -> None:
+    text = "inner: {call: {name: sgd, kwargs: {lr: 1}}}\n"
+    run = load("inner.call={kwargs: {eps: 2}}", text=text, folder=tmp_path)
+    assert run.inner.call == Call(name="sgd", kwargs={"lr": 1, "eps": 2})
+    assert load("inner.call={name: sgd}").inner.call == Call(name="sgd")
+    assert load("inner.call.kwargs={lr: 1}").inner.call.kwargs == {"lr": 1}
+    assert load("inner={label: x}").inner == Inner(size=7, label="x")
+
+
+def test_names_that_the_user_makes_up_need_a_plus(tmp_path: Path) -> None:
+    assert refused("inner.sets.mine=a.jsonl") == (
+        "override 'inner.sets.mine=a.jsonl': inner.sets.mine: is not there to be changed; "
+        "to add it: '+inner.sets.mine=a.jsonl'"
+    )
+    assert "+inner.call.kwargs.lrr=1" in refused("inner.call.kwargs.lrr=1")
+    assert load("+inner.sets.mine=a.jsonl").inner.sets == {"mine": "a.jsonl"}
+    assert load("++inner.sets.mine.path=a").inner.sets == {"mine": Block(path="a")}
+    assert load("+inner.sets.a=x", "inner.sets.a=y").inner.sets == {"a": "y"}
+    text = "inner: {sets: {mine: {path: a}}}\n"
+    run = load("inner.sets.mine.split=test", text=text, folder=tmp_path)
+    assert run.inner.sets == {"mine": Block(path="a", split="test")}
+
+
+def test_plus_refuses_what_is_already_set(tmp_path: Path) -> None:
+    text = "inner:\n  size: 3\n"
+    assert refused("+inner.size=4", text=text, folder=tmp_path) == (
+        f"override '+inner.size=4': inner.size: is already set in {tmp_path / 'run.yaml'}:2; "
+        "to change it leave out '+'"
+    )
+    assert load("++inner.size=4", text=text, folder=tmp_path).inner.size == 4
+    assert "already set in override '+inner.size=4'" in refused("+inner.size=4", "+inner.size=5")
+
+
+def test_plus_does_not_get_an_unknown_key_past_the_schema() -> None:
+    assert refused("+inner.sise=4") == (
+        "override '+inner.sise=4': inner.sise: unknown key; did you mean 'size'?"
+    )
+
+
+def test_delete(tmp_path: Path) -> None:
+    text = "inner: {label: x, blocks: [{path: a}, {path: b}]}\n"
+    assert load("~inner.label", text=text, folder=tmp_path).inner.label is None
+    blocks = load("~inner.blocks.0", text=text, folder=tmp_path).inner.blocks
+    assert blocks == [Block(path="b")]
+    assert "eps" not in load("~inner.call.kwargs.eps").inner.call.kwargs
+    for key in ("inner.label", "inner.call.kwargs.nope", "inner.optional.path", "nope"):
+        assert (
+            refused(f"~{key}") == f"override '~{key}': {key}: is not set, so it cannot be deleted"
+        )
+
+
+def test_lists_are_changed_by_position(tmp_path: Path) -> None:
+    text = "inner: {blocks: [{path: a}, {path: b}]}\n"
+    run = load("inner.blocks.1.path=c", text=text, folder=tmp_path)
+    assert run.inner.blocks == [Block(path="a"), Block(path="c")]
+    assert "inner.blocks: is a list of 2; it has no '2'" in refused(
+        "inner.blocks.2.path=c", text=text, folder=tmp_path
+    )
+
+
+def test_unknown_keys_name_the_nearest() -> None:
+    assert (
+        refused("iner.size=3") == "override 'iner.size=3': iner: unknown key; did you mean 'inner'?"
+    )
+    assert refused("inner.sizes=3").endswith("inner.sizes: unknown key; did you mean 'size'?")
+    assert refused("size=3").endswith(
+        "size: unknown key here; it belongs at inner.size or other.size"
+    )
+
+
+def test_a_value_has_no_keys(tmp_path: Path) -> None:
+    text = "inner: {size: 3, sets: {a: path, b: '${inner.sets.a}'}}\n"
+    assert "inner.size: is 3, it has no keys" in refused(
+        "inner.size.x=3", text=text, folder=tmp_path
+    )
+    assert "inner.sets.b: is '${inner.sets.a}'; set the key it names" in refused(
+        "inner.sets.b.path=3", text=text, folder=tmp_path
+    )
+
+
+def test_keys_of_other_systems_may_be_set_and_are_ignored() -> None:
+    loaded = load_config(Run, None, ["inner.megatron.deep.key=3", "inner.size=2"])
+    assert loaded.config.inner.size == 2
+    assert loaded.warnings == ("these keys mean nothing here and are ignored: inner.megatron",)
+
+
+def test_a_value_may_refer_to_other_keys() -> None:
+    assert load("inner.size=${mul:${other.size},6}", "other.size=7").inner.size == 42
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    message = refused("iner.size=3", "~inner.label", "inner.size=x", "inner.kind=tow")
+    assert message.splitlines() == [
+        "4 problems in the configuration:",
+        "  override 'iner.size=3': iner: unknown key; did you mean 'inner'?",
+        "  override '~inner.label': inner.label: is not set, so it cannot be deleted",
+        "  override 'inner.size=x': inner.size: must be a whole number, not 'x'",
+        "  override 'inner.kind=tow': inner.kind: must be one of one, two, not 'tow'; "
+        "did you mean 'two'?",
+    ]

@@ -1,0 +1,198 @@
+"""YAML files as trees: what a scalar means, where it was written, what a file inherits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from laurel.config.source import read_file, read_text
+from laurel.config.tree import MISSING, find, plain
+from laurel.errors import ConfigError
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_file(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("2.0e-6", 2e-6),
+        ("1E5", 1e5),
+        (".5", 0.5),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("0x1f", 31),
+        ("true", True),
+        ("off", False),
+        ("null", None),
+        ("~", None),
+        ("'5'", "5"),
+        ("2024-05-01", "2024-05-01"),
+        ("val:loss", "val:loss"),
+        ("[1, {a: 1e-5}]", [1, {"a": 1e-5}]),
+        (".inf", float("inf")),
+    ],
+)
+def test_a_scalar_means_what_omegaconf_says_it_means(text: str, value: object) -> None:
+    read = plain(read_text(text, "here"))
+    assert read == value
+    assert type(read) is type(value)
+    assert OmegaConf.to_container(OmegaConf.create(f"key: {text}")) == {"key": value}
+
+
+@pytest.mark.parametrize("text", ["1:12:30:00", "0123456", "00:03:30:00", "12e3f"])
+def test_time_budgets_and_commits_stay_text(text: str) -> None:
+    assert plain(read_text(text, "here")) == text
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_every_float_as_python_prints_it_is_that_float(number: float) -> None:
+    read = plain(read_text(repr(number), "here"))
+    assert isinstance(read, float)
+    assert read == number
+
+
+def test_every_value_knows_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "run.yaml", "a: 1\nb:\n  c: [x,\n    y]\n  d: >\n    long\n    text\n")
+    tree = read_file(path)
+    lines = {"a": 1, "b": 2, "b.c": 3, "b.d": 5}
+    for key, line in lines.items():
+        node = find(tree, key.split("."))
+        assert node is not None
+        assert node.place == f"{path}:{line}"
+    second = find(tree, ["b", "c", 1])
+    assert second is not None
+    assert second.place == f"{path}:4"
+
+
+def test_the_child_overrides_deeply_and_replaces_lists(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "a: {x: 1, y: 2, list: [1, 2, 3]}\nkept: 5\ngone: {deep: 1}\n")
+    child = write(tmp_path, "child.yaml", "defaults: base.yaml\na: {y: 3, list: [9]}\ngone: null\n")
+    tree = read_file(child)
+    assert plain(tree) == {"a": {"x": 1, "y": 3, "list": [9]}, "kept": 5, "gone": None}
+    inherited = find(tree, ["a", "x"])
+    assert inherited is not None
+    assert inherited.place == f"{tmp_path / 'base.yaml'}:1"
+
+
+def test_of_several_parents_the_later_wins_and_paths_are_relative_to_each_file(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, "top.yaml", "a: 0\nb: 0\nc: 0\nd: 0\n")
+    write(tmp_path, "inner/one.yaml", "defaults: ../top.yaml\na: 1\nb: 1\nc: 1\n")
+    write(tmp_path, "inner/two.yaml", "a: 2\nb: 2\n")
+    child = write(tmp_path, "child.yaml", "defaults: [inner/one.yaml, inner/two.yaml]\na: 3\n")
+    assert plain(read_file(child)) == {"a": 3, "b": 2, "c": 1, "d": 0}
+
+
+def test_two_parents_may_share_a_parent(tmp_path: Path) -> None:
+    write(tmp_path, "top.yaml", "a: 0\n")
+    write(tmp_path, "one.yaml", "defaults: top.yaml\n")
+    write(tmp_path, "two.yaml", "defaults: top.yaml\n")
+    assert plain(read_file(write(tmp_path, "c.yaml", "defaults: [one.yaml, two.yaml]"))) == {"a": 0}
+
+
+def test_a_circle_of_defaults_shows_the_chain(tmp_path: Path) -> None:
+    one = write(tmp_path, "one.yaml", "defaults: two.yaml\n")
+    two = write(tmp_path, "two.yaml", "\ndefaults: [one.yaml]\n")
+    assert refused(one) == (
+        f"{two}:2: defaults: the files inherit in a circle: {one} -> {two} -> {one}"
+    )
+
+
+def test_merge_keys_and_anchors(tmp_path: Path) -> None:
+    text = "base: &b {x: 1, y: 2}\none: {<<: *b, y: 3}\ntwo: {<<: [*b, {x: 9, z: 9}], z: 4}\n"
+    tree = plain(read_file(write(tmp_path, "a.yaml", text)))
+    assert tree["one"] == {"x": 1, "y": 3}
+    assert tree["two"] == {"x": 1, "y": 2, "z": 4}
+
+
+def test_keys_are_text_as_written(tmp_path: Path) -> None:
+    assert plain(read_file(write(tmp_path, "a.yaml", "on: 1\n7: 2\nno: 3\n"))) == {
+        "on": 1,
+        "7": 2,
+        "no": 3,
+    }
+
+
+def test_three_question_marks_are_a_hole_unless_quoted(tmp_path: Path) -> None:
+    tree = plain(read_file(write(tmp_path, "a.yaml", "hole: ???\ntext: '???'\n")))
+    assert tree["hole"] is MISSING
+    assert tree["text"] == "???"
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    assert plain(read_file(write(tmp_path, "a.yaml", "# nothing\n"))) == {}
+
+
+def test_a_missing_file_names_those_nearby(tmp_path: Path) -> None:
+    write(tmp_path, "rm_binary.yaml", "")
+    write(tmp_path, "grpo.yaml", "")
+    path = tmp_path / "rm_binry.yaml"
+    assert refused(path) == f"{path} does not exist; there are: rm_binary.yaml"
+    lost = tmp_path / "nowhere" / "a.yaml"
+    assert refused(lost) == f"{lost} does not exist: there is no directory {tmp_path / 'nowhere'}"
+
+
+def test_a_missing_parent_names_the_line_that_asks_for_it(tmp_path: Path) -> None:
+    child = write(tmp_path, "child.yaml", "a: 1\ndefaults: bsae.yaml\n")
+    write(tmp_path, "base.yaml", "")
+    assert refused(child) == (
+        f"{child}:2: defaults: {tmp_path / 'bsae.yaml'} does not exist; there are: base.yaml"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1, 2\nb: 3\n", ":2:2: not YAML: expected ',' or ']', but got ':'"),
+        ("a:\n\tb: 1\n", ":2:1: not YAML: found character '\\t' that cannot start any token"),
+        ("a: 1\n---\nb: 2\n", ":2:1: not YAML: but found another document"),
+        ("- a\n- b\n", ":1: a configuration is a mapping of keys, this file is not"),
+        ("hello", ":1: a configuration is a mapping of keys, this file is not"),
+        ("a: 1\nb:\n  c: 1\n  c: 2\n", ":4: the key 'c' is given twice, first in "),
+        ("a: !!python/name:os.system\n", ":1: the tag 'tag:yaml.org,2002:python/name:os.system'"),
+        ("a: !!int xyz\n", ":1: 'xyz' is not of the type 'int'"),
+        ("{a: 1}: 2\n", ":1: a key must be a word"),
+        ("a: &a {b: *a}\n", ":1: an anchor that contains itself"),
+        ("a: {<<: 5}\n", ":1: '<<' merges mappings, this is not one"),
+        ("defaults: {a: b}\n", ":1: defaults: give a file or a list of files"),
+        ("defaults: [_self_, a.yaml]\n", ":1: defaults: give a file or a list of files"),
+    ],
+)
+def test_what_cannot_be_read_says_where(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, "a.yaml", text)
+    assert refused(path).startswith(f"{path}{message}")
+
+
+def test_a_key_given_twice_names_both_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "a: 1\nb: 2\na: 3\nb: 4\n")
+    assert refused(path).splitlines() == [
+        f"{path}:3: the key 'a' is given twice, first in {path}:1",
+        f"{path}:4: the key 'b' is given twice, first in {path}:2",
+    ]
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"a: \xff\xff\n")
+    assert refused(path).startswith(f"{path}: not YAML text: ")
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    assert "cannot be read" in refused(tmp_path)

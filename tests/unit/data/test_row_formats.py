@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from laurel.config.schema import DatasetConfig
+from laurel.data.cells import UnusableRow
+from laurel.data.row_formats import Judged, class_of, infer_class, judge
+from laurel.errors import DataError
+from laurel.types import Message
+
+U, A = (
+    (lambda text: {"role": "user", "content": text}),
+    (lambda text: {"role": "assistant", "content": text}),
+)
+S = {"role": "system", "content": "be kind"}
+
+
+def read(row: Any, name: str, attributes: tuple[str, ...] = (), **config: Any) -> Judged:
+    return judge(row, name, DatasetConfig(**config), attributes)
+
+
+def said(judged: Judged) -> tuple[list[str], list[list[str]]]:
+    """Contents of the prompt and of each completion."""
+    return (
+        [message.content for message in judged.prompt],
+        [[message.content for message in c.messages] for c in judged.completions_G],
+    )
+
+
+def problem_of(row: Any, name: str, attributes: tuple[str, ...] = (), **config: Any) -> UnusableRow:
+    with pytest.raises(UnusableRow) as caught:
+        read(row, name, attributes, **config)
+    return caught.value
+
+
+def helpsteer_row(preference: Any, context: Any = "q") -> dict[str, Any]:
+    return {
+        "context": context,
+        "response1": "one",
+        "response2": "two",
+        "overall_preference": preference,
+        "domain": "general",
+    }
+
+
+# ------------------------------------------------------------------------------------ HelpSteer3
+
+
+@pytest.mark.parametrize(
+    ("preference", "answers", "ranks", "margin"),
+    [
+        (-3, [["one"], ["two"]], (0, 1), 3.0),
+        (-1, [["one"], ["two"]], (0, 1), 1.0),
+        (0, [["one"], ["two"]], (0, 0), 0.0),
+        (2, [["two"], ["one"]], (0, 1), 2.0),
+    ],
+)
+def test_helpsteer3(preference: int, answers: Any, ranks: tuple[int, ...], margin: float) -> None:
+    judged = read(helpsteer_row(preference), "HelpSteer3")
+    assert said(judged) == (["q"], answers)
+    assert judged.ranks_G == ranks
+    assert judged.margin == margin
+    assert judged.prompt == (Message("user", "q"),)
+
+
+def test_helpsteer3_takes_a_context_of_messages() -> None:
+    judged = read(helpsteer_row(1, [U("a"), A("b"), U("c")]), "HelpSteer3")
+    assert [message.role for message in judged.prompt] == ["user", "assistant", "user"]
+
+
+def test_helpsteer3_needs_a_number() -> None:
+    assert problem_of(helpsteer_row("better"), "HelpSteer3").kind.endswith("is not a number")
+    assert problem_of(helpsteer_row(True), "HelpSteer3").kind.endswith("is not a number")
+
+
+# ------------------------------------------------------------------------------- Tulu3Preference
+
+
+def test_tulu3_shares_all_but_the_last_message_and_ignores_the_prompt_column() -> None:
+    row = {"prompt": "x", "chosen": [U("q"), A("a")], "rejected": [U("q"), A("b")]}
+    assert said(read(row, "Tulu3Preference")) == (["q"], [["a"], ["b"]])
+
+
+def test_tulu3_refuses_a_context_mismatch_and_a_last_user_turn() -> None:
+    row = {"chosen": [U("q"), A("a")], "rejected": [U("r"), A("b")]}
+    assert problem_of(row, "Tulu3Preference").kind == "context mismatch"
+    row = {"chosen": [U("q")], "rejected": [U("q"), A("b")]}
+    assert problem_of(row, "Tulu3Preference").kind == (
+        "'chosen' does not end with an assistant turn"
+    )
+
+
+# ----------------------------------------------------------------------------- PreferenceDataset
+
+
+def ranked_row(*ranks: Any, context: Any = "q", **more: Any) -> dict[str, Any]:
+    return {
+        "context": context,
+        "completions": [
+            {"rank": rank, "completion": [A(f"answer {place}")]} for place, rank in enumerate(ranks)
+        ],
+        **more,
+    }
+
+
+def test_ranked_rows_keep_the_order_and_the_ranks() -> None:
+    judged = read(ranked_row(2, 0, 2, 5), "PreferenceDataset")
+    assert judged.ranks_G == (2, 0, 2, 5)
+    assert said(judged) == (["q"], [["answer 0"], ["answer 1"], ["answer 2"], ["answer 3"]])
+    assert (judged.margin, judged.target, judged.attributes_GK) == (0.0, 1.0, None)
+
+
+def test_ranked_rows_carry_a_margin_and_a_soft_label() -> None:
+    judged = read(ranked_row(0, 1, margin=1.5, target=0.75), "PreferenceDataset")
+    assert (judged.margin, judged.target) == (1.5, 0.75)
+    other = read(
+        ranked_row(0, 1, gap=2, sure=0.5), "PreferenceDataset", margin_key="gap", target_key="sure"
+    )
+    assert (other.margin, other.target) == (2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        (ranked_row(0), "too few completions"),
+        (ranked_row(), "too few completions"),
+        (ranked_row(0, None), "a completion without 'rank'"),
+        (ranked_row(0, 0.5), "'rank' is not a whole number"),
+        (ranked_row(0, "first"), "'rank' is not a number"),
+        (ranked_row(0, 1, target=1.5), "target is no probability"),
+        (ranked_row(0, 1, margin="wide"), "'margin' is not a number"),
+        (ranked_row(0, 1, context=7), "'context' is not text or messages"),
+        (ranked_row(0, 1, context=["hi"]), "'context' holds something that is no message"),
+        (ranked_row(0, 1, context=None), "'context' is null"),
+        (ranked_row(0, 1, context="\ud800"), "'context' holds half a character"),
+        ({"context": "q", "completions": "two"}, "'completions' is not a list"),
+        ({"context": "q", "completions": [1, 2]}, "a completion is not an object"),
+        ({"context": "q", "completions": [{"rank": 0}] * 2}, "a completion without 'completion'"),
+        (
+            {"context": "q", "completions": [{"rank": 0, "completion": [U("a")]}] * 2},
+            "completion 1 does not end with an assistant turn",
+        ),
+        ({"context": "q"}, "missing key 'completions'"),
+    ],
+)
+def test_what_a_ranked_row_may_not_be(row: Any, kind: str) -> None:
+    assert problem_of(row, "PreferenceDataset").kind == kind
+
+
+def test_ratings_are_ordered_as_wanted_and_missing_ones_are_nan() -> None:
+    row = ranked_row(0, 1)
+    row["completions"][0]["attributes"] = {"helpful": 4, "correct": 3.5, "other": 1}
+    row["completions"][1]["attributes"] = {"helpful": None}
+    first, second = read(row, "PreferenceDataset", ("correct", "helpful")).attributes_GK or ()
+    assert first == (3.5, 4.0)
+    assert all(map(math.isnan, second))
+
+
+def test_where_ratings_are_wanted_one_completion_without_a_rank_is_enough() -> None:
+    row = {"context": "q", "completions": [{"completion": "a", "attributes": {"helpful": 4}}]}
+    judged = read(row, "PreferenceDataset", ("helpful",))
+    assert judged.ranks_G == (0,)
+    assert judged.attributes_GK == ((4.0,),)
+    assert problem_of(row, "PreferenceDataset").kind == "too few completions"
+    row["completions"][0]["attributes"] = {"helpful": "much"}  # type: ignore[index]
+    assert problem_of(row, "PreferenceDataset", ("helpful",)).kind == (
+        "attribute 'helpful' is not a number"
+    )
+
+
+# ----------------------------------------------------------------------- BinaryPreferenceDataset
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, ["q"], [["a"], ["b"]]),
+        (
+            {"prompt": [S, U("q")], "chosen": [A("a")], "rejected": [A("b")]},
+            ["be kind", "q"],
+            [["a"], ["b"]],
+        ),
+        (
+            {"prompt": "q", "chosen": [U("q"), A("a")], "rejected": [U("q"), A("b")]},
+            ["q"],
+            [["a"], ["b"]],
+        ),
+        (  # the conversations say more than the prompt: a system message before, a turn after it
+            {
+                "prompt": "q",
+                "chosen": [S, U("q"), A("1"), U("r"), A("a")],
+                "rejected": [S, U("q"), A("1"), U("r"), A("b")],
+            },
+            ["be kind", "q", "1", "r"],
+            [["a"], ["b"]],
+        ),
+        (  # no prompt: it is what they share
+            {
+                "chosen": [U("q"), A("1"), U("r"), A("a")],
+                "rejected": [U("q"), A("1"), U("r"), A("b")],
+            },
+            ["q", "1", "r"],
+            [["a"], ["b"]],
+        ),
+        (  # one goes on where the other ends
+            {"chosen": [U("q"), A("a")], "rejected": [U("q"), A("a"), U("r"), A("b")]},
+            ["q"],
+            [["a"], ["a", "r", "b"]],
+        ),
+        (
+            {"prompt": None, "chosen": [U("q"), A("a")], "rejected": [U("q"), A("b")]},
+            ["q"],
+            [["a"], ["b"]],
+        ),
+        (
+            {
+                "chosen": "\n\nHuman: q\n\nAssistant: a",
+                "rejected": "\n\nHuman: q\n\nAssistant: b",
+            },
+            ["q"],
+            [["a"], ["b"]],
+        ),
+        (  # content in parts
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
+             "chosen": "a", "rejected": "b"},
+            ["q"],
+            [["a"], ["b"]],
+        ),
+    ],
+)  # fmt: skip
+def test_binary_rows(row: Any, prompt: list[str], answers: list[list[str]]) -> None:
+    judged = read(row, "BinaryPreferenceDataset")
+    assert said(judged) == (prompt, answers)
+    assert judged.ranks_G == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"prompt": "q", "chosen": 7, "rejected": "b"}, "'chosen' is not text or messages"),
+        (
+            {"prompt": "q", "chosen": [U("x"), A("a")], "rejected": [U("x"), A("b")]},
+            "conversations do not hold the prompt",
+        ),
+        (
+            {"chosen": [U("q"), A("a")], "rejected": [U("r"), A("b")]},
+            "conversations part before the answer",
+        ),
+        ({"chosen": "a", "rejected": "b"}, "missing key 'prompt'"),
+        ({"chosen": [A("a")], "rejected": [A("b")]}, "missing key 'prompt'"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}],
+             "chosen": "a", "rejected": "b"},
+            "'prompt' holds something other than text",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_binary_row_may_not_be(row: Any, kind: str) -> None:
+    assert problem_of(row, "BinaryPreferenceDataset").kind == kind
+
+
+def test_a_missing_key_names_the_keys_there_are_and_the_setting_that_mends_it() -> None:
+    problem = problem_of(
+        {"prompt": "q", "chosen_text": "a", "rejected": "b"}, "BinaryPreferenceDataset"
+    )
+    assert "has no 'chosen'; its keys are: prompt, chosen_text, rejected" in str(problem)
+    assert "Set data.chosen_key to the key that holds it ('chosen_text'?)" in str(problem)
+    assert "data.on_bad_row=skip" in str(problem)
+
+
+def test_a_row_of_another_class_names_that_class() -> None:
+    problem = problem_of({"prompt": "q", "chosen": "a", "rejected": "b"}, "PreferenceDataset")
+    assert "set data.dataset_name=BinaryPreferenceDataset" in str(problem)
+    problem = problem_of(ranked_row(0, 1), "BinaryPreferenceDataset")
+    assert "set data.dataset_name=PreferenceDataset" in str(problem)
+
+
+def test_margins_come_from_a_column_or_the_difference_of_two() -> None:
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "s-a": 7.0, "s-b": 4.5, "sure": "0.9"}
+    name = "BinaryPreferenceDataset"
+    assert read(row, name, margin_key="s-a").margin == 7.0
+    assert read(row, name, margin_key="s-a-s-b").margin == 2.5
+    assert read(row, name, margin_key="s-b - s-a").margin == -2.5
+    assert read(row, name, target_key="sure").target == 0.9
+    assert "Set data.margin_key" in str(problem_of(row, name, margin_key="gap"))
+    assert "Set data.target_key" in str(problem_of(row, name, target_key="gap"))
+
+
+# ------------------------------------------------------------------------------------- inference
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        (helpsteer_row(1), "HelpSteer3"),
+        (ranked_row(0, 1), "PreferenceDataset"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "BinaryPreferenceDataset"),
+        ({"chosen": [U("q"), A("a")], "rejected": [U("q"), A("b")]}, "BinaryPreferenceDataset"),
+        ({"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}, "BinaryPreferenceDataset"),
+        ({"chosen": "a", "rejected": "b"}, None),
+        ({"question": "q", "answer": "a"}, None),
+    ],
+)
+def test_the_class_is_told_by_the_columns(row: Any, name: str | None) -> None:
+    found = infer_class(row, DatasetConfig())
+    assert (found and found[0]) == name
+
+
+def test_columns_that_tell_nothing_are_named() -> None:
+    with pytest.raises(DataError) as caught:
+        class_of({"question": "q"}, DatasetConfig(), where="r.jsonl:1")
+    assert str(caught.value).startswith("r.jsonl:1: data.dataset_name is not set")
+    assert "(question)" in str(caught.value)

@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laurel.data.cells import UnusableRow
+from laurel.data.sources import locate, read_rows
+from laurel.errors import DataError
+
+ROWS = [{"prompt": "p1", "n": 1}, {"prompt": "p2", "n": 2}, {"prompt": "ü3", "n": 3}]
+
+
+def rows_of(path: Path | str, **options: Any) -> list[tuple[str, Any]]:
+    return list(read_rows(str(path), **options))
+
+
+def failure(path: Path | str, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        rows_of(path, **options)
+    return str(caught.value)
+
+
+def as_lines(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def as_parquet(rows: list[Any]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return bytes(sink.getvalue())
+
+
+def as_arrow(rows: list[Any], *, form: str) -> bytes:
+    import pyarrow.ipc
+
+    table = pyarrow.Table.from_pylist(rows)
+    sink = pyarrow.BufferOutputStream()
+    make = pyarrow.ipc.new_stream if form == "stream" else pyarrow.ipc.new_file
+    with make(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return bytes(sink.getvalue())
+
+
+FORMATS: dict[str, tuple[str, Callable[[list[Any]], bytes], list[str]]] = {
+    "lines": ("r.jsonl", as_lines, [":1", ":2", ":3"]),
+    "lines called json": ("r.json", as_lines, [":1", ":2", ":3"]),
+    "array": ("r.json", lambda rows: json.dumps(rows, indent=1).encode(), ["[0]", "[1]", "[2]"]),
+    "parquet": ("r.parquet", as_parquet, ["[0]", "[1]", "[2]"]),
+    "arrow stream": ("r.arrow", lambda rows: as_arrow(rows, form="stream"), ["[0]", "[1]", "[2]"]),
+    "arrow file": ("r.arrow", lambda rows: as_arrow(rows, form="file"), ["[0]", "[1]", "[2]"]),
+}
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_gives_the_same_rows(tmp_path: Path, form: str, is_compressed: bool) -> None:
+    name, write, places = FORMATS[form]
+    content = write(ROWS)
+    if is_compressed:
+        name, content = name + ".gz", gzip.compress(content)
+    (tmp_path / name).write_bytes(content)
+    assert rows_of(tmp_path / name) == [
+        (name + place, row) for place, row in zip(places, ROWS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_csv_rows_are_text_and_their_source_is_their_first_line(
+    tmp_path: Path, is_compressed: bool
+) -> None:
+    text = 'prompt,chosen\np1,"two\nlines, ""quoted"""\np2,ü\n'
+    path = tmp_path / ("r.csv.gz" if is_compressed else "r.csv")
+    path.write_bytes(gzip.compress(text.encode()) if is_compressed else text.encode())
+    assert rows_of(path) == [
+        (f"{path.name}:2", {"prompt": "p1", "chosen": 'two\nlines, "quoted"'}),
+        (f"{path.name}:4", {"prompt": "p2", "chosen": "ü"}),
+    ]
+
+
+def test_a_csv_cell_may_be_longer_than_pythons_limit_and_may_hold_messages(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "x" * 200_000}]
+    with open(tmp_path / "r.csv", "w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerows([["context", "note"], [json.dumps(said), "[{not json"]])
+        writer.writerow([json.dumps([{"a": 1}]), ""])
+    assert [row for _, row in rows_of(tmp_path / "r.csv")] == [
+        {"context": said, "note": "[{not json"},
+        {"context": '[{"a": 1}]', "note": ""},
+    ]
+
+
+def test_blank_lines_are_passed_over_and_a_byte_order_mark_is_no_part_of_a_row(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "r.jsonl").write_bytes(b'\xef\xbb\xbf\n{"a": 1}\n  \n{"a": 2}')
+    assert rows_of(tmp_path / "r.jsonl") == [("r.jsonl:2", {"a": 1}), ("r.jsonl:4", {"a": 2})]
+    (tmp_path / "r.json").write_bytes(b'\xef\xbb\xbf [{"a": 1}]')
+    assert rows_of(tmp_path / "r.json") == [("r.json[0]", {"a": 1})]
+
+
+BAD_LINES = {
+    '{"a": 1,, "b": 2}': ["column 9", '{"a": 1,,'],
+    "[1, 2]": ["a list", "object"],
+    '"text"': ["a string"],
+    "null": ["null"],
+    '{"text": "NaN, Infinity", "n": NaN}': ["column 31", "NaN is no JSON value"],
+    '{"n": -Infinity}': ["column 7", "-Infinity is no JSON value"],
+    '{"n": ' + "9" * 5000 + "}": ["column 1", "digits"],
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_is_named_with_its_place_and_can_be_left_out(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"a": 1}\n' + line + '\n{"a": 2}\n')
+    message = failure(path)
+    assert message.startswith(f"{path}:2: ")
+    assert "data.on_bad_row=skip" in message
+    for part in BAD_LINES[line]:
+        assert part in message
+    assert [source for source, _ in rows_of(path, on_bad_row="skip")] == ["r.jsonl:1", "r.jsonl:3"]
+
+
+def test_a_line_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": "caf\xe9"}\n')
+    assert f"{path}:2: byte 11 of the line (0xe9) is not UTF-8" in failure(path)
+    assert len(rows_of(path, on_bad_row="skip")) == 1
+
+
+def test_a_function_is_told_of_each_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('[]\n{"a": 1}\n{\n')
+    told: list[tuple[str, str]] = []
+
+    def tell(source: str, problem: UnusableRow) -> None:
+        told.append((source, problem.kind))
+
+    assert rows_of(path, on_bad_row=tell) == [("r.jsonl:2", {"a": 1})]
+    assert told == [("r.jsonl:1", "not an object"), ("r.jsonl:3", "not JSON")]
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b'[{"a": 1},\n {"a": }]', [":2: column 8", "not JSON", "one object per line"]),
+        (b'[{"a": 1},\n {"a": NaN}]', [":2: column 8", "NaN"]),
+        (b'[{"a": 1},\n {"a": "\xe9"}]', [":2: byte 20", "not UTF-8"]),
+        (b"[]", ["holds no rows"]),
+        (b"[" * 100_000, ["nested too deeply"]),
+    ],
+)
+def test_a_broken_array_is_named_with_its_line(
+    tmp_path: Path, content: bytes, parts: list[str]
+) -> None:
+    path = tmp_path / "r.json"
+    path.write_bytes(content)
+    message = failure(path, on_bad_row="skip")
+    assert message.startswith(str(path))
+    for part in parts:
+        assert part in message
+
+
+def test_an_array_may_hold_bad_rows(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text('[{"a": 1}, 7, {"a": 2}]')
+    assert f"{path}[1]: the row is a number" in failure(path)
+    assert rows_of(path, on_bad_row="skip") == [("r.json[0]", {"a": 1}), ("r.json[2]", {"a": 2})]
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"a,b\n1,2,3\n4,5\n", ":2: the row has 3 cells where the header names 2 columns"),
+        (b'a,b\n1,"\n', ":2: not CSV"),
+        (b"a,b\n1,\xe9\n", ":2: 'b' is not UTF-8"),
+        (b"a,a\n1,2\n", ":1: the header must name each column once"),
+        (b"a,b\n", "holds no rows"),
+        (b'"a,b\n', ":1: the header is not CSV"),
+    ],
+)
+def test_broken_csv_is_named_with_its_line(tmp_path: Path, content: bytes, part: str) -> None:
+    path = tmp_path / "r.csv"
+    path.write_bytes(content)
+    assert part in failure(path)
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.parquet", "r.csv.gz"])
+def test_an_empty_file_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    assert failure(tmp_path / name) == f"{tmp_path / name} is empty (0 bytes)"
+
+
+def test_a_file_of_blank_lines_holds_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_bytes(b"\n\n")
+    assert "holds no rows" in failure(tmp_path / "r.jsonl", on_bad_row="skip")
+
+
+def test_a_gzip_file_that_breaks_off_is_named_with_its_last_row(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl.gz"
+    whole = gzip.compress(
+        as_lines([{"n": index, "t": os.urandom(99).hex()} for index in range(99)])
+    )
+    path.write_bytes(whole[: len(whole) // 2])
+    message = failure(path, on_bad_row="skip")
+    assert message.startswith(f"{path}: the gzip stream breaks off after r.jsonl.gz:")
+    path.write_bytes(b"plain text\n")
+    assert "no gzip file" in failure(path)
+    (tmp_path / "r.parquet.gz").write_bytes(whole[:50])
+    assert "breaks off after the start" in failure(tmp_path / "r.parquet.gz")
+
+
+@pytest.mark.parametrize("name", ["r.parquet", "r.arrow"])
+def test_a_damaged_table_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"not a table at all, whatever its name says")
+    assert failure(path).startswith(f"{path} is no ")
+
+
+def test_an_unknown_ending_lists_the_known_ones(tmp_path: Path) -> None:
+    path = tmp_path / "r.txt"
+    path.write_text("hello")
+    assert ".jsonl, .json, .csv, .parquet, .arrow, each also with .gz" in failure(path)
+
+
+def test_an_absent_file_names_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl.gz").write_bytes(b"")
+    (tmp_path / "notes.md").write_bytes(b"")
+    message = failure(tmp_path / "trian.jsonl.gz")
+    assert "trian.jsonl.gz does not exist" in message
+    assert "there is train.jsonl.gz" in message
+    assert "train.jsonl.gz" in failure(tmp_path / "zzz")
+    assert "neither does the directory" in failure(tmp_path / "nowhere" / "train.jsonl")
+    (tmp_path / "empty").mkdir()
+    assert "nothing there looks like data" in failure(tmp_path / "empty" / "train.jsonl")
+
+
+def test_what_looks_like_a_path_is_never_taken_for_a_hub_name(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "./train", "../train", "/train", "data.csv.gz", f"{tmp_path}/x"):
+        assert "does not exist" in failure(name)
+
+
+def test_a_source_becomes_a_place_with_its_directory() -> None:
+    assert locate("data/train.jsonl.gz", "train.jsonl.gz:17") == "data/train.jsonl.gz:17"
+    assert locate("train.jsonl", "train.jsonl:17") == "train.jsonl:17"
+    assert locate("saved/set/", "set[3]") == "saved/set[3]"
+    assert locate("owner/name", "owner/name[3]") == "owner/name[3]"
+
+
+# The library reads its cache directory and whether it is offline when it is imported, so these run
+# in a process of their own.
+HUB_PROGRAM = """
+import json, sys
+from laurel.data.sources import read_rows
+from laurel.errors import DataError
+answers = []
+for name, options in json.loads(sys.argv[1]):
+    try:
+        answers.append([row for row in read_rows(name, **options)])
+    except DataError as problem:
+        answers.append(str(problem))
+print(json.dumps(answers))
+"""
+
+
+def test_saved_sets_directories_and_an_unreachable_hub(tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    save = (
+        "import datasets, sys\n"
+        "one = datasets.Dataset.from_list([{'a': 1}, {'a': 2}, {'a': 3}])\n"
+        "one.select([2, 0]).save_to_disk(sys.argv[1] + '/one')\n"
+        "datasets.DatasetDict(train=one, test=one.select([1])).save_to_disk(sys.argv[1] + '/two')\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", save, str(tmp_path)],
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "train.jsonl").write_text('{"a": 7}\n')
+    (tmp_path / "bare").mkdir()
+    asked: list[tuple[str, dict[str, str]]] = [
+        (str(tmp_path / "one"), {}),
+        (str(tmp_path / "two"), {}),
+        (str(tmp_path / "two"), {"split": "test"}),
+        (str(tmp_path / "two"), {"split": "dev"}),
+        (str(tmp_path / "files"), {}),
+        (str(tmp_path / "files"), {"split": "dev"}),
+        (str(tmp_path / "files"), {"subset": "other"}),
+        (str(tmp_path / "bare"), {}),
+        ("owner/name", {}),
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-c", HUB_PROGRAM, json.dumps(asked)],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stderr == ""  # no bars, no notices
+    one, two, two_test, two_dev, files, files_dev, files_other, bare, hub = json.loads(ran.stdout)
+    assert one == [["one[0]", {"a": 3}], ["one[1]", {"a": 1}]]
+    assert [source for source, _ in two] == ["two[0]", "two[1]", "two[2]"]
+    assert two_test == [["two[0]", {"a": 2}]]
+    assert two_dev.endswith("has no split 'dev'; it has: train, test")
+    assert files == [["files[0]", {"a": 7}]]
+    assert "split 'dev'" in files_dev
+    assert "train" in files_dev.split("cannot be loaded")[1]  # the splits there are
+    assert "subset 'other'" in files_other
+    assert "default" in files_other  # the subsets there are
+    assert "bare is a directory" in bare
+    assert "'owner/name' is no file or directory here" in hub
+    assert "cannot be reached" in hub

@@ -1,0 +1,617 @@
+import ast
+import errno
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import laurel
+from laurel.errors import CheckpointError
+from laurel.models.checkpoint import (
+    CheckpointStore,
+    read_training_info,
+    steps_to_keep,
+    verify,
+)
+from laurel.models.manifest import MANIFEST_NAME
+
+FILES = {"model.safetensors": b"weights of ", "policy/tokenizer.json": b"words of "}
+
+
+def writer(step, files=None):
+    def write(directory):
+        for name, content in (files or FILES).items():
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content + str(step).encode())
+
+    return write
+
+
+def save_all(root, metrics, **options):
+    """Save a step for each entry; returns the root."""
+    with CheckpointStore(root, **options) as store:
+        for step, metric in metrics.items():
+            store.save(step, writer(step), metric=metric, info={"total_steps": step})
+    return root
+
+
+def hidden(root):
+    return sorted(path.name for path in root.iterdir() if path.name.startswith("."))
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "results" / "rm"
+
+
+# ------------------------------------------------------------------------------------- saving
+
+
+def test_a_saved_checkpoint_holds_what_was_written_and_says_so(root):
+    with CheckpointStore(root, metric_name="validation-default_loss") as store:
+        info = {"epoch": 1, "step": 3, "validation-default_loss": 0.25}
+        path = store.save(7, writer(7), metric=0.25, info=info)
+        assert path == root / "step_7"
+    manifest = verify(path)
+    assert (manifest.step, manifest.metric) == (7, 0.25)
+    assert manifest.metric_name == "validation-default_loss"
+    assert manifest.created_by["laurel"] == laurel.__version__
+    assert set(manifest.files) == {*FILES, "training_info.json"}
+    assert manifest.files["model.safetensors"].size == len(b"weights of 7")
+    assert (path / "policy/tokenizer.json").read_bytes() == b"words of 7"
+    assert read_training_info(path) == info
+    assert hidden(root) == [".lock"]
+    assert os.readlink(root / "best") == "step_7"
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_info_and_never_best(root):
+    with CheckpointStore(root) as store:
+        store.save(1, writer(1), metric=3.0)
+        for step, metric in enumerate([float("nan"), float("-inf"), None], start=2):
+            store.save(step, writer(step), metric=metric, info={"a": [metric], "b": {"c": metric}})
+            assert read_training_info(store.path_of(step)) == {"a": [None], "b": {"c": None}}
+        assert store.best() == root / "step_1"
+        assert (root / "best").resolve() == root / "step_1"
+
+
+def test_without_any_metric_there_is_no_best_and_no_link(root):
+    save_all(root, {1: 0.5})
+    assert (root / "best").is_symlink()
+    with CheckpointStore(root, metric_name="another") as store:
+        store.save(2, writer(2))
+        assert store.best() is None
+    assert not (root / "best").is_symlink()
+
+
+def test_saving_needs_the_lock_and_a_possible_step(root):
+    with pytest.raises(RuntimeError, match="enter the store first"):
+        CheckpointStore(root).save(1, writer(1))
+    with CheckpointStore(root) as store, pytest.raises(ValueError, match="0 or more"):
+        store.save(-1, writer(1))
+
+
+def test_a_step_can_be_saved_again(root):
+    save_all(root, {4: 1.0})
+    with CheckpointStore(root) as store:
+        store.save(4, writer("four, again"), metric=2.0)
+    assert verify(root / "step_4").metric == 2.0
+    assert (root / "step_4/model.safetensors").read_bytes() == b"weights of four, again"
+    assert hidden(root) == [".lock"]
+
+
+def test_a_directory_that_laurel_did_not_write_is_moved_not_deleted(root, caplog):
+    foreign = root / "step_4"
+    (foreign / "policy").mkdir(parents=True)
+    (foreign / "policy/weights.bin").write_bytes(b"a month of work")
+    save_all(root, {4: 1.0})
+    verify(root / "step_4")
+    (moved,) = root.glob("step_4.foreign-*")
+    assert (moved / "policy/weights.bin").read_bytes() == b"a month of work"
+    assert CheckpointStore(root).steps() == [4]
+    assert "is not a checkpoint of Laurel; moved to" in caplog.text
+
+
+def test_links_are_refused_in_a_checkpoint(root):
+    def write(directory):
+        (directory / "model.safetensors").symlink_to("/etc/hostname")
+
+    with CheckpointStore(root) as store:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is not a regular file"):
+            store.save(1, write)
+        assert store.steps() == []
+
+
+def test_an_error_of_the_writer_is_its_own_and_leaves_nothing(root):
+    def write(directory):
+        (directory / "half").write_bytes(b"x")
+        raise KeyError("optimizer")
+
+    with CheckpointStore(root) as store:
+        with pytest.raises(KeyError, match="optimizer"):
+            store.save(1, write)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(2, lambda directory: (_ for _ in ()).throw(KeyboardInterrupt()))
+    assert hidden(root) == [".lock"]
+    assert CheckpointStore(root).steps() == []
+
+
+# --------------------------------------------------------------------------- disks that refuse
+
+PHASES = ["begin", "written", "file:model.safetensors", "file:training_info.json", "fsynced",
+          "manifest", "renamed"]  # fmt: skip
+
+
+class Trouble:
+    """Raises at one phase, once it is armed."""
+
+    def __init__(self, phase, number=errno.ENOSPC):
+        self.phase = phase
+        self.armed = False
+        self.number = number
+
+    def __call__(self, phase):
+        if self.armed and phase == self.phase:
+            raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_full_disk_at_any_phase_leaves_whole_checkpoints_only(root, phase):
+    trouble = Trouble(phase)
+    with CheckpointStore(root, on_phase=trouble) as store:
+        store.save(1, writer(1))
+        trouble.armed = True
+        with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*No space") as e:
+            store.save(2, writer(2))
+        assert e.value.__cause__.errno == errno.ENOSPC
+        assert hidden(root) == [".lock"]
+        verify(root / "step_1")
+        newest = store.newest_whole()
+        assert newest.skipped == ()
+        assert newest.manifest.step == (2 if phase == "renamed" else 1)
+        trouble.armed = False
+        verify(store.save(3, writer(3)))
+
+
+@pytest.mark.parametrize("phase", [*PHASES[:-1], "renamed-old", "renamed"])
+def test_a_full_disk_while_replacing_leaves_the_old_or_the_new(root, phase):
+    trouble = Trouble(phase)
+    with CheckpointStore(root, on_phase=trouble) as store:
+        store.save(1, writer("old"))
+        trouble.armed = True
+        with pytest.raises(CheckpointError):
+            store.save(1, writer("new"))
+        verify(root / "step_1")
+        expected = b"weights of new" if phase == "renamed" else b"weights of old"
+        assert (root / "step_1/model.safetensors").read_bytes() == expected
+    with CheckpointStore(root):
+        assert hidden(root) == [".lock"]
+
+
+@pytest.mark.parametrize("phase", ["best", "prune:step_1", "deleting:step_1"])
+def test_what_fails_after_the_save_is_only_a_warning(root, phase, caplog):
+    trouble = Trouble(phase, errno.EPERM)
+    with CheckpointStore(root, keep_top_k=1, on_phase=trouble) as store:
+        trouble.armed = True
+        for step in (1, 2, 3):
+            store.save(step, writer(step))
+        verify(root / "step_3")
+        assert "Operation not permitted" in caplog.text
+        assert store.steps() == ([1, 2, 3] if phase == "prune:step_1" else [2, 3])
+        trouble.armed = False
+        store.save(4, writer(4))
+        assert store.steps() == [3, 4]
+
+
+def test_errors_of_rust_libraries_count_as_errors_of_the_disk(root):
+    def write(directory):
+        raise Exception("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with CheckpointStore(root) as store, pytest.raises(CheckpointError, match="No space left"):
+        store.save(1, write)
+
+
+def test_space_is_checked_before_anything_is_written(root):
+    def write(directory):
+        raise AssertionError("must not be called")
+
+    with CheckpointStore(root) as store:
+        with pytest.raises(
+            CheckpointError, match=r"MB free and 1,200,000,000,000\.0 MB are needed"
+        ):
+            store.save(1, write, estimated_bytes=10**18)
+        store.save(1, writer(1), estimated_bytes=100)
+
+
+# ---------------------------------------------------------------------------------- verifying
+
+
+def test_every_single_byte_of_a_checkpoint_counts(root):
+    save_all(root, {3: 0.5})
+    directory = root / "step_3"
+    for path in [path for path in directory.rglob("*") if path.is_file()]:
+        content = path.read_bytes()
+        for position in range(len(content)):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << (position % 8)
+            path.write_bytes(flipped)
+            with pytest.raises(CheckpointError) as error:
+                verify(directory)
+            assert path.name in str(error.value)
+        path.write_bytes(content)
+        verify(directory)
+
+
+def test_a_file_that_is_cut_or_grown_or_gone_is_named_even_without_hashes(root):
+    save_all(root, {3: 0.5})
+    file = root / "step_3/model.safetensors"
+    content = file.read_bytes()
+    for changed, complaint in [
+        (content[:-1], "model.safetensors has 11 bytes where MANIFEST.json says 12"),
+        (content + b"x", "model.safetensors has 13 bytes where MANIFEST.json says 12"),
+    ]:
+        file.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=complaint):
+            verify(root / "step_3", hashes=False)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
+        verify(root / "step_3", hashes=False)
+    file.write_bytes(content[::-1])
+    verify(root / "step_3", hashes=False)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has been altered"):
+        verify(root / "step_3")
+
+
+def test_files_that_nobody_vouches_for_are_refused(root):
+    save_all(root, {3: 0.5})
+    (root / "step_3/policy/pytorch_model.bin").write_bytes(pickle.dumps(print))
+    with pytest.raises(CheckpointError, match=r"policy/pytorch_model\.bin is not in MANIFEST"):
+        verify(root / "step_3")
+
+
+def test_many_bad_files_are_counted_not_listed(root):
+    with CheckpointStore(root) as store:
+        path = store.save(1, writer(1, {f"shard{i:02}": b"" for i in range(9)}))
+    for file in path.glob("shard*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"shard04 is missing; and 4 more"):
+        verify(path)
+
+
+def test_what_is_not_a_regular_file_is_refused(root):
+    save_all(root, {3: 0.5})
+    file = root / "step_3/model.safetensors"
+    file.rename(root / "weights")
+    file.symlink_to(root / "weights")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a regular file"):
+        verify(root / "step_3")
+    file.unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(file))
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is not a regular file"):
+            verify(root / "step_3")
+
+
+def test_a_linked_folder_is_refused(root):
+    save_all(root, {3: 0.5})
+    (root / "step_3/policy").rename(root / "elsewhere")
+    (root / "step_3/policy").symlink_to(root / "elsewhere", target_is_directory=True)
+    with pytest.raises(CheckpointError, match="policy is not a regular file"):
+        verify(root / "step_3")
+
+
+def test_a_directory_without_a_manifest_is_foreign(root):
+    save_all(root, {2: 0.5, 4: 0.5})
+    (root / "step_4" / MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError) as error:
+        verify(root / "step_4")
+    assert str(error.value) == (
+        f"'{root}/step_4' cannot be used: it has no MANIFEST.json, so it was not written by Laurel "
+        f"or never finished. The newest whole checkpoint before it is '{root}/step_2'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "damaged or not Laurel's"),
+        (b"\xff\xfe\x00", "damaged or not Laurel's"),
+        (b"[]", "damaged or not Laurel's"),
+        (b"[" * 100_000, "damaged or not Laurel's"),
+        (b'{"format": "zip", "format_version": 1}', "'format' is not 'laurel-checkpoint'"),
+        (b'{"format": "laurel-checkpoint", "format_version": 1}', "is damaged"),
+        (
+            b'{"format": "laurel-checkpoint", "format_version": 2, "created_by": {"laurel": "9"}}',
+            "has format version 2, and this version of Laurel reads 1.*'laurel': '9'",
+        ),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_is_refused_with_the_reason(root, content, complaint):
+    save_all(root, {1: 0.5})
+    (root / "step_1" / MANIFEST_NAME).write_bytes(content)
+    with pytest.raises(CheckpointError, match=complaint):
+        verify(root / "step_1")
+
+
+def test_a_manifest_changed_by_hand_is_refused(root):
+    save_all(root, {1: 0.5})
+    file = root / "step_1" / MANIFEST_NAME
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, "metric": 0.1}, indent=2) + "\n")
+    with pytest.raises(CheckpointError, match=r"MANIFEST\.json has been altered"):
+        verify(root / "step_1")
+    for key in ("files", "created_by", "step"):
+        file.write_text(json.dumps({**fields, key: 7}))
+        with pytest.raises(CheckpointError, match=r"MANIFEST\.json (is damaged|has been altered)"):
+            verify(root / "step_1")
+
+
+def test_a_manifest_of_another_step_is_refused(root):
+    save_all(root, {1: 0.5, 2: 0.5})
+    (root / "step_2").rename(root / "step_3")
+    with pytest.raises(CheckpointError, match="is of step 2, not of step 3"):
+        verify(root / "step_3")
+    (root / "step_3").rename(root / "my_favourite")
+    assert verify(root / "my_favourite").step == 2
+
+
+def test_the_link_to_the_best_can_be_verified(root):
+    save_all(root, {1: 0.5, 2: 0.9})
+    assert verify(root / "best").step == 1
+    (root / "step_1/model.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="step_1' cannot be used: model"):
+        verify(root / "best")
+
+
+def test_places_that_are_no_checkpoints_are_refused(root, tmp_path):
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        verify(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        verify(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        CheckpointStore(tmp_path / "file").newest_whole()
+    with pytest.raises(CheckpointError, match="cannot write checkpoints to"):
+        CheckpointStore(tmp_path / "file" / "below").__enter__()
+    save_all(root, {1: 0.5, 20: 0.5})
+    with pytest.raises(
+        CheckpointError, match=r"no MANIFEST.*name one of them, e\.g\. '.*/step_20'"
+    ):
+        verify(root)
+
+
+def test_the_info_must_be_readable(root):
+    save_all(root, {1: 0.5})
+    for content in ("", "[1]"):
+        (root / "step_1/training_info.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"training_info\.json"):
+            read_training_info(root / "step_1")
+
+
+# ------------------------------------------------------------------------------ the newest whole
+
+
+def test_steps_are_numbers_and_odd_names_are_ignored(root):
+    save_all(root, {2: None, 10: None, 9: None})
+    for name in ("step_011", "step_x", "step_12.bak", "step_", "step_-1", "step_١٢", "Step_13"):
+        (root / name).mkdir()
+    (root / "step_14").touch()
+    (root / "step_15").symlink_to("step_2")
+    store = CheckpointStore(root)
+    assert store.steps() == [2, 9, 10]
+    newest = store.newest_whole()
+    assert (newest.path, newest.manifest.step, newest.skipped) == (root / "step_10", 10, ())
+
+
+def test_what_is_skipped_on_the_way_to_a_whole_one_is_said(root):
+    save_all(root, {1: None, 2: None, 3: None, 4: None, 5: None})
+    (root / "step_5" / MANIFEST_NAME).unlink()
+    (root / "step_4/model.safetensors").write_bytes(b"weights of 5")
+    (root / "step_3/model.safetensors").write_bytes(b"")
+    newest = CheckpointStore(root).newest_whole()
+    assert newest.path == root / "step_2"
+    assert [text.split("'")[1] for text in newest.skipped] == [
+        str(root / f"step_{step}") for step in (5, 4, 3)
+    ]
+    for text, reason in zip(newest.skipped, ("no MANIFEST", "altered", "0 bytes"), strict=True):
+        assert reason in text
+    assert CheckpointStore(root).newest_whole(hashes=False).path == root / "step_4"
+
+
+def test_a_root_without_whole_checkpoints_has_no_newest(root):
+    assert CheckpointStore(root).newest_whole().path is None
+    (root / "step_1").mkdir(parents=True)
+    newest = CheckpointStore(root).newest_whole()
+    assert (newest.path, newest.manifest, len(newest.skipped)) == (None, None, 1)
+
+
+def test_nothing_depends_on_the_clock(root):
+    save_all(root, {1: 0.1, 2: 0.2, 3: 0.3})
+    for step in (1, 2, 3):  # the later the step, the older its files
+        for path in [*(root / f"step_{step}").rglob("*"), root / f"step_{step}"]:
+            os.utime(path, (10**9 - step * 1000, 10**9 - step * 1000))
+    with CheckpointStore(root, keep_top_k=1) as store:
+        assert store.newest_whole().path == root / "step_3"
+        store.save(4, writer(4), metric=0.4)
+        assert store.steps() == [1, 4]
+        assert store.newest_whole().path == root / "step_4"
+
+
+# ------------------------------------------------------------------------------------- keeping
+
+
+def test_the_best_and_the_latest_stay(root):
+    losses = {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.4, 5: 0.8, 6: 0.7}
+    save_all(root, losses, keep_top_k=2)
+    assert CheckpointStore(root).steps() == [2, 4, 6]
+    assert CheckpointStore(root).best() == root / "step_2"
+    assert os.readlink(root / "best") == "step_2"
+    assert hidden(root) == [".lock"]
+
+
+def test_higher_can_be_better_and_of_equals_the_newer_wins(root):
+    store = CheckpointStore(root, higher_is_better=True)
+    save_all(root, {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.2}, keep_top_k=1, higher_is_better=True)
+    assert store.steps() == [3, 4]
+    assert store.best() == root / "step_3"
+
+
+def test_two_stay_even_where_one_would_do(root):
+    save_all(root, {1: 0.5, 2: 0.4, 3: 0.3}, keep_top_k=1)
+    assert CheckpointStore(root).steps() == [2, 3]
+
+
+def test_without_a_metric_the_most_recent_stay(root):
+    save_all(root, dict.fromkeys(range(1, 7)), keep_top_k=3)
+    assert CheckpointStore(root).steps() == [4, 5, 6]
+
+
+def test_all_stay_where_no_number_is_given(root):
+    save_all(root, dict.fromkeys(range(1, 7)), keep_top_k=None)
+    assert CheckpointStore(root).steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_metrics_of_another_name_are_not_compared(root):
+    save_all(root, {1: 0.1, 2: 0.2}, metric_name="loss")
+    with CheckpointStore(root, metric_name="accuracy", higher_is_better=True, keep_top_k=2) as new:
+        new.save(3, writer(3), metric=0.05)
+        assert new.best() == root / "step_3"
+        assert new.steps() == [2, 3]
+
+
+def test_damaged_and_foreign_directories_neither_count_nor_go(root):
+    save_all(root, {1: 0.1, 2: 0.2, 3: 0.3})
+    (root / "step_2/model.safetensors").write_bytes(b"")
+    (root / "step_3" / MANIFEST_NAME).unlink()
+    save_all(root, {4: 0.4, 5: 0.5}, keep_top_k=1)
+    assert CheckpointStore(root).steps() == [1, 2, 3, 5]
+
+
+def test_a_run_that_went_back_keeps_what_it_just_saved(root):
+    save_all(root, {10: 0.1, 20: 0.2})
+    save_all(root, {12: 0.9}, keep_top_k=1)
+    assert CheckpointStore(root).steps() == [10, 12, 20]
+
+
+@given(
+    metrics=st.dictionaries(
+        st.integers(0, 99), st.none() | st.sampled_from([0.1, 0.2, 0.3]), min_size=1
+    ),
+    keep_top_k=st.integers(1, 5),
+    higher_is_better=st.booleans(),
+    data=st.data(),
+)
+def test_keeping_is_safe_and_lean(metrics, keep_top_k, higher_is_better, data):
+    just_saved = data.draw(st.sampled_from(sorted(metrics)))
+    kept = steps_to_keep(
+        metrics, keep_top_k=keep_top_k, higher_is_better=higher_is_better, just_saved=just_saved
+    )
+    assert kept <= metrics.keys()
+    assert {max(metrics), just_saved} <= kept
+    assert min(2, len(metrics)) <= len(kept) <= keep_top_k + 2
+    if just_saved == max(metrics):
+        assert len(kept) <= keep_top_k + 1
+    sign = 1 if higher_is_better else -1
+    for lost in metrics.keys() - kept:  # at least k others beat it
+        better = [
+            step
+            for step, value in metrics.items()
+            if (value is not None, sign * (value or 0), step)
+            > (metrics[lost] is not None, sign * (metrics[lost] or 0), lost)
+        ]
+        assert len(better) >= keep_top_k
+
+
+# ------------------------------------------------------------------------------- clearing up
+
+
+def test_leftovers_of_a_killed_writer_go_and_nothing_else_does(root):
+    save_all(root, {1: None})
+    ours = [f".{kind}-step_5-{'0' * 32}" for kind in ("tmp", "del")]
+    ours.append(f".old-step_1-{'0' * 32}")
+    theirs = [".tmp-step_5", ".tmp-step_5-old", f".tmp-step_x-{'0' * 32}", "tmp_step_5", ".git"]
+    for name in ours + theirs:
+        (root / name / "deep").mkdir(parents=True)
+        (root / name / "deep/file").touch()
+    (root / f".best-{'0' * 32}").symlink_to("step_1")
+    CheckpointStore(root).newest_whole()
+    assert (root / ours[0]).exists()  # a reader clears nothing up
+    with CheckpointStore(root) as store:
+        assert hidden(root) == sorted([".lock", *(n for n in theirs if n.startswith("."))])
+        assert (root / "tmp_step_5").exists()
+        verify(store.path_of(1))
+
+
+def test_a_replacement_that_was_cut_off_is_finished_or_undone(root, caplog):
+    for fresh_is_whole in (True, False):
+        save_all(root, {1: 0.5})
+        save_all(root / "aside", {1: 0.7})
+        identity = "a" * 32
+        (root / "step_1").rename(root / f".old-step_1-{identity}")
+        fresh = root / f".tmp-step_1-{identity}"
+        (root / "aside/step_1").rename(fresh)
+        if not fresh_is_whole:
+            (fresh / "model.safetensors").unlink()
+        with CheckpointStore(root) as store:
+            assert verify(store.path_of(1)).metric == (0.7 if fresh_is_whole else 0.5)
+        assert hidden(root) == [".lock"]
+        assert "restored after an interrupted save" in caplog.text
+
+
+# ------------------------------------------------------------------------------------- the lock
+
+
+def test_a_second_writer_is_refused_and_told_who_is_the_first(root):
+    with CheckpointStore(root) as first:
+        with pytest.raises(CheckpointError, match=f"written by process {os.getpid()} on"):
+            CheckpointStore(root).__enter__()
+        verify(first.save(1, writer(1)))  # the refusal has not cost the first its lock
+    with CheckpointStore(root):
+        pass
+
+
+# ------------------------------------------------------------------------------------- imports
+
+
+def test_the_store_does_not_need_torch():
+    program = "import sys, laurel.models.checkpoint; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    for name in (b"'torch'", b"'numpy'", b"'pydantic'", b"'transformers'"):
+        assert name not in done.stdout
+
+
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+
+def unpickling(tree):
+    """What in a parsed file could run code from data."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.split(".")[0] in UNPICKLERS)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.split(".")[0] in UNPICKLERS:
+                yield node.module
+            elif node.module.split(".")[0] == "torch":
+                yield from (f"torch.{n.name}" for n in node.names if n.name in ("load", "save"))
+        elif isinstance(node, ast.Attribute) and node.attr in ("load", "save"):
+            if isinstance(node.value, ast.Name) and node.value.id == "torch":
+                yield f"torch.{node.attr}"
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
+            yield node.arg
+
+
+def test_no_source_file_can_unpickle():
+    package = Path(laurel.__file__).parent
+    files = sorted(package.rglob("*.py"))
+    assert package / "models/training_state.py" in files
+    found = {str(file): list(unpickling(ast.parse(file.read_text()))) for file in files}
+    assert {file: names for file, names in found.items() if names} == {}
+    for guilty in ("import pickle", "from torch import load", "torch.load(f)", "f(allow_pickle=1)"):
+        assert list(unpickling(ast.parse(guilty)))

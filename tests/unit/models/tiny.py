@@ -1,0 +1,93 @@
+"""Tiny random models of every architecture Laurel promises, made in the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from laurel.models.attention import FOREST, register
+from laurel.models.reward_model import RewardModel
+from laurel.types import TokenGroup
+
+VOCABULARY = 300
+PAD = 0
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 1024,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-sliding": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "layer_types": _SLIDING},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-sliding": (
+        "qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 9, "layer_types": _SLIDING},
+    ),
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-sliding": ("mistral", {"sliding_window": 17}),
+    "gemma": ("gemma", {"head_dim": 8}),
+    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 12, "attn_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3_text", {"head_dim": 8, "sliding_window": 12}),
+    "phi": ("phi", {"num_key_value_heads": 4}),
+    "phi3": ("phi3", {}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {}),
+    "gpt-oss": (
+        "gpt_oss",
+        {"head_dim": 8, "sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+}
+
+
+def tiny_classifier(name: str, *, num_labels: int = 1, seed: int = 0) -> Any:
+    """A random classifier with weights large enough that a wrong mask shows."""
+    model_type, extra = ARCHITECTURES[name]
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **extra})
+    config.num_labels = num_labels
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+    return model.eval()
+
+
+def tiny_reward_model(name: str, **options: Any) -> RewardModel:
+    register()
+    classifier = tiny_classifier(name, **options)
+    classifier.set_attn_implementation(FOREST)
+    return RewardModel(classifier, head_name="score", path="forest", precision=torch.float32)
+
+
+def random_groups(seed: int, shapes: list[tuple[int, list[int]]]) -> list[TokenGroup]:
+    """Groups of random tokens; a shape is (trunk length, branch lengths)."""
+    rng = np.random.default_rng(seed)
+
+    def ids(length: int) -> Any:
+        return rng.integers(3, VOCABULARY, length).astype(np.int32)
+
+    return [
+        TokenGroup(
+            id=str(i), trunk_ids=ids(trunk), branches_ids_G=tuple(ids(b) for b in branches)
+        )
+        for i, (trunk, branches) in enumerate(shapes)
+    ]

@@ -1,0 +1,252 @@
+import io
+import math
+import re
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from laurel.observe.console import (
+    PairRow,
+    conversation_text,
+    format_number,
+    make_console,
+    print_metrics,
+    print_pairs,
+    print_scores,
+    shorten_middle,
+    visible,
+)
+from laurel.types import Conversation, Message, Preference, Score, group_of
+
+NASTY = "[bold]x[/bold] [/] \x1b[31mred\x07\r\n\u202egnidrawkcab\udc80 日本語 👩‍👩‍👧 \x9b2J"
+
+
+def make() -> tuple[Console, io.StringIO]:
+    # A plain file whatever the environment says, and markup on: any console must be safe.
+    file = io.StringIO()
+    return Console(width=80, file=file, force_terminal=False), file
+
+
+def shown(file: io.StringIO) -> str:
+    text = file.getvalue()
+    assert all(cell_len(line) <= 80 for line in text.split("\n"))
+    assert "\x1b" not in text
+    return text
+
+
+def pair(better_score: float = 2.5, worse_score: float = -1.0, **texts: str) -> PairRow:
+    defaults = {"prompt": "Capital of France?", "better": "Paris.", "worse": "Munich."}
+    return PairRow(better_score=better_score, worse_score=worse_score, **(defaults | texts))
+
+
+# ---------------------------------------------------------------------------------------- tables
+
+
+def test_metrics_are_two_columns() -> None:
+    console, file = make()
+    print_metrics(
+        console, "validation-default", {"loss": 0.693147, "accuracy": math.nan, "lr": 2e-6}
+    )
+    lines = [line.split() for line in shown(file).splitlines()]
+    assert ["validation-default"] in lines
+    assert ["loss", "0.6931"] in lines
+    assert ["accuracy", "NaN"] in lines
+    assert ["lr", "2.000e-06"] in lines
+
+
+def test_no_metrics_is_said() -> None:
+    console, file = make()
+    print_metrics(console, "validation-default", {})
+    assert shown(file) == "validation-default: no metrics\n"
+
+
+def test_pairs_show_texts_scores_and_whether_right() -> None:
+    console, file = make()
+    print_pairs(console, "validation-default", [pair(), pair(-3.25, 1.0, prompt="2+2?")])
+    lines = [" ".join(line.split()) for line in shown(file).splitlines()]
+    assert "prompt right Capital of France?" in lines
+    assert "better 2.500 Paris." in lines
+    assert "worse -1 Munich." in lines
+    assert "prompt wrong 2+2?" in lines
+    assert "better -3.250 Paris." in lines
+
+
+def test_long_prompts_lose_their_middle() -> None:
+    console, file = make()
+    prompt = "START of the story " + "word " * 5000 + " and the question at the END"
+    print_pairs(console, "pairs", [pair(prompt=prompt, better="y" * 100_000)])
+    text = " ".join(shown(file).split())
+    assert "START of the story" in text
+    assert " ... " in text
+    assert "the question at the END" in text
+    assert text.count("word") < 60
+    assert len(shown(file).splitlines()) < 25
+
+
+def test_a_text_without_spaces_leaves_room_for_the_scores() -> None:
+    console, file = make()
+    print_pairs(console, "pairs", [pair(better="y" * 100_000)])
+    print_scores(console, [((Message("user", "z" * 100_000),), Score(value=7.25))])
+    print_metrics(console, "metrics", {"validation-" + "m" * 1000 + "/end": 0.125})
+    lines = [line.split() for line in shown(file).splitlines()]
+    assert ["better", "2.500", "y" * 61] in lines
+    assert ["worse", "-1", "Munich."] in lines
+    assert sum(line.count("z") for line in shown(file).splitlines()) == 320 - len(" ... ")
+    assert "7.250   user:" in shown(file)
+    assert re.search(r"validation-m+ \.\.\. m+/end +0\.1250", shown(file))
+
+
+@pytest.mark.parametrize(
+    "text", ["", NASTY, "日本" * 5000, "\x00" * 1000, "a" * 500, "\u0301" * 400]
+)
+def test_no_text_breaks_a_table(text: str) -> None:
+    console, file = make()
+    print_pairs(console, text, [pair(prompt=text, better=text, worse=text)])
+    print_scores(console, [((Message(text, text),), Score(value=1.0))])
+    print_scores(console, [((Message(text, text),), Score(value=None, failure=text))])
+    print_metrics(console, text, {text: 1.0})
+    assert shown(file)
+
+
+def test_markup_and_control_characters_are_shown_not_obeyed() -> None:
+    console, file = make()
+    print_pairs(console, "pairs", [pair(better=NASTY)])
+    text = " ".join(shown(file).split())
+    assert r"[bold]x[/bold] [/] \x1b[31mred\x07\r\n\u202egnidrawkcab\udc80" in text
+    assert r"\x9b2J" in text
+
+
+def test_no_rows_are_said() -> None:
+    console, file = make()
+    print_pairs(console, "pairs", [])
+    print_scores(console, [])
+    assert shown(file) == "pairs: no pairs\nno conversations\n"
+
+
+@pytest.mark.parametrize(
+    ("better_score", "worse_score", "verdict"),
+    [
+        (1.0, 0.0, "right"),
+        (0.0, 1.0, "wrong"),
+        (1.0, 1.0, "tie"),
+        (math.nan, 1.0, "unknown"),
+        (math.inf, 1.0, "unknown"),
+    ],
+)
+def test_verdicts(better_score: float, worse_score: float, verdict: str) -> None:
+    row = pair(better_score, worse_score)
+    assert row.verdict == verdict
+    console, file = make()
+    print_pairs(console, "pairs", [row])
+    assert verdict in shown(file)
+
+
+def test_a_row_is_the_best_and_the_worst_of_a_group() -> None:
+    group = group_of([Message("user", "2+2?")], ["5", "4", "fish"], group_id="g")
+    preference = Preference(group=group, ranks_G=(1, 0, 2))
+    row = PairRow.of(preference, [0.5, 1.5, -2.0])
+    assert row == PairRow(
+        prompt="2+2?", better="4", worse="fish", better_score=1.5, worse_score=-2.0
+    )
+    assert dict(zip(row.columns(), row.cells, strict=True)) == {
+        "prompt": "2+2?",
+        "better": "4",
+        "worse": "fish",
+        "better_score": 1.5,
+        "worse_score": -2.0,
+    }
+    tied = Preference(group=group, ranks_G=(0, 0, 0))
+    assert PairRow.of(tied, [0.5, 1.5, -2.0]) is None
+
+
+def test_scores_show_number_or_reason() -> None:
+    console, file = make()
+    chat: Conversation = (Message("user", "Hi"), Message("assistant", "Hello"))
+    long: Conversation = tuple(Message("user", f"turn {index}") for index in range(10))
+    print_scores(
+        console,
+        [
+            (chat, Score(value=-5.2534, num_tokens=39)),
+            (chat, Score(value=None, failure="the template refused it")),
+            (long, Score(value=2.0, num_tokens=8192, truncated=True)),
+        ],
+    )
+    text = shown(file)
+    assert "-5.253   user: Hi" in text
+    assert "assistant: Hello" in text
+    assert "failed   user: Hi" in text
+    assert "the template refused it" in text
+    assert "(cut to 8,192 tokens)" in text
+    assert "... 4 more messages ..." in text
+    assert "turn 0" in text
+    assert "turn 4" not in text
+    assert "turn 5" in text
+    assert "turn 9" in text
+
+
+# ----------------------------------------------------------------------------------------- texts
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.0, "0"),
+        (-0.0, "0"),
+        (0.693147, "0.6931"),
+        (0.00012346, "0.0001235"),
+        (12.3456, "12.35"),
+        (128.0, "128"),
+        (999.97, "1,000"),
+        (12345.6, "12,346"),
+        (-12345.0, "-12,345"),
+        (2e-6, "2.000e-06"),
+        (1.23456e12, "1.235e+12"),
+        (math.nan, "NaN"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_numbers_have_four_significant_digits(value: float, expected: str) -> None:
+    assert format_number(value) == expected
+
+
+def test_conversations_as_text() -> None:
+    user = Message("user", "Hi")
+    assert conversation_text(()) == ""
+    assert conversation_text((user,)) == "Hi"
+    assert conversation_text((user, Message("assistant", "Yo"))) == "user: Hi\nassistant: Yo"
+
+
+def test_the_middle_goes() -> None:
+    assert shorten_middle("short", 16) == "short"
+    assert shorten_middle("abcdefgh" * 4, 16) == "abcde ... cdefgh"
+    with pytest.raises(ValueError, match="at least 16"):
+        shorten_middle("text", 3)
+
+
+@given(st.text(), st.integers(16, 40))
+def test_shortened_text_is_short_and_safe(text: str, length: int) -> None:
+    short = shorten_middle(text * 4, length)
+    assert len(short) <= length
+    assert short == visible(short)
+    short.encode("utf-8")
+
+
+def test_a_console_takes_texts_literally(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stream that can encode next to nothing, as under LANG=C.
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    console = make_console()
+    console.print("pip install 'laurel-rl[wandb]' :smile: 日")
+    sys.stdout.flush()
+    assert raw.getvalue() == b"pip install 'laurel-rl[wandb]' :smile: \\u65e5\n"
+
+
+def test_a_console_for_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    make_console(stderr=True).print("oh no")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "oh no\n")

@@ -1,0 +1,305 @@
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from laurel.config.schema import LoggerConfig
+from laurel.errors import ConfigError, DataError, MissingDependencyError
+from laurel.observe.loggers import (
+    JsonlLogger,
+    Loggers,
+    check_available,
+    next_run_dir,
+    open_loggers,
+    read_metrics,
+)
+
+
+class RecordingLogger:
+    """A logger that remembers, and fails from its `fails_at`-th call on."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.calls: list[str] = []
+        self._fails_at = fails_at
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if self._fails_at is not None and len(self.calls) >= self._fails_at:
+            raise ConnectionError("the network is down")
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._call("log")
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, step: int
+    ) -> None:
+        self._call("log_table")
+
+    def log_config(self, config: Mapping[str, object]) -> None:
+        self._call("log_config")
+
+    def close(self) -> None:
+        self._call("close")
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def ticking(start: float = 1000.0) -> Callable[[], float]:
+    times = iter(start + step for step in range(100))
+    return lambda: next(times)
+
+
+# ----------------------------------------------------------------------------------------- JSONL
+
+
+def test_a_line_a_step(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path, clock=ticking())
+    logger.log({"train/loss": 0.5, "train/num_valid_samples": 4}, step=1)
+    # Written through: there before close.
+    assert lines_of(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "time": 1000.0, "train/loss": 0.5, "train/num_valid_samples": 4.0}
+    ]
+    logger.log({}, step=2)
+    logger.close()
+    assert lines_of(tmp_path / "metrics.jsonl")[1] == {"step": 2, "time": 1001.0}
+
+
+def test_numbers_that_json_cannot_say_stay_valid_json(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path)
+    logger.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": np.float32(0.5)}, step=1)
+    logger.close()
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    record = json.loads(text, parse_constant=refuse)
+    assert [record[name] for name in "abcd"] == ["NaN", "Infinity", "-Infinity", 0.5]
+    (read,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(read["a"])
+    assert (read["b"], read["c"]) == (math.inf, -math.inf)
+
+
+def test_a_metric_cannot_take_the_place_of_the_step(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path, clock=ticking())
+    logger.log({"step": 99.0, "time": 0.0}, step=1)
+    logger.close()
+    assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 1, "time": 1000.0}]
+
+
+def test_a_resumed_run_supersedes_what_it_computes_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlLogger(tmp_path)
+    for step in (1, 2, 3, 4):
+        first.log({"train/loss": 10.0 + step}, step=step)
+    first.close()
+    second = JsonlLogger(tmp_path, resumed_step=2)
+    second.log({"train/loss": 23.0}, step=3)
+    second.close()
+    assert lines_of(path)[4] == {"event": "resumed", "step": 2}
+    assert len(lines_of(path)) == 6  # nothing was rewritten
+    assert [(r["step"], r["train/loss"]) for r in read_metrics(path)] == [
+        (1, 11.0),
+        (2, 12.0),
+        (3, 23.0),
+    ]
+
+
+def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time": 0.0, "a": 1.0}\n{"step": 2, "ti')
+    assert [record["step"] for record in read_metrics(path)] == [1]
+    logger = JsonlLogger(tmp_path, resumed_step=1)
+    logger.log({"a": 2.0}, step=2)
+    logger.close()
+    assert [record.get("step") for record in lines_of(path)] == [1, 1, 2]
+    assert [record["a"] for record in read_metrics(path)] == [1.0, 2.0]
+
+
+def test_foreign_lines_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "a": [1]}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a line of metrics"):
+        read_metrics(path)
+    path.write_text("[3]\nnonsense\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1"):
+        read_metrics(path)
+
+
+def test_tables_go_to_samples(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path, clock=ticking())
+    assert not (tmp_path / "samples.jsonl").exists()
+    rows = [("2+2? 日本 \u2028", 1.5), ("lone \udc80", math.nan)]
+    logger.log_table("validation-default/pairs", ["prompt", "score"], rows, step=16)
+    logger.close()
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
+    assert "日本" in lines[0]
+    first, second = map(json.loads, lines)
+    assert first == {
+        "step": 16,
+        "time": 1000.0,
+        "table": "validation-default/pairs",
+        "row": {"prompt": "2+2? 日本 \u2028", "score": 1.5},
+    }
+    assert second["row"] == {"prompt": "lone \udc80", "score": "NaN"}
+
+
+def test_the_configuration_is_kept(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path)
+    config = {"policy": {"lr": 2e-6, "name": None, "betas": (0.9, 0.98)}, "dir": Path("x"), "n": 3}
+    logger.log_config(config)
+    logger.close()
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "policy": {"lr": 2e-6, "name": None, "betas": [0.9, 0.98]},
+        "dir": "x",
+        "n": 3,
+    }
+
+
+# --------------------------------------------------------------------------------------- fan-out
+
+
+def test_everything_reaches_every_logger() -> None:
+    left, right = RecordingLogger(), RecordingLogger()
+    loggers = Loggers({"left": left, "right": right})
+    loggers.log_config({})
+    loggers.log({"a": 1.0}, step=1)
+    loggers.log_table("t", ["a"], [[1]], step=1)
+    loggers.close()
+    loggers.close()
+    assert left.calls == right.calls == ["log_config", "log", "log_table", "close"]
+
+
+def test_a_failing_logger_warns_once_and_the_others_go_on() -> None:
+    warnings: list[str] = []
+    bad, good = RecordingLogger(fails_at=2), RecordingLogger()
+    loggers = Loggers({"wandb": bad, "jsonl": good}, warn=warnings.append)
+    for step in range(1, 5):
+        loggers.log({"a": 1.0}, step=step)
+    assert loggers.names == ("jsonl",)
+    assert bad.calls == ["log", "log", "close"]
+    assert good.calls == ["log"] * 4
+    (warning,) = warnings
+    assert "'wandb'" in warning
+    assert "ConnectionError: the network is down" in warning
+
+
+def test_a_logger_that_does_not_open_warns_and_the_run_goes_on() -> None:
+    warnings: list[str] = []
+    loggers = Loggers({}, warn=warnings.append)
+
+    def fail() -> RecordingLogger:
+        raise TimeoutError
+
+    loggers.add("mlflow", fail)
+    loggers.log({"a": 1.0}, step=1)
+    assert loggers.names == ()
+    assert warnings == [
+        "logger 'mlflow' failed and is switched off for the rest of the run (TimeoutError)"
+    ]
+
+
+def test_an_interrupt_is_not_a_failing_logger() -> None:
+    class Interrupted(RecordingLogger):
+        def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Loggers({"a": Interrupted()}).log({}, step=1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_stops_the_log_not_the_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    warnings: list[str] = []
+    loggers = Loggers({"jsonl": JsonlLogger(tmp_path)}, warn=warnings.append)
+    loggers.log({"a": 1.0}, step=1)
+    loggers.log({"a": 1.0}, step=2)
+    loggers.close()
+    (warning,) = warnings
+    assert "No space left on device" in warning
+
+
+# --------------------------------------------------------------------------------------- opening
+
+
+def test_what_is_missing_is_said_before_anything_is_made(tmp_path: Path) -> None:
+    config = LoggerConfig(wandb_enabled=True, mlflow_enabled=True)
+    with pytest.raises(MissingDependencyError, match=r"logger\.wandb_enabled.*laurel-rl\[wandb\]"):
+        check_available(config, is_installed=lambda package: package != "wandb")
+    with pytest.raises(MissingDependencyError, match=r"logger\.mlflow_enabled.*\[mlflow\]"):
+        check_available(config, is_installed=lambda package: package != "mlflow")
+    with pytest.raises(MissingDependencyError, match="tensorboard_enabled=false"):
+        check_available(config, is_installed=lambda package: package != "tensorboard")
+    check_available(config, is_installed=lambda package: True)
+    off = LoggerConfig(tensorboard_enabled=False)
+    check_available(off, is_installed=lambda package: False)
+
+
+def test_a_mere_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = find_spec("wandb")
+    assert spec is not None  # as a namespace: what a plain look-up falls for
+    if spec.origin is not None:
+        pytest.skip("wandb is really installed")
+    with pytest.raises(MissingDependencyError):
+        check_available(LoggerConfig(wandb_enabled=True))
+
+
+def test_opening_what_the_configuration_names(tmp_path: Path) -> None:
+    config = LoggerConfig()
+    loggers = open_loggers(config, run_dir=tmp_path, run_config={"rm": {"seed": 42}})
+    assert loggers.names == ("jsonl", "tensorboard")
+    loggers.log({"train/loss": 0.5}, step=1)
+    loggers.close()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"rm": {"seed": 42}}
+    assert [record["train/loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0.5]
+    assert list((tmp_path / "tensorboard").iterdir())
+
+    again = open_loggers(config, run_dir=tmp_path, run_config={}, resumed_step=0)
+    again.log({"train/loss": 0.4}, step=1)
+    again.close()
+    assert [record["train/loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0.4]
+
+
+def test_nothing_switched_on_is_fine(tmp_path: Path) -> None:
+    config = LoggerConfig(jsonl_enabled=False, tensorboard_enabled=False)
+    loggers = open_loggers(config, run_dir=tmp_path, run_config={})
+    loggers.log({"a": 1.0}, step=1)
+    loggers.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------- run directories
+
+
+def test_run_directories_count_up(tmp_path: Path) -> None:
+    log_dir = tmp_path / "deep" / "logs"
+    assert next_run_dir(log_dir) == log_dir / "exp_001"
+    assert next_run_dir(str(log_dir)) == log_dir / "exp_002"
+    (log_dir / "exp_041").mkdir()
+    (log_dir / "exp_042").write_text("a file in the way")
+    (log_dir / "exp_old").mkdir()
+    assert next_run_dir(log_dir) == log_dir / "exp_043"
+    assert (log_dir / "exp_043").is_dir()
+
+
+def test_runs_that_start_at_once_get_different_directories(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        directories = list(pool.map(next_run_dir, [tmp_path] * 64))
+    assert len(set(directories)) == 64
+
+
+def test_a_log_directory_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "logs"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match=r"logger\.log_dir: cannot create .*File exists"):
+        next_run_dir(blocked)

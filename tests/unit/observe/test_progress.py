@@ -1,0 +1,195 @@
+import contextlib
+import io
+import math
+import os
+import re
+
+import pytest
+from rich.console import Console
+
+from laurel.observe.progress import TrainingProgress
+
+METRICS = {
+    "train/loss": 0.6512,
+    "train/accuracy": 0.75,
+    "train/lr": 2e-6,
+    "train/grad_norm": 1.5,
+    "train/rewards_chosen_mean": 3.0,
+}
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 500.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain(total_steps: int, start_step: int = 0) -> tuple[TrainingProgress, FakeClock, io.StringIO]:
+    clock, file = FakeClock(), io.StringIO()
+    console = Console(width=80, file=file, force_terminal=False)
+    return TrainingProgress(total_steps, start_step, console, clock=clock), clock, file
+
+
+def test_a_line_says_everything() -> None:
+    progress, clock, file = plain(200)
+    with progress:
+        clock.now += 2.0
+        progress.step(1, METRICS, pairs=128, tokens=40_000)
+    # 128 pairs and 40,000 tokens in 2 s; 199 steps of 2 s are left: 6 min 38 s.
+    assert file.getvalue() == (
+        "step 1/200 (0%)  loss 0.6512  accuracy 0.7500  lr 2.000e-06  grad norm 1.500  "
+        "64 pairs/s  20k tokens/s  elapsed 0:00:02  left 0:06:38\n"
+    )
+
+
+def test_lines_come_now_and_then_and_first_and_last() -> None:
+    progress, clock, file = plain(20)
+    with progress:
+        for step in range(1, 21):
+            clock.now += 1.0
+            progress.step(step, METRICS, pairs=1, tokens=10)
+    steps = re.findall(r"^step (\d+)/20", file.getvalue(), flags=re.MULTILINE)
+    assert steps == ["1", "6", "11", "16", "20"]
+
+
+def test_a_run_that_ends_early_shows_where() -> None:
+    progress, clock, file = plain(100)
+    with progress:
+        for step in (1, 2, 3):
+            clock.now += 0.5
+            progress.step(step, {}, pairs=1, tokens=10)
+    assert [line.split()[1] for line in file.getvalue().splitlines()] == ["1/100", "3/100"]
+
+
+def test_a_resumed_run_reckons_from_where_it_started() -> None:
+    progress, clock, file = plain(100, start_step=90)
+    with progress:
+        clock.now += 3.0
+        progress.step(91, {}, pairs=6, tokens=60)
+    assert file.getvalue() == (
+        "step 91/100 (91%)  2 pairs/s  20 tokens/s  elapsed 0:00:03  left 0:00:27\n"
+    )
+
+
+def test_phases_do_not_slow_the_rate_but_count_for_the_time_left() -> None:
+    progress, clock, file = plain(4)
+    with progress:
+        clock.now += 1.0
+        progress.step(1, {}, pairs=10, tokens=100)
+        with progress.phase("validating default", total=8) as phase:
+            clock.now += 4.0
+            phase.advance()  # 4 s after the last line: not yet
+            clock.now += 2.0
+            phase.advance(3)
+        clock.now += 1.0
+        progress.step(2, {}, pairs=10, tokens=100)
+        clock.now += 8.0
+        progress.step(3, {}, pairs=10, tokens=100)
+    lines = file.getvalue().splitlines()
+    assert lines[1] == "validating default 4/8"
+    # Training took 1 + 1 + 8 s for 30 pairs; 16 s in all for 3 steps.
+    assert lines[2] == "step 3/4 (75%)  3 pairs/s  30 tokens/s  elapsed 0:00:16  left 0:00:05"
+
+
+def test_the_rate_is_that_of_recent_steps() -> None:
+    progress, clock, file = plain(50)
+    with progress:
+        for step in range(1, 51):
+            clock.now += 100.0 if step <= 30 else 1.0
+            progress.step(step, {}, pairs=7, tokens=70)
+    assert "7 pairs/s  70 tokens/s" in file.getvalue().splitlines()[-1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_odd_numbers_are_shown(value: float) -> None:
+    progress, _, file = plain(0)
+    with progress:
+        progress.step(1, {"loss": value}, pairs=0, tokens=0)  # no time has passed either
+    assert f"loss {'NaN' if math.isnan(value) else value}  0 pairs/s" in file.getvalue()
+
+
+def test_nothing_done_prints_nothing() -> None:
+    progress, _, file = plain(10)
+    with progress:
+        pass
+    assert file.getvalue() == ""
+
+
+def test_messages_are_literal_and_safe() -> None:
+    progress, _, file = plain(10)
+    with progress:
+        progress.message("saved [step_16]\nin \x1b[31m" + "x" * 100)
+    assert file.getvalue() == "saved [step_16]\nin \\x1b[31m" + "x" * 100 + "\n"
+
+
+def live(width: int = 80) -> tuple[TrainingProgress, FakeClock, Console, io.StringIO]:
+    clock, file = FakeClock(), io.StringIO()
+    console = Console(width=width, file=file, force_terminal=True, color_system=None)
+    return TrainingProgress(200, 0, console, live=True, clock=clock), clock, console, file
+
+
+def test_the_live_display_fits_80_columns() -> None:
+    progress, clock, _, file = live()
+    view = io.StringIO()
+    with progress:
+        clock.now += 2.0
+        progress.step(50, METRICS, pairs=128, tokens=40_000)
+        progress.message("saved step_50")
+        with progress.phase("validating default", total=8) as phase:
+            phase.advance(2)
+            Console(width=80, file=view, force_terminal=False).print(progress)
+    first, second, third, fourth = view.getvalue().splitlines()
+    assert re.fullmatch(r"training +━+.* 50/200 25%", first)
+    assert re.fullmatch(r"validating default +━.* 2/8", second)
+    assert third == "loss 0.6512  accuracy 0.7500  lr 2.000e-06  grad norm 1.500"
+    assert fourth == "64 pairs/s  20k tokens/s  elapsed 0:00:02  left 0:00:06"
+    assert "saved step_50" in file.getvalue()
+    assert file.getvalue().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_the_live_display_survives_errors_and_narrow_terminals() -> None:
+    progress, _, _, file = live(width=10)
+
+    def fail() -> None:
+        with progress:
+            progress.step(1, {"loss": math.nan}, pairs=1, tokens=1)
+            with progress.phase("validating") as phase:
+                phase.advance()
+                raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert file.getvalue().endswith("\x1b[?25h")
+
+
+def read_all(master: int) -> str:
+    """What was written to a pseudo-terminal whose other end is closed."""
+    content = b""
+    with contextlib.suppress(OSError):  # how Linux says that there is no more
+        while chunk := os.read(master, 4096):
+            content += chunk
+    os.close(master)
+    return content.decode()
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
+def test_a_display_only_on_a_real_terminal() -> None:
+    # FORCE_COLOR, as many CI systems set it, makes rich call any file a terminal.
+    forced = Console(file=io.StringIO(), _environ={"FORCE_COLOR": "1"})
+    assert forced.is_interactive
+    with TrainingProgress(2, 0, forced) as progress:
+        progress.step(1, {}, pairs=1, tokens=1)
+    assert isinstance(forced.file, io.StringIO)
+    assert "\x1b[?25" not in forced.file.getvalue()
+
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        console = Console(file=terminal, _environ={"TERM": "xterm", "NO_COLOR": "1"}, width=80)
+        with TrainingProgress(2, 0, console) as progress:
+            progress.step(1, {"loss": 0.5}, pairs=1, tokens=1)
+    shown = read_all(master)
+    assert "\x1b[?25l" in shown  # the cursor was hidden: a display
+    assert "loss 0.5000" in shown
+    assert not re.search(r"\x1b\[3[0-7]m", shown)  # NO_COLOR
