@@ -45,10 +45,28 @@ def die_at(phase):
     return on_phase
 
 
+def print_disk_operations():
+    """Print each fsync and rename as it happens, with the paths."""
+    fsync = os.fsync
+
+    def traced_fsync(descriptor):
+        print("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), flush=True)
+        fsync(descriptor)
+
+    def audit(event, arguments):
+        if event == "os.rename":
+            print("rename", arguments[0], arguments[1], flush=True)
+
+    os.fsync = traced_fsync
+    sys.addaudithook(audit)
+
+
 def main(job):
     logging.basicConfig(stream=sys.stdout, format="warning: %(message)s")
     if "largest_file" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
+    if job.get("trace"):
+        print_disk_operations()
     root = Path(job["root"])
     if "root_mode" in job:
         root.chmod(job["root_mode"])

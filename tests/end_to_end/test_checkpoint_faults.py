@@ -138,6 +138,39 @@ def test_kills_at_random_moments_never_cost_a_finished_checkpoint(tmp_path):
     assert in_mid_save > 5, "the kills missed the saves, so nothing was tested"
 
 
+# ------------------------------------------------------------------------------- power failure
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name descriptors")
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path):
+    root = tmp_path / "results" / "rm"  # both folders are made by the writer
+    status, output = run(root, steps=[4], first_step=4, trace=True)
+    assert status == 0
+    lines = [line.split() for line in output.splitlines() if line.split()[0] in ("fsync", "rename")]
+    done = [(what, *(os.path.relpath(path, root) for path in paths)) for what, *paths in lines]
+    (temporary,) = {source for what, source, *target in done if target == ["step_4"]}
+    assert done == [
+        ("fsync", ".."),
+        ("fsync", "../.."),
+        *[
+            ("fsync", f"{temporary}/{name}")
+            for name in (
+                "model.safetensors",
+                "optimizer.safetensors",
+                "training_info.json",
+                "policy/tokenizer.json",
+                "policy",
+            )
+        ],
+        ("fsync", temporary),
+        ("fsync", f"{temporary}/MANIFEST.json"),
+        ("fsync", temporary),
+        ("rename", temporary, "step_4"),
+        ("fsync", "."),
+        ("rename", done[-1][1], "best"),
+    ]
+
+
 # -------------------------------------------------------------------------------------- disks
 
 

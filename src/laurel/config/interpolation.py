@@ -28,7 +28,8 @@ def _number(value: Any) -> int | float:
 
 def _divide(a: float, b: float) -> float:
     """The quotient, as a whole number where it is one of whole numbers."""
-    return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
+    quotient = a / b
+    return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else quotient
 
 
 def _over_all(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:

@@ -200,6 +200,7 @@ class _Reader:
         try:
             value = yaml.constructor.SafeConstructor().construct_object(node)
         except (yaml.YAMLError, ValueError):
-            self.problems.append(f"{place}: '{node.value}' is not of the type '{node.tag.removeprefix(_TAG)}'")
+            kind = node.tag.removeprefix(_TAG)
+            self.problems.append(f"{place}: '{node.value}' is not of the type '{kind}'")
             return Node(value=None, place=place)
         return Node(value=value, place=place, text=None if isinstance(value, str) else node.value)

@@ -136,7 +136,7 @@ def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
     """Comma-separated, with a header line. A cell may hold a list of messages as JSON."""
     # The limit belongs to the process; prompts are longer than its default of 131072 characters.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
-    start = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8) + stream.readline()
+    start = stream.readline().removeprefix(codecs.BOM_UTF8)
     lines = (line.decode(errors="surrogateescape") for line in itertools.chain([start], stream))
     reader = csv.reader(lines, strict=True)
     try:

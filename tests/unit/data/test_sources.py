@@ -110,12 +110,19 @@ def test_blank_lines_are_passed_over_and_a_byte_order_mark_is_no_part_of_a_row(
     assert rows_of(tmp_path / "r.json") == [("r.json[0]", {"a": 1})]
 
 
+def test_a_csv_file_may_begin_with_a_byte_order_mark_and_have_one_short_column(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "r.csv").write_bytes(b"\xef\xbb\xbfa\n1\n")
+    assert rows_of(tmp_path / "r.csv") == [("r.csv:2", {"a": "1"})]
+
+
 BAD_LINES = {
     '{"a": 1,, "b": 2}': ["column 9", '{"a": 1,,'],
     "[1, 2]": ["a list", "object"],
     '"text"': ["a string"],
     "null": ["null"],
-    '{"text": "NaN, Infinity", "n": NaN}': ["column 31", "NaN is no JSON value"],
+    '{"text": "NaN, Infinity", "n": NaN}': ["column 32", "NaN is no JSON value"],
     '{"n": -Infinity}': ["column 7", "-Infinity is no JSON value"],
     '{"n": ' + "9" * 5000 + "}": ["column 1", "digits"],
 }

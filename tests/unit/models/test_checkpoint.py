@@ -1,50 +1,21 @@
 import ast
 import errno
-import json
 import os
-import pickle
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from saved_steps import FILES, hidden, save_all, writer
 
 import laurel
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint import (
     CheckpointStore,
     read_training_info,
-    steps_to_keep,
     verify,
 )
 from laurel.models.manifest import MANIFEST_NAME
-
-FILES = {"model.safetensors": b"weights of ", "policy/tokenizer.json": b"words of "}
-
-
-def writer(step, files=None):
-    def write(directory):
-        for name, content in (files or FILES).items():
-            path = directory / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content + str(step).encode())
-
-    return write
-
-
-def save_all(root, metrics, **options):
-    """Save a step for each entry; returns the root."""
-    with CheckpointStore(root, **options) as store:
-        for step, metric in metrics.items():
-            store.save(step, writer(step), metric=metric, info={"total_steps": step})
-    return root
-
-
-def hidden(root):
-    return sorted(path.name for path in root.iterdir() if path.name.startswith("."))
 
 
 @pytest.fixture
@@ -230,220 +201,6 @@ def test_space_is_checked_before_anything_is_written(root):
         store.save(1, writer(1), estimated_bytes=100)
 
 
-# ---------------------------------------------------------------------------------- verifying
-
-
-def test_every_single_byte_of_a_checkpoint_counts(root):
-    save_all(root, {3: 0.5})
-    directory = root / "step_3"
-    for path in [path for path in directory.rglob("*") if path.is_file()]:
-        content = path.read_bytes()
-        for position in range(len(content)):
-            flipped = bytearray(content)
-            flipped[position] ^= 1 << (position % 8)
-            path.write_bytes(flipped)
-            with pytest.raises(CheckpointError) as error:
-                verify(directory)
-            assert path.name in str(error.value)
-        path.write_bytes(content)
-        verify(directory)
-
-
-def test_a_file_that_is_cut_or_grown_or_gone_is_named_even_without_hashes(root):
-    save_all(root, {3: 0.5})
-    file = root / "step_3/model.safetensors"
-    content = file.read_bytes()
-    for changed, complaint in [
-        (content[:-1], "model.safetensors has 11 bytes where MANIFEST.json says 12"),
-        (content + b"x", "model.safetensors has 13 bytes where MANIFEST.json says 12"),
-    ]:
-        file.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=complaint):
-            verify(root / "step_3", hashes=False)
-    file.unlink()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
-        verify(root / "step_3", hashes=False)
-    file.write_bytes(content[::-1])
-    verify(root / "step_3", hashes=False)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has been altered"):
-        verify(root / "step_3")
-
-
-def test_files_that_nobody_vouches_for_are_refused(root):
-    save_all(root, {3: 0.5})
-    (root / "step_3/policy/pytorch_model.bin").write_bytes(pickle.dumps(print))
-    with pytest.raises(CheckpointError, match=r"policy/pytorch_model\.bin is not in MANIFEST"):
-        verify(root / "step_3")
-
-
-def test_many_bad_files_are_counted_not_listed(root):
-    with CheckpointStore(root) as store:
-        path = store.save(1, writer(1, {f"shard{i:02}": b"" for i in range(9)}))
-    for file in path.glob("shard*"):
-        file.unlink()
-    with pytest.raises(CheckpointError, match=r"shard04 is missing; and 4 more"):
-        verify(path)
-
-
-def test_what_is_not_a_regular_file_is_refused(root):
-    save_all(root, {3: 0.5})
-    file = root / "step_3/model.safetensors"
-    file.rename(root / "weights")
-    file.symlink_to(root / "weights")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a regular file"):
-        verify(root / "step_3")
-    file.unlink()
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(os.path.relpath(file))
-        with pytest.raises(CheckpointError, match=r"model\.safetensors is not a regular file"):
-            verify(root / "step_3")
-
-
-def test_a_linked_folder_is_refused(root):
-    save_all(root, {3: 0.5})
-    (root / "step_3/policy").rename(root / "elsewhere")
-    (root / "step_3/policy").symlink_to(root / "elsewhere", target_is_directory=True)
-    with pytest.raises(CheckpointError, match="policy is not a regular file"):
-        verify(root / "step_3")
-
-
-def test_a_directory_without_a_manifest_is_foreign(root):
-    save_all(root, {2: 0.5, 4: 0.5})
-    (root / "step_4" / MANIFEST_NAME).unlink()
-    with pytest.raises(CheckpointError) as error:
-        verify(root / "step_4")
-    assert str(error.value) == (
-        f"'{root}/step_4' cannot be used: it has no MANIFEST.json, so it was not written by Laurel "
-        f"or never finished. The newest whole checkpoint before it is '{root}/step_2'."
-    )
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (b"", "damaged or not Laurel's"),
-        (b"\xff\xfe\x00", "damaged or not Laurel's"),
-        (b"[]", "damaged or not Laurel's"),
-        (b"[" * 100_000, "damaged or not Laurel's"),
-        (b'{"format": "zip", "format_version": 1}', "'format' is not 'laurel-checkpoint'"),
-        (b'{"format": "laurel-checkpoint", "format_version": 1}', "is damaged"),
-        (
-            b'{"format": "laurel-checkpoint", "format_version": 2, "created_by": {"laurel": "9"}}',
-            "has format version 2, and this version of Laurel reads 1.*'laurel': '9'",
-        ),
-    ],
-)
-def test_a_manifest_that_cannot_be_read_is_refused_with_the_reason(root, content, complaint):
-    save_all(root, {1: 0.5})
-    (root / "step_1" / MANIFEST_NAME).write_bytes(content)
-    with pytest.raises(CheckpointError, match=complaint):
-        verify(root / "step_1")
-
-
-def test_a_manifest_changed_by_hand_is_refused(root):
-    save_all(root, {1: 0.5})
-    file = root / "step_1" / MANIFEST_NAME
-    fields = json.loads(file.read_text())
-    file.write_text(json.dumps({**fields, "metric": 0.1}, indent=2) + "\n")
-    with pytest.raises(CheckpointError, match=r"MANIFEST\.json has been altered"):
-        verify(root / "step_1")
-    for key in ("files", "created_by", "step"):
-        file.write_text(json.dumps({**fields, key: 7}))
-        with pytest.raises(CheckpointError, match=r"MANIFEST\.json (is damaged|has been altered)"):
-            verify(root / "step_1")
-
-
-def test_a_manifest_of_another_step_is_refused(root):
-    save_all(root, {1: 0.5, 2: 0.5})
-    (root / "step_2").rename(root / "step_3")
-    with pytest.raises(CheckpointError, match="is of step 2, not of step 3"):
-        verify(root / "step_3")
-    (root / "step_3").rename(root / "my_favourite")
-    assert verify(root / "my_favourite").step == 2
-
-
-def test_the_link_to_the_best_can_be_verified(root):
-    save_all(root, {1: 0.5, 2: 0.9})
-    assert verify(root / "best").step == 1
-    (root / "step_1/model.safetensors").write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match="step_1' cannot be used: model"):
-        verify(root / "best")
-
-
-def test_places_that_are_no_checkpoints_are_refused(root, tmp_path):
-    with pytest.raises(CheckpointError, match="No such file or directory"):
-        verify(tmp_path / "nothing")
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="Not a directory"):
-        verify(tmp_path / "file")
-    with pytest.raises(CheckpointError, match="Not a directory"):
-        CheckpointStore(tmp_path / "file").newest_whole()
-    with pytest.raises(CheckpointError, match="cannot write checkpoints to"):
-        CheckpointStore(tmp_path / "file" / "below").__enter__()
-    save_all(root, {1: 0.5, 20: 0.5})
-    with pytest.raises(
-        CheckpointError, match=r"no MANIFEST.*name one of them, e\.g\. '.*/step_20'"
-    ):
-        verify(root)
-
-
-def test_the_info_must_be_readable(root):
-    save_all(root, {1: 0.5})
-    for content in ("", "[1]"):
-        (root / "step_1/training_info.json").write_text(content)
-        with pytest.raises(CheckpointError, match=r"training_info\.json"):
-            read_training_info(root / "step_1")
-
-
-# ------------------------------------------------------------------------------ the newest whole
-
-
-def test_steps_are_numbers_and_odd_names_are_ignored(root):
-    save_all(root, {2: None, 10: None, 9: None})
-    for name in ("step_011", "step_x", "step_12.bak", "step_", "step_-1", "step_١٢", "Step_13"):
-        (root / name).mkdir()
-    (root / "step_14").touch()
-    (root / "step_15").symlink_to("step_2")
-    store = CheckpointStore(root)
-    assert store.steps() == [2, 9, 10]
-    newest = store.newest_whole()
-    assert (newest.path, newest.manifest.step, newest.skipped) == (root / "step_10", 10, ())
-
-
-def test_what_is_skipped_on_the_way_to_a_whole_one_is_said(root):
-    save_all(root, {1: None, 2: None, 3: None, 4: None, 5: None})
-    (root / "step_5" / MANIFEST_NAME).unlink()
-    (root / "step_4/model.safetensors").write_bytes(b"weights of 5")
-    (root / "step_3/model.safetensors").write_bytes(b"")
-    newest = CheckpointStore(root).newest_whole()
-    assert newest.path == root / "step_2"
-    assert [text.split("'")[1] for text in newest.skipped] == [
-        str(root / f"step_{step}") for step in (5, 4, 3)
-    ]
-    for text, reason in zip(newest.skipped, ("no MANIFEST", "altered", "0 bytes"), strict=True):
-        assert reason in text
-    assert CheckpointStore(root).newest_whole(hashes=False).path == root / "step_4"
-
-
-def test_a_root_without_whole_checkpoints_has_no_newest(root):
-    assert CheckpointStore(root).newest_whole().path is None
-    (root / "step_1").mkdir(parents=True)
-    newest = CheckpointStore(root).newest_whole()
-    assert (newest.path, newest.manifest, len(newest.skipped)) == (None, None, 1)
-
-
-def test_nothing_depends_on_the_clock(root):
-    save_all(root, {1: 0.1, 2: 0.2, 3: 0.3})
-    for step in (1, 2, 3):  # the later the step, the older its files
-        for path in [*(root / f"step_{step}").rglob("*"), root / f"step_{step}"]:
-            os.utime(path, (10**9 - step * 1000, 10**9 - step * 1000))
-    with CheckpointStore(root, keep_top_k=1) as store:
-        assert store.newest_whole().path == root / "step_3"
-        store.save(4, writer(4), metric=0.4)
-        assert store.steps() == [1, 4]
-        assert store.newest_whole().path == root / "step_4"
-
-
 # ------------------------------------------------------------------------------------- keeping
 
 
@@ -498,35 +255,6 @@ def test_a_run_that_went_back_keeps_what_it_just_saved(root):
     save_all(root, {10: 0.1, 20: 0.2})
     save_all(root, {12: 0.9}, keep_top_k=1)
     assert CheckpointStore(root).steps() == [10, 12, 20]
-
-
-@given(
-    metrics=st.dictionaries(
-        st.integers(0, 99), st.none() | st.sampled_from([0.1, 0.2, 0.3]), min_size=1
-    ),
-    keep_top_k=st.integers(1, 5),
-    higher_is_better=st.booleans(),
-    data=st.data(),
-)
-def test_keeping_is_safe_and_lean(metrics, keep_top_k, higher_is_better, data):
-    just_saved = data.draw(st.sampled_from(sorted(metrics)))
-    kept = steps_to_keep(
-        metrics, keep_top_k=keep_top_k, higher_is_better=higher_is_better, just_saved=just_saved
-    )
-    assert kept <= metrics.keys()
-    assert {max(metrics), just_saved} <= kept
-    assert min(2, len(metrics)) <= len(kept) <= keep_top_k + 2
-    if just_saved == max(metrics):
-        assert len(kept) <= keep_top_k + 1
-    sign = 1 if higher_is_better else -1
-    for lost in metrics.keys() - kept:  # at least k others beat it
-        better = [
-            step
-            for step, value in metrics.items()
-            if (value is not None, sign * (value or 0), step)
-            > (metrics[lost] is not None, sign * (metrics[lost] or 0), lost)
-        ]
-        assert len(better) >= keep_top_k
 
 
 # ------------------------------------------------------------------------------- clearing up

@@ -1,0 +1,188 @@
+"""References to other keys, arithmetic and the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from pydantic import Field
+
+from laurel.config.interpolation import Interpolations, escaped, register_resolvers
+from laurel.config.load import load_config
+from laurel.config.section import Section
+from laurel.config.source import read_text
+from laurel.errors import ConfigError
+
+
+class Inner(Section):
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"megatron"})
+
+    size: int = 4
+    ratio: float = 0.5
+    label: str | None = None
+    free: dict[str, Any] = Field(default_factory=dict)
+
+
+class Run(Section):
+    inner: Inner = Inner()
+    other: Inner = Inner()
+
+
+def load(folder: Path, text: str) -> Run:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return load_config(Run, path).config
+
+
+def refused(folder: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text)
+    return str(caught.value).replace(str(folder / "run.yaml"), "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("${mul:6,7}", 42),
+        ("${mul:2,3,4}", 24),
+        ("${add:1,2.5}", 3.5),
+        ("${sub:1,3}", -2),
+        ("${div:8,2}", 4),
+        ("${div:9,2}", 4.5),
+        ("${max:3,9,4}", 9),
+        ("${min:3,9,4}", 3),
+        ("${mul:1e-5,2}", 2e-5),
+        ("${mul:'6',7}", 42),
+        ("${mul:${add:1,2},${div:9,3}}", 9),
+    ],
+)
+def test_arithmetic(expression: str, value: float) -> None:
+    tree = read_text(f'key: "{expression}"', "here")
+    found = Interpolations(tree).value(("key",), expression)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_references(tmp_path: Path) -> None:
+    run = load(
+        tmp_path,
+        "inner:\n"
+        "  size: ${other.size}\n"
+        "  label: run-${.size}-${other.label}\n"
+        "  free: {deep: [1, '${inner.ratio}'], all: '${other.free}'}\n"
+        "other:\n"
+        "  size: 9\n"
+        "  label: x\n"
+        "  free: {a: {b: '${inner.size}'}}\n",
+    )
+    assert run.inner.size == 9
+    assert run.inner.label == "run-9-x"
+    assert run.inner.free == {"deep": [1, 0.5], "all": {"a": {"b": 9}}}
+
+
+def test_a_reference_reaches_defaults_that_no_file_mentions(tmp_path: Path) -> None:
+    assert load(tmp_path, "inner: {size: '${mul:${other.size},2}'}\n").inner.size == 8
+
+
+def test_a_section_may_be_a_reference(tmp_path: Path) -> None:
+    run = load(tmp_path, "inner: ${other}\nother: {size: 3}\n")
+    assert run.inner == Inner(size=3)
+
+
+def test_an_escaped_reference_is_text_and_stays_text_through_a_reference(tmp_path: Path) -> None:
+    run = load(tmp_path, "inner: {label: '\\${not.a.key}'}\nother: {label: '${inner.label}'}\n")
+    assert run.inner.label == "${not.a.key}"
+    assert run.other.label == "${not.a.key}"
+
+
+@given(st.text(alphabet=st.sampled_from("\\${}ab.: '\"")))
+def test_escaped_text_reads_back(text: str) -> None:
+    assert OmegaConf.create({"key": escaped(text)})["key"] == text
+
+
+def test_a_number_looked_up_for_a_text_key_is_text(tmp_path: Path) -> None:
+    assert load(tmp_path, "inner: {label: '${other.size}'}\n").inner.label == "4"
+
+
+def test_keys_that_are_ignored_may_refer_to_nothing(tmp_path: Path) -> None:
+    text = "inner: {megatron: {x: '${no.such.key}', y: '${broken'}, size: 2}\n"
+    assert load(tmp_path, text).inner.size == 2
+
+
+def test_what_is_ignored_may_be_referred_to(tmp_path: Path) -> None:
+    assert load(tmp_path, "inner: {megatron: {x: 5}, size: '${inner.megatron.x}'}").inner.size == 5
+
+
+def test_the_environment() -> None:
+    program = (
+        "from laurel.config.load import load_config\n"
+        "from laurel.config.section import Section\n"
+        "class Run(Section):\n"
+        "    a: str = ''\n"
+        "    b: int = 0\n"
+        "overrides = ['a=${oc.env:LAUREL_A,fallback}', 'b=${oc.env:LAUREL_B,7}']\n"
+        "print(load_config(Run, None, overrides).config)\n"
+    )
+    environment = {**os.environ, "LAUREL_A": "given"}
+    environment.pop("LAUREL_B", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "a='given' b=7\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "inner:\n  label: ${other.lable}\n",
+            "run.yaml:2: inner.label: '${other.lable}': Interpolation key 'other.lable' not found; "
+            "did you mean 'other.label'?",
+        ),
+        (
+            "inner:\n  free:\n    deep: [1, '${nope:1}']\n",
+            "run.yaml:3: inner.free.deep[1]: '${nope:1}': Unsupported interpolation type nope",
+        ),
+        (
+            "inner: {label: '${other.label}'}\nother: {label: '${inner.label}'}\n",
+            "Recursive interpolation detected",
+        ),
+        (
+            "inner:\n  label: ${oc.env:LAUREL_SURELY_NOT_SET}\n",
+            "Environment variable 'LAUREL_SURELY_NOT_SET' not found",
+        ),
+        ("inner: {size: '${mul:a,2}'}\n", "could not convert string to float: 'a'"),
+        ("inner: {size: '${mul:true,2}'}\n", "True is not a number"),
+        ("inner: {size: '${div:1,0}'}\n", "division by zero"),
+        (
+            "inner: {label: '${other.label'}\n",
+            "run.yaml:1: inner.label: '${other.label' is not a well-formed interpolation",
+        ),
+        ("inner:\n  size: ???\n", "run.yaml:2: inner.size: must be given: the file says ???"),
+        ("inner:\n  size: ???\nother: {size: '${inner.size}'}\n", "Missing mandatory value"),
+    ],
+)
+def test_what_cannot_be_looked_up_says_where(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refused(tmp_path, text)
+
+
+def test_one_malformed_reference_does_not_hide_another_problem(tmp_path: Path) -> None:
+    text = "inner:\n  label: ${a\n  size: x\nother:\n  label: ${b.c}\n"
+    lines = refused(tmp_path, text).splitlines()
+    assert [line.split(": ")[0].strip() for line in lines[1:]] == [
+        "run.yaml:2",
+        "run.yaml:3",
+        "run.yaml:5",
+    ]
+
+
+def test_registering_twice_is_fine() -> None:
+    register_resolvers()
+    register_resolvers()

@@ -1,0 +1,159 @@
+"""A configuration written out reads back as the same configuration."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laurel.config.load import load_config, to_yaml
+from laurel.config.reward_training import RewardTrainingConfig, RewardTrainingRun
+from laurel.config.schema import (
+    DataConfig,
+    DatasetConfig,
+    DTensorConfig,
+    LoraConfig,
+    Milestones,
+    NamedCall,
+    PolicyConfig,
+    RewardModelConfig,
+    ScratchConfig,
+    TokenizerConfig,
+)
+from laurel.config.section import Section
+
+texts = st.text(max_size=20) | st.sampled_from(
+    ["1e-5", "5", "true", "off", "null", "~", "", "???", "<<", "0123", "1:30:00", "a: b", "${x}",
+     "\\${x}", "\\\\${", "# a", " a ", "a\n", "\na\n\n  b", "a\r\nb", "\tx", "\x85", "\u2028", "é",
+     "{% for m in messages %}\n{{ m['content'] }}\n{% endfor %}", "2024-01-01", "- a", "=", "'", '"']
+)  # fmt: skip
+numbers = st.integers() | st.floats(allow_nan=False)
+free = st.recursive(
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+mappings = st.dictionaries(texts, free, max_size=3)
+
+
+def some(section: type[Section], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """The section with any part of these keys given."""
+    return st.fixed_dictionaries({}, optional=fields).map(lambda given: section(**given))
+
+
+data_sets = some(
+    DatasetConfig,
+    dataset_name=texts | st.none(),
+    data_path=texts,
+    split=texts,
+    prompt_key=texts,
+    max_samples=st.integers(1, 10**12) | st.none(),
+)
+calls = st.builds(NamedCall, name=texts, kwargs=mappings)
+blocks = some(
+    DataConfig,
+    train=data_sets | st.lists(data_sets, max_size=3),
+    # Nothing given at all is indistinguishable from no named set at all: `validation: {}`.
+    validation=data_sets.filter(lambda block: block.model_fields_set)
+    | st.dictionaries(
+        texts, data_sets.filter(lambda b: b.model_fields_set), min_size=1, max_size=2
+    ),
+    default=data_sets,
+    prompt_file=texts,
+)
+flat = some(
+    DataConfig,
+    dataset_name=texts,
+    train_data_path=texts,
+    val_data_paths=st.dictionaries(texts, texts | data_sets, max_size=3),
+    shuffle=st.booleans(),
+    split_validation_size=st.floats(0, 0.999),
+)
+policies = some(
+    PolicyConfig,
+    model_name=texts,
+    revision=texts | st.none(),
+    hf_config_overrides=mappings,
+    tokenizer=some(TokenizerConfig, chat_template=texts | st.none(), chat_template_kwargs=mappings),
+    scratch=some(ScratchConfig, architecture=texts, config_overrides=mappings) | st.none(),
+    optimizer=calls,
+    scheduler=calls
+    | st.lists(calls | st.builds(Milestones, milestones=st.lists(st.integers())), max_size=3),
+    dtensor_cfg=some(
+        DTensorConfig,
+        custom_parallel_plan=texts | mappings | st.none(),
+        lora_cfg=some(LoraConfig, target_modules=st.lists(texts, max_size=3)),
+    ),
+).map(
+    lambda policy: policy.model_copy(update={"reward_model_cfg": RewardModelConfig(enabled=True)})
+)
+runs = some(
+    RewardTrainingRun,
+    policy=policies,
+    data=blocks | flat,
+    rm=some(RewardTrainingConfig, seed=st.integers(), max_num_steps=st.integers(-1)),
+)
+
+
+def read_back(text: str) -> RewardTrainingRun:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(text, encoding="utf-8", errors="surrogatepass", newline="")
+        loaded = load_config(RewardTrainingRun, path)
+    assert loaded.warnings == ()
+    return loaded.config
+
+
+@settings(max_examples=150, deadline=None)
+@given(run=runs, describe=st.booleans())
+def test_what_is_written_reads_back_equal(run: RewardTrainingRun, describe: bool) -> None:
+    again = read_back(to_yaml(run, describe=describe))
+    assert again == run
+    assert again.data.train_sets() == run.data.train_sets()
+    assert again.data.validation_sets() == run.data.validation_sets()
+
+
+def test_defaults_are_written_too() -> None:
+    text = to_yaml(RewardTrainingRun())
+    assert "  val_period: 16\n" in text
+    assert (
+        "    kwargs:\n      lr: 2.0e-06\n      weight_decay: 0.1\n      betas: [0.9, 0.98]\n"
+        in text
+    )
+    assert "#" not in text
+
+
+def test_a_block_that_may_be_filled_from_its_neighbour_keeps_its_gaps() -> None:
+    data = DataConfig(
+        default=DatasetConfig(dataset_name="PreferenceDataset", split="small"),
+        train=[DatasetConfig(data_path="a.jsonl"), DatasetConfig(data_path="b", split="big")],
+    )
+    again = read_back(to_yaml(RewardTrainingRun(data=data)))
+    assert [block.split for block in again.data.train_sets()] == ["small", "big"]
+
+
+def test_described_every_key_has_its_docstring_above_it() -> None:
+    lines = to_yaml(RewardTrainingRun(), describe=True).splitlines()
+    at = lines.index("  val_period: 16")
+    assert lines[at - 1] == "  # Steps between validations; 0 turns them off."
+    at = lines.index("    wandb_enabled: false".removeprefix("  "))
+    assert lines[at - 1] == "  # Log to Weights & Biases (extra `wandb`)."
+    keys = [i for i, line in enumerate(lines) if line and not line.lstrip().startswith("#")]
+    undescribed = [lines[i].strip() for i in keys if i and "# " not in lines[i - 1]]
+    # Only what is inside a value of its own has no docstring: the optimizer's arguments.
+    assert undescribed == ["lr: 2.0e-06", "weight_decay: 0.1", "betas: [0.9, 0.98]", "eps: 1.0e-05"]
+    assert max(map(len, lines)) <= 100
+
+
+def test_templates_are_written_to_be_read() -> None:
+    template = "{% for message in messages %}\n{{ message['content'] }}\n{% endfor %}\n"
+    policy = PolicyConfig(
+        tokenizer=TokenizerConfig(chat_template=template),
+        reward_model_cfg=RewardModelConfig(enabled=True),
+    )
+    text = to_yaml(RewardTrainingRun(policy=policy))
+    assert "    chat_template: |\n      {% for message in messages %}\n" in text
+    assert read_back(text).policy.tokenizer.chat_template == template

@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laurel.config.schema import DatasetConfig
+from laurel.data.preferences import hold_out, own_validation
+from laurel.errors import DataError
+from laurel.types import Message, Preference, group_of
+
+Loader = Callable[..., Any]
+
+
+def pair(prompt: Any = "q", chosen: Any = "yes", rejected: Any = "no", **more: Any) -> Any:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **more}
+
+
+def ranked(*ranks: int, texts: str = "abcdefgh", context: Any = "q") -> dict[str, Any]:
+    return {
+        "context": context,
+        "completions": [
+            {"rank": rank, "completion": text} for rank, text in zip(ranks, texts, strict=False)
+        ],
+    }
+
+
+def counts(report: Any) -> dict[str, int]:
+    return {reason: left_out.count for reason, left_out in report.dropped.items()}
+
+
+# ---------------------------------------------------------------------------------- what is kept
+
+
+def test_a_row_becomes_a_preference_with_its_source_and_a_unique_id(load: Loader) -> None:
+    preferences, report = load([pair("p"), pair("q")], dataset_name="BinaryPreferenceDataset")
+    first, second = preferences
+    assert first.group.prompt == (Message("user", "p"),)
+    assert [c.messages[0].content for c in first.group.completions_G] == ["yes", "no"]
+    assert first.ranks_G == (0, 1)
+    assert first.source == "rows.jsonl:1"
+    assert (first.group.id, second.group.id) == ("train:rows.jsonl:1", "train:rows.jsonl:2")
+    assert (report.name, report.dataset_class) == ("train", "BinaryPreferenceDataset")
+    assert (report.origin, report.num_read, report.num_kept) == ("rows.jsonl", 2, 2)
+    assert report.notes == []
+
+
+def test_other_keys_and_formats(load: Loader, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv.gz"
+    path.write_bytes(gzip.compress(b"ask,good,bad,gap\nq,yes,no,1.5\n"))
+    (preference,), _ = load(
+        path, prompt_key="ask", chosen_key="good", rejected_key="bad", margin_key="gap"
+    )
+    assert preference.margin == 1.5
+    assert preference.source == "rows.csv.gz:2"
+
+
+def test_ranked_rows_come_through_a_parquet_file(load: Loader, tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    said = {"role": "assistant", "content": "a"}
+    row = {
+        "context": [{"role": "user", "content": "q"}],
+        "completions": [
+            {"rank": 1, "completion": [said], "attributes": {"helpful": 2.0}},
+            {"rank": 0, "completion": [{**said, "content": "b"}], "attributes": {"helpful": None}},
+        ],
+    }
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    (preference,), report = load(path, attributes=("helpful",))
+    assert preference.ranks_G == (1, 0)
+    assert str(preference.attributes_GK) == "((2.0,), (nan,))"
+    assert report.dataset_class == "PreferenceDataset"
+
+
+def test_the_class_is_told_by_the_first_row_and_said(load: Loader) -> None:
+    _, report = load([ranked(0, 1)])
+    assert report.dataset_class == "PreferenceDataset"
+    assert report.notes == ["read as PreferenceDataset, told by: columns context and completions"]
+    transcript = "\n\nHuman: q\n\nAssistant: "
+    _, report = load([{"chosen": transcript + "a", "rejected": transcript + "b"}])
+    assert report.dataset_class == "BinaryPreferenceDataset"
+    assert "transcripts of Human and Assistant" in report.notes[0]
+
+
+def test_prompt_files_are_put_around_the_prompt(load: Loader, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("Q: {} {{A}}")
+    (tmp_path / "s.txt").write_text("be brief")
+    rows = [pair([{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]), pair("y")]
+    preferences, report = load(
+        rows,
+        prompt_file=str(tmp_path / "p.txt"),
+        system_prompt_file=str(tmp_path / "s.txt"),
+    )
+    assert preferences[1].group.prompt == (
+        Message("system", "be brief"),
+        Message("user", "Q: y {A}"),
+    )
+    assert [message.content for message in preferences[0].group.prompt] == [
+        "be brief", "s", "Q: x {A}",
+    ]  # fmt: skip
+    assert any(note.startswith("1 rows begin with a system message") for note in report.notes)
+
+
+def test_reading_stops_at_the_least_of_the_limits_counted_after_filtering(load: Loader) -> None:
+    rows = [pair("a"), pair("a"), pair("b"), pair("c")]
+    preferences, report = load(rows, max_samples=2)
+    assert [p.source for p in preferences] == ["rows.jsonl:1", "rows.jsonl:3"]
+    assert (report.num_read, report.num_kept) == (3, 2)
+    path = preferences[0].source and rows
+    limited, _ = load(path, max_samples=5, on_bad_row="skip")
+    assert len(limited) == 3
+
+
+def test_the_configurations_limit_counts_too(write_rows: Any) -> None:
+    from laurel.data.preferences import load_preferences
+
+    config = DatasetConfig(data_path=str(write_rows([pair("a"), pair("b")])), max_samples=1)
+    options: dict[str, Any] = {"ties": "drop", "duplicates": "drop", "on_bad_row": "error"}
+    assert len(load_preferences(config, name="v", **options)[0]) == 1
+    assert len(load_preferences(config, name="v", max_samples=2, **options)[0]) == 1
+
+
+# ---------------------------------------------------------------------------- what is left out
+
+
+def test_every_reason_is_counted_with_its_first_sources(load: Loader) -> None:
+    rows: list[Any] = [
+        pair("kept"),
+        pair(" \n"),  # 2: empty prompt
+        pair("q", "", "no"),  # 3: empty answer
+        pair([]),  # 4: no prompt at all
+        pair("q", "same", "same"),  # 5: identical
+        pair("kept"),  # 6: duplicate
+        {"prompt": "q", "chosen": "a"},  # 7: malformed
+        ["no", "object"],  # 8: malformed
+        pair("q", 7),  # 9: malformed
+        pair("q", None),  # 10: malformed
+        pair([{"role": "system", "content": "only"}]),  # 11: nobody asks
+    ]
+    preferences, report = load(rows, on_bad_row="skip")
+    assert [p.source for p in preferences] == ["rows.jsonl:1"]
+    assert counts(report) == {"empty": 4, "identical sides": 1, "duplicate": 1, "malformed": 4}
+    assert report.dropped["empty"].examples == [f"rows.jsonl:{line}" for line in (2, 3, 4)]
+    assert dict(report.dropped["malformed"].kinds) == {
+        "missing key 'rejected'": 1,
+        "not an object": 1,
+        "'chosen' is not text or messages": 1,
+        "'chosen' is null": 1,
+    }
+    assert (report.num_read, report.num_kept) == (11, 1)
+
+
+def test_a_malformed_row_stops_the_load_with_its_place(load: Loader, write_rows: Any) -> None:
+    path = write_rows([pair(), {"prompt": "q", "chosen": "a"}])
+    with pytest.raises(DataError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:2: the row has no 'rejected'; its keys are: prompt, chosen")
+    assert "Set data.rejected_key" in message
+    assert "data.on_bad_row=skip" in message
+
+
+def test_a_malformed_line_stops_the_load_or_is_counted(load: Loader, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(pair()) + "\n{broken\n")
+    with pytest.raises(DataError, match=re.escape(f"{path}:2: column 2: not JSON")):
+        load(path)
+    _, report = load(path, on_bad_row="skip")
+    assert counts(report) == {"malformed": 1}
+    assert report.dropped["malformed"].examples == ["rows.jsonl:2"]
+
+
+def test_only_a_row_whose_completions_all_share_a_rank_is_a_tie(load: Loader) -> None:
+    rows = [ranked(0, 0), ranked(0, 0, 1), ranked(1, 1, 1), ranked(1, 0)]
+    preferences, report = load(rows)
+    assert [p.ranks_G for p in preferences] == [(0, 0, 1), (1, 0)]
+    assert counts(report) == {"tie": 2}
+    kept, report = load(rows, ties="keep")
+    assert [p.ranks_G for p in kept] == [(0, 0), (0, 0, 1), (1, 1, 1), (1, 0)]
+    assert counts(report) == {}
+
+
+def test_a_tie_can_be_an_error_that_says_what_to_do(load: Loader, write_rows: Any) -> None:
+    path = write_rows([ranked(0, 1), ranked(2, 2)])
+    with pytest.raises(DataError) as caught:
+        load(path, ties="error")
+    message = str(caught.value)
+    assert message.startswith(f"{path}:2: all 2 completions share rank 2 (a tie)")
+    assert "data.ties=drop" in message
+    assert "davidson or rao_kupper" in message
+
+
+def test_helpsteer3_ties_are_real_ties(load: Loader) -> None:
+    row = {"context": "q", "response1": "a", "response2": "b", "overall_preference": 0}
+    other = {**row, "overall_preference": -2}
+    preferences, report = load([row, other], dataset_name="HelpSteer3", ties="keep")
+    assert [(p.ranks_G, p.margin) for p in preferences] == [((0, 0), 0.0), ((0, 1), 2.0)]
+    assert preferences[0].has_tie
+    _, report = load([row, other], dataset_name="HelpSteer3")
+    assert counts(report) == {"tie": 1}
+
+
+def test_duplicates_say_exactly_the_same_in_whatever_order(load: Loader) -> None:
+    rows = [
+        ranked(0, 1, texts="ab"),
+        ranked(0, 1, texts="ab"),  # the same
+        ranked(1, 0, texts="ba"),  # the same, told the other way round
+        ranked(0, 2, texts="ab"),  # another rank
+        ranked(0, 1, texts="ac"),  # another answer
+        ranked(0, 1, texts="ab", context="r"),  # another prompt
+        {**ranked(0, 1, texts="ab"), "margin": 2},  # another margin
+    ]
+    preferences, report = load(rows)
+    assert [p.source for p in preferences] == [f"rows.jsonl:{line}" for line in (1, 4, 5, 6, 7)]
+    assert report.dropped["duplicate"].examples == ["rows.jsonl:2", "rows.jsonl:3"]
+    everything, report = load(rows, duplicates="keep")
+    assert len(everything) == 7
+    assert counts(report) == {}
+
+
+def test_rows_that_contradict_an_earlier_one_are_kept_and_noted(load: Loader) -> None:
+    rows = [pair("q", "a", "b"), pair("q", "b", "a"), pair("r", "b", "a"), ranked(1, 1, 0)]
+    preferences, report = load(rows[:3])
+    assert len(preferences) == 3
+    assert report.notes[1:] == [
+        "1 rows prefer what an earlier row with the same prompt and answers did not"
+    ]
+    _, report = load([ranked(0, 1, 1), ranked(1, 1, 0), ranked(1, 0, 1)], duplicates="keep")
+    assert any(note.startswith("2 rows prefer") for note in report.notes)
+
+
+def test_a_negative_margin_is_noted(load: Loader) -> None:
+    rows = [pair("q", better=1, worse=3), pair("r", better=2, worse=1)]
+    preferences, report = load(rows, margin_key="better-worse")
+    assert [p.margin for p in preferences] == [-2.0, 1.0]
+    assert "1 rows have a margin below 0" in report.notes
+
+
+def test_rows_without_a_wanted_rating_are_left_out(load: Loader) -> None:
+    def rated(text: str, **ratings: Any) -> dict[str, Any]:
+        return {"context": "q", "completions": [{"completion": text, "attributes": ratings}]}
+
+    rows = [rated("a", helpful=3), rated("b"), rated("c", helpful=None, clear=1)]
+    preferences, report = load(rows, attributes=("helpful", "correct"), ties="keep")
+    assert [p.source for p in preferences] == ["rows.jsonl:1"]
+    assert counts(report) == {"no rating": 2}
+    assert "no row rates correct" in report.notes
+    dropping, _ = load(rows, attributes=("helpful",), ties="drop")  # one completion is no tie
+    assert len(dropping) == 1
+
+
+def test_nothing_left_is_an_error_with_the_counts(load: Loader) -> None:
+    rows = [pair("q", "a", "a"), pair("q", "b", "b"), {"prompt": "q"}]
+    with pytest.raises(DataError) as caught:
+        load(rows, on_bad_row="skip", dataset_name="BinaryPreferenceDataset")
+    assert str(caught.value) == (
+        "data set 'train' (rows.jsonl): nothing is left of 3 rows. Left out: 2 identical sides "
+        "(e.g. rows.jsonl:1), 1 malformed (e.g. rows.jsonl:3: missing key 'chosen')"
+    )
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def test_unknown_names_list_the_known_ones_and_the_nearest(load: Loader) -> None:
+    with pytest.raises(DataError) as caught:
+        load([pair()], dataset_name="BinaryPreferencesDataset")
+    assert "Did you mean BinaryPreferenceDataset?" in str(caught.value)
+    assert "HelpSteer3, Tulu3Preference, PreferenceDataset" in str(caught.value)
+    with pytest.raises(DataError, match="Did you mean HelpSteer3"):
+        load([pair()], dataset_name="helpsteer")
+
+
+@pytest.mark.parametrize("name", [None, "PreferenceDataset"])
+def test_a_class_without_a_data_set_of_its_own_needs_a_path(load: Loader, name: Any) -> None:
+    with pytest.raises(DataError, match=r"data\.train_data_path"):
+        load(None, dataset_name=name)
+
+
+def test_only_helpsteer3_on_the_hub_brings_its_own_validation_set() -> None:
+    assert own_validation(DatasetConfig(dataset_name="HelpSteer3")) == DatasetConfig(
+        dataset_name="HelpSteer3", split="validation"
+    )
+    for config in (
+        DatasetConfig(dataset_name="HelpSteer3", data_path="here.jsonl"),
+        DatasetConfig(dataset_name="Tulu3Preference"),
+        DatasetConfig(data_path="here.jsonl"),
+    ):
+        assert own_validation(config) is None
+
+
+# --------------------------------------------------------------------------------- holding out
+
+
+def preference(prompt: str, index: int) -> Preference:
+    asked = (Message("user", prompt),)
+    return Preference(
+        group=group_of(asked, ["yes", "no"], group_id=f"{index}"), ranks_G=(0, 1), source=f"{index}"
+    )
+
+
+PROMPTS = st.lists(st.sampled_from("abcdefghijkl"), min_size=2, max_size=40).filter(
+    lambda prompts: len(set(prompts)) > 1
+)
+SHARES = st.floats(min_value=0.01, max_value=0.99)
+
+
+@given(prompts=PROMPTS, share=SHARES, seed=st.integers(-(2**40), 2**40), shuffle=st.randoms())
+def test_holding_out_splits_by_prompt_and_depends_on_nothing_else(
+    prompts: list[str], share: float, seed: int, shuffle: Any
+) -> None:
+    preferences = [preference(prompt, index) for index, prompt in enumerate(prompts)]
+    train, validation = hold_out(preferences, share=share, seed=seed)
+    assert train
+    assert validation
+    assert sorted(train + validation, key=preferences.index) == preferences
+    assert train == [p for p in preferences if p not in validation]  # the order is kept
+    asked_train, asked_validation = ({p.group.prompt for p in side} for side in (train, validation))
+    assert not asked_train & asked_validation
+
+    mixed = list(preferences)
+    shuffle.shuffle(mixed)
+    again = hold_out(mixed, share=share, seed=seed)
+    assert {p.source for p in again[1]} == {p.source for p in validation}
+
+
+@given(share=SHARES, seed=st.integers(0, 1000))
+def test_of_different_prompts_the_share_is_held_out(share: float, seed: int) -> None:
+    preferences = [preference(f"prompt {index}", index) for index in range(100)]
+    _, validation = hold_out(preferences, share=share, seed=seed)
+    assert abs(len(validation) - 100 * share) <= 1
+
+
+def test_a_large_prompt_is_not_held_out_for_a_small_share() -> None:
+    preferences = [preference("large", index) for index in range(90)]
+    preferences += [preference(f"small {index}", index) for index in range(10)]
+    for seed in range(20):
+        _, validation = hold_out(preferences, share=0.05, seed=seed)
+        assert len(validation) == 5
+
+
+def test_other_seeds_hold_out_other_rows() -> None:
+    preferences = [preference(f"prompt {index}", index) for index in range(50)]
+    held = {
+        tuple(p.source for p in hold_out(preferences, share=0.2, seed=seed)[1]) for seed in range(5)
+    }
+    assert len(held) == 5
+
+
+def test_one_prompt_cannot_be_split() -> None:
+    with pytest.raises(DataError, match=r"data\.split_validation_size=0\.1: 3 rows with 1 diff"):
+        hold_out([preference("same", index) for index in range(3)], share=0.1, seed=0)

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+
+from laurel.data.report import DataReport, LengthSummary, fingerprint
+from laurel.types import Message, Preference, group_of
+
+
+def preference(prompt: str, *answers: str, ranks: tuple[int, ...] = (0, 1)) -> Preference:
+    group = group_of((Message("user", prompt),), answers, group_id="")
+    return Preference(group=group, ranks_G=ranks, source=f"r.jsonl:{len(prompt)}")
+
+
+def report_of(*preferences: Preference, name: str = "train") -> DataReport:
+    report = DataReport(
+        name=name, dataset_class="PreferenceDataset", origin="r.jsonl", num_read=len(preferences)
+    )
+    report.describe(preferences)
+    return report
+
+
+def shown(report: DataReport, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(report.render())
+    return console.export_text()
+
+
+def test_lengths_are_summed_up_by_hand() -> None:
+    summary = LengthSummary.of([1, 2, 3, 4, 100])
+    # 95 % of the way from index 0 to index 4 is index 3.8: 4 + 0.8 * 96
+    assert summary == LengthSummary(minimum=1, median=3.0, mean=22.0, p95=80.8, maximum=100)
+    assert LengthSummary.of([]) is None
+
+
+def test_the_longer_answer_wins_in_a_share_of_the_decided_pairs() -> None:
+    report = report_of(
+        preference("q", "long answer", "short"),  # longer wins: 1
+        preference("q", "a", "bb"),  # shorter wins: 0
+        preference("r", "a", "b"),  # one length: 1/2
+        preference("s", "aaa", "bb", ranks=(4, 4)),  # a tie: no pair to count
+        preference("t", "aaa", "bb", "c", ranks=(1, 0, 1)),  # b over a: 0, b over c: 1
+    )
+    assert report.longer_wins_share == pytest.approx((1 + 0 + 0.5 + 0 + 1) / 5)
+    # pairs: 1 + 1 + 1 + 1 + 3; ties: the fourth row's, and a with c in the fifth
+    assert report.tied_pairs_share == pytest.approx(2 / 7)
+    assert report.num_prompts == 4
+    assert report.to_dict()["completions_per_prompt"] == {"2": 4, "3": 1}
+
+
+def test_lengths_are_of_whole_conversations() -> None:
+    report = report_of(preference("four", "12345", "1"))
+    assert report.characters == LengthSummary(minimum=5, median=7.0, mean=7.0, p95=8.8, maximum=9)
+    assert report.tokens is None
+    report.set_lengths([3, 5])
+    assert report.tokens is not None
+    assert (report.tokens.minimum, report.tokens.maximum) == (3, 5)
+
+
+def test_rows_left_out_are_counted_and_the_rest_adds_up() -> None:
+    kept = [preference("q", "a", "b")]
+    report = report_of(*kept, *(preference("q" * n, "a", "b") for n in range(2, 7)))
+    for line in range(2, 7):
+        report.drop("over-long", f"r.jsonl:{line}", kind="prompt" if line > 4 else "")
+    report.describe(kept)
+    assert (report.num_read, report.num_kept, report.num_dropped) == (6, 1, 5)
+    left_out = report.dropped["over-long"]
+    assert left_out.examples == ["r.jsonl:2", "r.jsonl:3", "r.jsonl:4"]
+    assert dict(left_out.kinds) == {"prompt": 2}
+    assert report.num_prompts == 1
+
+
+def test_a_report_without_pairs_has_no_shares() -> None:
+    report = report_of()
+    assert report.longer_wins_share is None
+    assert report.tied_pairs_share is None
+    assert "rows kept" in shown(report)
+
+
+def test_merging_adds_everything_up() -> None:
+    first = report_of(preference("q", "aa", "b"))
+    second = report_of(preference("q", "a", "bb"), preference("r", "a", "b", "c", ranks=(0, 0, 0)))
+    second.origin = "s.jsonl"
+    second.notes.append("odd")
+    for report, line in ((first, 7), (second, 8)):
+        report.num_read += 1
+        report.drop("tie", f"{report.origin}:{line}")
+        report.set_lengths([line])
+    second.num_truncated = 2
+    merged = DataReport.merge([first, second], name="both")
+    assert (merged.num_read, merged.num_kept, merged.num_truncated) == (5, 3, 2)
+    assert merged.dropped["tie"].examples == ["r.jsonl:7", "s.jsonl:8"]
+    assert merged.origin == "r.jsonl, s.jsonl"
+    assert merged.dataset_class == "PreferenceDataset"
+    assert merged.notes == ["s.jsonl: odd"]
+    assert merged.num_prompts == 2
+    assert merged.longer_wins_share == 0.5
+    assert merged.tied_pairs_share == pytest.approx(3 / 5)
+    assert merged.tokens is not None
+    assert (merged.tokens.minimum, merged.tokens.maximum) == (7, 8)
+    assert first.dropped["tie"].count == 1  # the parts stay as they were
+
+
+def test_held_out_rows_leave_one_report_for_another() -> None:
+    rows = [preference("q", "a", "b"), preference("rr", "aa", "b")]
+    train = report_of(*rows)
+    validation = train.move_out(kept=rows[:1], held_out=rows[1:], name="validation")
+    assert (train.num_read, train.num_kept) == (2, 1)
+    assert train.dropped["held out"].examples == ["r.jsonl:2"]
+    assert (validation.name, validation.num_read, validation.num_kept) == ("validation", 1, 1)
+    assert validation.longer_wins_share == 1.0
+    assert train.longer_wins_share == 0.5
+
+
+def test_the_report_is_plain_json() -> None:
+    report = report_of(preference("q", "a", "b"))
+    report.drop("malformed", "r.jsonl:2", kind="not JSON")
+    report.num_read += 1
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["rows_read"] == 2
+    assert plain["rows_kept"] == 1
+    assert plain["rows_left_out"] == {
+        "malformed": {"count": 1, "examples": ["r.jsonl:2"], "kinds": {"not JSON": 1}}
+    }
+    assert plain["lengths"]["characters"]["max"] == 2
+    assert plain["longer_wins_share"] == 0.5
+
+
+def test_the_table_fits_eighty_columns_and_says_what_happened() -> None:
+    report = report_of(*(preference("q" * n, "a" * 900, "b") for n in range(1, 9)))
+    report.origin = "a_rather_long_name_of_a_file_" * 4 + ".jsonl"
+    for place in range(5):
+        report.drop(
+            "duplicate", f"{report.origin}[{place}]", kind="a kind [bold] that is long " * 5
+        )
+    report.notes.append("a note that goes on for much longer than a line of the terminal " * 2)
+    report.set_lengths([12] * 16)
+    report.num_truncated = 3
+    for width in (80, 200):
+        text = shown(report, width=width)
+        body = text.split("\n", 2)[2] if width > 80 else text
+        assert max(len(line) for line in body.splitlines()) <= 80
+        for part in ("Data 'train'", "duplicate", "100.0% of 8 pairs", "3 of 16", "[bold]", "[0]"):
+            assert part in text
+
+
+def test_sources_of_the_reports_own_file_are_shown_as_lines() -> None:
+    report = report_of(preference("q", "a", "b"))
+    for line in (4, 5, 6, 7):
+        report.drop("tie", f"r.jsonl:{line}")
+    assert "4  (lines 4, 5, 6, ...)" in shown(report)
+
+
+def test_fingerprints_tell_roles_and_turns_apart() -> None:
+    same = fingerprint((Message("user", "ab"), Message("assistant", "c")))
+    assert same == fingerprint((Message("user", "ab"), Message("assistant", "c")))
+    others = [
+        (Message("user", "a"), Message("assistant", "bc")),
+        (Message("assistant", "ab"), Message("user", "c")),
+        (Message("user", "ab"),),
+        (Message("user", "ab4,1:user"), Message("assistant", "c")),
+        (),
+    ]
+    assert len({same, *map(fingerprint, others)}) == 6

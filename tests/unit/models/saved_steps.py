@@ -1,0 +1,27 @@
+"""Small checkpoints for the tests of the store."""
+
+from laurel.models.checkpoint import CheckpointStore
+
+FILES = {"model.safetensors": b"weights of ", "policy/tokenizer.json": b"words of "}
+
+
+def writer(step, files=None):
+    def write(directory):
+        for name, content in (files or FILES).items():
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content + str(step).encode())
+
+    return write
+
+
+def save_all(root, metrics, **options):
+    """Save a step for each entry; returns the root."""
+    with CheckpointStore(root, **options) as store:
+        for step, metric in metrics.items():
+            store.save(step, writer(step), metric=metric, info={"total_steps": step})
+    return root
+
+
+def hidden(root):
+    return sorted(path.name for path in root.iterdir() if path.name.startswith("."))
