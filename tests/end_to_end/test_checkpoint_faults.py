@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_writer import NAMES, content, writer
 from safetensors.numpy import save_file
 
+import checkpoint_writer
+from checkpoint_writer import NAMES, content, writer
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint import CheckpointStore, read_training_info, verify
 
-PROGRAM = Path(__file__).with_name("checkpoint_writer.py")
+PROGRAM = Path(checkpoint_writer.__file__)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from laurel.algorithms.pairs import PairIndex, pairs_of
 from laurel.config.reward_training import LossConfig
-from laurel.errors import ConfigError, DataError
+from laurel.errors import DataError
 from laurel.types import Preference
 
 # -------------------------------------------------------------------------------- pure functions
@@ -200,20 +200,11 @@ class RewardLoss:
     A group of more than two completions is all its pairs, and weighs 1 like any other. Its margin
     belongs to best against worst; a pair in between asks for its share, by levels of rank. Ties
     inside a group teach `davidson` and `rao_kupper` and are left out by the others.
-
-    Raises:
-        ConfigError: a setting has no meaning for the type of loss.
     """
 
     def __init__(
         self, config: LossConfig, *, reward_weights_K: Sequence[float] | None = None
     ) -> None:
-        for key, types in _SETTINGS.items():
-            if getattr(config, key) and config.type not in types:
-                raise ConfigError(
-                    f"rm.loss.{key} has no meaning for rm.loss.type={config.type}; "
-                    f"remove it, or choose a type that uses it: {', '.join(types)}"
-                )
         self._config = config
         self._reward_weights_K = reward_weights_K
 
@@ -360,12 +351,6 @@ class RewardLoss:
 
 
 _PAIRWISE = ("bradley_terry", "davidson", "rao_kupper")
-_SETTINGS = {
-    "use_margin": _PAIRWISE,
-    "label_smoothing": _PAIRWISE,
-    "center_rewards_coefficient": (*_PAIRWISE, "plackett_luce"),
-}
-"""Which types of loss a setting means something to."""
 
 
 def _is_rated(ratings_K: Sequence[float]) -> bool:

@@ -34,6 +34,22 @@ class LossConfig(Section):
     tie_parameter: float = Field(default=1.0, gt=0.0)
     """How ready the model is to call a tie. Davidson: nu > 0. Rao-Kupper: theta = 1 + this."""
 
+    @model_validator(mode="after")
+    def _settings_mean_something(self) -> LossConfig:
+        pairwise = ("bradley_terry", "davidson", "rao_kupper")
+        meaningful = {
+            "use_margin": pairwise,
+            "label_smoothing": pairwise,
+            "center_rewards_coefficient": (*pairwise, "plackett_luce"),
+        }
+        for key, types in meaningful.items():
+            if getattr(self, key) and self.type not in types:
+                raise ValueError(
+                    f"{key} has no meaning for type={self.type}; remove it, or choose a type that "
+                    f"uses it: {', '.join(types)}"
+                )
+        return self
+
     @property
     def uses_ties(self) -> bool:
         """Whether a row whose completions all share one rank teaches this loss anything."""

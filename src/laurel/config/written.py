@@ -32,7 +32,6 @@ _LINE_BREAKS_YAML_CHANGES = re.compile("[\x85\u2028\u2029]")
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     """Templates and other long text as blocks that can be read."""
-    text = escaped(text) if "${" in text else text
     style = "|" if "\n" in text else None
     if _LINE_BREAKS_YAML_CHANGES.search(text):
         style = '"'
@@ -69,7 +68,7 @@ def _lines(
         value = getattr(section, name)
         if describe:
             about = field.description or ""
-            if isinstance(value, Section) and about == "See there.":
+            if isinstance(value, Section) and about in ("", "See there."):
                 about = type(value).__doc__ or ""
             yield from _comment(about, margin)
         inner = ""
@@ -106,7 +105,7 @@ def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
         return {key: _as_plain(item, repeatable) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_as_plain(item, repeatable) for item in value]
-    return value
+    return escaped(value) if isinstance(value, str) else value
 
 
 def _repeatable(schema: type[Section]) -> set[type[Section]]:

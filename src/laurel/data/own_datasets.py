@@ -102,9 +102,10 @@ def _imported(path: str) -> Any:
     # As with `python -m`, a module in the working directory can be named.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
-    module_path, _, tail = path.partition(":")
-    names = [*module_path.split("."), *tail.split(".")] if tail else module_path.split(".")
-    longest = len(module_path.split(".")) if tail else len(names) - 1
+    module_path, colon, tail = path.partition(":")
+    names = module_path.split(".")
+    longest = len(names) if colon else len(names) - 1
+    names += tail.split(".") if tail else []
     for length in range(longest, 0, -1):
         module_name = ".".join(names[:length])
         try:

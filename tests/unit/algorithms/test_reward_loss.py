@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from laurel.algorithms.losses import RewardLoss
 from laurel.config.reward_training import LossConfig
-from laurel.errors import ConfigError, DataError
+from laurel.errors import DataError
 from laurel.types import Preference, group_of
 
 LN = math.log
@@ -190,11 +191,12 @@ def test_centering_reaches_ties_where_they_are_learned() -> None:
 def test_a_setting_without_meaning_is_refused(
     kind: str, setting: dict[str, Any], choices: str
 ) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ValidationError) as error:
         loss_of(type=kind, **setting)
     (key,) = setting
-    assert f"rm.loss.{key} has no meaning for rm.loss.type={kind}" in str(error.value)
-    assert str(error.value).endswith(choices)
+    (problem,) = error.value.errors()
+    assert f"{key} has no meaning for type={kind}" in problem["msg"]
+    assert problem["msg"].endswith(choices)
 
 
 def test_a_soft_label_that_cannot_be_used_is_refused_with_its_place() -> None:

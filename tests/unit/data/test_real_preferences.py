@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ def test_ukp_is_read_quickly_and_its_longer_arguments_win(load: Loader, real_dat
     assert report.longer_wins_share == pytest.approx(0.81, abs=0.01)
 
     kept, held_out = hold_out(train, share=0.1, seed=42)
-    assert len(held_out) == pytest.approx(859, abs=200)  # whole prompts of about 350 rows
+    largest = max(Counter(p.group.prompt for p in train).values())
+    assert abs(len(held_out) - 858.9) <= largest / 2  # prompts are held out whole
     assert {p.group.prompt for p in kept}.isdisjoint(p.group.prompt for p in held_out)
 
 
