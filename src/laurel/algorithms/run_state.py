@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from laurel.algorithms.learner import Learner
+from laurel.config.reward_training import RewardTrainingRun
 from laurel.errors import CheckpointError
 from laurel.models.export import model_card, save_reward_model
 from laurel.models.reward_model import RewardModel
@@ -21,7 +22,8 @@ from laurel.types import Group, PreferenceSample
 
 TRAINING = "training"
 """Directory inside a checkpoint for what only resuming needs."""
-RUN_DIR = "run_dir.txt"
+RUN = "run.json"
+"""In there: where the run logs, and the settings that make it this run."""
 CONFIG = "config.yaml"
 NUM_REFERENCE_GROUPS = 64
 """Training groups that the reference statistics fall back to without a validation set."""
@@ -37,11 +39,16 @@ class Position:
     """Steps in a row that were not applied."""
     validated_at: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The latest of every metric a checkpoint can be chosen by."""
+    """What was measured of the weights of this very step. Nothing older: an old figure would make
+    weights the best that nobody has measured, or that gave no finite figure."""
 
-    def moved(self, *, metrics: Mapping[str, float], **changes: Any) -> Position:
-        """The position after something happened; metrics are added to those there."""
-        return replace(self, metrics={**self.metrics, **metrics}, **changes)
+    def stepped(self, *, bad_steps: int, metrics: Mapping[str, float]) -> Position:
+        """The position one step on."""
+        return replace(self, step=self.step + 1, bad_steps=bad_steps, metrics=metrics)
+
+    def validated(self, metrics: Mapping[str, float]) -> Position:
+        """The same position with the figures of a validation."""
+        return replace(self, validated_at=self.step, metrics={**self.metrics, **metrics})
 
 
 class RunState:
@@ -68,7 +75,7 @@ class RunState:
             contract: The contract it scores by.
             train: The training set.
             golden: Groups whose scores are kept in the contract.
-            identity: Settings that must be the same when the run goes on.
+            identity: See `settings_of`.
             config_yaml: The resolved configuration.
             card: `base_model`, `data` and `settings` of the model card.
             run_dir: Where this run logs.
@@ -85,21 +92,22 @@ class RunState:
         self._card = card
         self._save_optimizer = save_optimizer
         self._batch_tokens = batch_tokens
-        self._reference: list[float] = []
+        self._reference: tuple[int, list[float]] = (-1, [])
 
-    def remember_reference(self, scores_BG: Sequence[Sequence[float]]) -> None:
-        """Scores that the mean and standard deviation of the next checkpoint are of."""
-        self._reference = [score for scores_G in scores_BG for score in scores_G]
+    def remember_reference(self, scores_BG: Sequence[Sequence[float]], *, step: int) -> None:
+        """Scores that the mean and standard deviation of the checkpoint of this step are of."""
+        self._reference = (step, [score for scores_G in scores_BG for score in scores_G])
 
     def write(self, directory: Path, learner: Learner, position: Position) -> None:
         """Fill a checkpoint directory: a Hugging Face model, and the state to go on."""
-        contract = self._signed_contract()
+        contract = self._signed_contract(position.step)
         card = model_card(metrics=position.metrics, contract=contract, **self._card)
         save_reward_model(directory, self.model, contract, card=card)
         (directory / CONFIG).write_text(self._config_yaml, encoding="utf-8")
         if self._save_optimizer:
             (directory / TRAINING).mkdir()
-            (directory / TRAINING / RUN_DIR).write_text(str(self.run_dir), encoding="utf-8")
+            run = {"run_dir": str(self.run_dir), "identity": self.identity}
+            (directory / TRAINING / RUN).write_text(json.dumps(run, indent=1), encoding="utf-8")
             save_training_state(
                 directory / TRAINING,
                 optimizer=learner.optimizer,
@@ -109,7 +117,6 @@ class RunState:
                     "bad_steps": position.bad_steps,
                     "validated_at": position.validated_at,
                     "metrics": dict(position.metrics),
-                    "identity": self.identity,
                 },
             )
 
@@ -119,26 +126,10 @@ class RunState:
         Raises:
             CheckpointError: The checkpoint is of another run, or cannot be resumed.
         """
-        if not (directory / TRAINING).is_dir():
-            raise CheckpointError(
-                f"{directory} was saved without its optimizer (checkpointing.save_optimizer=false) "
-                "and cannot be resumed; start from its weights with policy.model_name, in another "
-                "checkpoint_dir"
-            )
+        check_same_run(directory, self.identity)
         extra = load_training_state(
             directory / TRAINING, optimizer=learner.optimizer, scheduler=learner.scheduler
         )
-        saved = extra["identity"]
-        changed = [
-            f"{name}: {saved.get(name)!r} then, {value!r} now"
-            for name, value in self.identity.items()
-            if saved.get(name) != value
-        ]
-        if changed:
-            raise CheckpointError(
-                f"{directory} is of another run ({'; '.join(changed)}). Give this run another "
-                "checkpointing.checkpoint_dir, or restore what changed."
-            )
         return Position(
             step=extra["step"],
             bad_steps=extra["bad_steps"],
@@ -146,9 +137,11 @@ class RunState:
             metrics=extra["metrics"],
         )
 
-    def _signed_contract(self) -> ScoringContract:
+    def _signed_contract(self, step: int) -> ScoringContract:
         """The contract with reference statistics and golden scores of the weights as they are."""
-        scores = self._reference or self._score_some_training_groups()
+        measured_at, scores = self._reference
+        if measured_at != step or not scores:
+            scores = self._score_some_training_groups()
         return self.contract.with_rules(
             mean=statistics.fmean(scores) if scores else None,
             std=statistics.pstdev(scores) if scores else None,
@@ -167,11 +160,76 @@ class RunState:
         return [self.contract.scalar(row) for row in values_NK.tolist()]
 
 
+def settings_of(config: RewardTrainingRun) -> dict[str, object]:
+    """What must be the same when a run goes on, by dotted name, or it would be another run.
+
+    Besides what makes the arithmetic, this holds what a checkpoint brings with it (tokenizer,
+    learning rate): a change of that would have no effect and must not pass in silence.
+    """
+    policy, data = config.policy, config.data
+    settings = {
+        "rm": config.rm.model_dump(mode="json", include={"seed", "loss"}),
+        "policy": policy.model_dump(
+            mode="json",
+            include={
+                "model_name", "scratch", "hf_config_overrides", "tokenizer", "reward_model_cfg",
+                "train_global_batch_size", "precision", "optimizer", "scheduler",
+            },
+        )
+        | {"dtensor_cfg": {"lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}},
+        "data": data.model_dump(mode="json", include={"shuffle", "truncation_side"})
+        | {"max_input_seq_length": data.max_input_seq_length or policy.max_total_sequence_length},
+    }  # fmt: skip
+    return dict(_leaves("", settings))
+
+
+def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
+    """Refuse to go on from the checkpoint of a run whose settings were others.
+
+    Args:
+        directory: The checkpoint.
+        identity: Some or all of the settings that must be the same.
+
+    Raises:
+        CheckpointError: It is of another run, or cannot be resumed.
+    """
+    path = directory / TRAINING / RUN
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"{directory} was saved without its optimizer (checkpointing.save_optimizer=false) "
+            "and cannot be resumed; start from its weights with policy.model_name, in another "
+            "checkpoint_dir"
+        )
+    try:
+        saved = json.loads(path.read_bytes())["identity"]
+        names = [name for name in {**saved, **identity} if name in identity or "." in name]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    changed = [
+        f"{name}: {saved.get(name)!r} then, {identity.get(name)!r} now"
+        for name in names
+        if saved.get(name) != identity.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{directory} is of another run ({'; '.join(changed)}). Give this run another "
+            "checkpointing.checkpoint_dir, or restore what changed."
+        )
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}" if name else str(key), inner)
+    else:
+        yield name, value
+
+
 def read_run_dir(directory: Path) -> Path | None:
     """Where the run that saved a checkpoint logged, if that still exists."""
     try:
-        found = Path((directory / TRAINING / RUN_DIR).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = Path(json.loads((directory / TRAINING / RUN).read_bytes())["run_dir"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if found.is_dir() else None
 

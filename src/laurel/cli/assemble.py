@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 ENCODE_AT_ONCE = 512
 
 
-@dataclass(slots=True, kw_only=True)
-class PreferenceData:
-    """The judged groups of a run, before they are tokens."""
-
-    train: list[Preference]
-    validation: dict[str, list[Preference]]
-    reports: dict[str, DataReport]
-
-
 def train_reward_model(
     config: RewardTrainingRun, *, console: Console, warnings: Sequence[str] = ()
 ) -> Outcome:
@@ -77,7 +68,7 @@ def check_early(config: RewardTrainingRun) -> Selection:
                 "that holds a Hugging Face model, or a model on the hub"
             )
     sets = list(config.data.validation_sets())
-    if not sets and (config.data.split_validation_size or _own_validation(config)):
+    if not sets and (config.data.split_validation_size or own_validation_of(config)):
         sets = ["default"]
     return select_by(
         config.checkpointing.metric_name,
@@ -120,118 +111,6 @@ def _open_store(
     return newest.path, store
 
 
-# ------------------------------------------------------------------------------------------ data
-
-
-def load_data(config: RewardTrainingRun) -> PreferenceData:
-    """Read every data set of the run.
-
-    Raises:
-        DataError: A file, a row, or nothing left.
-    """
-    data = config.data
-    train: list[Preference] = []
-    reports: list[DataReport] = []
-    sets = data.train_sets()
-    for index, dataset in enumerate(sets):
-        name = "train" if len(sets) == 1 else f"train-{index + 1}"
-        preferences, report = _load(config, dataset, name, data.max_samples)
-        train += preferences
-        reports.append(report)
-    train = train[: data.max_samples]
-    loaded = PreferenceData(train=train, validation={}, reports={})
-    loaded.reports["train"] = reports[0] if len(reports) == 1 else DataReport.merge(
-        reports, name="train"
-    )  # fmt: skip
-    for name, dataset in data.validation_sets().items():
-        loaded.validation[name], loaded.reports[f"validation-{name}"] = _load(
-            config, dataset, f"validation-{name}", None
-        )
-    if loaded.validation:
-        return loaded
-    own = _own_validation(config)
-    if data.split_validation_size:
-        loaded.train, held = hold_out(train, share=data.split_validation_size, seed=config.rm.seed)
-        loaded.validation["default"] = held
-        loaded.reports["validation-default"] = loaded.reports["train"].move_out(
-            kept=loaded.train, held_out=held, name="validation-default"
-        )
-    elif own is not None:
-        loaded.validation["default"], loaded.reports["validation-default"] = _load(
-            config, own, "validation-default", None
-        )
-    return loaded
-
-
-def _own_validation(config: RewardTrainingRun) -> DatasetConfig | None:
-    sets = config.data.train_sets()
-    return own_validation(sets[0]) if len(sets) == 1 else None
-
-
-def _load(
-    config: RewardTrainingRun, dataset: DatasetConfig, name: str, max_samples: int | None
-) -> tuple[list[Preference], DataReport]:
-    return load_preferences(
-        dataset,
-        name=name,
-        ties="keep" if config.rm.loss.uses_ties else config.data.ties,
-        duplicates=config.data.duplicates,
-        on_bad_row=config.data.on_bad_row,
-        attributes=config.policy.reward_model_cfg.attributes,
-        max_samples=max_samples,
-    )
-
-
-def texts_of(preferences: Sequence[Preference]) -> Iterator[str]:
-    """Every text of judged groups, prompts and completions."""
-    for preference in preferences:
-        yield from (message.content for message in preference.group.prompt)
-        for completion in preference.group.completions_G:
-            yield from (message.content for message in completion.messages)
-
-
-def tokenise(
-    preferences: Sequence[Preference],
-    contract: ScoringContract,
-    report: DataReport,
-    *,
-    overlong: str,
-    console: Console,
-) -> list[PreferenceSample]:
-    """Judged groups as tokens; what is too long is cut or left out, and counted in the report."""
-    from laurel.types import PreferenceSample
-
-    samples: list[PreferenceSample] = []
-    with console.status(f"tokenising {report.name}") as status:
-        for first in range(0, len(preferences), ENCODE_AT_ONCE):
-            part = preferences[first : first + ENCODE_AT_ONCE]
-            tokens = contract.encode(
-                [preference.group for preference in part],
-                sources=[preference.source for preference in part],
-            )
-            samples += [
-                PreferenceSample(preference=preference, tokens=group)
-                for preference, group in zip(part, tokens, strict=True)
-            ]
-            status.update(f"tokenising {report.name}: {len(samples)} of {len(preferences)}")
-    if overlong == "drop":
-        kept = [sample for sample in samples if not any(sample.tokens.truncated_G)]
-        for sample in samples:
-            if any(sample.tokens.truncated_G):
-                report.drop("over-long", sample.preference.source)
-        if not kept:
-            raise DataError(
-                f"{report.name}: all {len(samples)} rows are longer than "
-                f"{contract.rules.max_length} tokens; raise data.max_input_seq_length or set "
-                "data.overlong=truncate"
-            )
-        samples = kept
-        report.describe([sample.preference for sample in samples])
-    report.num_truncated = sum(sum(sample.tokens.truncated_G) for sample in samples)
-    report.set_lengths([length for sample in samples for length in sample.tokens.lengths_G])
-    return samples
-
-
 # ------------------------------------------------------------------------------------------- run
 
 
@@ -269,7 +148,7 @@ def _train(
         )
         difference = check_paths(loaded.model)
         check_golden(loaded.model, loaded.contract, precision=config.policy.precision)
-    train, validation = _tokenise_all(config, data, loaded.contract, console)
+    train, validation = tokenise_all(config, data, loaded.contract, console)
     run_dir = (resume_from and read_run_dir(resume_from)) or next_run_dir(config.logger.log_dir)
     _describe(config, data, loaded, difference, device.type, run_dir, console)
     contract = loaded.contract
@@ -324,26 +203,6 @@ def _train(
         stop=stop,
     )
     return training.run(position)
-
-
-def _tokenise_all(
-    config: RewardTrainingRun, data: PreferenceData, contract: ScoringContract, console: Console
-) -> tuple[list[PreferenceSample], dict[str, list[PreferenceSample]]]:
-    overlong = config.data.overlong
-    train = tokenise(
-        data.train, contract, data.reports["train"], overlong=overlong, console=console
-    )
-    validation = {
-        name: tokenise(
-            preferences,
-            contract,
-            data.reports[f"validation-{name}"],
-            overlong=overlong,
-            console=console,
-        )
-        for name, preferences in data.validation.items()
-    }
-    return train, validation
 
 
 def _describe(

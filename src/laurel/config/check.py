@@ -157,12 +157,12 @@ class Checker:
         self._report((*path, *where), _innermost(node, where).place, message)
 
     def _place_of_rule(self, told: ErrorDetails, node: Node) -> str:
-        """The line of the first key that a section's own rule names; else the section's."""
-        for key in re.findall(r"\w+(?:\.\w+)+", _reason(told)):
-            found = find(self.tree, key.split("."))
-            if found is not None and found.place != DEFAULT:
-                return found.place
-        return node.place
+        """The line of the first written key that a section's own rule names; else the section's."""
+        reason = _reason(told)
+        named = [find(self.tree, key.split(".")) for key in re.findall(r"\w+(?:\.\w+)+", reason)]
+        named += [find(node, [word]) for word in re.findall(r"\w+", reason)]
+        written = (found.place for found in named if found is not None and found.place != DEFAULT)
+        return next(written, node.place)
 
     def _report(self, path: KeyPath, place: str, message: str) -> _Broken:
         key = dotted(path)

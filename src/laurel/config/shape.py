@@ -131,20 +131,21 @@ def _as_plain(value: Any, *, everything: bool) -> Any:
 def with_defaults(
     schema: type[Section], node: Node, *, default: Section | None = None, everything: bool = False
 ) -> Node:
-    """A section's keys laid over the schema's own default for that section.
+    """A section's keys, with the sections it leaves out as `default` has them.
 
-    So a file that sets one key of `policy` keeps what the run's schema sets beside it. With
-    `everything`, every key that has a default is filled in.
+    So a file that sets one key of `policy` keeps the sections that the run's schema put there on
+    purpose (`reward_model_cfg: {enabled: true}`). With `everything`, all keys are filled in.
     """
     children = dict(node.value)
     for name, field in schema.model_fields.items():
         child, section = children.get(name), sole_section(kinds_of(field.annotation))
-        value, fills_in = None, everything and not field.is_required()
-        if default is not None:
-            value, fills_in = getattr(default, name), everything or name in default.model_fields_set
-        elif not field.is_required():
+        value = getattr(default, name, None)
+        on_purpose = default is not None and name in default.model_fields_set
+        fills_in = on_purpose and isinstance(value, Section)
+        if not isinstance(value, Section) and not field.is_required():
             value = field.get_default(call_default_factory=True)
-        if child is None and fills_in:
+            fills_in = everything
+        if child is None and (fills_in or (everything and isinstance(value, Section))):
             children[name] = graft(_as_plain(value, everything=everything), DEFAULT)
         if child is None or section is None:
             continue

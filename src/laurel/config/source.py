@@ -145,7 +145,13 @@ class _Reader:
             message += f", {error.context} (line {error.context_mark.line + 1})"
         if "'\\t'" in message:
             message += "; indent with spaces, not tabs"
+        elif "${" in self._line(mark.line):
+            message += "; inside [ ] and { } put quotes around '${...}'"
         return message
+
+    def _line(self, number: int) -> str:
+        text = self.stream if isinstance(self.stream, str) else self.stream.decode(errors="replace")
+        return next(iter(text.splitlines()[number : number + 1]), "")
 
     def _place(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name

@@ -281,7 +281,7 @@ class _Loading:
             raise UnusableRow(
                 "not an object", f"the row is {kind_of(row)} where {{key: value}} is expected"
             )
-        judged = judge(row, self._class_of(source, row), self.source.config, self.attributes)
+        judged = judge(row, self._class_of(row), self.source.config, self.attributes)
         prompt = self.frame.around(judged.prompt)
         if self.frame.system is not None and len(prompt) > 1 and prompt[1].role == "system":
             self.num_double_systems += 1
@@ -298,11 +298,11 @@ class _Loading:
             source=source,
         )
 
-    def _class_of(self, source: str, row: Any) -> str:
+    def _class_of(self, row: Any) -> str:
         known = self.source.class_name
         if known is not None:
             return known
-        known, clue = class_of(row, self.source.config, where=self._where(source))
+        known, clue = class_of(row, self.source.config)
         self.source.class_name = known
         report = self.source.report
         if report.dataset_class:

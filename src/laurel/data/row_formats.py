@@ -20,7 +20,6 @@ from laurel.data.cells import (
     required,
 )
 from laurel.data.transcripts import is_transcript, split_transcripts
-from laurel.errors import DataError
 from laurel.types import Completion, Conversation
 
 
@@ -182,16 +181,18 @@ def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:
     return None
 
 
-def class_of(row: Row, config: DatasetConfig, *, where: str) -> tuple[str, str]:
-    """As `infer_class`, but a row of no known form is an error."""
+def class_of(row: Row, config: DatasetConfig) -> tuple[str, str]:
+    """As `infer_class`, but a row of no known form is unusable."""
     found = infer_class(row, config)
     if found is None:
-        raise DataError(
-            f"{where}: data.dataset_name is not set, and the columns ({', '.join(map(str, row))}) "
-            "do not tell which it is. Rows may have: context and completions (PreferenceDataset); "
+        raise UnusableRow(
+            "columns of no known class",
+            f"data.dataset_name is not set, and the columns ({', '.join(map(str, row))}) do not "
+            "tell which class it is. Rows may have: context and completions (PreferenceDataset); "
             f"{config.prompt_key}, {config.chosen_key} and {config.rejected_key}, or the last two "
-            "as whole conversations (BinaryPreferenceDataset). Set data.prompt_key, "
-            "data.chosen_key and data.rejected_key if your columns have other names"
+            "as whole conversations (BinaryPreferenceDataset)",
+            remedy="Set data.prompt_key, data.chosen_key and data.rejected_key if your columns "
+            "have other names",
         )
     return found
 

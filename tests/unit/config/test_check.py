@@ -182,7 +182,10 @@ def test_rules_of_a_section_are_told_at_its_line(tmp_path: Path) -> None:
     assert problems(tmp_path, "\nmodel:\n  flag: false\n\n  size: 200\n") == [
         "run.yaml:5: model.size above 100 needs flag"
     ]
-    assert problems(tmp_path, "\nleft: 3\n") == ["run.yaml: left and right must be equal"]
+    assert problems(tmp_path, "\nleft: 3\n") == ["run.yaml:2: left and right must be equal"]
+    (tmp_path / "run.yaml").write_text("model:\n  flag: false\n")
+    with pytest.raises(ConfigError, match="^override 'model.size=101': model.size above 100"):
+        load_config(Run, tmp_path / "run.yaml", ["model.size=101"])
 
 
 def test_a_wrong_section_is_told_once(tmp_path: Path) -> None:

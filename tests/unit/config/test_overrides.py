@@ -33,6 +33,7 @@ class Inner(Section):
     size: int = 1
     label: str | None = None
     kind: Literal["one", "two"] = "one"
+    nested: Block = Block()
     optional: Block | None = None
     call: Call = Call(name="adam", kwargs={"lr": 1e-3, "eps": 1e-8, "betas": [0.9, 0.99]})
     sets: dict[str, str | Block] = Field(default_factory=dict)
@@ -40,7 +41,7 @@ class Inner(Section):
 
 
 class Run(Section):
-    inner: Inner = Inner(size=7)
+    inner: Inner = Inner(size=7, nested=Block(split="run"))
     other: Inner = Inner()
 
 
@@ -149,10 +150,19 @@ def test_siblings_that_the_schema_sets_stay(tmp_path: Path) -> None:
     assert load("inner.call.kwargs.betas.1=0.5").inner.call.kwargs["betas"] == [0.9, 0.5]
     run = load("inner.call.kwargs.lr=5", text="inner: {label: x}\n", folder=tmp_path)
     assert run.inner.call.kwargs == {"lr": 5, "eps": 1e-8, "betas": betas}
-    assert run.inner.size == 7
+    assert run.inner.nested == Block(split="run")
     given = "inner: {call: {name: sgd, kwargs: {lr: 1, momentum: 2}}}\n"
     run = load("inner.call.kwargs.lr=5", text=given, folder=tmp_path)
     assert run.inner.call == Call(name="sgd", kwargs={"lr": 5, "momentum": 2})
+
+
+def test_a_file_keeps_the_sections_that_it_leaves_out(tmp_path: Path) -> None:
+    # `size` is said by the section itself where a file writes the section.
+    expected = Inner(label="x", nested=Block(split="run"))
+    assert load(text="inner: {label: x}\n", folder=tmp_path).inner == expected
+    nested = load(text="inner: {nested: {path: p}}\n", folder=tmp_path).inner.nested
+    assert nested == Block(path="p")
+    assert load(text="other: {}\n", folder=tmp_path) == Run()
 
 
 def test_the_schemas_own_default_is_not_changed_by_a_run() -> None:
@@ -174,7 +184,7 @@ def test_a_mapping_is_laid_over_what_files_say_and_replaces_a_call_of_the_schema
     assert run.inner.call == Call(name="sgd", kwargs={"lr": 1, "eps": 2})
     assert load("inner.call={name: sgd}").inner.call == Call(name="sgd")
     assert load("inner.call.kwargs={lr: 1}").inner.call.kwargs == {"lr": 1}
-    assert load("inner={label: x}").inner == Inner(size=7, label="x")
+    assert load("inner={label: x}").inner.size == 7
 
 
 def test_names_that_the_user_makes_up_need_a_plus(tmp_path: Path) -> None:

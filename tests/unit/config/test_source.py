@@ -162,6 +162,10 @@ def test_a_missing_parent_names_the_line_that_asks_for_it(tmp_path: Path) -> Non
     [
         ("a: [1, 2\nb: 3\n", ":2:2: not YAML: expected ',' or ']', but got ':'"),
         ("a:\n\tb: 1\n", ":2:1: not YAML: found character '\\t' that cannot start any token"),
+        (
+            "a: {b: ${c}}\n",
+            ":1:9: not YAML: expected ',' or '}', but got '{'; inside [ ] and { } put",
+        ),
         ("a: 1\n---\nb: 2\n", ":2:1: not YAML: but found another document"),
         ("- a\n- b\n", ":1: a configuration is a mapping of keys, this file is not"),
         ("hello", ":1: a configuration is a mapping of keys, this file is not"),

@@ -92,6 +92,17 @@ def test_the_class_is_told_by_the_first_row_and_said(load: Loader) -> None:
     assert "transcripts of Human and Assistant" in report.notes[0]
 
 
+def test_a_first_row_that_tells_nothing_stops_the_load_or_is_counted(
+    load: Loader, write_rows: Any
+) -> None:
+    path = write_rows([{"question": "q"}, pair()])
+    with pytest.raises(DataError, match=re.escape(f"{path}:1: data.dataset_name is not set")):
+        load(path)
+    preferences, report = load(path, on_bad_row="skip")
+    assert len(preferences) == 1
+    assert dict(report.dropped["malformed"].kinds) == {"columns of no known class": 1}
+
+
 def test_prompt_files_are_put_around_the_prompt(load: Loader, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("Q: {} {{A}}")
     (tmp_path / "s.txt").write_text("be brief")
@@ -116,9 +127,8 @@ def test_reading_stops_at_the_least_of_the_limits_counted_after_filtering(load: 
     preferences, report = load(rows, max_samples=2)
     assert [p.source for p in preferences] == ["rows.jsonl:1", "rows.jsonl:3"]
     assert (report.num_read, report.num_kept) == (3, 2)
-    path = preferences[0].source and rows
-    limited, _ = load(path, max_samples=5, on_bad_row="skip")
-    assert len(limited) == 3
+    everything, _ = load(rows, max_samples=5)
+    assert len(everything) == 3
 
 
 def test_the_configurations_limit_counts_too(write_rows: Any) -> None:

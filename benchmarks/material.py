@@ -1,0 +1,182 @@
+"""What is measured on: a model with random weights, and rows of real data."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from laurel.types import Preference
+
+DATA_DIR = Path(os.environ.get("LAUREL_DATA", "../shared/data"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSet:
+    """Real preference pairs, and how much of them one repeat trains on."""
+
+    name: str
+    dataset_class: str
+    batch_pairs: int
+    steps: int
+    target: float
+    """Pairs per second, as a multiple of the peer's, that the project set itself."""
+
+    @property
+    def path(self) -> Path:
+        return DATA_DIR / self.name / "train.jsonl.gz"
+
+
+DATA_SETS = {
+    "qa_feedback": DataSet(
+        name="qa_feedback", dataset_class="BinaryPreferenceDataset", batch_pairs=16, steps=1,
+        target=3.5,
+    ),
+    "hh_rlhf_harmless": DataSet(
+        name="hh_rlhf_harmless", dataset_class="PreferenceDataset", batch_pairs=16, steps=2,
+        target=2.5,
+    ),
+    "ukp_convarg1": DataSet(
+        name="ukp_convarg1", dataset_class="BinaryPreferenceDataset", batch_pairs=32, steps=2,
+        target=1.5,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a Qwen3 decoder."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    feed_forward: int
+    vocabulary: int = 8192
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of the layers' matrices: all parameters but embeddings and norms."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.feed_forward)
+
+
+TRAINING_SHAPE = Shape(
+    hidden=512, layers=8, heads=8, kv_heads=4, head_size=64, feed_forward=1536
+)  # 25.2M
+SCORING_SHAPE = Shape(
+    hidden=1024, layers=7, heads=16, kv_heads=8, head_size=128, feed_forward=3072
+)  # seven layers of Qwen3-0.6B: 110.1M
+TINY_SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_size=16, feed_forward=192)
+
+
+def qwen3_config(shape: Shape, **special: Any) -> Any:
+    """A Hugging Face configuration with one label."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        intermediate_size=shape.feed_forward,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        num_labels=1,
+        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, **special},
+    )
+
+
+def classifier(config: Any, *, seed: int = 0) -> Any:
+    """A classifier with transformers' own initialisation."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(seed)
+    make: Any = AutoModelForSequenceClassification
+    return make.from_config(config, dtype=torch.float32)
+
+
+def save_model(directory: Path, shape: Shape, texts: Iterable[str]) -> None:
+    """A classifier with random weights and a byte-level BPE tokenizer of these texts."""
+    from laurel.models.scratch import train_tokenizer
+
+    tokenizer = train_tokenizer(texts, vocab_size=shape.vocabulary)
+    config = qwen3_config(
+        shape, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
+    )
+    classifier(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+# ------------------------------------------------------------------------------------------ rows
+
+
+def missing_data(names: Iterable[str]) -> list[str]:
+    """Data sets that are not there."""
+    return [name for name in names if not DATA_SETS[name].path.is_file()]
+
+
+def load_rows(dataset: DataSet) -> list[Preference]:
+    """The usable training rows of a data set."""
+    from laurel.config.schema import DatasetConfig
+    from laurel.data.preferences import load_preferences
+
+    preferences, _ = load_preferences(
+        DatasetConfig(dataset_name=dataset.dataset_class, data_path=str(dataset.path)),
+        name=dataset.name,
+        ties="drop",
+        duplicates="keep",
+        on_bad_row="skip",
+    )
+    return preferences
+
+
+def choose(rows: Sequence[Preference], count: int, *, seed: int = 0) -> list[Preference]:
+    """A random sample, so that neighbours in the file do not decide the lengths."""
+    import numpy as np
+
+    order = np.random.default_rng(seed).permutation(len(rows))
+    return [rows[index] for index in order[:count]]
+
+
+def texts_of(path: Path) -> Iterable[str]:
+    """Every text of a file, each prompt once, for the tokenizer."""
+    seen: set[str] = set()
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            turns = row.get("context") or [{"content": row["prompt"]}]
+            answers = (
+                [turn for completion in row["completions"] for turn in completion["completion"]]
+                if "completions" in row
+                else [{"content": row["chosen"]}, {"content": row["rejected"]}]
+            )
+            for text in (turn["content"] for turn in [*turns, *answers]):
+                if text not in seen:
+                    seen.add(text)
+                    yield text
+
+
+def write_conversational(rows: Sequence[Preference], path: Path) -> None:
+    """Rows in the conversational form with an explicit prompt, one JSON object a line."""
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            better, worse = sorted(range(2), key=lambda index: row.ranks_G[index])
+            turns = {
+                "prompt": row.group.prompt,
+                "chosen": row.group.completions_G[better].messages,
+                "rejected": row.group.completions_G[worse].messages,
+            }
+            plain = {
+                key: [{"role": m.role, "content": m.content} for m in messages]
+                for key, messages in turns.items()
+            }
+            file.write(json.dumps(plain, ensure_ascii=False) + "\n")

@@ -1,0 +1,400 @@
+"""The house as DESIGN.md draws it: its layers, its single importers, its names, its sizes.
+
+Each check is a function from sources to the violations it finds. One test runs it on src/laurel,
+another on small sources with a violation planted in them, to prove that it would be seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Low to high. A room imports only rooms of lines above its own here, never one of its own line.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("laurel",),  # the package itself: its version
+    ("types", "errors"),
+    ("config", "protocols"),
+    ("observe",),
+    ("distributed",),
+    ("data", "models"),
+    ("engines", "environments", "rewards"),
+    ("evaluation",),
+    ("algorithms",),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+# What only these files may import: the file, or the folder, relative to src/laurel.
+HOMES = {
+    "ray": "distributed/ray_group.py",
+    "vllm": "engines/vllm_engine.py",
+    "fastapi": "rewards/server.py",
+    "uvicorn": "rewards/server.py",
+    "starlette": "rewards/server.py",
+    "wandb": "observe/",
+    "mlflow": "observe/",
+    "tensorboard": "observe/",
+    "torch.utils.tensorboard": "observe/",
+}
+
+STANDARD_NAMES_WE_KEEP = {"types.py"}
+
+# Files over 400 lines and functions over 60, each with a reason that a reader would accept.
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+MAX_FILE, MAX_FUNCTION = 400, 60
+
+NOT_AT_STARTUP = ("torch", "transformers", "ray", "vllm", "datasets")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file: its path below src/laurel, and its text."""
+
+    path: str
+    text: str
+
+    @property
+    def module(self) -> str:
+        parts = ["laurel", *Path(self.path).with_suffix("").parts]
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def room(self) -> str:
+        return room_of(self.module)
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """A module that a file names, wherever in the file, and the line."""
+
+    module: str
+    line: int
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def imports_of(source: Source) -> Iterator[Import]:
+    """Every import, also inside functions, under TYPE_CHECKING, and by `import_module("...")`."""
+    for node in ast.walk(ast.parse(source.text)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(source, node)
+            for alias in node.names:
+                # `from laurel import data` names a room, `from laurel.data import x` names x.
+                yield Import(f"{base}.{alias.name}" if alias.name != "*" else base, node.lineno)
+        elif isinstance(node, ast.Call) and node.args and _imports_by_name(node.func):
+            first = node.args[0]
+            yield Import(str(first.value) if isinstance(first, ast.Constant) else "", node.lineno)
+
+
+def _absolute(source: Source, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        return node.module or ""
+    package = ["laurel", *Path(source.path).parts[:-1]]
+    parent = package[: len(package) - (node.level - 1)]
+    return ".".join([*parent, *([node.module] if node.module else [])])
+
+
+def _imports_by_name(function: ast.expr) -> bool:
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in ("import_module", "__import__")
+
+
+# --------------------------------------------------------------------------------------- the checks
+
+
+def broken_layers(sources: list[Source]) -> list[str]:
+    found = []
+    for source in sources:
+        if source.room not in LEVEL:
+            found.append(f"{source.path}: '{source.room}' is no room of the house")
+            continue
+        for imported in imports_of(source):
+            room = room_of(imported.module)
+            if imported.module.split(".")[0] != "laurel" or room == source.room:
+                continue
+            if room not in LEVEL and source.room != "laurel":
+                room = "laurel"  # a name of the package itself, such as __version__
+            if LEVEL.get(room, 0) >= LEVEL[source.room]:
+                found.append(f"{source.path}:{imported.line}: {source.room} imports {room}")
+    return found
+
+
+def stray_imports(sources: list[Source]) -> list[str]:
+    return [
+        f"{source.path}:{imported.line}: {library} may be imported only in {home}"
+        for source in sources
+        for imported in imports_of(source)
+        for library, home in HOMES.items()
+        if f"{imported.module}.".startswith(f"{library}.") and not source.path.startswith(home)
+    ]
+
+
+def libraries(sources: list[Source], project: str) -> set[str]:
+    """Import names of what we use or may use: from the imports and from pyproject.toml."""
+    table = tomllib.loads(project)["project"]
+    extras = table.get("optional-dependencies", {}).values()
+    wanted = [*table["dependencies"], *(name for extra in extras for name in extra)]
+    declared = {re.split(r"[^\w-]", name)[0].replace("-", "_").lower() for name in wanted}
+    imported = {imported.module.split(".")[0] for s in sources for imported in imports_of(s)}
+    return (declared | imported | {library.split(".")[0] for library in HOMES}) - {"laurel"}
+
+
+def shadowing_names(sources: list[Source], known: set[str]) -> list[str]:
+    found = []
+    for source in sources:
+        names = [*Path(source.path).with_suffix("").parts]
+        for name in names:
+            if name.startswith("__") or source.path in STANDARD_NAMES_WE_KEEP:
+                continue
+            if name in sys.stdlib_module_names:
+                found.append(f"{source.path}: '{name}' is a module of the standard library")
+            elif name in known:
+                found.append(f"{source.path}: '{name}' is a library")
+    return found
+
+
+_VAGUE = re.compile(
+    r"(utils?|common|commons|helpers?|base|misc|miscellaneous|shared|stuff|lib|tools?|core)"
+    r"|.*_(utils?|helpers?|common|base|misc|old|new|legacy|v\d+)|v\d+"
+)
+
+
+def vague_names(sources: list[Source]) -> list[str]:
+    return [
+        f"{source.path}: '{name}' does not say what is inside"
+        for source in sources
+        for name in Path(source.path).with_suffix("").parts
+        if _VAGUE.fullmatch(name.lower())
+    ]
+
+
+def oversizes(
+    sources: list[Source], long_files: dict[str, str], long_functions: dict[str, str]
+) -> list[str]:
+    """What is too long without a reason, and reasons that no longer have anything long."""
+    found: list[str] = []
+    long: set[str] = set()
+    for source in sources:
+        lines = len(source.text.splitlines())
+        if lines > MAX_FILE:
+            long.add(source.path)
+            if source.path not in long_files:
+                found.append(f"{source.path}: {lines} lines")
+        for name, length in _functions(source):
+            if length > MAX_FUNCTION:
+                long.add(name)
+                if name not in long_functions:
+                    found.append(f"{name}: {length} lines")
+    stale = (long_files.keys() | long_functions.keys()) - long
+    unexplained = [name for name, why in (long_files | long_functions).items() if not why.strip()]
+    found += [f"{name}: listed as long, but is not" for name in sorted(stale)]
+    return found + [f"{name}: listed without a reason" for name in unexplained]
+
+
+def _functions(source: Source) -> Iterator[tuple[str, int]]:
+    """`path::Class.function` and its length, decorators and docstring included."""
+
+    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, int]]:
+        for child in ast.iter_child_nodes(node):
+            inside = prefix
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                start = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                yield f"{source.path}::{prefix}{child.name}", (child.end_lineno or 0) - start + 1
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                inside = f"{prefix}{child.name}."
+            yield from walk(child, inside)
+
+    yield from walk(ast.parse(source.text), "")
+
+
+# ---------------------------------------------------------------------------------------- the house
+
+
+@pytest.fixture(scope="module")
+def house() -> list[Source]:
+    root = ROOT / "src" / "laurel"
+    files = sorted(root.rglob("*.py"))
+    assert len(files) > 10
+    return [Source(f.relative_to(root).as_posix(), f.read_text(encoding="utf-8")) for f in files]
+
+
+def test_rooms_import_only_rooms_below(house: list[Source]) -> None:
+    assert broken_layers(house) == []
+
+
+def test_each_library_has_one_home(house: list[Source]) -> None:
+    assert stray_imports(house) == []
+
+
+def test_no_module_is_named_like_a_library(house: list[Source]) -> None:
+    known = libraries(house, (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert {"torch", "transformers", "ray", "vllm", "yaml"} <= known
+    assert shadowing_names(house, known) == []
+
+
+def test_names_say_what_is_inside(house: list[Source]) -> None:
+    assert vague_names(house) == []
+
+
+def test_sizes(house: list[Source]) -> None:
+    assert oversizes(house, LONG_FILES, LONG_FUNCTIONS) == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_the_command_line_starts_light(arguments: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from laurel.cli.main import main\n"
+        f"arguments = {arguments!r}\n"
+        "if arguments:\n"
+        "    sys.argv = ['laurel', *arguments]\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit as end:\n"
+        "        assert not end.code, end.code\n"
+        f"print('loaded:', [name for name in {NOT_AT_STARTUP!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded: []"
+    assert ("Usage" in done.stdout) == bool(arguments)
+
+
+# ---------------------------------------------------------------------- planted violations are seen
+
+
+def test_a_room_above_is_seen() -> None:
+    planted = [
+        Source("models/a.py", "from laurel.algorithms import learner\n"),
+        Source("models/b.py", "def f():\n    import laurel.cli.main\n"),
+        Source(
+            "config/c.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from laurel import data\n",
+        ),
+        Source("data/d.py", "from laurel.models.load import load\n"),
+        Source("data/e.py", "from ..models import load\n"),
+        Source("types.py", "from laurel.errors import DataError\n"),
+        Source("__init__.py", "from laurel.config.load import load_config\n"),
+        Source("rewards/f.py", "import importlib\nimportlib.import_module('laurel.evaluation')\n"),
+        Source("kitchen/g.py", "import os\n"),
+    ]
+    assert broken_layers(planted) == [
+        "models/a.py:1: models imports algorithms",
+        "models/b.py:2: models imports cli",
+        "config/c.py:3: config imports data",
+        "data/d.py:1: data imports models",
+        "data/e.py:1: data imports models",
+        "types.py:1: types imports errors",
+        "__init__.py:1: laurel imports config",
+        "rewards/f.py:2: rewards imports evaluation",
+        "kitchen/g.py: 'kitchen' is no room of the house",
+    ]
+
+
+def test_what_is_allowed_is_not_seen() -> None:
+    sound = [
+        Source("models/a.py", "from laurel.types import Group\nfrom laurel.models.load import x\n"),
+        Source("models/b.py", "from . import load\nfrom .load import x\nfrom ..errors import y\n"),
+        Source(
+            "cli/c.py", "from laurel import __version__\nfrom laurel.algorithms import learner\n"
+        ),
+        Source("__init__.py", "__version__ = '1'\n"),
+    ]
+    assert broken_layers(sound) == []
+
+
+def test_a_second_importer_is_seen() -> None:
+    planted = [
+        Source("distributed/ray_group.py", "import ray\nimport ray.util\n"),
+        Source("algorithms/a.py", "def f():\n    import ray\n"),
+        Source("engines/b.py", "from vllm.sampling import Parameters\n"),
+        Source("rewards/client.py", "from fastapi import FastAPI\n"),
+        Source("algorithms/c.py", "from torch.utils.tensorboard import SummaryWriter\n"),
+        Source("algorithms/d.py", "from torch.utils import tensorboard\n"),
+        Source("observe/e.py", "import wandb, mlflow\n"),
+        Source("cli/f.py", "import wandb\nimport raytracer\n"),
+    ]
+    assert [line.split(" may")[0] for line in stray_imports(planted)] == [
+        "algorithms/a.py:2: ray",
+        "engines/b.py:1: vllm",
+        "rewards/client.py:1: fastapi",
+        "algorithms/c.py:1: torch.utils.tensorboard",
+        "algorithms/d.py:1: torch.utils.tensorboard",
+        "cli/f.py:1: wandb",
+    ]
+
+
+def test_a_borrowed_name_is_seen() -> None:
+    project = (
+        "[project]\ndependencies = ['torch>=2', 'math-verify']\n"
+        "[project.optional-dependencies]\nx = ['peft[all]>=1']\n"
+    )
+    planted = [
+        Source("environments/math.py", ""),
+        Source("environments/math_verify.py", "import httpx\n"),
+        Source("models/peft.py", ""),
+        Source("rewards/httpx.py", ""),
+        Source("engines/vllm/engine.py", ""),
+        Source("types.py", ""),
+        Source("data/types.py", ""),
+        Source("data/__init__.py", ""),
+        Source("models/torch_models.py", ""),
+    ]
+    found = shadowing_names(planted, libraries(planted, project))
+    assert [line.split(":")[0] for line in found] == [
+        "environments/math.py",
+        "environments/math_verify.py",
+        "models/peft.py",
+        "rewards/httpx.py",
+        "engines/vllm/engine.py",
+        "data/types.py",
+    ]
+
+
+def test_a_vague_name_is_seen() -> None:
+    vague = ["utils.py", "common/x.py", "helpers.py", "base.py", "load_v2.py", "data_utils.py",
+             "loader_old.py", "misc.py"]  # fmt: skip
+    clear = ["loader.py", "baseline.py", "commonality.py", "helpsteer.py", "v.py", "news.py"]
+    found = vague_names([Source(f"data/{name}", "") for name in [*vague, *clear]])
+    assert [line.split(":")[0] for line in found] == [f"data/{name}" for name in vague]
+
+
+def test_what_is_too_long_is_seen() -> None:
+    body = "    x = 1\n"
+    longest = "class A:\n    def f(self):\n" + "        x = 1\n" * (MAX_FUNCTION - 1)
+    sources = [
+        Source("data/a.py", "x = 1\n" * (MAX_FILE + 1)),
+        Source("data/b.py", "x = 1\n" * MAX_FILE),
+        Source("data/c.py", longest),
+        Source("data/d.py", longest + "        x = 1\n"),
+        Source("data/e.py", "@decorated\nasync def g():\n" + body * (MAX_FUNCTION - 1)),
+    ]
+    assert oversizes(sources, {}, {}) == [
+        f"data/a.py: {MAX_FILE + 1} lines",
+        f"data/d.py::A.f: {MAX_FUNCTION + 1} lines",
+        f"data/e.py::g: {MAX_FUNCTION + 1} lines",
+    ]
+    reasons = {"data/d.py::A.f": "one formula", "data/e.py::g": "one table"}
+    assert oversizes(sources, {"data/a.py": "one list"}, reasons) == []
+    assert oversizes(sources[1:2], {"data/b.py": "was long"}, {}) == [
+        "data/b.py: listed as long, but is not"
+    ]
+    assert oversizes(sources[:1], {"data/a.py": " "}, {}) == ["data/a.py: listed without a reason"]
