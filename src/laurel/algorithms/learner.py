@@ -7,10 +7,11 @@ computed, so how a batch is cut into micro-batches changes nothing.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
@@ -152,6 +153,11 @@ def build_optimizer(
     same arithmetic in one pass over memory instead of a dozen.
     """
     make = _import("policy.optimizer.name", config.name, torch.optim.Optimizer)
+    if issubclass(make, torch.optim.SparseAdam) or _needs_argument(make.step):
+        raise ConfigError(
+            f"policy.optimizer.name={config.name}: it needs sparse gradients, or to compute the "
+            "loss several times a step, which training does not do; torch.optim.AdamW does well"
+        )
     kwargs = {k: tuple(v) if isinstance(v, list) else v for k, v in config.kwargs.items()}
     accepted = inspect.signature(make).parameters
     if "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & set(
@@ -160,7 +166,7 @@ def build_optimizer(
         kwargs["fused"] = True
     try:
         return make(list(named_parameters), **kwargs)  # type: ignore[no-any-return]
-    except (TypeError, ValueError) as error:
+    except _REFUSALS as error:
         raise ConfigError(
             f"policy.optimizer: {config.name} refuses these kwargs ({error}). It takes: "
             f"{', '.join(name for name in accepted if name != 'params')}."
@@ -191,14 +197,29 @@ def _scheduler(
     config: NamedCall, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LRScheduler:
     make = _import("policy.scheduler.name", config.name, torch.optim.lr_scheduler.LRScheduler)
+    if _needs_argument(make.step):
+        raise ConfigError(
+            f"policy.scheduler.name={config.name}: it needs a metric at every step, and here the "
+            "learning rate follows the steps alone; choose another scheduler"
+        )
     try:
         return make(optimizer, **config.kwargs)  # type: ignore[no-any-return]
-    except (TypeError, ValueError) as error:
+    except _REFUSALS as error:
         accepted = [name for name in inspect.signature(make).parameters if name != "optimizer"]
         raise ConfigError(
             f"policy.scheduler: {config.name} refuses these kwargs ({error}). It takes: "
             f"{', '.join(accepted)}."
         ) from error
+
+
+_REFUSALS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
+"""What constructors of torch raise at arguments that they cannot use."""
+
+
+def _needs_argument(step: Callable[..., object]) -> bool:
+    """Whether a method cannot be called without arguments."""
+    _self, *others = inspect.signature(step).parameters.values()
+    return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in others)
 
 
 def _import(key: str, path: str, kind: type) -> Any:
@@ -214,8 +235,10 @@ def _import(key: str, path: str, kind: type) -> Any:
         home = torch.optim if kind is torch.optim.Optimizer else torch.optim.lr_scheduler
         classes = {n: c for n, c in vars(home).items() if inspect.isclass(c) and n[0] != "_"}
         known = sorted(n for n, c in classes.items() if issubclass(c, kind) and c is not kind)
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {home.__name__}.{near[0]}?" if near else ""
         raise ConfigError(
-            f"{key}={path}: no such class. In {home.__name__}: {', '.join(known)}."
+            f"{key}={path}: no such class.{hint} In {home.__name__}: {', '.join(known)}."
         ) from error
     if not (inspect.isclass(found) and issubclass(found, kind)):
         raise ConfigError(f"{key}={path} is not a {kind.__name__}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,7 @@ from laurel.algorithms.learner import Learner, Update
 from laurel.algorithms.losses import RewardLoss
 from laurel.algorithms.run_state import Position, RunState, write_bad_step
 from laurel.algorithms.selection import Selection
-from laurel.algorithms.stopping import Deadline, StopRequest
+from laurel.algorithms.stopping import Deadline, StopRequest, Work
 from laurel.algorithms.validation import Validation, validate
 from laurel.config.reward_training import RewardTrainingRun
 from laurel.data.loader import StepOrder
@@ -31,7 +30,7 @@ from laurel.observe.console import PairRow, print_pairs
 from laurel.observe.loggers import MetricLogger
 from laurel.observe.progress import TrainingProgress
 from laurel.observe.timers import Timers
-from laurel.types import Preference, PreferenceSample
+from laurel.types import PreferenceSample
 
 ALARM_AFTER_MISSES = 2
 """Saves in a row that fail before the run says so with every step."""
@@ -72,6 +71,7 @@ class RewardTraining:
         logger: MetricLogger,
         progress: TrainingProgress,
         stop: StopRequest,
+        deadline: Deadline,
     ) -> None:
         self.config = config
         self.learner = learner
@@ -88,7 +88,7 @@ class RewardTraining:
         self.stop = stop
         self.order = step_order(config, len(train))
         self.total_steps = total_steps(config, len(train))
-        self.deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
+        self.deadline = deadline
         self.timers = Timers()
         self.latest_metrics: dict[str, float] = {}
         self._missed_saves = 0
@@ -97,22 +97,17 @@ class RewardTraining:
     def run(self, position: Position) -> Outcome:
         """Train from a position to the end, a signal or the deadline."""
         started = time.monotonic()
-        step = position.step
         ended: Literal["finished", "signal", "deadline"] = "finished"
-        with ExitStack() as stack:
-            stack.enter_context(self.progress)
-            if self._validation_is_missing(position):
-                position = self._validate(position)
-            while step < self.total_steps:
+        with self.progress:
+            position = self._begin(position)
+            while position.step < self.total_steps and ended == "finished":
                 position = self._step(position)
-                step = position.step
                 if self.stop.signal is not None:
                     ended = "signal"
-                elif self.deadline.is_near() and step < self.total_steps:
+                elif position.step < self.total_steps and self._time_is_up(position.step):
                     ended = "deadline"
                 position = self._after_step(position, is_stopping=ended != "finished")
-                if ended != "finished":
-                    break
+        step = position.step
         if self.store is not None and self._missed_saves:
             raise CheckpointError(
                 f"the last checkpoint, of step {step}, could not be saved; the newest is "
@@ -138,7 +133,7 @@ class RewardTraining:
         with self.timers.time("total_step_time"):
             batch = self.batcher.cut(samples, micro_batch_size=size)
             update = self.learner.update(batch, self.loss)
-        self.deadline.step_took(time.monotonic() - started)
+        self.deadline.took("step", time.monotonic() - started)
         step = position.step + 1
         num_tokens = sum(sum(sample.tokens.lengths_G) for sample in samples)
         seconds = self.timers.collect()["total_step_time"]
@@ -157,7 +152,7 @@ class RewardTraining:
         self.logger.log(metrics, step=step)
         self.progress.step(step, metrics, pairs=len(samples), tokens=num_tokens)
         train_metrics = {f"train_{name}": value for name, value in update.metrics.items()}
-        return position.moved(step=step, bad_steps=bad_steps, metrics=train_metrics)
+        return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
 
     def _judge(
         self, update: Update, step: int, samples: Sequence[PreferenceSample], bad_steps: int
@@ -183,40 +178,56 @@ class RewardTraining:
         return bad_steps + 1
 
     def _after_step(self, position: Position, *, is_stopping: bool) -> Position:
-        """Validate and save where it is due."""
-        rm, saving = self.config.rm, self.config.checkpointing
-        step, is_last = position.step, position.step >= self.total_steps
-        validation_due = (rm.val_period > 0 and step % rm.val_period == 0) or (
-            is_last and rm.val_at_end
-        )
-        save_due = self.store is not None and (
-            is_last or is_stopping or step % saving.save_period == 0
-        )
-        ranks_by_validation = (self.selection.key or "").startswith("validation-")
-        if (
-            self.validation
-            and not is_stopping
-            and (validation_due or (save_due and ranks_by_validation))
-        ):
+        """Validate and save where it is due; a run that is stopping only saves."""
+        if self._validation_due(position.step) and not is_stopping:
             position = self._validate(position)
-        if save_due:
+        if self._save_due(position.step) or (is_stopping and self.store is not None):
             self._save(position)
         return position
 
+    def _begin(self, position: Position) -> Position:
+        """What comes before the first step.
+
+        That is a validation where one is asked for, or where a signal took one that was due; the
+        checkpoint that was saved without it then gets its figures.
+        """
+        step = position.step
+        if self.store is not None and step > 0:
+            self._latest = self.store.path_of(step)
+        if step == 0:
+            is_missing = bool(self.validation) and self.config.rm.val_at_start
+        else:
+            is_missing = self._validation_due(step) and position.validated_at != step
+        if is_missing:
+            position = self._validate(position)
+            if self.store is not None and step > 0:
+                self._save(position)
+        return position
+
+    def _time_is_up(self, step: int) -> bool:
+        before: list[Work] = []
+        if self._validation_due(step):
+            before.append("validation")
+        if self._save_due(step):
+            before.append("save")
+        return self.deadline.is_near(before=before)
+
     # ------------------------------------------------------------------------ validating and saving
 
-    def _validation_is_missing(self, position: Position) -> bool:
-        """Before the first step where asked, and where a signal took a validation that was due."""
-        rm, step = self.config.rm, position.step
-        if not self.validation or position.validated_at == step:
-            return False
-        if step == 0:
-            return rm.val_at_start
+    def _save_due(self, step: int) -> bool:
         is_last = step >= self.total_steps
-        return (rm.val_period > 0 and step % rm.val_period == 0) or (is_last and rm.val_at_end)
+        periodic = step % self.config.checkpointing.save_period == 0
+        return self.store is not None and (is_last or periodic)
+
+    def _validation_due(self, step: int) -> bool:
+        rm = self.config.rm
+        periodic = rm.val_period > 0 and step % rm.val_period == 0
+        at_end = rm.val_at_end and step >= self.total_steps
+        ranks_save = self._save_due(step) and (self.selection.key or "").startswith("validation-")
+        return bool(self.validation) and (periodic or at_end or ranks_save)
 
     def _validate(self, position: Position) -> Position:
-        step = position.step
+        step, started = position.step, time.monotonic()
         logged: dict[str, float] = {}
         keyed: dict[str, float] = {}
         for name, samples in self.validation.items():
@@ -234,12 +245,13 @@ class RewardTraining:
             keyed |= {f"validation-{name}_{k}": v for k, v in validation.metrics.items()}
             self._show(name, step, samples, validation)
             if name == next(iter(self.validation)):
-                self.state.remember_reference(validation.scores_BG)
+                self.state.remember_reference(validation.scores_BG, step=step)
         total = "timing/validation/total_validation_time"
         logged[total] = math.fsum(v for k, v in logged.items() if k.startswith("timing/"))
         self.logger.log(logged, step=step)
         self.latest_metrics = {k: v for k, v in logged.items() if not k.startswith("timing/")}
-        return position.moved(validated_at=step, metrics=keyed)
+        self.deadline.took("validation", time.monotonic() - started)
+        return position.validated(keyed)
 
     def _show(
         self, name: str, step: int, samples: Sequence[PreferenceSample], validation: Validation
@@ -280,7 +292,7 @@ class RewardTraining:
         finally:
             timing = self.timers.collect()
         self._missed_saves = 0
-        self.deadline.save_took(time.monotonic() - started)
+        self.deadline.took("save", time.monotonic() - started)
         self.logger.log({"timing/train/checkpointing": timing["checkpointing"]}, step=position.step)
         self.progress.message(f"saved {self._latest}")
 
@@ -309,8 +321,3 @@ def total_steps(config: RewardTrainingRun, num_rows: int) -> int:
     """Steps of the run: all epochs, or the limit."""
     steps = config.rm.max_num_epochs * step_order(config, num_rows).steps_per_epoch
     return steps if config.rm.max_num_steps < 0 else min(steps, config.rm.max_num_steps)
-
-
-def preferences_of(samples: Sequence[PreferenceSample]) -> list[Preference]:
-    """The judgements of tokenised samples."""
-    return [sample.preference for sample in samples]

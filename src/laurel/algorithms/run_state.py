@@ -24,6 +24,7 @@ TRAINING = "training"
 """Directory inside a checkpoint for what only resuming needs."""
 RUN = "run.json"
 """In there: where the run logs, and the settings that make it this run."""
+TRAINING_DATA = "training data"
 CONFIG = "config.yaml"
 NUM_REFERENCE_GROUPS = 64
 """Training groups that the reference statistics fall back to without a validation set."""
@@ -85,7 +86,7 @@ class RunState:
         self.model = model
         self.contract = contract
         self.run_dir = run_dir
-        self.identity = {**identity, "training data": fingerprint(train)}
+        self.identity = {**identity, TRAINING_DATA: fingerprint(train)}
         self._train = train
         self._golden = golden
         self._config_yaml = config_yaml
@@ -188,7 +189,7 @@ def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
 
     Args:
         directory: The checkpoint.
-        identity: Some or all of the settings that must be the same.
+        identity: See `settings_of`; with the training data, where that is known already.
 
     Raises:
         CheckpointError: It is of another run, or cannot be resumed.
@@ -202,7 +203,7 @@ def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
         )
     try:
         saved = json.loads(path.read_bytes())["identity"]
-        names = [name for name in {**saved, **identity} if name in identity or "." in name]
+        names = [n for n in {**saved, **identity} if n != TRAINING_DATA or n in identity]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     changed = [
@@ -244,7 +245,7 @@ def fingerprint(samples: Sequence[PreferenceSample]) -> str:
         preference = sample.preference
         judged = (preference.ranks_G, preference.margin, preference.target)
         digest.update(repr((judged, preference.attributes_GK)).encode())
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]
 
 
 def write_bad_step(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from laurel.errors import ConfigError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+Work = Literal["step", "validation", "save"]
+
+SAVE_SAFETY = 1.5
+"""A disk may be slower the next time."""
+SHARE_IN_RESERVE, LARGEST_RESERVE = 0.1, 60.0
+"""Share of the budget, and seconds at most, kept for a save while none has been measured."""
 
 
 class StopRequest:
@@ -51,7 +60,9 @@ class StopRequest:
         if self.signal is not None:
             os._exit(128 + number)
         self.signal = signal.Signals(number)
-        self._on_signal(self.signal.name)
+        # The signal may have come in the middle of a print, which cannot be entered twice.
+        with contextlib.suppress(RuntimeError):
+            self._on_signal(self.signal.name)
 
 
 class Deadline:
@@ -65,23 +76,29 @@ class Deadline:
             clock: Seconds.
         """
         self._clock = clock
-        self._end = None if budget is None else clock() + parse_duration(budget)
-        self._longest_step = 0.0
-        self._longest_save = 0.0
+        seconds = math.inf if budget is None else parse_duration(budget)
+        self._end = clock() + seconds
+        self._longest: dict[Work, float] = {
+            "step": 0.0,
+            "validation": 0.0,
+            "save": min(LARGEST_RESERVE, seconds * SHARE_IN_RESERVE),
+        }
+        self._seen: set[Work] = set()
 
-    def step_took(self, seconds: float) -> None:
-        """Learn how long a step (with its validation) takes."""
-        self._longest_step = max(self._longest_step, seconds)
+    def took(self, work: Work, seconds: float) -> None:
+        """Learn how long something takes."""
+        known = self._longest[work] if work in self._seen else 0.0
+        self._longest[work] = max(known, seconds)
+        self._seen.add(work)
 
-    def save_took(self, seconds: float) -> None:
-        """Learn how long a save takes."""
-        self._longest_save = max(self._longest_save, seconds)
+    def is_near(self, *, before: Collection[Work] = ()) -> bool:
+        """Whether one more step, and the save that must follow it, might end too late.
 
-    def is_near(self) -> bool:
-        """Whether one more step and a save after it might end too late."""
-        if self._end is None:
-            return False
-        return self._clock() + self._longest_step + 1.5 * self._longest_save >= self._end
+        Args:
+            before: What the run would do before that step.
+        """
+        to_come = math.fsum(self._longest[work] for work in (*before, "step"))
+        return self._clock() + to_come + SAVE_SAFETY * self._longest["save"] >= self._end
 
 
 def parse_duration(text: str) -> float:

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from laurel.algorithms.selection import Selection, select_by
+from laurel.algorithms.stopping import Deadline, StopRequest
+from laurel.cli.preference_data import (
+    PreferenceData,
+    load_data,
+    own_validation_of,
+    texts_of,
+    tokenise_all,
+)
 from laurel.config.load import to_yaml
 from laurel.config.reward_training import RewardTrainingRun
-from laurel.config.schema import DatasetConfig
-from laurel.data.preferences import hold_out, load_preferences, own_validation
 from laurel.data.report import DataReport
 from laurel.errors import CheckpointError, DataError, ModelError
 from laurel.models.checkpoint import CheckpointStore
+from laurel.models.directory_lock import LOCK_NAME
 from laurel.observe.loggers import check_available, next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
-from laurel.types import Preference
 
 if TYPE_CHECKING:
     from laurel.algorithms.reward_training import Outcome
     from laurel.models.load import LoadedRewardModel
-    from laurel.models.scoring import ScoringContract
-    from laurel.types import PreferenceSample
-
-ENCODE_AT_ONCE = 512
 
 
 def train_reward_model(
@@ -42,13 +45,12 @@ def train_reward_model(
     """
     for warning in warnings:
         console.print(f"warning: {warning}")
+    deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_early(config)
     with ExitStack() as stack:
         resume_from, store = _open_store(config, selection, stack, console)
         data = load_data(config)
-        if not data.validation and (selection.key or "").startswith("validation-"):
-            selection = Selection(key=None)
-        return _train(config, data, selection, store, resume_from, stack, console)
+        return _train(config, data, selection, store, resume_from, deadline, stack, console)
 
 
 def check_early(config: RewardTrainingRun) -> Selection:
@@ -91,7 +93,10 @@ def _open_store(
         metric_name=selection.key,
         higher_is_better=selection.higher_is_better,
     )
+    root = store.root
+    made = [path for path in (root, *root.parents) if not path.exists()]
     stack.enter_context(store)
+    stack.callback(_remove_unused, made)
     if saving.resume == "never":
         if store.steps():
             raise CheckpointError(
@@ -111,6 +116,20 @@ def _open_store(
     return newest.path, store
 
 
+def _remove_unused(made: Sequence[Path]) -> None:
+    """Take away the directories that were made for checkpoints, if the run never saved one.
+
+    Args:
+        made: The checkpoint directory and those above it, innermost first; empty where it was
+            there before.
+    """
+    with contextlib.suppress(OSError):
+        if made and os.listdir(made[0]) == [LOCK_NAME]:
+            (made[0] / LOCK_NAME).unlink()
+            for directory in made:
+                directory.rmdir()
+
+
 # ------------------------------------------------------------------------------------------- run
 
 
@@ -120,51 +139,36 @@ def _train(
     selection: Selection,
     store: CheckpointStore | None,
     resume_from: Path | None,
+    deadline: Deadline,
     stack: ExitStack,
     console: Console,
 ) -> Outcome:
-    """Everything after the data: model, tokens, loop."""
-    with console.status("loading torch and the model"):
-        from laurel.algorithms.batches import Batcher
-        from laurel.algorithms.learner import Learner
-        from laurel.algorithms.losses import RewardLoss
-        from laurel.algorithms.reward_training import RewardTraining, total_steps
-        from laurel.algorithms.run_state import Position, RunState, read_run_dir
-        from laurel.algorithms.stopping import StopRequest
-        from laurel.distributed.process import prepare
-        from laurel.models.load import load_reward_model
-        from laurel.rewards.local import check_golden, check_paths
+    """Everything after the data: model, tokens, loop. Nothing is written before all is well."""
+    loaded, difference = _load_model(config, data, resume_from, console)
+    from laurel.algorithms.batches import Batcher
+    from laurel.algorithms.learner import Learner
+    from laurel.algorithms.losses import RewardLoss
+    from laurel.algorithms.reward_training import RewardTraining, total_steps
+    from laurel.algorithms.run_state import Position, RunState, read_run_dir, settings_of
 
-        _quiet()
-        device = prepare(config.cluster, seed=config.rm.seed)
-        loaded = load_reward_model(
-            config.policy,
-            seed=config.rm.seed,
-            max_length=config.data.max_input_seq_length or config.policy.max_total_sequence_length,
-            truncation_side=config.data.truncation_side,
-            device=device,
-            texts=texts_of(data.train),
-            resume_from=resume_from,
-        )
-        difference = check_paths(loaded.model)
-        check_golden(loaded.model, loaded.contract, precision=config.policy.precision)
-    train, validation = tokenise_all(config, data, loaded.contract, console)
-    run_dir = (resume_from and read_run_dir(resume_from)) or next_run_dir(config.logger.log_dir)
-    _describe(config, data, loaded, difference, device.type, run_dir, console)
     contract = loaded.contract
+    train, validation = tokenise_all(config, data, contract, console)
+    loss = RewardLoss(config.rm.loss, reward_weights_K=contract.rules.attribute_weights)
+    if not loss.count([sample.preference for sample in train]):
+        raise DataError(f"no training row teaches rm.loss.type={config.rm.loss.type} anything")
     learner = Learner(
         loaded.model,
         optimizer=config.policy.optimizer,
         scheduler=config.policy.scheduler,
         max_grad_norm=config.policy.max_grad_norm,
     )
-    golden_set = next(iter(validation.values()), train)
+    run_dir = (resume_from and read_run_dir(resume_from)) or next_run_dir(config.logger.log_dir)
     state = RunState(
         model=loaded.model,
         contract=contract,
         train=train,
-        golden=[sample.preference.group for sample in golden_set[:3]],
-        identity=_identity(config),
+        golden=[sample.preference.group for sample in next(iter(validation.values()), train)[:3]],
+        identity=settings_of(config),
         config_yaml=to_yaml(config),
         card=_card(config, data, loaded),
         run_dir=run_dir,
@@ -172,6 +176,7 @@ def _train(
         batch_tokens=config.policy.micro_batch_tokens,
     )
     position = state.restore(resume_from, learner) if resume_from else Position()
+    _describe(config, data, loaded, difference, run_dir, console)
     if resume_from:
         console.print(f"going on from {resume_from}, after step {position.step}")
     progress = TrainingProgress(total_steps(config, len(train)), position.step, console)
@@ -188,21 +193,40 @@ def _train(
         StopRequest(lambda name: progress.message(f"{name}: saving after this step, then ending"))
     )
     training = RewardTraining(
-        config,
-        learner=learner,
-        loss=RewardLoss(config.rm.loss, reward_weights_K=contract.rules.attribute_weights),
+        config, learner=learner, loss=loss,
         batcher=Batcher(loaded.model, config.policy, pad_id=contract.rules.pad_id or 0),
-        contract=contract,
-        train=train,
-        validation=validation,
-        selection=selection,
-        state=state,
-        store=store,
-        logger=logger,
-        progress=progress,
-        stop=stop,
-    )
+        contract=contract, train=train, validation=validation, selection=selection, state=state,
+        store=store, logger=logger, progress=progress, stop=stop, deadline=deadline,
+    )  # fmt: skip
     return training.run(position)
+
+
+def _load_model(
+    config: RewardTrainingRun, data: PreferenceData, resume_from: Path | None, console: Console
+) -> tuple[LoadedRewardModel, float]:
+    """The model and what the self-check of its forests found."""
+    with console.status("loading torch and the model"):
+        from laurel.algorithms.run_state import check_same_run, settings_of
+        from laurel.distributed.process import prepare
+        from laurel.models.load import load_reward_model
+        from laurel.rewards.local import check_golden, check_paths
+
+        _quiet()
+        if resume_from:
+            check_same_run(resume_from, settings_of(config))
+        device = prepare(config.cluster, seed=config.rm.seed)
+        loaded = load_reward_model(
+            config.policy,
+            seed=config.rm.seed,
+            max_length=config.data.max_input_seq_length or config.policy.max_total_sequence_length,
+            truncation_side=config.data.truncation_side,
+            device=device,
+            texts=texts_of(data.train),
+            resume_from=resume_from,
+        )
+        difference = check_paths(loaded.model)
+        check_golden(loaded.model, loaded.contract, precision=config.policy.precision)
+    return loaded, difference
 
 
 def _describe(
@@ -210,7 +234,6 @@ def _describe(
     data: PreferenceData,
     loaded: LoadedRewardModel,
     difference: float,
-    device: str,
     run_dir: Path,
     console: Console,
 ) -> None:
@@ -223,7 +246,7 @@ def _describe(
     console.print(
         f"model   {kind} from {loaded.base_model}: {parameters / 1e6:.1f}M parameters"
         + (f", {trained / 1e6:.2f}M trained" if trained != parameters else "")
-        + f", {config.policy.precision} on {device}"
+        + f", {config.policy.precision} on {loaded.model.device.type}"
     )
     if loaded.model.path == "forest":
         console.print(f"path    token forest; self-check against one-by-one: {difference:.1e}")
@@ -234,19 +257,6 @@ def _describe(
     console.print(f"logs    {run_dir}")
     if config.checkpointing.enabled:
         console.print(f"saves   {config.checkpointing.checkpoint_dir}")
-
-
-def _identity(config: RewardTrainingRun) -> dict[str, object]:
-    """What must be the same when a run goes on, or it would be another run."""
-    return {
-        "rm.seed": config.rm.seed,
-        "rm.loss": config.rm.loss.model_dump(mode="json"),
-        "policy.model_name": config.policy.model_name,
-        "policy.train_global_batch_size": config.policy.train_global_batch_size,
-        "policy.optimizer.name": config.policy.optimizer.name,
-        "policy.precision": config.policy.precision,
-        "data.shuffle": config.data.shuffle,
-    }
 
 
 def _card(

@@ -72,6 +72,7 @@ def load_data(config: RewardTrainingRun) -> PreferenceData:
 
 
 def own_validation_of(config: RewardTrainingRun) -> DatasetConfig | None:
+    """The validation set that the only training set of a run brings with it, if it does."""
     sets = config.data.train_sets()
     return own_validation(sets[0]) if len(sets) == 1 else None
 
@@ -143,6 +144,7 @@ def tokenise(
 def tokenise_all(
     config: RewardTrainingRun, data: PreferenceData, contract: ScoringContract, console: Console
 ) -> tuple[list[PreferenceSample], dict[str, list[PreferenceSample]]]:
+    """The training set and the validation sets as tokens."""
     overlong = config.data.overlong
     train = tokenise(
         data.train, contract, data.reports["train"], overlong=overlong, console=console

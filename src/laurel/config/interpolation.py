@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import re
 from collections.abc import Callable, Iterator
@@ -48,8 +49,11 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
 
 def register_resolvers() -> None:
     """Teach OmegaConf `${mul:a,b}`, `add`, `sub`, `div`, `max` and `min`; may be called again."""
-    # The first name is that of OmegaConf 2.4, which warns about the second, that of 2.3.
-    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+    # OmegaConf 2.4 has a new function and warns about the old one; 2.3 has an older function under
+    # the new one's name, which cannot replace.
+    register: Callable[..., None] = OmegaConf.register_resolver
+    if "replace" not in inspect.signature(register).parameters:
+        register = OmegaConf.register_new_resolver
     for name, resolver in _RESOLVERS.items():
         register(name, resolver, replace=True)
 

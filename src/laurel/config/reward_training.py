@@ -90,7 +90,7 @@ class RewardTrainingRun(Section):
 
     rm: RewardTrainingConfig = RewardTrainingConfig()
     policy: PolicyConfig = PolicyConfig(reward_model_cfg=RewardModelConfig(enabled=True))
-    data: DataConfig = DataConfig(dataset_name="HelpSteer3")
+    data: DataConfig = DataConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
     cluster: ClusterConfig = ClusterConfig()

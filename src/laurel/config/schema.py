@@ -31,6 +31,8 @@ class Milestones(Section):
 
 # ------------------------------------------------------------------------------------------ data
 
+DEFAULT_DATASET = "HelpSteer3"
+
 
 class DatasetConfig(Section):
     """One data set: which class reads it, from where."""
@@ -74,7 +76,8 @@ class DataConfig(Section):
     )  # fmt: skip
 
     dataset_name: str | None = None
-    """See `DatasetConfig.dataset_name`; for training and, where no other is said, validation."""
+    """See `DatasetConfig.dataset_name`; for training and, where no other is said, validation. Null
+    is told from the rows, and is HelpSteer3 where no path is given either."""
     train_data_path: str | None = None
     """Training rows: a path or a hub name."""
     val_data_path: str | None = None
@@ -157,6 +160,12 @@ class DataConfig(Section):
         if self.train is not None:
             blocks = self.train if isinstance(self.train, list) else [self.train]
             return [self._fill(block) for block in blocks]
+        if self.dataset_name is None and self.train_data_path is None:
+            return [
+                self._flat(None, self.train_split).model_copy(
+                    update={"dataset_name": DEFAULT_DATASET}
+                )
+            ]
         return [self._flat(self.train_data_path, self.train_split)]
 
     def validation_sets(self) -> dict[str, DatasetConfig]:

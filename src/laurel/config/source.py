@@ -125,6 +125,8 @@ class _Reader:
             top = loader.get_single_node()
         except yaml.YAMLError as error:
             raise ConfigError(self._syntax(error)) from None
+        except RecursionError:
+            raise ConfigError(f"{self.name}: nested too deeply") from None
         finally:
             if loader is not None:
                 loader.dispose()

@@ -40,8 +40,6 @@ class ForestPlan:
         for tree in self.trees:
             self.lengths.append(tree.trunk.length)
             self.lengths.extend(branch.length for branch in tree.branches_G)
-        self.num_calls = 0
-        """How often the attention function was reached: once per layer of a forward."""
         self._masks: dict[tuple[object, ...], Tensor] = {}
 
     def mask(
@@ -110,7 +108,6 @@ def forest_attention(
             "the model was loaded for token forests and called without a plan: call it through "
             "RewardModel, or switch it with model.set_attn_implementation('sdpa')"
         )
-    forest_plan.num_calls += 1
     key, value = _repeat_heads(query, key), _repeat_heads(query, value)
     queries = query.split_with_sizes(forest_plan.lengths, dim=2)
     keys = key.split_with_sizes(forest_plan.lengths, dim=2)
@@ -157,7 +154,10 @@ def _attend_by_hand(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """What the fused kernels cannot do: capped logits and attention sinks. Softmax in float32."""
+    """What the fused kernels cannot do: capped logits and attention sinks.
+
+    Softmax in float32, as the models themselves do it, and in float64 where the weights are.
+    """
     logits = (query @ key.transpose(2, 3)) * (
         query.shape[-1] ** -0.5 if scaling is None else scaling
     )
@@ -171,7 +171,8 @@ def _attend_by_hand(
     if s_aux is not None:
         sinks = s_aux.reshape(1, -1, 1, 1).expand(logits.shape[0], -1, logits.shape[2], 1)
         logits = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
-    weights = logits.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    weights = logits.softmax(dim=-1, dtype=precise).to(value.dtype)
     if s_aux is not None:
         weights = weights[..., :-1]
     return F.dropout(weights, p=dropout, training=dropout > 0.0) @ value

@@ -27,12 +27,7 @@ def save_reward_model(
     """
     classifier = model.classifier
     state, adapters = merged_state(classifier)
-    implementation = classifier.config._attn_implementation
-    classifier.set_attn_implementation("sdpa")
-    try:
-        classifier.save_pretrained(directory, state_dict=state)
-    finally:
-        classifier.set_attn_implementation(implementation)
+    classifier.save_pretrained(directory, state_dict=state)
     contract.tokenizer.save_pretrained(directory)
     contract.save(directory)
     if adapters:

@@ -17,8 +17,10 @@ from laurel.models.export import load_adapters
 from laurel.models.reward_model import RewardModel
 from laurel.models.scoring import FILE_NAME, ScoringContract, check_rendering
 from laurel.models.scratch import scratch_config, train_tokenizer
-from laurel.models.tokenizer import load_tokenizer, settle_template
+from laurel.models.tokenizer import first_line, load_tokenizer, settle_template
 
+HEADS = ("score.", "classifier.")
+"""What the names of a head's weights begin with: decoders', then encoders'."""
 PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -82,15 +84,16 @@ def load_reward_model(
             weights = str(config.model_name) if uses_adapters else name
             classifier, has_new_head = _load(config, weights, weights_dtype)
         head_name = _head_name(classifier)
-        if has_new_head:
-            _init_head(getattr(classifier, head_name or "score"), seed)
+        if has_new_head and head_name is not None:
+            _init_head(getattr(classifier, head_name), seed)
     _agree_on_padding(classifier, tokenizer)
     path, reason = _choose_path(classifier, head_name, config)
     if reason is not None:
         notes.append(f"padded path: {reason}")
-    classifier.set_attn_implementation(FOREST if path == "forest" else "sdpa")
+    if path == "forest":
+        classifier.set_attn_implementation(FOREST)
     contract = _contract(
-        config, tokenizer, name, has_new_head, head_name, max_length, truncation_side, notes
+        config, tokenizer, name, has_new_head, classifier, max_length, truncation_side, notes
     )
     if uses_adapters:
         classifier = _add_adapters(classifier, config.dtensor_cfg.lora_cfg, head_name)
@@ -120,7 +123,12 @@ def _make(config: PolicyConfig, tokenizer: Any, max_length: int) -> Any:
     hf_config = scratch_config(config.scratch, tokenizer, max_length=max_length)
     hf_config.num_labels = _num_outputs(config)
     factory: Any = AutoModelForSequenceClassification
-    return factory.from_config(hf_config, dtype=torch.float32)
+    try:
+        return factory.from_config(hf_config, dtype=torch.float32)
+    except ValueError as error:
+        raise ConfigError(
+            f"policy.scratch: no classifier can be made of this description: {first_line(error)}"
+        ) from error
 
 
 def _load(config: PolicyConfig, name: str, dtype: torch.dtype) -> tuple[Any, bool]:
@@ -156,18 +164,9 @@ def _load(config: PolicyConfig, name: str, dtype: torch.dtype) -> tuple[Any, boo
         )
     except (OSError, ValueError) as error:
         raise ModelError(_not_loadable(name, error)) from error
-    for mismatch in info["mismatched_keys"]:
-        key, found, _ = mismatch if isinstance(mismatch, tuple) else (mismatch, None, None)
-        outputs = f"{found[0]} outputs" if found else "another size"
-        raise ModelError(
-            f"{name}: {key} has {outputs} and {wanted} {'is' if wanted == 1 else 'are'} needed. A "
-            "reward model has one label; for a model with several ratings set policy."
-            "reward_model_cfg.reward_model_type=regression and list policy.reward_model_cfg."
-            "attributes."
-        )
-    head = _head_name(model) or "classifier"
+    _check_sizes(name, info["mismatched_keys"], wanted)
     missing = sorted(info["missing_keys"])
-    new_head = [key for key in missing if key.startswith((f"{head}.", "score.", "classifier."))]
+    new_head = [key for key in missing if key.startswith(HEADS)]
     if set(missing) - set(new_head) or (new_head and is_classifier):
         raise ModelError(
             f"{name}: the weights lack {', '.join(missing[:5])}"
@@ -177,8 +176,24 @@ def _load(config: PolicyConfig, name: str, dtype: torch.dtype) -> tuple[Any, boo
     return model, bool(new_head)
 
 
+def _check_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]], wanted: int) -> None:
+    """Refuse weights of another size than the configuration says, the head's first of all."""
+    for key, found, expected in sorted(mismatched, key=lambda m: not m[0].startswith(HEADS)):
+        if key.startswith(HEADS) and found[0] != expected[0]:
+            raise ModelError(
+                f"{name}: {key} has {found[0]} outputs and {wanted} {'is' if wanted == 1 else 'are'}"
+                " needed. A reward model has one label; for a model with several ratings set "
+                "policy.reward_model_cfg.reward_model_type=regression and list "
+                "policy.reward_model_cfg.attributes."
+            )
+        raise ModelError(
+            f"{name}: {key} is {list(found)} in the weights and {list(expected)} by the "
+            "configuration: they do not belong together (config.json, policy.hf_config_overrides)"
+        )
+
+
 def _not_loadable(name: str, error: Exception) -> str:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = first_line(error)
     hint = ""
     if "safetensors" in str(error):
         hint = (
@@ -203,15 +218,14 @@ def _head_name(classifier: Any) -> str | None:
     return "score" if isinstance(head, nn.Linear) else None
 
 
-def _init_head(head: nn.Module, seed: int) -> None:
+def _init_head(head: nn.Linear, seed: int) -> None:
     """Small random scores: a standard deviation of about `hidden ** -0.5` over conversations."""
     generator = torch.Generator().manual_seed(seed)
-    linear = next(m for m in head.modules() if isinstance(m, nn.Linear))
     with torch.no_grad():
-        weight = torch.randn(linear.weight.shape, generator=generator) / (linear.in_features + 1)
-        linear.weight.copy_(weight)
-        if linear.bias is not None:
-            linear.bias.zero_()
+        weight = torch.randn(head.weight.shape, generator=generator) / (head.in_features + 1)
+        head.weight.copy_(weight)
+        if head.bias is not None:
+            head.bias.zero_()
 
 
 def _agree_on_padding(classifier: Any, tokenizer: Any) -> None:
@@ -219,7 +233,11 @@ def _agree_on_padding(classifier: Any, tokenizer: Any) -> None:
     text_config = classifier.config.get_text_config()
     classifier.config.pad_token_id = tokenizer.pad_token_id
     text_config.pad_token_id = tokenizer.pad_token_id
-    size = classifier.get_input_embeddings().num_embeddings
+    embeddings = classifier.get_input_embeddings()
+    # This row gets no gradient. A saved model would come back with the new one, and a resumed run
+    # train another row than the run it goes on from.
+    embeddings.padding_idx = tokenizer.pad_token_id
+    size = embeddings.num_embeddings
     if len(tokenizer) > size:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens and the model embeds {size}: they do not "
@@ -255,7 +273,7 @@ def _contract(
     tokenizer: Any,
     base: str,
     has_new_head: bool,
-    head_name: str | None,
+    classifier: Any,
     max_length: int,
     truncation_side: Literal["left", "right"],
     notes: list[str],
@@ -265,13 +283,17 @@ def _contract(
     if (directory / FILE_NAME).is_file():
         return ScoringContract.load(directory, tokenizer)
     reward_model = config.reward_model_cfg
+    positions = _num_positions(classifier, tokenizer)
+    if positions is not None and max_length > positions:
+        notes.append(f"the model has {positions:,} positions: longer conversations are cut to that")
+        max_length = positions
     contract = ScoringContract.draw_up(
         tokenizer,
         max_length=max_length,
         truncation_side=truncation_side,
         append_eos=has_new_head,
         template_kwargs=config.tokenizer.chat_template_kwargs,
-        pooled="last" if head_name is not None else "model",
+        pooled="last" if _head_name(classifier) is not None else "model",
         attributes=reward_model.attributes,
         attribute_weights=reward_model.attribute_weights,
     )
@@ -282,6 +304,15 @@ def _contract(
         )
     check_rendering(contract)
     return contract
+
+
+def _num_positions(classifier: Any, tokenizer: Any) -> int | None:
+    """Tokens of the longest conversation that the model can number; None where it does not say."""
+    positions = getattr(classifier.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and _head_name(classifier) is None:
+        # Encoders like RoBERTa number from an offset, which their tokenizer takes into account.
+        positions = min(positions, tokenizer.model_max_length)
+    return positions
 
 
 def _add_adapters(classifier: Any, config: LoraConfig, head_name: str | None) -> Any:

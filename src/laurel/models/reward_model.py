@@ -59,7 +59,7 @@ class RewardModel(nn.Module):
         """Score every completion of a micro-batch.
 
         Returns:
-            float32 `[N, K]`, in the order of the batch.
+            float32 `[N, K]` (float64 where the weights are), in the order of the batch.
         """
         if isinstance(batch, TokenForest):
             hidden_ND = self._last_hidden_forest(batch)
@@ -68,11 +68,10 @@ class RewardModel(nn.Module):
         else:
             return self._pooled_by_model(batch)
         head = getattr(self.classifier, self.head_name or "")
+        dtype = torch.promote_types(head.weight.dtype, torch.float32)
         with torch.autocast(self.device.type, enabled=False):
-            weight, bias = head.weight.float(), head.bias
-            return nn.functional.linear(
-                hidden_ND.float(), weight, None if bias is None else bias.float()
-            )
+            bias = None if head.bias is None else head.bias.to(dtype)
+            return nn.functional.linear(hidden_ND.to(dtype), head.weight.to(dtype), bias)
 
     def _last_hidden_forest(self, forest: TokenForest) -> Tensor:
         plan = ForestPlan(forest.trees)

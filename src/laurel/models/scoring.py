@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from laurel.errors import CheckpointError, DataError, ModelError
 from laurel.models.tokenizer import close_ends, pin_date
@@ -68,6 +68,22 @@ class ScoringRules(BaseModel):
     golden_dtype: str = "float32"
     """Precision of the arithmetic that gave the golden scores."""
     versions: dict[str, str] = {}
+
+    @classmethod
+    def read(cls, directory: Path) -> ScoringRules:
+        """What `scoring.json` of a checkpoint says, without a look at the tokenizer beside it.
+
+        Raises:
+            CheckpointError: It is unreadable, or of a format this version cannot read.
+        """
+        path = directory / FILE_NAME
+        try:
+            rules = cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if rules.format != FORMAT:
+            raise CheckpointError(f"{path} has format {rules.format}; this version reads {FORMAT}")
+        return rules
 
 
 class ScoringContract:
@@ -132,13 +148,7 @@ class ScoringContract:
         Raises:
             CheckpointError: `scoring.json` is unreadable, or the tokenizer beside it is another.
         """
-        path = directory / FILE_NAME
-        try:
-            rules = ScoringRules.model_validate_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, ValidationError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if rules.format != FORMAT:
-            raise CheckpointError(f"{path} has format {rules.format}; this version reads {FORMAT}")
+        rules = ScoringRules.read(directory)
         if _sha256(tokenizer.chat_template or "") != rules.template_sha256:
             raise CheckpointError(
                 f"{directory}: the chat template is not the one this model was trained with "

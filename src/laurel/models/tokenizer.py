@@ -47,7 +47,7 @@ def load_tokenizer(config: TokenizerConfig, *, model_name: str, trust_remote_cod
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"policy.tokenizer.name={name}: no tokenizer could be loaded ({_first_line(error)}). "
+            f"policy.tokenizer.name={name}: no tokenizer could be loaded ({first_line(error)}). "
             "Give a Hugging Face name or a directory that holds tokenizer.json."
         ) from error
     settle_template(tokenizer, config.chat_template)
@@ -173,5 +173,6 @@ def close_ends(tokenizer: Any, *, append_eos: bool, kwargs: dict[str, Any]) -> N
         tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, short enough for one of ours."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

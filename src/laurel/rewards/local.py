@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from laurel.data.forest import pack, pack_padded, pad, plant
-from laurel.errors import ModelError, ScoringContractError
+from laurel.errors import DataError, ModelError, ScoringContractError
 from laurel.models.attention import FOREST
 from laurel.models.reward_model import RewardModel
 from laurel.models.scoring import GoldenScore, ScoringContract
@@ -51,28 +52,77 @@ class LocalScorer:
     ) -> list[tuple[Score, ...]]:
         """The same for callers without an event loop.
 
+        Completions of a group that say the same are computed once: computed twice, the order of
+        sums would make them differ in the last digit, and a learner take that for a preference.
+
         Args:
             groups: What to score.
             on_batch: Called after each forward pass with the groups and tokens done.
         """
-        encoded = self.contract.encode(groups)
+        distinct = [tuple(dict.fromkeys(group.completions_G)) for group in groups]
+        prepared = self._encode(
+            [replace(group, completions_G=c) for group, c in zip(groups, distinct, strict=True)]
+        )
         values_NK = score_tokens(
-            self.model, encoded, batch_tokens=self.batch_tokens, pad_id=self._pad_id,
+            self.model,
+            [tokens for tokens, _ in prepared if tokens is not None],
+            batch_tokens=self.batch_tokens,
+            pad_id=self._pad_id,
             on_batch=on_batch,
-        )  # fmt: skip
+        )
+        rows = iter(values_NK.tolist())
         scores: list[tuple[Score, ...]] = []
-        first = 0
-        for tokens in encoded:
-            lengths_G = tokens.lengths_G
-            rows = values_NK[first : first + len(lengths_G)].tolist()
-            first += len(rows)
-            scores.append(
-                tuple(
-                    self._verdict(*verdict)
-                    for verdict in zip(rows, lengths_G, tokens.truncated_G, strict=True)
-                )
-            )
+        for group, completions, (tokens, failures) in zip(groups, distinct, prepared, strict=True):
+            scored = iter(self._verdicts(tokens, rows))
+            score_of = {
+                completion: next(scored) if failure is None else Score(value=None, failure=failure)
+                for completion, failure in zip(completions, failures, strict=True)
+            }
+            scores.append(tuple(score_of[completion] for completion in group.completions_G))
         return scores
+
+    def _encode(
+        self, groups: Sequence[Group]
+    ) -> list[tuple[TokenGroup | None, tuple[str | None, ...]]]:
+        """The tokens of the completions that can be rendered, and why each other one cannot."""
+        groups_left = [group for group in groups if group.completions_G]
+        try:
+            encoded = iter(self.contract.encode(groups_left) if groups_left else ())
+        except DataError:
+            return [self._encode_one_by_one(group) for group in groups]
+        return [
+            (next(encoded) if group.completions_G else None, (None,) * len(group.completions_G))
+            for group in groups
+        ]
+
+    def _encode_one_by_one(self, group: Group) -> tuple[TokenGroup | None, tuple[str | None, ...]]:
+        failures: list[str | None] = []
+        for completion in group.completions_G:
+            alone = replace(group, completions_G=(completion,))
+            try:
+                self.contract.encode([alone])
+            except DataError as error:
+                failures.append(str(error))
+            else:
+                failures.append(None)
+        renderable = tuple(
+            completion
+            for completion, failure in zip(group.completions_G, failures, strict=True)
+            if failure is None
+        )
+        if not renderable:
+            return None, tuple(failures)
+        (tokens,) = self.contract.encode([replace(group, completions_G=renderable)])
+        return tokens, tuple(failures)
+
+    def _verdicts(
+        self, tokens: TokenGroup | None, rows: Iterator[Sequence[float]]
+    ) -> Iterator[Score]:
+        """The scores of a group, in order; takes as many rows as it has completions."""
+        if tokens is None:
+            return
+        for num_tokens, truncated in zip(tokens.lengths_G, tokens.truncated_G, strict=True):
+            yield self._verdict(next(rows), num_tokens, truncated)
 
     @property
     def _pad_id(self) -> int:
@@ -171,14 +221,19 @@ def check_paths(model: RewardModel, *, seed: int = 0) -> float:
         classifier.set_attn_implementation(FOREST)
         model.train(was_training)
     reference_NK = torch.cat(one_by_one)
+    if not torch.isfinite(reference_NK).all():
+        raise ModelError(
+            f"{type(classifier).__name__} gives scores that are NaN or infinite: its weights are "
+            f"damaged, or its numbers leave the range of {str(model.precision)[6:]}"
+        )
     scale = max(1.0, float(reference_NK.abs().max()))
     difference = float((forest_NK - reference_NK).abs().max())
     tolerance = PATH_TOLERANCE.get(model.precision, 5e-2) * scale
     if not difference <= tolerance:
         raise ModelError(
             f"{type(classifier).__name__}: scores of the token forest differ from one-by-one "
-            f"scores by {difference:.3g} (allowed: {tolerance:.3g}). This architecture needs the padded "
-            "path: set policy.sequence_packing.enabled=false, and please report the model."
+            f"scores by {difference:.3g} (allowed: {tolerance:.3g}). This architecture needs the "
+            "padded path: set policy.sequence_packing.enabled=false, and please report the model."
         )
     return difference
 

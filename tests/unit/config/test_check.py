@@ -184,7 +184,7 @@ def test_rules_of_a_section_are_told_at_its_line(tmp_path: Path) -> None:
     ]
     assert problems(tmp_path, "\nleft: 3\n") == ["run.yaml:2: left and right must be equal"]
     (tmp_path / "run.yaml").write_text("model:\n  flag: false\n")
-    with pytest.raises(ConfigError, match="^override 'model.size=101': model.size above 100"):
+    with pytest.raises(ConfigError, match=r"^override 'model\.size=101': model\.size above"):
         load_config(Run, tmp_path / "run.yaml", ["model.size=101"])
 
 

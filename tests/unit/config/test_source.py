@@ -198,5 +198,10 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     assert refused(path).startswith(f"{path}: not YAML text: ")
 
 
+def test_nesting_without_end(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "a: " + "[" * 3000)
+    assert refused(path) == f"{path}: nested too deeply"
+
+
 def test_a_directory_is_no_file(tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path)

@@ -107,7 +107,7 @@ def read_back(text: str) -> RewardTrainingRun:
     return loaded.config
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(run=runs, describe=st.booleans())
 def test_what_is_written_reads_back_equal(run: RewardTrainingRun, describe: bool) -> None:
     again = read_back(to_yaml(run, describe=describe))

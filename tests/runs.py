@@ -1,0 +1,188 @@
+"""Tiny training runs for tests: preference files, settings, and `laurel rm` here or in a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from laurel.algorithms.reward_training import Outcome
+from laurel.cli.assemble import train_reward_model
+from laurel.config.load import load_config
+from laurel.config.reward_training import RewardTrainingRun
+from laurel.observe.loggers import read_metrics
+
+ROOT = Path(__file__).parents[1]
+
+GOOD = ("clear", "kind", "right", "useful")
+BAD = ("vague", "rude", "wrong", "useless")
+
+TINY = (
+    "policy.model_name=null",
+    "policy.scratch.hidden_size=16",
+    "policy.scratch.num_layers=1",
+    "policy.scratch.num_heads=2",
+    "policy.scratch.vocab_size=400",
+    "policy.precision=float32",
+    "policy.max_total_sequence_length=128",
+    "policy.train_global_batch_size=8",
+    "policy.optimizer.kwargs.lr=3e-3",
+    "rm.val_period=5",
+    "checkpointing.save_period=5",
+    "logger.num_val_samples_to_print=1",
+    "cluster.cpu_threads=1",
+    "cluster.device=cpu",
+)
+"""A model of a few thousand weights on the CPU, and steps that take milliseconds."""
+
+
+def pairs(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows for `BinaryPreferenceDataset` that follow a rule: the answer with a good word wins."""
+    drawn = random.Random(seed)
+
+    def answer(words: Sequence[str]) -> str:
+        filler = " ".join(drawn.choice(("this", "is", "one", "more")) for _ in range(3))
+        return f"{filler} {drawn.choice(words)} {drawn.choice(('answer', 'reply'))}"
+
+    return [
+        {"prompt": f"question {seed}-{i}?", "chosen": answer(GOOD), "rejected": answer(BAD)}
+        for i in range(count)
+    ]
+
+
+def ranked(prompt: str, answers: dict[str, int], **extra: Any) -> dict[str, Any]:
+    """A row for `PreferenceDataset`: each answer and its rank."""
+    return {
+        "context": [{"role": "user", "content": prompt}],
+        "completions": [
+            {"rank": rank, "completion": [{"role": "assistant", "content": text}]}
+            for text, rank in answers.items()
+        ],
+        **extra,
+    }
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> Path:
+    """A JSON lines file of rows; texts are written as they are."""
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def settings(directory: Path, *changes: str, rows: Path | None = None) -> list[str]:
+    """Overrides of a tiny run that writes below `directory`; 40 pairs where no rows are given."""
+    if rows is None:
+        rows = directory / "train.jsonl"
+        if not rows.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            write_rows(rows, pairs(40))
+    data = () if any(c.startswith("data.train") for c in changes) else (
+        "data.dataset_name=BinaryPreferenceDataset", f"data.train_data_path={rows}",
+        "data.split_validation_size=0.2",
+    )  # fmt: skip
+    places = (f"checkpointing.checkpoint_dir={directory}/saves", f"logger.log_dir={directory}/logs")
+    return [*TINY, *data, *places, *changes]
+
+
+# ------------------------------------------------------------------------------------ in this process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A run that ended here, and what it said."""
+
+    outcome: Outcome
+    text: str
+
+
+def train(overrides: Sequence[str]) -> Finished:
+    """Run `laurel rm` in this process."""
+    loaded = load_config(RewardTrainingRun, None, list(overrides))
+    stream = StringIO()
+    console = Console(file=stream, width=200, markup=False, emoji=False, highlight=False)
+    outcome = train_reward_model(loaded.config, console=console, warnings=loaded.warnings)
+    return Finished(outcome=outcome, text=stream.getvalue())
+
+
+# -------------------------------------------------------------------------------- in another process
+
+
+def command(overrides: Sequence[str], *, program: Sequence[str] = ()) -> list[str]:
+    """The command line of `laurel rm`, or of another program with the same arguments."""
+    return [sys.executable, *(program or ("-m", "laurel.cli.main", "rm")), *overrides]
+
+
+def start(overrides: Sequence[str], *, log: Path) -> subprocess.Popen[bytes]:
+    """Start `laurel rm`; what it prints goes to a file."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command(overrides), stdout=output, stderr=subprocess.STDOUT, env=environment()
+        )
+
+
+def run(
+    overrides: Sequence[str], *, program: Sequence[str] = (), cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `laurel rm` to its end."""
+    return subprocess.run(
+        command(overrides, program=program),
+        capture_output=True, text=True, timeout=120, cwd=cwd, env=environment(),
+    )  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """One thread, a fixed width, and no network."""
+    return os.environ | {
+        "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1",
+    }  # fmt: skip
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """Look again and again, hundreds of times a second.
+
+    Raises:
+        AssertionError: The process ended first, or a minute passed.
+    """
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, f"the run ended first, with {process.returncode}"
+        assert time.monotonic() < deadline, "nothing happened for a minute"
+        time.sleep(0.002)
+
+
+# --------------------------------------------------------------------------------- what a run left
+
+
+def last_step(directory: Path) -> int:
+    """The last step in the metrics of the first run below `directory`; 0 where there is none."""
+    path = directory / "logs" / "exp_001" / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    return max((int(line["step"]) for line in read_metrics(path)), default=0)
+
+
+def series(directory: Path, name: str, *, run: str = "exp_001") -> dict[int, float]:
+    """One metric of a run, by step."""
+    lines = read_metrics(directory / "logs" / run / "metrics.jsonl")
+    return {int(line["step"]): line[name] for line in lines if name in line}
+
+
+def manifest_hashes(checkpoint: Path) -> dict[str, str]:
+    """Hashes of what must be equal in equal runs: weights, tokenizer, contract, optimizer."""
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))
+    records = manifest["files"]
+    named = records.items() if isinstance(records, dict) else ((r["name"], r) for r in records)
+    return {
+        name: record["sha256"] for name, record in named
+        if name.endswith((".safetensors", "scoring.json", "tokenizer.json", "training_state.json"))
+    }  # fmt: skip
