@@ -209,7 +209,8 @@ def _load_model(
         from laurel.algorithms.run_state import check_same_run, settings_of
         from laurel.distributed.process import prepare
         from laurel.models.load import load_reward_model
-        from laurel.rewards.local import check_golden, check_paths
+        from laurel.rewards.local import check_golden
+        from laurel.rewards.self_check import check_paths
 
         _quiet()
         if resume_from:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -81,37 +81,49 @@ def show_config(
 @app.command("score")
 def score(
     file: Annotated[
-        str, typer.Argument(metavar="[FILE]", help="JSON lines of conversations; - is stdin.")
+        str, typer.Argument(metavar="FILE", help="JSON lines of conversations; - is stdin.")
     ] = "-",
     model: Annotated[
-        str, typer.Option("--model", "-m", help="Reward model: a directory or a hub name.")
+        str, typer.Option("--model", "-m", metavar="MODEL", help="A directory or a hub name.")
     ] = "",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write JSON lines here.", metavar="FILE")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines, no table.")] = False,
     max_length: Annotated[
-        int | None, typer.Option(help="Longest conversation, for a model without scoring.json.")
+        int | None,
+        typer.Option(min=2, help="Longest conversation, for a model without scoring.json."),
     ] = None,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of one forward pass.")] = 8192,
-    precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass.")] = 8192,
+    precision: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of the weights and the arithmetic.")
+    ] = "float32",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")
+    ] = "auto",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A key of the policy section, e.g. tokenizer.pad_token=auto."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A key of the policy section, e.g. tokenizer.pad_token=auto.",
+        ),
     ] = None,
 ) -> None:
     """Score conversations with a reward model.
 
     A line is {"messages": [...]}, {"prompt": ..., "completions": [...]}, or a row of a preference
-    data set. A prompt is a text or a list of messages.
+    data set. A prompt is a text or a list of messages. The exit code is 1 where a completion got no
+    score.
     """
     from laurel.cli.score import run_score
 
-    run_score(
+    exit_code = run_score(
         file, model=model, output=output, as_json=as_json, max_length=max_length,
         batch_tokens=batch_tokens, precision=precision, device=device, settings=settings or [],
     )  # fmt: skip
+    if exit_code:
+        raise typer.Exit(exit_code)
 
 
 @app.command("doctor")

@@ -102,9 +102,10 @@ def load_reward_model(
     if config.dtensor_cfg.activation_checkpointing:
         classifier.gradient_checkpointing_enable({"use_reentrant": False})
     classifier.to(device=device)
-    model = RewardModel(
-        classifier, head_name=head_name, path=path, precision=DTYPES[config.precision]
-    )
+    if device.type == "cpu":
+        _leave_file(classifier)
+    precision = DTYPES[config.precision] if weights_dtype == torch.float32 else weights_dtype
+    model = RewardModel(classifier, head_name=head_name, path=path, precision=precision)
     if has_new_head and resume_from is None:
         notes.append("the reward head is new and random: its scores mean nothing before training")
     return LoadedRewardModel(
@@ -178,11 +179,13 @@ def _load(config: PolicyConfig, name: str, dtype: torch.dtype) -> tuple[Any, boo
 
 def _check_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]], wanted: int) -> None:
     """Refuse weights of another size than the configuration says, the head's first of all."""
-    for key, found, expected in sorted(mismatched, key=lambda m: not m[0].startswith(HEADS)):
+    for key, found, expected in sorted(
+        mismatched, key=lambda m: (not m[0].startswith(HEADS), m[0])
+    ):
         if key.startswith(HEADS) and found[0] != expected[0]:
             raise ModelError(
-                f"{name}: {key} has {found[0]} outputs and {wanted} {'is' if wanted == 1 else 'are'}"
-                " needed. A reward model has one label; for a model with several ratings set "
+                f"{name}: {key} has {found[0]} outputs and this run needs {wanted}. "
+                "A reward model has one label; for a model with several ratings set "
                 "policy.reward_model_cfg.reward_model_type=regression and list "
                 "policy.reward_model_cfg.attributes."
             )
@@ -190,6 +193,17 @@ def _check_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]], wanted: 
             f"{name}: {key} is {list(found)} in the weights and {list(expected)} by the "
             "configuration: they do not belong together (config.json, policy.hf_config_overrides)"
         )
+
+
+def _leave_file(classifier: nn.Module) -> None:
+    """Copy every weight out of the mapped file it was loaded from, to memory of its own.
+
+    In the file it lies at some multiple of 8 bytes, and the last bits of a product depend on where
+    its factors lie: a resumed run would drift from the run it goes on from. Nor may a checkpoint
+    that is deleted or replaced meanwhile change the model.
+    """
+    for tensor in (*classifier.parameters(), *classifier.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def _not_loadable(name: str, error: Exception) -> str:
@@ -261,7 +275,10 @@ def _choose_path(
         return "padded", f"{kind} does not take an attention implementation"
     layer_types = set(getattr(classifier.config.get_text_config(), "layer_types", None) or ())
     if layer_types - PLAIN_ATTENTION:
-        return "padded", f"{kind} has layers of type {', '.join(layer_types - PLAIN_ATTENTION)}"
+        return (
+            "padded",
+            f"{kind} has layers of type {', '.join(sorted(layer_types - PLAIN_ATTENTION))}",
+        )
     attentions = [m for m in classifier.modules() if hasattr(m, "is_causal")]
     if not attentions or not all(m.is_causal for m in attentions):
         return "padded", f"{kind} looks at later tokens"
@@ -280,9 +297,21 @@ def _contract(
 ) -> ScoringContract:
     """The contract saved with the model, or a new one."""
     directory = Path(base)
-    if (directory / FILE_NAME).is_file():
-        return ScoringContract.load(directory, tokenizer)
     reward_model = config.reward_model_cfg
+    if (directory / FILE_NAME).is_file():
+        contract = ScoringContract.load(directory, tokenizer)
+        rules = contract.rules
+        if list(rules.attributes) != reward_model.attributes:
+            raise ModelError(
+                f"{base} gives the attributes {list(rules.attributes)} and policy.reward_model_cfg."
+                f"attributes asks for {reward_model.attributes}; give the same, in the same order"
+            )
+        if (rules.max_length, rules.truncation_side) != (max_length, truncation_side):
+            notes.append(
+                f"the model brings its own contract: conversations are cut on the "
+                f"{rules.truncation_side} to {rules.max_length:,} tokens, as it was trained"
+            )
+        return contract
     positions = _num_positions(classifier, tokenizer)
     if positions is not None and max_length > positions:
         notes.append(f"the model has {positions:,} positions: longer conversations are cut to that")
@@ -307,8 +336,19 @@ def _contract(
 
 
 def _num_positions(classifier: Any, tokenizer: Any) -> int | None:
-    """Tokens of the longest conversation that the model can number; None where it does not say."""
-    positions = getattr(classifier.config.get_text_config(), "max_position_embeddings", None)
+    """Tokens of the longest conversation that the model can number; None where it does not say.
+
+    Rotary embeddings of type `longrope` (Phi-3) turn all texts of a batch differently as soon as
+    one is longer than they were first trained for. Scores must not depend on what else is in the
+    batch, so there that length is the limit.
+    """
+    hf_config = classifier.config.get_text_config()
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    rotary = getattr(hf_config, "rope_parameters", None) or {}
+    by_layer_type = [entry for entry in rotary.values() if isinstance(entry, dict)]
+    for parameters in by_layer_type or [rotary]:
+        if parameters.get("rope_type") == "longrope":
+            positions = min(positions, parameters["original_max_position_embeddings"])
     if positions is not None and _head_name(classifier) is None:
         # Encoders like RoBERTa number from an offset, which their tokenizer takes into account.
         positions = min(positions, tokenizer.model_max_length)

@@ -61,12 +61,19 @@ class RewardModel(nn.Module):
         Returns:
             float32 `[N, K]` (float64 where the weights are), in the order of the batch.
         """
-        if isinstance(batch, TokenForest):
-            hidden_ND = self._last_hidden_forest(batch)
-        elif self.head_name is not None:
-            hidden_ND = self._last_hidden_padded(batch)
-        else:
+        if self.head_name is None:
+            assert isinstance(batch, PaddedRows)
             return self._pooled_by_model(batch)
+        return self.judge(self.last_hidden(batch))
+
+    def last_hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
+        """The decoder's hidden state of the last token of every completion, `[N, D]`."""
+        if isinstance(batch, TokenForest):
+            return self._last_hidden_forest(batch)
+        return self._last_hidden_padded(batch)
+
+    def judge(self, hidden_ND: Tensor) -> Tensor:
+        """The head: scores `[N, K]` of hidden states."""
         head = getattr(self.classifier, self.head_name or "")
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         with torch.autocast(self.device.type, enabled=False):

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from laurel.errors import CheckpointError, DataError, ModelError
-from laurel.models.tokenizer import close_ends, pin_date
+from laurel.models.tokenizer import bind_variables, close_ends, pin_date
 from laurel.types import Conversation, Group, Message, TokenGroup
 
 FILE_NAME = "scoring.json"
@@ -111,11 +111,12 @@ class ScoringContract:
 
         Args:
             tokenizer: With template and padding settled; its template is changed where it prints
-                the date, or does not write a BOS or EOS that belongs there.
+                the date, takes variables, or does not write a BOS or EOS that belongs there.
             max_length: Longest conversation in tokens.
             truncation_side: Which end of a longer one is cut.
-            append_eos: End every conversation with EOS. True for models trained here; a model from
-                elsewhere is scored on its template as it is, as it was trained.
+            append_eos: End every conversation with EOS, and begin it with BOS where there is one.
+                True for models trained here; a model from elsewhere is scored on its template as
+                it is, as it was trained, with the BOS that its tokenizer would add.
             template_kwargs: Variables of the template.
             pooled: Where the score is read.
             attributes: Outputs of a regression head.
@@ -123,9 +124,9 @@ class ScoringContract:
             today: The date to pin a clock to.
         """
         template, pinned = pin_date(tokenizer.chat_template, today or date.today())
-        tokenizer.chat_template = template
+        tokenizer.chat_template = bind_variables(template, template_kwargs or {})
         if pooled == "last":
-            close_ends(tokenizer, append_eos=append_eos, kwargs=template_kwargs or {})
+            close_ends(tokenizer, append_eos=append_eos)
         rules = ScoringRules(
             template_sha256=_sha256(tokenizer.chat_template),
             template_kwargs=template_kwargs or {},
@@ -152,8 +153,9 @@ class ScoringContract:
         if _sha256(tokenizer.chat_template or "") != rules.template_sha256:
             raise CheckpointError(
                 f"{directory}: the chat template is not the one this model was trained with "
-                f"({FILE_NAME} holds its hash). Restore chat_template.jinja from the checkpoint, "
-                f"or delete {FILE_NAME} to score with the new template on your own authority."
+                f"({FILE_NAME} holds its hash). Leave policy.tokenizer.chat_template at `default` "
+                "and restore chat_template.jinja from the checkpoint, or delete "
+                f"{FILE_NAME} to score with the new template on your own authority."
             )
         for name in ("bos", "eos", "pad"):
             saved, found = getattr(rules, f"{name}_id"), getattr(tokenizer, f"{name}_token_id")
@@ -208,21 +210,25 @@ class ScoringContract:
         Raises:
             DataError: A template that fails, with the source of the group.
         """
+        where = sources or [group.id for group in groups]
         texts: list[str] = []
-        for index, group in enumerate(groups):
+        for source, group in zip(where, groups, strict=True):
             try:
                 texts.extend(
                     self.render(group.conversation(i)) for i in range(len(group.completions_G))
                 )
             except DataError as error:
-                where = sources[index] if sources else group.id
-                raise DataError(f"{where}: {error}") from error
+                raise DataError(f"{source}: {error}") from error
+        if not texts:
+            return []
         ids_N = self.tokenizer(texts, add_special_tokens=self.rules.pooled == "model")["input_ids"]
         encoded: list[TokenGroup] = []
         first = 0
-        for group in groups:
+        for source, group in zip(where, groups, strict=True):
             rows = ids_N[first : first + len(group.completions_G)]
             first += len(rows)
+            if not all(rows):
+                raise DataError(f"{source}: a conversation without a single token has no score")
             encoded.append(self._group(group.id, rows))
         return encoded
 
@@ -240,8 +246,6 @@ class ScoringContract:
     def _finish(self, ids: TrainedIds) -> tuple[TrainedIds, bool]:
         """Cut what is too long; the last token, which is scored, and a BOS are always kept."""
         rules = self.rules
-        if not ids:
-            raise DataError("a conversation without a single token cannot be scored")
         if len(ids) <= rules.max_length:
             return ids, False
         if rules.truncation_side == "right" or rules.pooled == "model":
@@ -273,10 +277,11 @@ def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
 
 
 def check_rendering(contract: ScoringContract) -> None:
-    """Refuse a template that drops what it is given.
+    """Refuse a template that drops what it is given, or ends in padding.
 
     Raises:
-        ModelError: The answer does not appear in the text that would be scored.
+        ModelError: The answer does not appear in the text that would be scored, or other programs
+            would take the last token for padding.
     """
     probe = (Message("user", "Where is the laurel?"), Message("assistant", "By the western gate."))
     text = contract.render(probe)
@@ -285,6 +290,14 @@ def check_rendering(contract: ScoringContract) -> None:
             raise ModelError(
                 f"the chat template leaves out the {message.role} message: it rendered {text!r}"
             )
+    rules = contract.rules
+    last = contract.tokenizer(text, add_special_tokens=rules.pooled == "model")["input_ids"][-1]
+    if rules.pooled == "last" and last == rules.pad_id:
+        raise ModelError(
+            f"the chat template ends a conversation with the padding token "
+            f"{contract.tokenizer.pad_token!r}: other programs would read this model's score one "
+            "token too early. Name another: policy.tokenizer.pad_token=..."
+        )
 
 
 def _sha256(text: str) -> str:

@@ -7,12 +7,13 @@ this field come from two places choosing differently.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from laurel.config.schema import TokenizerConfig
-from laurel.errors import ModelError
+from laurel.errors import ConfigError, ModelError
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -31,7 +32,16 @@ PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|p
                   "<|endoftext|>", "<unk>")  # fmt: skip
 """Tokens that models reserve for padding, or that no text of a conversation contains."""
 
-_DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(?P<format>.*?)\1\s*\)")
+RESERVED = frozenset(
+    {"messages", "conversation", "chat_template", "add_generation_prompt", "tokenize", "padding",
+     "truncation", "max_length", "return_tensors", "return_dict", "continue_final_message",
+     "return_assistant_tokens_mask", "tokenizer_kwargs"}
+)  # fmt: skip
+"""Names that Hugging Face's rendering of templates keeps for itself."""
+
+_CLOCK = re.compile(r"strftime_now\s*\(")
+_DATE_CALL = re.compile(r"strftime_now\s*\(\s*(['\"])(?P<format>.*?)\1\s*\)")
+_PINNED = "macro strftime_now("
 
 
 def load_tokenizer(config: TokenizerConfig, *, model_name: str, trust_remote_code: bool) -> Any:
@@ -45,10 +55,13 @@ def load_tokenizer(config: TokenizerConfig, *, model_name: str, trust_remote_cod
     name = config.name or model_name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
+        key = "policy.tokenizer.name" if config.name else "policy.model_name"
+        hint = "Give a Hugging Face name or a directory that holds tokenizer.json."
+        if "trust_remote_code" in str(error):
+            hint = "It brings Python code: read it, then set policy.trust_remote_code=true."
         raise ModelError(
-            f"policy.tokenizer.name={name}: no tokenizer could be loaded ({first_line(error)}). "
-            "Give a Hugging Face name or a directory that holds tokenizer.json."
+            f"{key}={name}: no tokenizer could be loaded ({first_line(error)}). {hint}"
         ) from error
     settle_template(tokenizer, config.chat_template)
     settle_padding(tokenizer, config.pad_token)
@@ -136,20 +149,49 @@ def pin_date(template: str, today: date) -> tuple[str, str | None]:
     the template that is saved: a macro takes the place of the clock.
 
     Returns:
-        The template, and the date in its own format (None where it has no clock).
+        The template, and the date in its own format (None where it has no clock, or one that was
+        pinned before).
+
+    Raises:
+        ModelError: It prints the date in a way that cannot be pinned.
     """
-    formats = sorted({match["format"] for match in _DATE_CALL.finditer(template)})
-    if not formats:
+    calls = list(_DATE_CALL.finditer(template))
+    if _PINNED in template or not _CLOCK.search(template):
         return template, None
+    if len(calls) < len(_CLOCK.findall(template)):
+        raise ModelError(
+            "the chat template prints the date in a format that it computes (strftime_now without "
+            "a literal), so its text would change from day to day and cannot be pinned. Write a "
+            "date into a copy of it and name that: policy.tokenizer.chat_template=copy.jinja"
+        )
+    formats = sorted({match["format"] for match in calls})
     cases = "".join(
-        f"{{%- {'if' if index == 0 else 'elif'} format == {fmt!r} -%}}{today.strftime(fmt)}"
+        f"{{% {'if' if index == 0 else 'elif'} format == {fmt!r} %}}{today.strftime(fmt)}"
         for index, fmt in enumerate(formats)
     )
-    macro = f"{{%- macro strftime_now(format) -%}}{cases}{{%- endif -%}}{{%- endmacro %}}"
+    macro = f"{{% {_PINNED}format) %}}{cases}{{% endif %}}{{% endmacro %}}\n"
     return macro + template, today.strftime(formats[0])
 
 
-def close_ends(tokenizer: Any, *, append_eos: bool, kwargs: dict[str, Any]) -> None:
+def bind_variables(template: str, kwargs: Mapping[str, Any]) -> str:
+    """Write the values of a template's variables into it, where nobody gives others.
+
+    Raises:
+        ConfigError: A name that Hugging Face keeps for itself.
+    """
+    cases = ""
+    for name, value in kwargs.items():
+        if name in RESERVED or not name.isidentifier():
+            raise ConfigError(
+                f"policy.tokenizer.chat_template_kwargs.{name} is not a variable of the template; "
+                "a conversation is always rendered whole, as text"
+            )
+        cases += f"{{% if {name} is not defined or {name} is none %}}"
+        cases += f"{{% set {name} = {value!r} %}}{{% endif %}}"
+    return f"{cases}\n{template}" if cases else template
+
+
+def close_ends(tokenizer: Any, *, append_eos: bool) -> None:
     """Make the template itself write the BOS and EOS that belong to every conversation.
 
     What is in the template reaches every program that renders it, so scores do not depend on
@@ -159,18 +201,31 @@ def close_ends(tokenizer: Any, *, append_eos: bool, kwargs: dict[str, Any]) -> N
         tokenizer: Its template is changed where something is missing.
         append_eos: Whether a conversation ends with EOS. Line breaks behind it are allowed, as
             ChatML closes a turn so.
-        kwargs: Variables of the template.
+
+    Raises:
+        ModelError: The template cannot render a question and its answer.
     """
     probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    text = tokenizer.apply_chat_template(probe, tokenize=False, **kwargs)
+    try:
+        text = tokenizer.apply_chat_template(probe, tokenize=False)
+    except Exception as error:  # Jinja and the template itself raise what they like
+        raise ModelError(
+            f"the chat template cannot render a question and its answer: {first_line(error)}. "
+            "Mend it, or choose another: policy.tokenizer.chat_template=chatml, or a path ending "
+            "in .jinja"
+        ) from error
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     adds_bos = bos is not None and (
         append_eos or tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     )
+    # Jinja drops the line break behind a comment and the one that ends a template, so what is put
+    # in front goes on a line of its own, and what is put behind takes the place of the last break.
     if adds_bos and not text.startswith(bos):
-        tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+        tokenizer.chat_template = "{{ bos_token }}{# begin #}\n" + tokenizer.chat_template
     if append_eos and eos is not None and not text.rstrip("\n").endswith(eos):
-        tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+        tokenizer.chat_template = tokenizer.chat_template.removesuffix("\n") + (
+            "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+        )
 
 
 def first_line(error: BaseException) -> str:

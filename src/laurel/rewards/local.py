@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from laurel.data.forest import pack, pack_padded, pad, plant
-from laurel.errors import DataError, ModelError, ScoringContractError
-from laurel.models.attention import FOREST
+from laurel.errors import DataError, ScoringContractError
 from laurel.models.reward_model import RewardModel
 from laurel.models.scoring import GoldenScore, ScoringContract
 from laurel.types import Completion, Conversation, Group, PaddedRows, Score, TokenForest, TokenGroup
@@ -20,10 +19,6 @@ from laurel.types import Completion, Conversation, Group, PaddedRows, Score, Tok
 GOLDEN_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Allowed difference from a golden score, in units of max(1, |score|). Weights and arithmetic are
 the same; what differs is the order of sums on another machine or library version."""
-
-PATH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""Allowed difference between the forest and one-by-one scoring in the self-check, in units of
-max(1, |score|). A wrong mask or position shows as a difference of the size of the scores."""
 
 
 class LocalScorer:
@@ -190,68 +185,6 @@ def lay_out(
 
 
 # ---------------------------------------------------------------------------------- before use
-
-
-def check_paths(model: RewardModel, *, seed: int = 0) -> float:
-    """Compare the forest with the model's own one-by-one arithmetic on a small probe.
-
-    Returns:
-        The largest difference found; 0 where the model takes the padded path anyway.
-
-    Raises:
-        ModelError: They disagree, so the forest would give wrong scores.
-    """
-    if model.path != "forest":
-        return 0.0
-    vocabulary = model.classifier.get_input_embeddings().num_embeddings
-    groups = _probe(vocabulary, seed)
-    classifier = model.classifier
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            forest_NK = model(plant(groups))
-            classifier.set_attn_implementation("eager")
-            one_by_one = [
-                model(pad([_single(group.trunk_ids, ids)], pad_id=0))
-                for group in groups
-                for ids in group.branches_ids_G
-            ]
-    finally:
-        classifier.set_attn_implementation(FOREST)
-        model.train(was_training)
-    reference_NK = torch.cat(one_by_one)
-    if not torch.isfinite(reference_NK).all():
-        raise ModelError(
-            f"{type(classifier).__name__} gives scores that are NaN or infinite: its weights are "
-            f"damaged, or its numbers leave the range of {str(model.precision)[6:]}"
-        )
-    scale = max(1.0, float(reference_NK.abs().max()))
-    difference = float((forest_NK - reference_NK).abs().max())
-    tolerance = PATH_TOLERANCE.get(model.precision, 5e-2) * scale
-    if not difference <= tolerance:
-        raise ModelError(
-            f"{type(classifier).__name__}: scores of the token forest differ from one-by-one "
-            f"scores by {difference:.3g} (allowed: {tolerance:.3g}). This architecture needs the "
-            "padded path: set policy.sequence_packing.enabled=false, and please report the model."
-        )
-    return difference
-
-
-def _probe(vocabulary: int, seed: int) -> list[TokenGroup]:
-    rng = np.random.default_rng(seed)
-
-    def ids(length: int) -> np.ndarray:
-        return rng.integers(1, vocabulary, length).astype(np.int32)
-
-    return [
-        TokenGroup(id="a", trunk_ids=ids(11), branches_ids_G=(ids(5), ids(1), ids(8))),
-        TokenGroup(id="b", trunk_ids=ids(0), branches_ids_G=(ids(7),)),
-    ]
-
-
-def _single(trunk_ids: np.ndarray, ids: np.ndarray) -> TokenGroup:
-    return TokenGroup(id="", trunk_ids=trunk_ids, branches_ids_G=(ids,))
 
 
 def golden_scores(

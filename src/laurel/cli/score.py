@@ -1,0 +1,312 @@
+"""`laurel score`: conversations in, what a reward model says of each out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from laurel.cli.load_scorer import Precision, Say, check_files, find_model, load_scorer
+from laurel.cli.output_file import check_output, replace_file
+from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
+from laurel.observe.console import make_console, print_scores, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.types import Score
+
+CHUNK = 256
+"""Rows that are read, scored and written at a time; more are never held."""
+
+Scored = Sequence[tuple[ScoringRow, tuple["Score", ...]]]
+Write = Callable[[Scored], None]
+
+
+def run_score(
+    file: str,
+    *,
+    model: str,
+    output: Path | None,
+    as_json: bool,
+    max_length: int | None,
+    batch_tokens: int,
+    precision: Precision,
+    device: str,
+    settings: Sequence[str],
+    stdin: IO[bytes] | None = None,
+) -> int:
+    """Score every row of a file or of standard input, in order.
+
+    Scores go to standard output (as a table, or as JSON lines), or to a file that is there whole or
+    not at all; everything else is said on standard error. What can be told wrong without loading
+    the model is told first.
+
+    Args:
+        file: Rows; `-` is standard input. See `data.conversations`.
+        model: A directory or a hub name. See `load_scorer.find_model`.
+        output: Write JSON lines here.
+        as_json: Print JSON lines.
+        max_length: Longest conversation in tokens, for a model without `scoring.json`.
+        batch_tokens: Token budget of one forward pass.
+        precision: Dtype of the arithmetic.
+        device: auto, cpu or cuda.
+        settings: Overrides of the policy section.
+        stdin: Stands in for the standard input of this process.
+
+    Returns:
+        The exit code: 1 where a completion has no score, else 0.
+
+    Raises:
+        UserError: A row, a model, a file or a setting that cannot be used.
+    """
+    messages = make_console(stderr=True)
+
+    def say(text: str) -> None:
+        messages.print(Text("\n".join(map(visible, text.split("\n")))), soft_wrap=True)
+
+    place = find_model(model)
+    if output is not None:
+        check_output(output, read_from=file)
+    rows, num_rows = _open_rows(file, stdin, say)
+    for note in place.notes:
+        say(note)
+    with messages.status("checking the files of the model"):
+        check_files(place)
+    with messages.status("loading torch and the model"):
+        scorer = load_scorer(
+            place, max_length=max_length, batch_tokens=batch_tokens, precision=precision,
+            device=device, settings=settings, say=say,
+        )  # fmt: skip
+    tally = Tally(max_length=scorer.contract.rules.max_length)
+    with ExitStack() as stack:
+        write = _writer(stack, output, as_json=as_json, has_attributes=bool(
+            scorer.contract.rules.attributes))  # fmt: skip
+        prints = as_json or output is None
+        progress = stack.enter_context(
+            ScoringProgress(messages, num_rows, shares_screen=prints and sys.stdout.isatty())
+        )
+        for chunk in _chunks(rows, CHUNK):
+            progress.show()
+            scores = scorer.score_now([row.group for row in chunk], on_batch=progress.advance)
+            progress.hide(done=len(chunk))
+            scored = list(zip(chunk, scores, strict=True))
+            tally.add(scored)
+            write(scored)
+    tally.report(say)
+    if output is not None:
+        say(f"written to {output}")
+    return 1 if tally.num_failed else 0
+
+
+# ----------------------------------------------------------------------------------------- input
+
+
+def _open_rows(
+    file: str, stdin: IO[bytes] | None, say: Say
+) -> tuple[Iterator[ScoringRow], int | None]:
+    """The rows, and how many there are where that can be known.
+
+    A file is read once before anything is scored: a bad row at its end is told at once, not after
+    hours. Of standard input only the first row can be looked at.
+    """
+    if file != STDIN and Path(file).expanduser().is_file():
+        num_rows = sum(1 for _ in read_scoring_rows(file))
+        return read_scoring_rows(file), num_rows
+    if file == STDIN and stdin is None and sys.stdin.isatty():
+        say("reading conversations from the terminal, one JSON object a line; Ctrl-D ends them")
+    rows = read_scoring_rows(file, stdin=stdin)
+    first = next(rows)  # no rows at all is a DataError
+    return chain([first], rows), None
+
+
+def _chunks(rows: Iterable[ScoringRow], size: int) -> Iterator[list[ScoringRow]]:
+    iterator = iter(rows)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
+
+
+# ---------------------------------------------------------------------------------------- output
+
+
+def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attributes: bool) -> Write:
+    """What takes the scores of each chunk to where they are wanted."""
+    streams: list[TextIO] = []
+    if output is not None:
+        streams.append(stack.enter_context(replace_file(output)))
+    if as_json:
+        streams.append(sys.stdout)
+    if not streams:
+        return _table_writer(make_console())
+
+    def write_lines(scored: Scored) -> None:
+        lines = "".join(
+            json.dumps(json_line(row, scores, has_attributes=has_attributes), allow_nan=False)
+            + "\n"
+            for row, scores in scored
+        )
+        for stream in streams:
+            stream.write(lines)
+            stream.flush()
+
+    return write_lines
+
+
+def _table_writer(console: Console) -> Write:
+    def write_table(scored: Scored) -> None:
+        print_scores(
+            console,
+            [
+                (row.group.conversation(index), score)
+                for row, scores in scored
+                for index, score in enumerate(scores)
+            ],
+        )
+
+    return write_table
+
+
+def json_line(row: ScoringRow, scores: Sequence[Score], *, has_attributes: bool) -> dict[str, Any]:
+    """What is written of a row: lists with one entry per completion, in the order of the row."""
+    line: dict[str, Any] = {} if row.id is None else {"id": row.id}
+    line["source"] = row.source
+    line["scores"] = [score.value for score in scores]
+    if has_attributes:
+        line["values"] = [list(score.values_K) or None for score in scores]
+    line["num_tokens"] = [score.num_tokens for score in scores]
+    line["truncated"] = [score.truncated for score in scores]
+    line["failures"] = [score.failure for score in scores]
+    return line
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What has to be said at the end: how many, how fast, and what went wrong."""
+
+    max_length: int
+    num_rows: int = 0
+    num_completions: int = 0
+    num_truncated: int = 0
+    num_failed: int = 0
+    first_failure: str = ""
+    started: float = field(default_factory=time.monotonic)
+
+    def add(self, scored: Scored) -> None:
+        """Count the scores of some rows."""
+        self.num_rows += len(scored)
+        for row, scores in scored:
+            self.num_completions += len(scores)
+            self.num_truncated += sum(score.truncated for score in scores)
+            for score in scores:
+                if score.failure is not None:
+                    self.num_failed += 1
+                    self.first_failure = self.first_failure or f"{row.group.id}: {score.failure}"
+
+    def report(self, say: Say) -> None:
+        """Say it."""
+        seconds = time.monotonic() - self.started
+        say(
+            f"scored  {_count(self.num_completions, 'completion')} in "
+            f"{_count(self.num_rows, 'row')}, {seconds:.1f} s "
+            f"({self.num_completions / max(seconds, 1e-9):,.0f}/s)"
+        )
+        if self.num_truncated:
+            say(
+                f"note    {_count(self.num_truncated, 'conversation')} cut to {self.max_length:,} "
+                "tokens"
+            )
+        if self.num_failed:
+            say(
+                f"FAILED  {_count(self.num_failed, 'completion')} without a score; the first: "
+                f"{self.first_failure}"
+            )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+# -------------------------------------------------------------------------------------- progress
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:,.1f} rows/s" if task.speed else "")
+
+
+class ScoringProgress:
+    """A bar with rate and time left, on a terminal and where there is more than one chunk.
+
+    It is hidden while scores are printed on the same screen.
+    """
+
+    def __init__(self, console: Console, num_rows: int | None, *, shares_screen: bool) -> None:
+        """Nothing is shown yet.
+
+        Args:
+            console: Where it appears.
+            num_rows: All there are; None where nobody knows.
+            shares_screen: Whether the scores are printed on the screen it is on.
+        """
+        self._progress = Progress(
+            TextColumn("scoring"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _Rate(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not (console.is_terminal and console.file.isatty()),
+        )
+        self._task = self._progress.add_task("scoring", total=num_rows)
+        self._is_wanted = num_rows is not None and num_rows > CHUNK
+        self._shares_screen = shares_screen
+        self._done = 0
+
+    def __enter__(self) -> ScoringProgress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def show(self) -> None:
+        """A chunk begins."""
+        if self._is_wanted:
+            self._progress.start()
+
+    def advance(self, num_rows: int, num_tokens: int) -> None:
+        """Some rows of the chunk are scored."""
+        self._progress.advance(self._task, num_rows)
+
+    def hide(self, *, done: int) -> None:
+        """A chunk of `done` rows has ended."""
+        self._done += done
+        self._is_wanted = True
+        self._progress.update(self._task, completed=self._done)
+        if self._shares_screen:
+            self._progress.stop()
