@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from material import (
     DATA_DIR,
     DATA_SETS,
+    TINY_SHAPE,
     TRAINING_SHAPE,
     DataSet,
     choose,
@@ -29,7 +30,9 @@ from material import (
     texts_of,
     write_conversational,
 )
-from rounds import Worker, machine, run_rounds, spread, table, write_json
+from rounds import Worker, add_clock, machine, run_rounds, seconds_of, spread, table, write_json
+
+from laurel.models.linear import preferred_library
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,8 @@ class Variant:
     label: str
     peer: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
+    library: str | None = None
+    """Whose matrix products Laurel uses; None: what it chooses by itself."""
 
 
 PADDED = {"sequence_packing": {"enabled": False}}
@@ -48,6 +53,7 @@ VARIANTS = {
         label="TRL, checkpointing off", peer=True, overrides={"gradient_checkpointing": False}
     ),
     "laurel": Variant(label="Laurel"),
+    "plain-products": Variant(label="Laurel, torch's own matrix products", library="torch"),
     "recompute": Variant(
         label="Laurel, checkpointing on",
         overrides={"dtensor_cfg": {"activation_checkpointing": True}},
@@ -62,7 +68,7 @@ VARIANTS = {
     ),
     "padded": Variant(label="Laurel, packing off", overrides=PADDED),
 }
-MAIN = ("trl", "trl-keep", "laurel")
+MAIN = ("trl", "trl-keep", "laurel", "plain-products")
 OWN = tuple(name for name, variant in VARIANTS.items() if not variant.peer)
 
 
@@ -82,14 +88,14 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine(), "options": vars(options), "data": {}}
     with tempfile.TemporaryDirectory(prefix="laurel-benchmark-") as scratch:
         model_dir = Path(scratch) / "model"
-        save_model(
-            model_dir, TRAINING_SHAPE, (text for n in names for text in texts_of(DATA_SETS[n].path))
-        )
+        shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
+        texts = (text for name in names for text in texts_of(DATA_SETS[name].path))
+        save_model(model_dir, shape, texts)
         for name in names:
             measured = measure(DATA_SETS[name], options, model_dir, Path(scratch))
             result["data"][name] = measured
-            print(report(DATA_SETS[name], measured, as_markdown=options.markdown), flush=True)
-    result["linear_parameters"] = TRAINING_SHAPE.linear_parameters
+            print(report(DATA_SETS[name], measured, options), flush=True)
+    result["linear_parameters"] = shape.linear_parameters
     write_json(options.json, result)
 
 
@@ -106,7 +112,8 @@ def read_options() -> argparse.Namespace:
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
     add("--threads", type=int, default=2)
     add("--micro-batch", type=int, default=8, help="pairs of a padded pass (TRL's default: 8)")
-    add("--quick", action="store_true", help="small batches, one round: does it run, not how fast")
+    add("--quick", action="store_true", help="a tiny model, one round: does it run, not how fast")
+    add_clock(parser)
     add("--markdown", action="store_true", help="print tables for docs/benchmarks.md")
     add("--json", type=Path, default=Path("benchmark_results/rm_training.json"))
     options = parser.parse_args()
@@ -114,6 +121,8 @@ def read_options() -> argparse.Namespace:
         options.variants = list(OWN)
     if options.peer_python is None:
         options.variants = [name for name in options.variants if not VARIANTS[name].peer]
+    if preferred_library() == "torch":  # nothing to compare: it is Laurel's choice here
+        options.variants = [name for name in options.variants if name != "plain-products"]
     if options.quick:
         options.rounds = 1
         options.micro_batch = 4
@@ -148,7 +157,7 @@ def measure(
                     name,
                     "trl_reward.py" if variant.peer else "laurel_reward.py",
                     options.peer_python if variant.peer else sys.executable,
-                    {**settings, "overrides": variant.overrides},
+                    {**settings, "overrides": variant.overrides, "library": variant.library},
                     scratch,
                 )
             )
@@ -187,23 +196,26 @@ def check_same_problem(workers: list[Worker]) -> None:
             )
 
 
-def report(dataset: DataSet, measured: dict[str, Any], *, as_markdown: bool) -> str:
+def report(dataset: DataSet, measured: dict[str, Any], options: argparse.Namespace) -> str:
     workers, pairs = measured["workers"], measured["pairs"]
-
-    def median(name: str, key: str) -> float:
-        return statistics.median(repeat[key] for repeat in workers[name]["repeats"])
+    seconds = {
+        name: [seconds_of(repeat, options.clock) for repeat in worker["repeats"]]
+        for name, worker in workers.items()
+    }
 
     def ratio(name: str, to: str) -> str:
-        return f"{median(to, 'seconds') / median(name, 'seconds'):.2f}" if to in workers else "-"
+        if to not in seconds:
+            return "-"
+        return f"{statistics.median(seconds[to]) / statistics.median(seconds[name]):.2f}"
 
     rows = []
     for name, worker in workers.items():
         repeats = worker["repeats"]
-        processor = [r["user_seconds"] + r["system_seconds"] for r in repeats]
+        processor = [seconds_of(repeat, "cpu") for repeat in repeats]
         rows.append(
             [
                 VARIANTS[name].label,
-                spread([pairs / r["seconds"] for r in repeats]),
+                spread([pairs / s for s in seconds[name]]),
                 ratio(name, "trl"),
                 ratio(name, "trl-keep"),
                 f"{1000 * statistics.median(processor) / pairs:.0f}",
@@ -218,10 +230,10 @@ def report(dataset: DataSet, measured: dict[str, Any], *, as_markdown: bool) -> 
     title = f"{dataset.name}: {pairs} pairs a repeat, {tokens:.0f} tokens a pair"
     if any(distinct):
         title += f" of which {next(filter(None, distinct)) / pairs:.0f} distinct"
-    title += f", {facts['dtype']}, {facts['threads']} threads"
+    title += f", {facts['dtype']}, {facts['threads']} threads, {options.clock} time"
     if "trl" in workers and "laurel" in workers:
         title += f"; target: {dataset.target} x TRL"
-    return f"\n{title}\n\n{table(header, rows, as_markdown=as_markdown)}\n"
+    return f"\n{title}\n\n{table(header, rows, as_markdown=options.markdown)}\n"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the machine for a while slows all of them, so ratios hold where times do not.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -100,6 +101,19 @@ def run_rounds(
                 worker.repeats.append(cost)
 
 
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--clock", default="wall", choices=["wall", "cpu"],
+        help="cpu: processor time, for a busy machine; only honest with --threads 1, because "
+        "threads that wait for each other count as working",
+    )  # fmt: skip
+
+
+def seconds_of(cost: Mapping[str, float], clock: str) -> float:
+    """How long a piece of work took, by the clock that was asked for."""
+    return cost["seconds"] if clock == "wall" else cost["user_seconds"] + cost["system_seconds"]
+
+
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """Median, and the range in brackets."""
     low, middle, high = min(values), statistics.median(values), max(values)
@@ -143,5 +157,5 @@ def machine() -> dict[str, Any]:
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
     print(f"raw values: {path}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Tiny training runs for tests: preference files, settings, and `laurel rm` here or in a process."""
+"""Tiny training runs: preference files, settings, and `laurel rm` here or in a process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from laurel.algorithms.reward_training import Outcome
 from laurel.cli.assemble import train_reward_model
 from laurel.config.load import load_config
 from laurel.config.reward_training import RewardTrainingRun
+from laurel.models.scratch import train_tokenizer
 from laurel.observe.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +47,9 @@ TINY = (
     "cluster.device=cpu",
 )
 """A model of a few thousand weights on the CPU, and steps that take milliseconds."""
+
+LOADED = tuple(c for c in TINY if not c.startswith(("policy.scratch", "policy.model_name")))
+"""The same for a model that is loaded."""
 
 
 def pairs(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
@@ -94,7 +100,28 @@ def settings(directory: Path, *changes: str, rows: Path | None = None) -> list[s
     return [*TINY, *data, *places, *changes]
 
 
-# ------------------------------------------------------------------------------------ in this process
+def save_model(directory: Path, *, num_labels: int | None = None, **changes: Any) -> Path:
+    """A tiny model as Hugging Face saves it: a language model, or a classifier."""
+    tokenizer = train_tokenizer(
+        (text for row in pairs(12) for text in row.values()), vocab_size=400
+    )
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=2, intermediate_size=32,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    factory: Any = AutoModelForCausalLM
+    if num_labels is not None:
+        config.num_labels, factory = num_labels, AutoModelForSequenceClassification
+    torch.manual_seed(0)
+    factory.from_config(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+# ---------------------------------------------------------------------------------- in this process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +141,7 @@ def train(overrides: Sequence[str]) -> Finished:
     return Finished(outcome=outcome, text=stream.getvalue())
 
 
-# -------------------------------------------------------------------------------- in another process
+# ------------------------------------------------------------------------------- in another process
 
 
 def command(overrides: Sequence[str], *, program: Sequence[str] = ()) -> list[str]:
@@ -140,6 +167,33 @@ def run(
     )  # fmt: skip
 
 
+class WarmCommand:
+    """Runs `laurel` in processes of its own that start with torch loaded (`warm_cli.py`)."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files = directory / "stdout.txt", directory / "stderr.txt"
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("warm_cli.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
+        )  # fmt: skip
+
+    def __call__(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run one to its end."""
+        stdout, stderr = self._files
+        job = {"arguments": list(arguments), "stdout": str(stdout), "stderr": str(stderr)}
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(job) + "\n")
+        self._server.stdin.flush()
+        status = int(self._server.stdout.readline())
+        texts = (file.read_text(encoding="utf-8") for file in self._files)
+        return subprocess.CompletedProcess(job["arguments"], status, *texts)
+
+    def close(self) -> None:
+        """End the process that the others are forked from."""
+        self._server.communicate(timeout=60)
+
+
 def environment() -> dict[str, str]:
     """One thread, a fixed width, and no network."""
     return os.environ | {
@@ -160,7 +214,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) 
         time.sleep(0.002)
 
 
-# --------------------------------------------------------------------------------- what a run left
+# ---------------------------------------------------------------------------------- what a run left
 
 
 def last_step(directory: Path) -> int:
@@ -186,3 +240,47 @@ def manifest_hashes(checkpoint: Path) -> dict[str, str]:
         name: record["sha256"] for name, record in named
         if name.endswith((".safetensors", "scoring.json", "tokenizer.json", "training_state.json"))
     }  # fmt: skip
+
+
+def metric_of(checkpoint: Path) -> float | None:
+    """What a checkpoint is ranked by."""
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))
+    metric = manifest["metric"]
+    return None if metric is None else float(metric)
+
+
+def best_name(finished: Finished) -> str:
+    """The name of the best checkpoint of a run."""
+    assert finished.outcome.best is not None
+    return finished.outcome.best.name
+
+
+def assert_equal_runs(
+    straight: Path,
+    broken: Path,
+    *,
+    last: int,
+    common: tuple[int, ...] = (),
+    same_validations: bool = False,
+) -> None:
+    """Every step and the checkpoints in common are the same, to the last bit.
+
+    Args:
+        straight: A run that was never interrupted.
+        broken: The same run, interrupted.
+        last: Its last step.
+        common: Steps before it that both have saved.
+        same_validations: Whether both validated at the same steps.
+    """
+    for name in ("train/loss", "train/grad_norm", "train/lr", "train/global_valid_toks"):
+        found, expected = series(broken, name), series(straight, name)
+        assert sorted(expected) == list(range(1, last + 1))
+        assert found == expected, name
+    if same_validations:
+        for name in ("validation-default/loss", "validation-default/rewards_mean"):
+            assert series(broken, name) == series(straight, name), name
+    for step in (*common, last):
+        expected = manifest_hashes(straight / "saves" / f"step_{step}")
+        assert "model.safetensors" in expected
+        assert "training/optimizer.safetensors" in expected
+        assert manifest_hashes(broken / "saves" / f"step_{step}") == expected, step

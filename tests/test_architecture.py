@@ -51,7 +51,9 @@ HOMES = {
 STANDARD_NAMES_WE_KEEP = {"types.py"}
 
 # Files over 400 lines and functions over 60, each with a reason that a reader would accept.
-LONG_FILES: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {
+    "config/schema.py": "every key that runs share on one page; most of it is reference text",
+}
 LONG_FUNCTIONS: dict[str, str] = {}
 MAX_FILE, MAX_FUNCTION = 400, 60
 

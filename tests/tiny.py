@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from laurel.models.attention import FOREST, register
 from laurel.models.reward_model import RewardModel
-from laurel.types import TokenGroup
+from laurel.types import PaddedRows, TokenGroup
 
 VOCABULARY = 300
 PAD = 0
@@ -49,33 +49,104 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {"num_key_value_heads": 4}),
     "phi3": ("phi3", {}),
     "olmo2": ("olmo2", {}),
-    "granite": ("granite", {}),
     "gpt-oss": (
         "gpt_oss",
-        {"head_dim": 8, "sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1},
+        {
+            "head_dim": 8,
+            "sliding_window": 12,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
 }
 
 
-def tiny_classifier(name: str, *, num_labels: int = 1, seed: int = 0) -> Any:
+def tiny_classifier(
+    name: str,
+    *,
+    num_labels: int = 1,
+    seed: int = 0,
+    std: float = 0.2,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Any:
     """A random classifier with weights large enough that a wrong mask shows."""
     model_type, extra = ARCHITECTURES[name]
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **extra})
+    classifier = randomised(model_type, {**extra, **changes}, num_labels, seed, std).to(dtype)
+    if dtype == torch.float64 and hasattr(classifier.config, "num_local_experts"):
+        classifier.set_experts_implementation("eager")  # the grouped product has no float64
+    return classifier
+
+
+def randomised(
+    model_type: str, settings: dict[str, Any], num_labels: int = 1, seed: int = 0, std: float = 0.2
+) -> Any:
+    """A classifier of any architecture with every weight drawn, norms and biases included."""
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **settings})
     config.num_labels = num_labels
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+                parameter.normal_(std=std)
+            else:
+                parameter.add_(torch.randn_like(parameter) * std)
     return model.eval()
 
 
-def tiny_reward_model(name: str, **options: Any) -> RewardModel:
+def tiny_language_model(name: str, *, seed: int = 0) -> Any:
+    """A random causal language model, without any reward head."""
+    model_type, extra = ARCHITECTURES[name]
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **extra})
+    torch.manual_seed(seed)
+    factory: Any = AutoModelForCausalLM
+    return factory.from_config(config, dtype=torch.float32).eval()
+
+
+def tiny_reward_model(
+    name: str, *, precision: torch.dtype = torch.float32, **options: Any
+) -> RewardModel:
     register()
     classifier = tiny_classifier(name, **options)
     classifier.set_attn_implementation(FOREST)
-    return RewardModel(classifier, head_name="score", path="forest", precision=torch.float32)
+    return RewardModel(classifier, head_name="score", path="forest", precision=precision)
+
+
+def own_attention(classifier: Any) -> str:
+    """The implementation that transformers would choose for a model by itself."""
+    return "sdpa" if classifier._supports_sdpa else "eager"
+
+
+def one_by_one(model: RewardModel, groups: list[TokenGroup], implementation: str) -> torch.Tensor:
+    """Scores of whole sequences, each alone in the Hugging Face class's own forward, `[N, K]`."""
+    classifier = model.classifier
+    before = classifier.config._attn_implementation
+    classifier.set_attn_implementation(implementation)
+    try:
+        return torch.cat(
+            [
+                classifier(input_ids=torch.from_numpy(ids).long()[None].to(model.device)).logits
+                for ids in sequences(groups)
+            ]
+        )
+    finally:
+        classifier.set_attn_implementation(before)
+
+
+def padded(groups: list[TokenGroup], *, pad_id: int = PAD) -> PaddedRows:
+    """The whole sequences of groups as rows, padded on the right."""
+    rows = [torch.from_numpy(ids).long() for ids in sequences(groups)]
+    return PaddedRows(
+        ids_NL=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id),
+        lengths_N=torch.tensor([len(row) for row in rows]),
+    )
+
+
+def sequences(groups: list[TokenGroup]) -> list[Any]:
+    """The whole sequences of groups, in order."""
+    return [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
 
 
 def random_groups(seed: int, shapes: list[tuple[int, list[int]]]) -> list[TokenGroup]:
@@ -86,8 +157,6 @@ def random_groups(seed: int, shapes: list[tuple[int, list[int]]]) -> list[TokenG
         return rng.integers(3, VOCABULARY, length).astype(np.int32)
 
     return [
-        TokenGroup(
-            id=str(i), trunk_ids=ids(trunk), branches_ids_G=tuple(ids(b) for b in branches)
-        )
+        TokenGroup(id=str(i), trunk_ids=ids(trunk), branches_ids_G=tuple(ids(b) for b in branches))
         for i, (trunk, branches) in enumerate(shapes)
     ]

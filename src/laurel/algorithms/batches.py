@@ -28,12 +28,15 @@ class Batcher:
         otherwise they hold `micro_batch_size` groups each, in order.
         """
         tokens = [sample.tokens for sample in samples]
-        budget = self._policy.micro_batch_tokens
+        policy = self._policy
+        batching = policy.sequence_packing if self._is_forest else policy.dynamic_batching
+        whole = policy.max_total_sequence_length * policy.train_micro_batch_size
+        budget = batching.train_mb_tokens or whole
         if self._is_forest:
-            share = self._policy.sequence_packing.share_prompts
+            share = policy.sequence_packing.share_prompts
             sizes = [t.num_tokens if share else sum(t.lengths_G) for t in tokens]
             parts = pack(sizes, budget)
-        elif self._policy.dynamic_batching.enabled:
+        elif policy.dynamic_batching.enabled:
             parts = pack_padded([t.lengths_G for t in tokens], budget)
         else:
             starts = range(0, len(tokens), micro_batch_size)

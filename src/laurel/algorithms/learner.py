@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
 
 import torch
@@ -183,10 +184,17 @@ def build_scheduler(
         return _scheduler(config, optimizer)
     calls = [entry for entry in config if isinstance(entry, NamedCall)]
     milestones = [entry.milestones for entry in config if isinstance(entry, Milestones)]
-    if len(milestones) != 1 or len(milestones[0]) != len(calls) - 1:
+    if len(calls) == 1 and milestones in ([], [[]]):
+        return _scheduler(calls[0], optimizer)
+    if not calls or len(milestones) != 1 or len(milestones[0]) != len(calls) - 1:
         raise ConfigError(
             f"policy.scheduler: a list of {len(calls)} schedulers needs one entry "
-            f"`milestones` with {len(calls) - 1} steps"
+            f"`milestones` with {max(len(calls) - 1, 0)} steps"
+            + ("" if calls else ", and a scheduler; null keeps the learning rate constant")
+        )
+    if any(a >= b for a, b in pairwise([0, *milestones[0]])):
+        raise ConfigError(
+            f"policy.scheduler: the milestones {milestones[0]} must be rising steps above 0"
         )
     return torch.optim.lr_scheduler.SequentialLR(
         optimizer, [_scheduler(call, optimizer) for call in calls], milestones=milestones[0]

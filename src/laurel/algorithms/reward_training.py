@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +29,7 @@ from laurel.models.checkpoint import CheckpointStore
 from laurel.models.scoring import ScoringContract
 from laurel.observe.console import PairRow, print_pairs
 from laurel.observe.loggers import MetricLogger
-from laurel.observe.progress import TrainingProgress
+from laurel.observe.progress import Phase, TrainingProgress
 from laurel.observe.timers import Timers
 from laurel.types import PreferenceSample
 
@@ -36,12 +37,15 @@ ALARM_AFTER_MISSES = 2
 """Saves in a row that fail before the run says so with every step."""
 
 
+Ending = Literal["finished", "signal", "deadline"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a run ended."""
 
     step: int
-    ended: Literal["finished", "signal", "deadline"]
+    ended: Ending
     signal: str | None = None
     latest: Path | None = None
     """The newest checkpoint."""
@@ -97,16 +101,12 @@ class RewardTraining:
     def run(self, position: Position) -> Outcome:
         """Train from a position to the end, a signal or the deadline."""
         started = time.monotonic()
-        ended: Literal["finished", "signal", "deadline"] = "finished"
         with self.progress:
             position = self._begin(position)
+            ended: Ending = "finished" if self.stop.signal is None else "signal"
             while position.step < self.total_steps and ended == "finished":
                 position = self._step(position)
-                if self.stop.signal is not None:
-                    ended = "signal"
-                elif position.step < self.total_steps and self._time_is_up(position.step):
-                    ended = "deadline"
-                position = self._after_step(position, is_stopping=ended != "finished")
+                position, ended = self._after_step(position)
         step = position.step
         if self.store is not None and self._missed_saves:
             raise CheckpointError(
@@ -164,26 +164,33 @@ class RewardTraining:
             self.progress.message(f"step {step} skipped: {update.failure}")
             return bad_steps
         sources = [sample.preference.source for sample in samples]
-        path = write_bad_step(self.state.run_dir, step, samples, update.failure)
-        self.progress.message(f"step {step} not applied: {update.failure}. Its rows are in {path}")
+        try:
+            path = write_bad_step(self.state.run_dir, step, samples, update.failure)
+            kept = f"Its rows are in {path}"
+        except OSError as error:
+            kept = f"Its rows could not be written down: {error}"
+        self.progress.message(f"step {step} not applied: {update.failure}. {kept}")
         limit = self.config.rm.max_bad_steps
         if bad_steps + 1 >= limit:
             shown = ", ".join(sources[:8]) + (" ..." if len(sources) > 8 else "")
             raise NonFiniteError(
                 f"{limit} steps in a row were not finite (the last: {update.failure} at step {step}"
-                f", rows {shown}). Their rows are in {path.parent}. Lower policy.optimizer.kwargs."
+                f", rows {shown}). {kept}. Lower policy.optimizer.kwargs."
                 "lr, set policy.max_grad_norm, or train with policy.precision=float32; "
                 "rm.max_bad_steps is the limit."
             )
         return bad_steps + 1
 
-    def _after_step(self, position: Position, *, is_stopping: bool) -> Position:
-        """Validate and save where it is due; a run that is stopping only saves."""
-        if self._validation_due(position.step) and not is_stopping:
+    def _after_step(self, position: Position) -> tuple[Position, Ending]:
+        """Validate and save where it is due; a run that is to end only saves."""
+        ended = self._reason_to_end(position)
+        if ended == "finished" and self._validation_due(position.step):
             position = self._validate(position)
-        if self._save_due(position.step) or (is_stopping and self.store is not None):
+            if self.stop.signal is not None:
+                ended = self._reason_to_end(position)
+        if self.store is not None and (self._save_due(position.step) or ended != "finished"):
             self._save(position)
-        return position
+        return position, ended
 
     def _begin(self, position: Position) -> Position:
         """What comes before the first step.
@@ -194,23 +201,22 @@ class RewardTraining:
         step = position.step
         if self.store is not None and step > 0:
             self._latest = self.store.path_of(step)
-        if step == 0:
-            is_missing = bool(self.validation) and self.config.rm.val_at_start
-        else:
-            is_missing = self._validation_due(step) and position.validated_at != step
-        if is_missing:
+        if self._validation_is_missing(position):
             position = self._validate(position)
-            if self.store is not None and step > 0:
+            if self.store is not None and step > 0 and position.validated_at == step:
                 self._save(position)
         return position
 
-    def _time_is_up(self, step: int) -> bool:
-        before: list[Work] = []
-        if self._validation_due(step):
-            before.append("validation")
-        if self._save_due(step):
-            before.append("save")
-        return self.deadline.is_near(before=before)
+    def _reason_to_end(self, position: Position) -> Ending:
+        """Why the run ends after this step, if there is more to do."""
+        is_last = position.step >= self.total_steps
+        if self.stop.signal is not None:
+            return "finished" if is_last and not self._validation_is_missing(position) else "signal"
+        if is_last:
+            return "finished"
+        before: list[Work] = ["validation"] if self._validation_due(position.step) else []
+        before += ["save"] if self._save_due(position.step) else []
+        return "deadline" if self.deadline.is_near(before=before) else "finished"
 
     # ------------------------------------------------------------------------ validating and saving
 
@@ -226,7 +232,23 @@ class RewardTraining:
         ranks_save = self._save_due(step) and (self.selection.key or "").startswith("validation-")
         return bool(self.validation) and (periodic or at_end or ranks_save)
 
+    def _validation_is_missing(self, position: Position) -> bool:
+        if position.step == 0:
+            return bool(self.validation) and self.config.rm.val_at_start
+        return self._validation_due(position.step) and position.validated_at != position.step
+
     def _validate(self, position: Position) -> Position:
+        """The position with the figures of all sets; as it was where a signal comes meanwhile.
+
+        There may be little time left to save, and a resumed run makes up for the validation.
+        """
+        try:
+            return self._validate_all(position)
+        except _CutShort:
+            self.timers.collect()
+            return position
+
+    def _validate_all(self, position: Position) -> Position:
         step, started = position.step, time.monotonic()
         logged: dict[str, float] = {}
         keyed: dict[str, float] = {}
@@ -237,7 +259,8 @@ class RewardTraining:
             ):
                 validation = validate(
                     self.learner, samples, loss=self.loss, batcher=self.batcher,
-                    contract=self.contract, config=self.config.rm, on_groups=phase.advance,
+                    contract=self.contract, config=self.config.rm,
+                    on_groups=partial(self._validated, phase),
                 )  # fmt: skip
             seconds = self.timers.collect()["total_validation_time"]
             logged |= {f"validation-{name}/{k}": v for k, v in validation.metrics.items()}
@@ -252,6 +275,11 @@ class RewardTraining:
         self.latest_metrics = {k: v for k, v in logged.items() if not k.startswith("timing/")}
         self.deadline.took("validation", time.monotonic() - started)
         return position.validated(keyed)
+
+    def _validated(self, phase: Phase, count: int) -> None:
+        phase.advance(count)
+        if self.stop.signal is not None:
+            raise _CutShort
 
     def _show(
         self, name: str, step: int, samples: Sequence[PreferenceSample], validation: Validation
@@ -294,7 +322,9 @@ class RewardTraining:
         self._missed_saves = 0
         self.deadline.took("save", time.monotonic() - started)
         self.logger.log({"timing/train/checkpointing": timing["checkpointing"]}, step=position.step)
-        self.progress.message(f"saved {self._latest}")
+        unranked = self.selection.key is not None and metric is None
+        reason = f"; without {self.selection.key} it cannot be the best" if unranked else ""
+        self.progress.message(f"saved {self._latest}{reason}")
 
     def _info(self, position: Position) -> dict[str, object]:
         """`training_info.json`, in the names its readers know."""
@@ -305,6 +335,10 @@ class RewardTraining:
             "consumed_samples": self.order.samples_before(position.step),
             **position.metrics,
         }
+
+
+class _CutShort(Exception):
+    """A signal came in the middle of a validation."""
 
 
 def step_order(config: RewardTrainingRun, num_rows: int) -> StepOrder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,16 +140,25 @@ class RunState:
         )
 
     def _signed_contract(self, step: int) -> ScoringContract:
-        """The contract with reference statistics and golden scores of the weights as they are."""
+        """The contract with reference statistics and golden scores of the weights as they are.
+
+        Raises:
+            CheckpointError: The model scores nothing any more. An earlier checkpoint stays newest.
+        """
+        golden = golden_scores(self.model, self.contract, self._golden)
+        sound = tuple(g for g in golden if all(map(math.isfinite, g.values_K)))
+        if golden and not sound:
+            raise CheckpointError("the scores of the model are not finite, so it is of no use")
         measured_at, scores = self._reference
         if measured_at != step or not scores:
             scores = self._score_some_training_groups()
+        scores = [score for score in scores if math.isfinite(score)]
         return self.contract.with_rules(
             mean=statistics.fmean(scores) if scores else None,
             std=statistics.pstdev(scores) if scores else None,
             num_reference=len(scores),
-            golden=golden_scores(self.model, self.contract, self._golden),
-            golden_dtype=str(self.model.precision).removeprefix("torch."),
+            golden=sound,
+            golden_dtype=str(self.model.weights_dtype).removeprefix("torch."),
             versions=library_versions(),
         )
 
@@ -254,7 +264,8 @@ def write_bad_step(
     """Keep the rows of a step that was not applied, for inspection."""
     path = run_dir / "bad_steps" / f"step_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    # Half a surrogate pair, which UTF-8 cannot hold, becomes the JSON escape that can.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for sample in samples:
             group = sample.preference.group
             row = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from laurel.errors import ConfigError
 from laurel.observe.metrics import PREFERENCE_METRICS, is_lower_better
 
 TRAIN_METRICS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "grad_norm")
-_PREFIX = re.compile(r"^(val|train):")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +49,24 @@ def select_by(
     names += [f"{kind}/{attribute}" for attribute in attributes for kind in ("mse", "pearson")]
     possible = [f"validation-{name}_{metric}" for name in sets for metric in names]
     possible += [f"train_{metric}" for metric in TRAIN_METRICS]
-    bare = _PREFIX.sub("", metric_name)
-    found = {bare, f"train_{bare}" if metric_name.startswith("train:") else bare} & set(possible)
-    if not found:
+    key = _in_full(metric_name)
+    if key not in possible:
         hint = "" if sets else " There is no validation set: name one under data."
         raise ConfigError(
             f"checkpointing.metric_name={metric_name}: this run never measures that.{hint} "
             f"It can measure: {', '.join(possible)}"
         )
-    (key,) = found
     if higher_is_better is None:
         higher_is_better = not is_lower_better(key)
     return Selection(key=key, higher_is_better=higher_is_better)
+
+
+def _in_full(metric_name: str) -> str | None:
+    """The name without its prefix; None where the prefix says something else than the name."""
+    prefix, colon, name = metric_name.partition(":")
+    if not colon:
+        return metric_name
+    kind = {"val": "validation-", "train": "train_"}.get(prefix)
+    if kind == "train_" and name in TRAIN_METRICS:
+        return f"train_{name}"
+    return name if kind is not None and name.startswith(kind) else None

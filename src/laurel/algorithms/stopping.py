@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from laurel.errors import ConfigError
 
@@ -28,23 +29,40 @@ SHARE_IN_RESERVE, LARGEST_RESERVE = 0.1, 60.0
 class StopRequest:
     """Turns the first signal into a flag that the loop reads between steps.
 
-    A second one ends the process at once: whoever sends it does not want to wait for a save.
+    A second one ends the process at once: whoever sends it does not want to wait for a save. Both
+    are heard by a thread of their own, because Python's handlers wait for the main thread to come
+    back from torch, which takes as long as a backward pass.
     """
 
-    def __init__(self, on_signal: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self,
+        on_signal: Callable[[str], None] = lambda name: None,
+        *,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
         """Remember whom to tell.
 
         Args:
-            on_signal: Called with the name of the first signal.
+            on_signal: Called once, in another thread, with the name of the first signal.
+            leave: Called with the exit status at the second.
         """
         self.signal: signal.Signals | None = None
         self._on_signal = on_signal
-        self._previous: dict[signal.Signals, Any] = {}
+        self._leave = leave
+        self._stack = ExitStack()
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
+            ours, theirs = socket.socketpair()
+            theirs.setblocking(False)
+            listener = threading.Thread(target=self._listen, args=(ours,), daemon=True)
+            listener.start()
+            self._stack.callback(listener.join)
+            self._stack.callback(theirs.close)  # which the listener takes for the end
+            previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+            self._stack.callback(signal.set_wakeup_fd, previous)
             for number in SIGNALS:
-                self._previous[number] = signal.signal(number, self._handle)
+                self._stack.callback(signal.signal, number, signal.signal(number, _heard_elsewhere))
         return self
 
     def __exit__(
@@ -53,16 +71,26 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._stack.close()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _listen(self, source: socket.socket) -> None:
+        """Read the numbers of signals, which the interpreter writes as they arrive."""
+        with source:
+            while numbers := source.recv(16):
+                for number in numbers:
+                    if number in SIGNALS:
+                        self._take(signal.Signals(number))
+
+    def _take(self, number: signal.Signals) -> None:
         if self.signal is not None:
-            os._exit(128 + number)
-        self.signal = signal.Signals(number)
-        # The signal may have come in the middle of a print, which cannot be entered twice.
-        with contextlib.suppress(RuntimeError):
-            self._on_signal(self.signal.name)
+            self._leave(128 + number)
+            return
+        self.signal = number
+        self._on_signal(number.name)
+
+
+def _heard_elsewhere(number: int, frame: FrameType | None) -> None:
+    """Python needs a handler to let the listener have the signal."""
 
 
 class Deadline:

@@ -32,7 +32,9 @@ from laurel.observe.progress import TrainingProgress
 
 if TYPE_CHECKING:
     from laurel.algorithms.reward_training import Outcome
+    from laurel.algorithms.run_state import RunState
     from laurel.models.load import LoadedRewardModel
+    from laurel.types import PreferenceSample
 
 
 def train_reward_model(
@@ -149,7 +151,7 @@ def _train(
     from laurel.algorithms.learner import Learner
     from laurel.algorithms.losses import RewardLoss
     from laurel.algorithms.reward_training import RewardTraining, total_steps
-    from laurel.algorithms.run_state import Position, RunState, read_run_dir, settings_of
+    from laurel.algorithms.run_state import Position, read_run_dir
 
     contract = loaded.contract
     train, validation = tokenise_all(config, data, contract, console)
@@ -163,18 +165,8 @@ def _train(
         max_grad_norm=config.policy.max_grad_norm,
     )
     run_dir = (resume_from and read_run_dir(resume_from)) or next_run_dir(config.logger.log_dir)
-    state = RunState(
-        model=loaded.model,
-        contract=contract,
-        train=train,
-        golden=[sample.preference.group for sample in next(iter(validation.values()), train)[:3]],
-        identity=settings_of(config),
-        config_yaml=to_yaml(config),
-        card=_card(config, data, loaded),
-        run_dir=run_dir,
-        save_optimizer=config.checkpointing.save_optimizer,
-        batch_tokens=config.policy.micro_batch_tokens,
-    )
+    golden_set = next(iter(validation.values()), train)
+    state = _run_state(config, data, loaded, train, golden_set, run_dir)
     position = state.restore(resume_from, learner) if resume_from else Position()
     _describe(config, data, loaded, difference, run_dir, console)
     if resume_from:
@@ -199,6 +191,30 @@ def _train(
         store=store, logger=logger, progress=progress, stop=stop, deadline=deadline,
     )  # fmt: skip
     return training.run(position)
+
+
+def _run_state(
+    config: RewardTrainingRun,
+    data: PreferenceData,
+    loaded: LoadedRewardModel,
+    train: Sequence[PreferenceSample],
+    golden_set: Sequence[PreferenceSample],
+    run_dir: Path,
+) -> RunState:
+    from laurel.algorithms.run_state import NUM_GOLDEN_GROUPS, RunState, settings_of
+
+    return RunState(
+        model=loaded.model,
+        contract=loaded.contract,
+        train=train,
+        golden=[sample.preference.group for sample in golden_set[:NUM_GOLDEN_GROUPS]],
+        identity=settings_of(config),
+        config_yaml=to_yaml(config),
+        card=_card(config, data, loaded),
+        run_dir=run_dir,
+        save_optimizer=config.checkpointing.save_optimizer,
+        batch_tokens=config.policy.micro_batch_tokens,
+    )
 
 
 def _load_model(
@@ -226,7 +242,7 @@ def _load_model(
             resume_from=resume_from,
         )
         difference = check_paths(loaded.model)
-        check_golden(loaded.model, loaded.contract, precision=config.policy.precision)
+        check_golden(loaded.model, loaded.contract)
     return loaded, difference
 
 

@@ -25,21 +25,22 @@ REQUIRED_ACCURACY = 0.95
 SETTINGS = (
     "policy.model_name=null",
     "policy.scratch.hidden_size=64",
-    "policy.scratch.num_layers=3",
+    "policy.scratch.num_layers=2",
     "policy.scratch.vocab_size=600",
     "policy.precision=float32",
     "policy.max_total_sequence_length=256",
     "policy.train_micro_batch_size=16",
     "policy.train_global_batch_size=64",
-    "policy.optimizer.kwargs.lr=4e-3",
+    "policy.optimizer.kwargs.lr=3e-3",
     "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, "
     "total_iters: 50}}, {name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 1.0, "
-    "end_factor: 0.02, total_iters: 750}}, {milestones: [50]}]",
+    "end_factor: 0.02, total_iters: 650}}, {milestones: [50]}]",
     "rm.max_num_epochs=10",
-    "rm.max_num_steps=800",
-    "rm.val_period=200",
-    "checkpointing.save_period=400",
-    "checkpointing.metric_name=validation-held-out_accuracy",
+    "cluster.cpu_threads=1",  # a second thread brings a model this small nothing, and can stall it
+    "rm.max_num_steps=700",
+    "rm.val_period=100",
+    "checkpointing.save_period=350",
+    "checkpointing.metric_name=null",  # the last one: choosing by the held-out set would flatter it
     "checkpointing.keep_top_k=1",
     "logger.num_val_samples_to_print=0",
 )
@@ -47,16 +48,24 @@ SETTINGS = (
 
 CONVERSATIONS = (
     (
-        "Please bring me the kettle from the garden.",
-        ("Here is the kettle from the garden.", "Here is the kettle from the tower.",
-         "Here is the fiddle from the garden.", "Get the kettle yourself."),
+        "Please bring me the kettle from the cellar.",
+        (
+            "Here is the kettle from the cellar.",
+            "Here is the kettle from the barn.",
+            "Here is the fiddle from the cellar.",
+            "Get the kettle yourself.",
+        ),
     ),
     (
-        "I need the umbrella; it is in the stable.",
-        ("I went to the stable and got the umbrella.", "I went to the library and got the umbrella.",
-         "I do not feel like going to the stable."),
+        "I need the ladder; it is in the garden.",
+        (
+            "I went to the garden and got the ladder.",
+            "I went to the library and got the ladder.",
+            "I do not feel like going to the garden.",
+        ),
     ),
-)  # fmt: skip
+)
+"""Prompts that are in no training row, each with a good answer first."""
 
 
 def run_demo(directory: Path) -> None:
@@ -72,8 +81,8 @@ def run_demo(directory: Path) -> None:
     data = _write_data(directory)
     console.rule("1. Data")
     console.print(
-        f"{NUM_TRAIN:,} errands, each with a good and a bad answer, and {NUM_HELD_OUT} whose errands"
-        " appear in no training row"
+        f"{NUM_TRAIN:,} errands, each with a good and a bad answer, and {NUM_HELD_OUT} whose "
+        "prompts are in no training row"
     )
     overrides = [
         *SETTINGS,
@@ -87,24 +96,24 @@ def run_demo(directory: Path) -> None:
     (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     console.rule("2. Training a Bradley-Terry reward model")
     outcome = train_reward_model(config, console=console)
-    if outcome.ended != "finished" or outcome.best is None:
+    if outcome.ended != "finished" or outcome.latest is None:
         console.print("stopped before the end; run `laurel demo` again to start over")
         raise SystemExit(130)
     console.rule("3. Held-out pairs")
     print_metrics(console, "validation-held-out, last step", outcome.metrics)
     console.rule("4. Saved, loaded again, and asked")
-    accuracy = _ask(outcome.best, data["held-out"], console)
+    accuracy = _ask(outcome.latest, data["held-out"], console)
     console.rule("Done")
     console.print(f"held-out accuracy of the reloaded model: {accuracy:.1%}")
     console.print(f"everything took {time.monotonic() - started:.0f} s and lies in {directory}:")
     for path, what in (
         ("config.yaml", "the whole configuration; laurel rm --config it runs this again"),
         ("data", "the preference pairs"),
-        (outcome.best.relative_to(directory), "the reward model, a Hugging Face directory"),
+        (outcome.latest.relative_to(directory), "the reward model, a Hugging Face directory"),
         ("logs", "metrics.jsonl and TensorBoard events"),
     ):
         console.print(f"  {directory / path!s:44} {what}", soft_wrap=True)
-    console.print(f"score your own: laurel score --model {outcome.best} FILE", soft_wrap=True)
+    console.print(f"score your own: laurel score --model {outcome.latest} FILE", soft_wrap=True)
     if accuracy < REQUIRED_ACCURACY:
         raise TrainingError(
             f"the demo's reward model reached {accuracy:.1%} on held-out pairs and should reach "
@@ -139,9 +148,9 @@ def _write_data(directory: Path) -> dict[str, Path]:
 
 def _ask(checkpoint: Path, held_out: Path, console: Console) -> float:
     """Load the model from its directory, score conversations, and return its accuracy."""
-    from laurel.cli.score import load_scorer
+    from laurel.cli.load_scorer import open_scorer
 
-    scorer = load_scorer(str(checkpoint), console=console)
+    scorer = open_scorer(str(checkpoint), say=lambda text: console.print(text, soft_wrap=True))
     groups = [
         group_of((Message("user", prompt),), answers, group_id=str(index))
         for index, (prompt, answers) in enumerate(CONVERSATIONS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -26,6 +26,12 @@ Precision = Literal["float32", "bfloat16"]
 
 _HAS_OPTION = {"model_name": "--model", "precision": "--precision"}
 """Keys of the policy section that have an option of their own."""
+_SAID_BY_CONTRACT = (
+    "reward_model_cfg",
+    "max_total_sequence_length",
+    "tokenizer.chat_template_kwargs",
+)
+"""Keys that would have no effect on a model that brings its scoring contract."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,25 @@ class ModelPlace:
     """Whether it has a manifest that its files must fit."""
     notes: tuple[str, ...] = ()
     """What was decided on the way to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerOptions:
+    """How a model is to score."""
+
+    max_length: int | None = None
+    """Longest conversation in tokens, for a model that brings no contract; None means
+    `policy.max_total_sequence_length`."""
+    batch_tokens: int = 8192
+    """Token budget of one forward pass."""
+    precision: Precision = "float32"
+    """Dtype of the weights and of the decoder's arithmetic; the head computes in float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: a GPU where there is one."""
+    cpu_threads: int | None = None
+    """Threads of the arithmetic on CPU; None is one per core."""
+    settings: tuple[str, ...] = ()
+    """Overrides of the policy section, as `key=value`; `policy.` before the key may be left out."""
 
 
 def find_model(model: str) -> ModelPlace:
@@ -59,9 +84,15 @@ def find_model(model: str) -> ModelPlace:
     if not path.is_dir():
         if path.exists():
             raise ModelError(f"--model {model} is a file; name the directory that it lies in")
-        if model.startswith((".", "/", "~")):
-            raise ModelError(f"--model {model}: there is no such directory")
-        return ModelPlace(name=model)
+        folder = path.parent
+        if model.startswith((".", "/", "~")) or (folder != Path() and folder.is_dir()):
+            if not folder.is_dir():
+                raise ModelError(f"--model {model}: there is no such directory, nor {folder}")
+            raise ModelError(
+                f"--model {model}: there is no such directory; {folder} holds: {_listed(folder)}"
+            )
+        note = f"{model} is no directory here, so it is taken for a name on the Hugging Face hub"
+        return ModelPlace(name=model, notes=(note,))
     if (path / MANIFEST_NAME).is_file():
         return ModelPlace(name=os.path.realpath(path), is_checkpoint=True)
     if (path / "config.json").is_file():
@@ -71,8 +102,12 @@ def find_model(model: str) -> ModelPlace:
         return _checkpoint_in(store)
     raise ModelError(
         f"--model {model} holds neither a model (config.json) nor checkpoints (step_1, ...). It "
-        f"holds: {', '.join(sorted(os.listdir(path))[:8]) or 'nothing'}"
+        f"holds: {_listed(path)}"
     )
+
+
+def _listed(directory: Path) -> str:
+    return ", ".join(sorted(os.listdir(directory))[:8]) or "nothing"
 
 
 def _checkpoint_in(store: CheckpointStore) -> ModelPlace:
@@ -100,26 +135,12 @@ def check_files(place: ModelPlace) -> Manifest | None:
     return verify(place.name) if place.is_checkpoint else None
 
 
-def load_scorer(
-    place: ModelPlace,
-    *,
-    max_length: int | None,
-    batch_tokens: int,
-    precision: Precision,
-    device: str,
-    settings: Sequence[str],
-    say: Say,
-) -> LocalScorer:
+def load_scorer(place: ModelPlace, options: ScorerOptions, *, say: Say) -> LocalScorer:
     """Load a model and make it prove that it scores as it did when it was saved.
 
     Args:
         place: Where it is; see `find_model` and `check_files`.
-        max_length: Longest conversation in tokens, for a model that brings no contract; None
-            means `policy.max_total_sequence_length`.
-        batch_tokens: Token budget of one forward pass.
-        precision: Dtype of the weights and the arithmetic; the head's are float32.
-        device: auto, cpu or cuda.
-        settings: Overrides of the policy section, as `key=value`.
+        options: How it is to score.
         say: Told what was loaded and found.
 
     Raises:
@@ -130,28 +151,45 @@ def load_scorer(
     from laurel.rewards.local import LocalScorer
 
     rules = read_rules(place)
-    config = policy_config(place, precision=precision, settings=settings, rules=rules, say=say)
+    config = policy_config(place, options, rules=rules, say=say)
+    longest = options.max_length or config.max_total_sequence_length
+    if rules is not None:
+        if options.max_length not in (None, rules.max_length):
+            say(f"note    --max-length is not used: scoring.json says {rules.max_length} tokens")
+        longest = rules.max_length
+    cluster = ClusterConfig(device=options.device, cpu_threads=options.cpu_threads)
     quiet_libraries()
     try:
         loaded = load_reward_model(
             config,
             seed=0,
-            max_length=max_length or config.max_total_sequence_length,
-            truncation_side=DataConfig().truncation_side,
-            device=prepare(ClusterConfig.model_validate({"device": device}), seed=0),
-            weights_dtype=DTYPES[precision],
+            max_length=longest,
+            truncation_side=rules.truncation_side if rules else DataConfig().truncation_side,
+            device=prepare(cluster, seed=0),
+            weights_dtype=DTYPES[options.precision],
         )
-    except (ModelError, ConfigError) as error:
+    except (ModelError, ConfigError, CheckpointError) as error:
         raise type(error)(_in_terms_of_options(str(error))) from error
     if loaded.has_new_head:
         raise ModelError(
             f"{place.name} is a language model without a reward head, so it has no scores to give. "
             f"Train a reward model from it with: laurel rm policy.model_name={place.name}"
         )
-    if rules is not None and max_length not in (None, rules.max_length):
-        say(f"note    --max-length is not used: scoring.json says {rules.max_length} tokens")
-    _check(loaded, place, precision=precision, has_contract=rules is not None, say=say)
-    return LocalScorer(loaded.model, loaded.contract, batch_tokens=batch_tokens)
+    _check(loaded, place, precision=options.precision, has_contract=rules is not None, say=say)
+    return LocalScorer(loaded.model, loaded.contract, batch_tokens=options.batch_tokens)
+
+
+def open_scorer(model: str, *, say: Say) -> LocalScorer:
+    """A scorer with every default from wherever a user says it is; see the three steps.
+
+    Raises:
+        UserError: See `find_model`, `check_files` and `load_scorer`.
+    """
+    place = find_model(model)
+    for note in place.notes:
+        say(note)
+    check_files(place)
+    return load_scorer(place, ScorerOptions(), say=say)
 
 
 def read_rules(place: ModelPlace) -> ScoringRules | None:
@@ -163,31 +201,25 @@ def read_rules(place: ModelPlace) -> ScoringRules | None:
 
 
 def policy_config(
-    place: ModelPlace,
-    *,
-    precision: Precision,
-    settings: Sequence[str],
-    rules: ScoringRules | None,
-    say: Say,
+    place: ModelPlace, options: ScorerOptions, *, rules: ScoringRules | None, say: Say
 ) -> PolicyConfig:
     """The policy section of a reward model that is there already.
 
     Args:
         place: Where it is.
-        precision: See `load_scorer`.
-        settings: Overrides; a leading `policy.` may be written or left out.
+        options: See there.
         rules: Its contract, which says what its head gives.
         say: Told of settings without effect.
     """
     overrides: list[str] = []
-    for setting in settings:
+    for setting in options.settings:
         sign = setting[: len(setting) - len(setting.lstrip("+~"))]
         override = sign + setting[len(sign) :].removeprefix("policy.")
-        first = parse_override(override).keys[0]
-        if first in _HAS_OPTION:
-            raise ConfigError(f"--set {setting}: use the option {_HAS_OPTION[first]} for that")
-        if first == "reward_model_cfg" and rules is not None:
-            raise ConfigError(f"--set {setting}: scoring.json of the model says that already")
+        key = ".".join(parse_override(override).keys)
+        if key in _HAS_OPTION:
+            raise ConfigError(f"--set {setting}: use the option {_HAS_OPTION[key]} for that")
+        if rules is not None and key.startswith(_SAID_BY_CONTRACT):
+            raise ConfigError(f"--set {setting}: scoring.json of the model settles that")
         overrides.append(override)
     loaded = load_config(PolicyConfig, None, overrides)
     for warning in loaded.warnings:
@@ -203,7 +235,7 @@ def policy_config(
     return loaded.config.model_copy(
         update={
             "model_name": place.name,
-            "precision": precision,
+            "precision": options.precision,
             "reward_model_cfg": head.model_copy(update={"enabled": True}),
         }
     )
@@ -215,7 +247,8 @@ def quiet_libraries() -> None:
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.getLogger("torch").setLevel(logging.ERROR)
+    for name in ("torch", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _check(
@@ -227,7 +260,8 @@ def _check(
     say: Say,
 ) -> None:
     """The checks of a loaded model, and a line on each."""
-    from laurel.rewards.local import check_golden, check_paths
+    from laurel.rewards.local import check_golden
+    from laurel.rewards.self_check import check_paths
 
     model, rules = loaded.model, loaded.contract.rules
     difference = check_paths(model)
@@ -240,7 +274,7 @@ def _check(
     for note in loaded.notes:
         say(f"note    {note}")
     if rules.golden:
-        worst = check_golden(model, loaded.contract, precision=precision)
+        worst = check_golden(model, loaded.contract)
         say(f"checked golden scores agree (max difference {worst:.1e})")
     else:
         missing = "its scoring.json has no" if has_contract else "it has no scoring.json, so no"
@@ -256,6 +290,7 @@ def _check(
 def _in_terms_of_options(message: str) -> str:
     """An error of the policy section, for somebody who has only the command line."""
     message = message.replace("policy.model_name=", "--model ")
+    message = message.replace("cluster.device=", "--device ")
     if "policy." not in message:
         return message
     return (

@@ -101,6 +101,9 @@ def score(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")
     ] = "auto",
+    cpu_threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads on a CPU; default: one per core.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -116,12 +119,14 @@ def score(
     data set. A prompt is a text or a list of messages. The exit code is 1 where a completion got no
     score.
     """
+    from laurel.cli.load_scorer import ScorerOptions
     from laurel.cli.score import run_score
 
-    exit_code = run_score(
-        file, model=model, output=output, as_json=as_json, max_length=max_length,
-        batch_tokens=batch_tokens, precision=precision, device=device, settings=settings or [],
+    options = ScorerOptions(
+        max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device,
+        cpu_threads=cpu_threads, settings=tuple(settings or ()),
     )  # fmt: skip
+    exit_code = run_score(file, model=model, output=output, as_json=as_json, options=options)
     if exit_code:
         raise typer.Exit(exit_code)
 

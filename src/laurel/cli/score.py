@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from laurel.cli.load_scorer import Precision, Say, check_files, find_model, load_scorer
+from laurel.cli.load_scorer import Say, ScorerOptions, check_files, find_model, load_scorer
 from laurel.cli.output_file import check_output, replace_file
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
 from laurel.observe.console import make_console, print_scores, visible
@@ -32,6 +32,7 @@ from laurel.observe.console import make_console, print_scores, visible
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.rewards.local import LocalScorer
     from laurel.types import Score
 
 CHUNK = 256
@@ -47,11 +48,7 @@ def run_score(
     model: str,
     output: Path | None,
     as_json: bool,
-    max_length: int | None,
-    batch_tokens: int,
-    precision: Precision,
-    device: str,
-    settings: Sequence[str],
+    options: ScorerOptions,
     stdin: IO[bytes] | None = None,
 ) -> int:
     """Score every row of a file or of standard input, in order.
@@ -65,11 +62,7 @@ def run_score(
         model: A directory or a hub name. See `load_scorer.find_model`.
         output: Write JSON lines here.
         as_json: Print JSON lines.
-        max_length: Longest conversation in tokens, for a model without `scoring.json`.
-        batch_tokens: Token budget of one forward pass.
-        precision: Dtype of the arithmetic.
-        device: auto, cpu or cuda.
-        settings: Overrides of the policy section.
+        options: How the model is loaded and scores.
         stdin: Stands in for the standard input of this process.
 
     Returns:
@@ -92,23 +85,15 @@ def run_score(
     with messages.status("checking the files of the model"):
         check_files(place)
     with messages.status("loading torch and the model"):
-        scorer = load_scorer(
-            place, max_length=max_length, batch_tokens=batch_tokens, precision=precision,
-            device=device, settings=settings, say=say,
-        )  # fmt: skip
-    tally = Tally(max_length=scorer.contract.rules.max_length)
+        scorer = load_scorer(place, options, say=say)
+    rules = scorer.contract.rules
+    tally = Tally(max_length=rules.max_length)
     with ExitStack() as stack:
-        write = _writer(stack, output, as_json=as_json, has_attributes=bool(
-            scorer.contract.rules.attributes))  # fmt: skip
-        prints = as_json or output is None
-        progress = stack.enter_context(
-            ScoringProgress(messages, num_rows, shares_screen=prints and sys.stdout.isatty())
-        )
-        for chunk in _chunks(rows, CHUNK):
-            progress.show()
-            scores = scorer.score_now([row.group for row in chunk], on_batch=progress.advance)
-            progress.hide(done=len(chunk))
-            scored = list(zip(chunk, scores, strict=True))
+        write = _writer(stack, output, as_json=as_json, has_attributes=bool(rules.attributes))
+        shares_screen = (as_json or output is None) and sys.stdout.isatty()
+        progress = ScoringProgress(messages, num_rows, shares_screen=shares_screen)
+        stack.enter_context(progress)
+        for scored in _scored(rows, scorer, progress):
             tally.add(scored)
             write(scored)
     tally.report(say)
@@ -142,6 +127,17 @@ def _chunks(rows: Iterable[ScoringRow], size: int) -> Iterator[list[ScoringRow]]
     iterator = iter(rows)
     while chunk := list(islice(iterator, size)):
         yield chunk
+
+
+def _scored(
+    rows: Iterable[ScoringRow], scorer: LocalScorer, progress: ScoringProgress
+) -> Iterator[Scored]:
+    """The rows with their scores, a chunk at a time."""
+    for chunk in _chunks(rows, CHUNK):
+        progress.show()
+        scores = scorer.score_now([row.group for row in chunk], on_batch=progress.advance)
+        progress.hide(done=len(chunk))
+        yield list(zip(chunk, scores, strict=True))
 
 
 # ---------------------------------------------------------------------------------------- output

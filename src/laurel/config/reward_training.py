@@ -75,7 +75,7 @@ class RewardTrainingConfig(Section):
     """Validate before the first step (logged at step 0)."""
     val_at_end: bool = True
     """Validate after the last step, which is always saved and so needs its metric."""
-    seed: int = 42
+    seed: int = Field(default=42, ge=0)
     """Seeds the head, the order of the data and dropout."""
     max_bad_steps: int = Field(default=3, ge=1)
     """Steps in a row whose loss or gradient is not finite before the run stops."""

@@ -72,16 +72,22 @@ def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
         only on the arguments.
     """
     bins: list[list[int]] = []
-    room: list[int] = []
+    # The leaves of this tree are bins, opened or not yet, and hold the room left in each; a node
+    # holds the larger of its two. So the first bin with room is found without looking at them all.
+    num_leaves = 1 << max(0, len(sizes) - 1).bit_length()
+    room = [budget] * (2 * num_leaves)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         size = sizes[index]
-        slot = next((b for b, free in enumerate(room) if free >= size), None)
-        if slot is None:
-            bins.append([index])
-            room.append(budget - size)
-        else:
-            bins[slot].append(index)
-            room[slot] -= size
+        node = 1 if size <= budget else num_leaves + len(bins)
+        while node < num_leaves:
+            node = 2 * node if room[2 * node] >= size else 2 * node + 1
+        if node - num_leaves == len(bins):
+            bins.append([])
+        bins[node - num_leaves].append(index)
+        room[node] -= size
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return [sorted(items) for items in bins]
 
 

@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 THINGS = ("apple", "blanket", "candle", "drum", "envelope", "fiddle", "glove", "hammer", "inkwell",
-          "jacket", "kettle", "ladder", "mirror", "needle", "orange", "pillow", "quilt", "ribbon",
-          "saddle", "teapot", "umbrella", "violin", "wagon", "zither")  # fmt: skip
-PLACES = ("attic", "barn", "cellar", "garden", "harbour", "kitchen", "library", "market", "orchard",
-          "stable", "tower", "workshop")  # fmt: skip
+          "jacket", "kettle", "ladder", "mirror", "needle", "orange", "pillow")  # fmt: skip
+PLACES = ("attic", "barn", "cellar", "garden", "harbour", "kitchen", "library", "market")
 REQUESTS = ("Please bring me the {thing} from the {place}.", "Fetch the {thing} from the {place}.",
             "I need the {thing}; it is in the {place}.")  # fmt: skip
 GOOD = ("Here is the {thing} from the {place}.", "I went to the {place} and got the {thing}.")
@@ -28,17 +26,22 @@ def errands(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[s
     Args:
         count: How many.
         seed: Draws them.
-        held_out: Whether the pairs of thing and place are those never used otherwise, so that
-            held-out rows ask for errands a model has not seen.
+        held_out: Whether the prompts are those that never occur otherwise: a sixth of them, each
+            asking for a thing from a place in one of three ways.
     """
     generator = random.Random(f"{seed}-{held_out}")
-    reserved = [(t, p) for t in range(len(THINGS)) for p in range(len(PLACES)) if (t + p) % 6 == 0]
-    others = [(t, p) for t in range(len(THINGS)) for p in range(len(PLACES)) if (t + p) % 6 != 0]
+    prompts = [
+        (request, thing, place)
+        for t, thing in enumerate(THINGS)
+        for p, place in enumerate(PLACES)
+        for r, request in enumerate(REQUESTS)
+        if ((t + p + 2 * r) % 6 == 0) == held_out
+    ]
     for _ in range(count):
-        thing, place = generator.choice(reserved if held_out else others)
-        names = {"thing": THINGS[thing], "place": PLACES[place]}
+        request, thing, place = generator.choice(prompts)
+        names = {"thing": thing, "place": place}
         yield {
-            "prompt": generator.choice(REQUESTS).format(**names),
+            "prompt": request.format(**names),
             "chosen": generator.choice(GOOD).format(**names),
             "rejected": _bad_answer(generator, names),
         }

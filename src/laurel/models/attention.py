@@ -12,7 +12,7 @@ keyword arguments from the models that have them and are honoured by position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -122,20 +122,26 @@ def forest_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scaling
         )
 
-    outputs: list[Tensor] = []
+    outputs = [attend(*segment) for segment in _segments(forest_plan, queries, keys, values)]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _segments(
+    plan: ForestPlan, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each trunk, then each of its branches with the trunk's keys and values before its own."""
     segment = 0
-    for tree in forest_plan.trees:
+    for tree in plan.trees:
         trunk = segment
         if tree.trunk.length:
-            outputs.append(attend(queries[trunk], keys[trunk], values[trunk]))
+            yield queries[trunk], keys[trunk], values[trunk]
         for _branch in tree.branches_G:
             segment += 1
             k, v = keys[segment], values[segment]
             if tree.trunk.length:
                 k, v = torch.cat((keys[trunk], k), dim=2), torch.cat((values[trunk], v), dim=2)
-            outputs.append(attend(queries[segment], k, v))
+            yield queries[segment], k, v
         segment += 1
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def _repeat_heads(query: Tensor, shared: Tensor) -> Tensor:

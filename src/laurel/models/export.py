@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from laurel.errors import CheckpointError
+from laurel.models.adapters import merged_state, save_adapters
 from laurel.models.reward_model import RewardModel
-from laurel.models.scoring import ScoringContract
+from laurel.models.scoring import ScoringContract, ScoringRules
 
 CARD = "README.md"
-ADAPTER = "adapter"
 
 
 def save_reward_model(
@@ -31,65 +26,8 @@ def save_reward_model(
     contract.tokenizer.save_pretrained(directory)
     contract.save(directory)
     if adapters:
-        from safetensors.torch import save_file
-
-        (directory / ADAPTER).mkdir()
-        save_file(adapters, directory / ADAPTER / "adapters.safetensors")
+        save_adapters(directory, adapters)
     (directory / CARD).write_text(card, encoding="utf-8")
-
-
-def merged_state(classifier: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights of a plain classifier, and the trainable weights where it has adapters.
-
-    The adapted layers themselves stay untouched: merging and unmerging would round the base
-    weights, and a resumed run would no longer be the same run.
-
-    Returns:
-        State of the merged model by plain names; state of adapters and head, by their own names
-        (empty without adapters).
-    """
-    layers = {
-        name: module
-        for name, module in classifier.named_modules()
-        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
-    }
-    state: dict[str, Tensor] = classifier.state_dict()
-    if not layers:
-        return {name: tensor.detach().cpu() for name, tensor in state.items()}, {}
-    merged: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if ".lora_" not in name:
-            merged[name.replace(".base_layer.", ".")] = tensor.detach().clone().cpu()
-    with torch.no_grad():
-        for name, layer in layers.items():
-            for adapter in layer.active_adapters:
-                delta = layer.get_delta_weight(adapter).detach().cpu()
-                merged[f"{name}.weight"] += delta.to(merged[f"{name}.weight"].dtype)
-    trained = {
-        name: parameter.detach().cpu().contiguous()
-        for name, parameter in classifier.named_parameters()
-        if parameter.requires_grad
-    }
-    return merged, trained
-
-
-def load_adapters(directory: Path, classifier: Any) -> None:
-    """Put the adapters and the head of a checkpoint into a model that has adapters.
-
-    Raises:
-        CheckpointError: The checkpoint has none, or others.
-    """
-    from safetensors.torch import load_file
-
-    path = directory / ADAPTER / "adapters.safetensors"
-    if not path.is_file():
-        raise CheckpointError(f"{directory} has no adapters: it was trained without lora_cfg")
-    state = load_file(path)
-    wanted = {name for name, p in classifier.named_parameters() if p.requires_grad}
-    if set(state) != wanted:
-        odd = sorted(set(state) ^ wanted)[:3]
-        raise CheckpointError(f"{path} holds other parameters than this run trains: {odd}")
-    classifier.load_state_dict(state, strict=False)
 
 
 def model_card(
@@ -147,13 +85,26 @@ by a head in {rules.head_dtype}
 laurel score --model DIRECTORY conversations.jsonl
 ```
 
-```python
+{_snippet(rules)}"""
+
+
+def _snippet(rules: ScoringRules) -> str:
+    """How a program without Laurel gets the scores."""
+    values = "logits[:, 0]"
+    if rules.attributes:
+        values = f"logits  # one row each of: {', '.join(rules.attributes)}"
+    return f"""```python
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 model = AutoModelForSequenceClassification.from_pretrained(DIRECTORY).eval()
 tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)
-text = tokenizer.apply_chat_template(messages, tokenize=False)
-batch = tokenizer(text, add_special_tokens={rules.pooled == "model"}, return_tensors="pt")
-score = model(**batch).logits[0, 0]
+texts = [tokenizer.apply_chat_template(c, tokenize=False) for c in conversations]
+batch = tokenizer(
+    texts, add_special_tokens={rules.pooled == "model"}, padding=True, padding_side="right",
+    return_tensors="pt",
+)
+scores = model(**batch).{values}
 ```
+
+A longer conversation than the longest above has to be cut by you; Laurel does it by itself.
 """

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
-from laurel.config.schema import LoraConfig, PolicyConfig, TokenizerConfig
-from laurel.errors import ConfigError, MissingDependencyError, ModelError
+from laurel.config.schema import PolicyConfig, TokenizerConfig
+from laurel.errors import ConfigError, ModelError
+from laurel.models.adapters import add_adapters, load_adapters
 from laurel.models.attention import FOREST, register
-from laurel.models.export import load_adapters
+from laurel.models.linear import multiply_with, preferred_library
 from laurel.models.reward_model import RewardModel
 from laurel.models.scoring import FILE_NAME, ScoringContract, check_rendering
 from laurel.models.scratch import scratch_config, train_tokenizer
@@ -65,45 +67,30 @@ def load_reward_model(
     """
     register()
     notes: list[str] = []
+    base = config.model_name or f"nothing ({config.scratch and config.scratch.architecture})"
+    name = str(resume_from or config.model_name)
+    uses_adapters = config.dtensor_cfg.lora_cfg.enabled
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        base = config.model_name or f"nothing ({config.scratch and config.scratch.architecture})"
-        name = str(resume_from or config.model_name)
-        uses_adapters = config.dtensor_cfg.lora_cfg.enabled
-        if config.scratch is not None and resume_from is None:
-            tokenizer = train_tokenizer(texts, vocab_size=config.scratch.vocab_size)
-            settle_template(tokenizer, config.tokenizer.chat_template)
-        else:
-            wanted = TokenizerConfig() if resume_from is not None else config.tokenizer
-            tokenizer = load_tokenizer(
-                wanted, model_name=name, trust_remote_code=config.trust_remote_code
-            )
+        tokenizer = _tokenizer(config, name, texts, is_resumed=resume_from is not None)
         if config.scratch is not None and (resume_from is None or uses_adapters):
             classifier, has_new_head = _make(config, tokenizer, max_length), True
         else:
             weights = str(config.model_name) if uses_adapters else name
             classifier, has_new_head = _load(config, weights, weights_dtype)
-        head_name = _head_name(classifier)
-        if has_new_head and head_name is not None:
-            _init_head(getattr(classifier, head_name), seed)
+    head_name = _head_name(classifier)
+    if has_new_head and head_name is not None:
+        _init_head(getattr(classifier, head_name), seed)
     _agree_on_padding(classifier, tokenizer)
-    path, reason = _choose_path(classifier, head_name, config)
-    if reason is not None:
-        notes.append(f"padded path: {reason}")
-    if path == "forest":
-        classifier.set_attn_implementation(FOREST)
+    path = _take_path(classifier, head_name, config, notes)
     contract = _contract(
         config, tokenizer, name, has_new_head, classifier, max_length, truncation_side, notes
     )
     if uses_adapters:
-        classifier = _add_adapters(classifier, config.dtensor_cfg.lora_cfg, head_name)
+        classifier = add_adapters(classifier, config.dtensor_cfg.lora_cfg)
         if resume_from is not None:
             load_adapters(resume_from, classifier)
-    if config.dtensor_cfg.activation_checkpointing:
-        classifier.gradient_checkpointing_enable({"use_reentrant": False})
-    classifier.to(device=device)
-    if device.type == "cpu":
-        _leave_file(classifier)
+    _settle(classifier, device, recomputes=config.dtensor_cfg.activation_checkpointing)
     precision = DTYPES[config.precision] if weights_dtype == torch.float32 else weights_dtype
     model = RewardModel(classifier, head_name=head_name, path=path, precision=precision)
     if has_new_head and resume_from is None:
@@ -111,6 +98,16 @@ def load_reward_model(
     return LoadedRewardModel(
         model=model, contract=contract, notes=notes, has_new_head=has_new_head, base_model=base
     )
+
+
+def _tokenizer(config: PolicyConfig, name: str, texts: Iterable[str], *, is_resumed: bool) -> Any:
+    """The tokenizer that is there, or one learned from the texts."""
+    if config.scratch is not None and not is_resumed:
+        tokenizer = train_tokenizer(texts, vocab_size=config.scratch.vocab_size)
+        settle_template(tokenizer, config.tokenizer.chat_template)
+        return tokenizer
+    wanted = TokenizerConfig() if is_resumed else config.tokenizer
+    return load_tokenizer(wanted, model_name=name, trust_remote_code=config.trust_remote_code)
 
 
 # -------------------------------------------------------------------------------------- weights
@@ -163,7 +160,7 @@ def _load(config: PolicyConfig, name: str, dtype: torch.dtype) -> tuple[Any, boo
             ignore_mismatched_sizes=True,
             **source,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(_not_loadable(name, error)) from error
     _check_sizes(name, info["mismatched_keys"], wanted)
     missing = sorted(info["missing_keys"])
@@ -259,7 +256,44 @@ def _agree_on_padding(classifier: Any, tokenizer: Any) -> None:
         )
 
 
+def _settle(classifier: Any, device: torch.device, *, recomputes: bool) -> None:
+    """Bring a whole classifier to where it computes, and set how."""
+    if recomputes:
+        recompute_activations(classifier)
+    classifier.to(device=device)
+    if device.type == "cpu":
+        _leave_file(classifier)
+        multiply_with(preferred_library(), classifier)
+
+
+def recompute_activations(classifier: Any) -> None:
+    """Keep no activations of a layer for the backward pass; compute them there again.
+
+    Raises:
+        ConfigError: The architecture has no layers that could.
+    """
+    enable = getattr(classifier, "activation_checkpointing_enable", None)
+    if enable is None:  # before transformers 5.23
+        enable = classifier.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(f"policy.dtensor_cfg.activation_checkpointing: {error}") from error
+
+
 # ----------------------------------------------------------------------------- path and contract
+
+
+def _take_path(
+    classifier: Any, head_name: str | None, config: PolicyConfig, notes: list[str]
+) -> Literal["forest", "padded"]:
+    """Prepare the classifier for the path that suits it."""
+    path, reason = _choose_path(classifier, head_name, config)
+    if reason is not None:
+        notes.append(f"padded path: {reason}")
+    if path == "forest":
+        classifier.set_attn_implementation(FOREST)
+    return path
 
 
 def _choose_path(
@@ -353,38 +387,3 @@ def _num_positions(classifier: Any, tokenizer: Any) -> int | None:
         # Encoders like RoBERTa number from an offset, which their tokenizer takes into account.
         positions = min(positions, tokenizer.model_max_length)
     return positions
-
-
-def _add_adapters(classifier: Any, config: LoraConfig, head_name: str | None) -> Any:
-    """Wrap the decoder's linear layers in adapters; the head stays whole and is trained."""
-    try:
-        from peft import LoraConfig as PeftLoraConfig
-        from peft import inject_adapter_in_model
-    except ImportError as error:
-        raise MissingDependencyError.of(
-            "peft", extra="lora", purpose="policy.dtensor_cfg.lora_cfg"
-        ) from error
-    linear = [
-        name.rsplit(".", 1)[-1]
-        for name, module in classifier.base_model.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    targets = sorted(set(linear)) if not config.target_modules else config.target_modules
-    unknown = sorted(set(targets) - set(linear))
-    if unknown:
-        raise ConfigError(
-            f"policy.dtensor_cfg.lora_cfg.target_modules: no linear layer is called "
-            f"{', '.join(unknown)}; there are {', '.join(sorted(set(linear)))}"
-        )
-    peft_config = PeftLoraConfig(
-        r=config.dim,
-        lora_alpha=cast(int, config.alpha),  # peft takes fractions too
-        lora_dropout=config.dropout,
-        target_modules=[name for name in targets if name not in config.exclude_modules],
-        bias="none",
-    )
-    classifier = inject_adapter_in_model(peft_config, classifier)
-    for name, parameter in classifier.named_parameters():
-        is_head = head_name is not None and name.startswith(f"{head_name}.")
-        parameter.requires_grad_("lora_" in name or is_head)
-    return classifier

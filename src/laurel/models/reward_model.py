@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,23 @@ class RewardModel(nn.Module):
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(self.parameters()).device
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return next(self.parameters()).dtype
+
+    @contextlib.contextmanager
+    def in_full_precision(self) -> Iterator[None]:
+        """Compute in the dtype of the weights for a while, whatever `precision` says.
+
+        For the checks: the rounding of bfloat16 would hide the errors they look for.
+        """
+        precision, self.precision = self.precision, self.weights_dtype
+        try:
+            yield
+        finally:
+            self.precision = precision
 
     @property
     def num_outputs(self) -> int:
@@ -114,7 +132,7 @@ class RewardModel(nn.Module):
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Lower precision where the weights are float32 masters and less was asked for."""
-        is_master = next(self.classifier.parameters()).dtype == torch.float32
+        is_master = self.weights_dtype == torch.float32
         if self.precision == torch.float32 or not is_master:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)

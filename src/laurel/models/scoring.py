@@ -66,7 +66,7 @@ class ScoringRules(BaseModel):
     """Completions that mean and std were measured on."""
     golden: tuple[GoldenScore, ...] = ()
     golden_dtype: str = "float32"
-    """Precision of the arithmetic that gave the golden scores."""
+    """Dtype of the weights, and of the arithmetic that gave the golden scores."""
     versions: dict[str, str] = {}
 
     @classmethod

@@ -6,6 +6,7 @@ For demos, tests and learning from scratch, where no model can or need be loaded
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 from laurel.config.schema import ScratchConfig
@@ -78,4 +79,13 @@ def scratch_config(config: ScratchConfig, tokenizer: Any, *, max_length: int) ->
         "eos_token_id": tokenizer.eos_token_id,
         "tie_word_embeddings": True,
     }
+    known_keys = AutoConfig.for_model(config.architecture)
+    for key in config.config_overrides:
+        if not hasattr(known_keys, key):
+            near = get_close_matches(key, vars(known_keys), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"policy.scratch.config_overrides.{key}: {config.architecture} has no such "
+                f"setting{hint}"
+            )
     return AutoConfig.for_model(config.architecture, **{**values, **config.config_overrides})

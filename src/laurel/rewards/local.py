@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -16,9 +17,12 @@ from laurel.models.reward_model import RewardModel
 from laurel.models.scoring import GoldenScore, ScoringContract
 from laurel.types import Completion, Conversation, Group, PaddedRows, Score, TokenForest, TokenGroup
 
-GOLDEN_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
-"""Allowed difference from a golden score, in units of max(1, |score|). Weights and arithmetic are
-the same; what differs is the order of sums on another machine or library version."""
+GOLDEN_TOLERANCE = {"float64": 1e-4, "float32": 1e-4}
+"""Allowed difference from a golden score, in units of max(1, |score|), by the dtype of the weights.
+They and the arithmetic are the same; what differs is the order of sums on another machine or
+library version."""
+LOW_PRECISION_TOLERANCE = 5e-2
+"""The same where the weights were, or now are, in bfloat16 or float16."""
 
 
 class LocalScorer:
@@ -37,6 +41,9 @@ class LocalScorer:
         self.model = model
         self.contract = contract
         self.batch_tokens = batch_tokens
+        # Calls run in threads of their own. A tokenizer is not made for that, and the first call
+        # to end would switch dropout on again under the others.
+        self._one_at_a_time = threading.Lock()
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """See `protocols.Scorer`. The arithmetic runs in a thread, beside the event loop."""
@@ -55,16 +62,17 @@ class LocalScorer:
             on_batch: Called after each forward pass with the groups and tokens done.
         """
         distinct = [tuple(dict.fromkeys(group.completions_G)) for group in groups]
-        prepared = self._encode(
-            [replace(group, completions_G=c) for group, c in zip(groups, distinct, strict=True)]
-        )
-        values_NK = score_tokens(
-            self.model,
-            [tokens for tokens, _ in prepared if tokens is not None],
-            batch_tokens=self.batch_tokens,
-            pad_id=self._pad_id,
-            on_batch=on_batch,
-        )
+        with self._one_at_a_time:
+            prepared = self._encode(
+                [replace(group, completions_G=c) for group, c in zip(groups, distinct, strict=True)]
+            )
+            values_NK = score_tokens(
+                self.model,
+                [tokens for tokens, _ in prepared if tokens is not None],
+                batch_tokens=self.batch_tokens,
+                pad_id=self._pad_id,
+                on_batch=on_batch,
+            )
         rows = iter(values_NK.tolist())
         scores: list[tuple[Score, ...]] = []
         for group, completions, (tokens, failures) in zip(groups, distinct, prepared, strict=True):
@@ -190,7 +198,11 @@ def lay_out(
 def golden_scores(
     model: RewardModel, contract: ScoringContract, groups: Sequence[Group]
 ) -> tuple[GoldenScore, ...]:
-    """Conversations with their scores, for `scoring.json`: each scored by itself."""
+    """Conversations with their scores, for `scoring.json`.
+
+    Each is scored by itself and in the dtype of the weights, so that the check at load can be
+    strict whatever precision either run computes in.
+    """
     golden = []
     for group in groups:
         for index in range(len(group.completions_G)):
@@ -202,8 +214,8 @@ def golden_scores(
     return tuple(golden)
 
 
-def check_golden(model: RewardModel, contract: ScoringContract, *, precision: str) -> float:
-    """Recompute the golden scores of a loaded model.
+def check_golden(model: RewardModel, contract: ScoringContract) -> float:
+    """Recompute the golden scores of a loaded model, in the precision they were made in.
 
     Returns:
         The largest difference.
@@ -212,7 +224,8 @@ def check_golden(model: RewardModel, contract: ScoringContract, *, precision: st
         ScoringContractError: A score is not the one the model was saved with.
     """
     worst = 0.0
-    tolerances = [GOLDEN_TOLERANCE.get(p, 5e-2) for p in (precision, contract.rules.golden_dtype)]
+    dtypes = (str(model.weights_dtype).removeprefix("torch."), contract.rules.golden_dtype)
+    tolerance = max(GOLDEN_TOLERANCE.get(dtype, LOW_PRECISION_TOLERANCE) for dtype in dtypes)
     for golden in contract.rules.golden:
         values_K, num_tokens = _score_alone(model, contract, conversation_group(golden.messages))
         if num_tokens != golden.num_tokens:
@@ -222,7 +235,7 @@ def check_golden(model: RewardModel, contract: ScoringContract, *, precision: st
             )
         for value, expected in zip(values_K, golden.values_K, strict=True):
             difference = abs(value - expected) / max(1.0, abs(expected))
-            if not difference <= max(tolerances):
+            if not difference <= tolerance:
                 raise ScoringContractError(
                     f"a golden conversation scores {value:.6g} here and scored {expected:.6g} when "
                     "the model was saved: weights, head or library behave differently"
@@ -240,5 +253,6 @@ def _score_alone(
     model: RewardModel, contract: ScoringContract, group: Group
 ) -> tuple[tuple[float, ...], int]:
     (tokens,) = contract.encode([group])
-    values_NK = score_tokens(model, [tokens], batch_tokens=1, pad_id=contract.rules.pad_id or 0)
+    with model.in_full_precision():
+        values_NK = score_tokens(model, [tokens], batch_tokens=1, pad_id=contract.rules.pad_id or 0)
     return tuple(float(v) for v in values_NK[0]), tokens.lengths_G[0]

@@ -15,10 +15,10 @@ from laurel.errors import ModelError
 from laurel.models.reward_model import RewardModel
 from laurel.types import PaddedRows, TokenForest, TokenGroup
 
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
-"""Allowed difference between hidden states in a batch and alone, relative to their size, by the
-dtype of the weights. Rounding in float32 makes about 1e-6; a key too many or a position off by one
-shows as 1e-3 and more even in an untrained model."""
+TOLERANCE = 1e-4
+"""Allowed difference between hidden states in a batch and alone, relative to their size. Rounding
+in float32 makes about 1e-6; a key too many or a position off by one shows as 1e-3 and more even in
+an untrained model."""
 LOW_PRECISION_TOLERANCE = 0.1
 """The same for weights in bfloat16 or float16, whose rounding alone reaches a few hundredths."""
 
@@ -29,9 +29,8 @@ WINDOW = 6
 def check_paths(model: RewardModel, *, seed: int = 0) -> float:
     """Compare a small batch on the model's path with the model's own forward pass, one by one.
 
-    The arithmetic is in the dtype of the weights, so that the rounding of bfloat16 does not hide
-    an error. Hidden states are compared, because a new head makes every score small, and then
-    scores with those that Hugging Face's class returns by itself.
+    Hidden states are compared, because a new head makes every score small, and then scores with
+    those that Hugging Face's class returns by itself.
 
     Returns:
         The largest relative difference found.
@@ -41,24 +40,21 @@ def check_paths(model: RewardModel, *, seed: int = 0) -> float:
     """
     kind = type(model.classifier).__name__
     groups = _probe(model, seed)
-    was_training, precision = model.training, model.precision
-    dtype = next(model.parameters()).dtype
+    was_training, dtype = model.training, model.weights_dtype
     model.eval()
-    model.precision = dtype
     try:
-        with torch.inference_mode(), _narrow_windows(model):
+        with torch.inference_mode(), model.in_full_precision(), _narrow_windows(model):
             difference = _largest_difference(model, groups)
     except (TypeError, ModelError) as error:
         raise ModelError(f"{kind} cannot be given a batch ({error}). {_remedy(model)}") from error
     finally:
-        model.precision = precision
         model.train(was_training)
     if difference is None:
         raise ModelError(
             f"{kind} gives scores that are NaN or infinite: its weights are damaged, or its "
             f"numbers leave the range of {str(dtype).removeprefix('torch.')}"
         )
-    tolerance = TOLERANCE.get(dtype, LOW_PRECISION_TOLERANCE)
+    tolerance = LOW_PRECISION_TOLERANCE if dtype.itemsize < 4 else TOLERANCE
     if not difference <= tolerance:
         raise ModelError(
             f"{kind} gives a conversation another score in a batch than alone (relative difference "

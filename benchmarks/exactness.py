@@ -1,0 +1,235 @@
+"""Are scores and gradients of the token forest those of one-by-one scoring? In float32.
+
+    python benchmarks/exactness.py
+
+The reference is the Hugging Face classifier with its own attention, each whole sequence in a
+forward pass of its own, its matrix products by the same library. Two more columns say how large
+rounding is by itself: the distance to the classifier untouched, and how far that is from float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import torch
+from material import TINY_SHAPE, TRAINING_SHAPE, Shape, classifier, qwen3_config
+from rounds import machine, table, write_json
+from torch import Tensor
+
+from laurel.data.forest import plant
+from laurel.models.attention import FOREST, register
+from laurel.models.linear import multiply_with, preferred_library
+from laurel.models.reward_model import RewardModel
+from laurel.types import TokenGroup
+
+GROUP_SIZES = (1, 2, 3, 5, 8, 16)
+PROMPT_LENGTHS = (1, 2, 5, 16, 63, 128, 255, 512)
+LONGEST_COMPLETION = 96
+SCORE_TARGET, GRADIENT_TARGET = 1e-6, 1e-5
+
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2": ("qwen2", {}),
+    "Qwen2, sliding window": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 40, "layer_types": SLIDING},
+    ),
+    "Qwen3": ("qwen3", {"head_dim": 32}),
+    "Llama": ("llama", {}),
+    "Mistral, sliding window": ("mistral", {"sliding_window": 40}),
+    "Gemma 2 (soft-capping, sliding window)": ("gemma2", {"head_dim": 16, "sliding_window": 40}),
+    "Gemma 3 (sliding window)": ("gemma3_text", {"head_dim": 16, "sliding_window": 40}),
+    "Phi": ("phi", {"num_key_value_heads": 4}),
+    "Phi-3": ("phi3", {}),
+    "OLMo 2": ("olmo2", {}),
+    "gpt-oss (attention sinks, experts)": (
+        "gpt_oss",
+        {"head_dim": 16, "sliding_window": 40, "num_local_experts": 2, "num_experts_per_tok": 1,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    options = read_options()
+    torch.set_num_threads(options.threads)
+    register()
+    shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
+    main_rows = by_prompt_length(shape, options.library)
+    architecture_rows = [
+        {"what": name, **by_architecture(model_type, special, options.library)}
+        for name, (model_type, special) in ARCHITECTURES.items()
+    ]
+    parameters = shape.linear_parameters / 1e6
+    print(
+        f"\nQwen3, {shape.layers} layers of {shape.hidden}, {parameters:.1f}M parameters without "
+        f"embeddings; groups of {', '.join(map(str, GROUP_SIZES))}; completions of 1 to "
+        f"{LONGEST_COMPLETION} tokens; matrix products by {options.library}\n"
+    )
+    print(show("prompt tokens", main_rows, as_markdown=options.markdown))
+    print("\nother architectures, tiny; prompts of 1 to 128 tokens, groups of 1 to 5\n")
+    print(show("architecture", architecture_rows, as_markdown=options.markdown))
+    everything = [*main_rows, *architecture_rows]
+    worst_score = max(row["score"] for row in everything)
+    worst_gradient = max(row["gradient"] for row in everything)
+    holds = worst_score <= SCORE_TARGET and worst_gradient <= GRADIENT_TARGET
+    print(
+        f"\nlargest: score {worst_score:.1e} (target {SCORE_TARGET:.0e}), gradient "
+        f"{worst_gradient:.1e} (target {GRADIENT_TARGET:.0e}): {'met' if holds else 'MISSED'}"
+    )
+    result = {"machine": machine(), "options": vars(options), "rows": everything}
+    write_json(options.json, result)
+    sys.exit(0 if holds else 1)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--library", default=preferred_library(), choices=["torch", "onednn"],
+        help="whose matrix products are used",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--json", type=Path, default=Path("benchmark_results/exactness.json"))
+    return parser.parse_args()
+
+
+def by_prompt_length(shape: Shape, library: Any) -> list[dict[str, Any]]:
+    """One forest per prompt length, with a group of every size in it."""
+    rows = []
+    for length in PROMPT_LENGTHS:
+        model = classifier(qwen3_config(shape), seed=length)
+        groups = random_groups([(length, size) for size in GROUP_SIZES], shape.vocabulary, length)
+        rows.append({"what": str(length), **compare(model, groups, library)})
+        print(f"  prompts of {length} tokens: done", file=sys.stderr)
+    return rows
+
+
+def by_architecture(model_type: str, special: Mapping[str, Any], library: Any) -> dict[str, Any]:
+    """One forest of mixed groups under a tiny model."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        model_type,
+        **{
+            "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 1024,
+            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 1, **special,
+        },
+    )  # fmt: skip
+    groups = random_groups([(1, 2), (30, 5), (128, 3), (77, 1), (128, 2)], 512, seed=1)
+    return compare(classifier(config), groups, library)
+
+
+def random_groups(
+    shapes: Sequence[tuple[int, int]], vocabulary: int, seed: int
+) -> list[TokenGroup]:
+    """Groups of random tokens; a shape is (prompt tokens, completions)."""
+    rng = np.random.default_rng(seed)
+
+    def ids(length: int) -> np.ndarray:
+        return rng.integers(3, vocabulary, length).astype(np.int32)
+
+    def lengths(count: int) -> np.ndarray:
+        drawn = rng.integers(1, LONGEST_COMPLETION + 1, count)
+        drawn[0] = 1 if count > 1 else drawn[0]
+        return drawn
+
+    return [
+        TokenGroup(
+            id=str(index),
+            trunk_ids=ids(prompt),
+            branches_ids_G=tuple(ids(length) for length in lengths(size)),
+        )
+        for index, (prompt, size) in enumerate(shapes)
+    ]
+
+
+def compare(reference: Any, groups: Sequence[TokenGroup], library: Any) -> dict[str, Any]:
+    """Scores and gradients both ways, from the same weights.
+
+    Gradients are those of a random weighting of all scores; their difference is taken per
+    parameter tensor, as the norm of the difference over the norm of the reference.
+    """
+    alone = copy.deepcopy(reference)
+    multiply_with(library, alone)
+    copied = copy.deepcopy(alone)
+    copied.set_attn_implementation(FOREST)
+    forest = RewardModel(copied, head_name="score", path="forest", precision=torch.float32)
+    whole = [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
+    weights_N = torch.randn(len(whole), generator=torch.Generator().manual_seed(0))
+
+    scores_N = backward(lambda: forest(plant(groups))[:, 0], weights_N)
+    alone_N = torch.cat(
+        [
+            backward(lambda ids=ids: score_alone(alone, ids), weights_N[index : index + 1])
+            for index, ids in enumerate(whole)
+        ]
+    )
+    with torch.inference_mode():
+        untouched_N = torch.cat([score_alone(reference, ids) for ids in whole])
+        exact_N = torch.cat([score_alone(reference.double(), ids) for ids in whole])
+    gradients = {
+        name: relative(parameter.grad, wanted.grad)
+        for (name, parameter), (_, wanted) in zip(
+            copied.named_parameters(), alone.named_parameters(), strict=True
+        )
+        if wanted.grad is not None
+    }
+    return {
+        "sequences": len(whole),
+        "size": float(exact_N.abs().max()),
+        "score": largest(scores_N, alone_N),
+        "gradient": max(gradients.values()),
+        "gradient_of": max(gradients, key=lambda name: gradients[name]),
+        "to_untouched": largest(scores_N, untouched_N),
+        "rounding": largest(untouched_N, exact_N),
+        "own_rounding": largest(scores_N, exact_N),
+    }
+
+
+def score_alone(model: Any, ids: np.ndarray) -> Tensor:
+    scores: Tensor = model(input_ids=torch.from_numpy(ids).long()[None]).logits[:, 0]
+    return scores
+
+
+def largest(found_N: Tensor, wanted_N: Tensor) -> float:
+    return float((found_N.double() - wanted_N.double()).abs().max())
+
+
+def backward(scores: Callable[[], Tensor], weights_N: Tensor) -> Tensor:
+    """The scores; their weighted sum is differentiated on the way."""
+    scores_N = scores()
+    (scores_N * weights_N).sum().backward()
+    return scores_N.detach()
+
+
+def relative(found: Tensor | None, wanted: Tensor) -> float:
+    assert found is not None
+    size = wanted.double().norm()
+    return float((found.double() - wanted.double()).norm() / size) if size else 0.0
+
+
+def show(first: str, rows: Sequence[Mapping[str, Any]], *, as_markdown: bool) -> str:
+    header = [first, "sequences", "largest score", "max score difference",
+              "max relative gradient difference", "to untouched", "untouched to float64",
+              "forest to float64"]  # fmt: skip
+    columns = ("score", "gradient", "to_untouched", "rounding", "own_rounding")
+    cells = [
+        [str(row["what"]), str(row["sequences"]), f"{row['size']:.2f}"]
+        + [f"{row[column]:.1e}" for column in columns]
+        for row in rows
+    ]
+    return table(header, cells, as_markdown=as_markdown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Sequences per second of reward scoring: a token forest against one padded Hugging Face batch.
+
+    python benchmarks/rm_scoring.py
+
+8 completions of 64 tokens to each prompt of 256; and how much of the machine's own matrix product
+is reached. Everything runs in this process, in turn, round after round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
+import numpy as np
+import torch
+from channel import Meter
+from material import SCORING_SHAPE, TINY_SHAPE, Shape, classifier, qwen3_config
+from rounds import add_clock, machine, seconds_of, spread, table, write_json
+
+from laurel.models.attention import FOREST, register
+from laurel.models.linear import multiply_with, preferred_library
+from laurel.models.reward_model import RewardModel
+from laurel.rewards.local import score_tokens
+from laurel.types import TokenGroup
+
+COMPLETIONS, PROMPT_TOKENS, COMPLETION_TOKENS = 8, 256, 64
+SPEED_TARGET, EFFICIENCY_TARGET = 3.0, 0.6
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def main() -> None:
+    options = read_options()
+    torch.set_num_threads(options.threads)
+    register()
+    shape = TINY_SHAPE if options.quick else SCORING_SHAPE
+    dtype = DTYPES[options.dtype]
+    model = classifier(qwen3_config(shape)).eval().to(dtype)
+    result: dict[str, Any] = {"machine": machine(), "options": vars(options), "groups": {}}
+    for num_groups in options.groups:
+        groups = random_groups(num_groups, shape.vocabulary)
+        runs = contestants(model, groups, dtype)
+        check_agreement(runs, dtype)
+        runs |= matrix_products(dtype, size=512 if options.quick else 3072)
+        costs = measure(runs, options.rounds)
+        result["groups"][num_groups] = costs
+        print(report(shape, num_groups, costs, options), flush=True)
+    write_json(options.json, result)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--groups", type=int, nargs="+", default=[1, 4], help="prompts of a batch")
+    add("--rounds", type=int, default=5)
+    add("--dtype", default="float32", choices=list(DTYPES))
+    add("--threads", type=int, default=2)
+    add("--quick", action="store_true", help="a tiny model, one round: does it run, not how fast")
+    add_clock(parser)
+    add("--markdown", action="store_true")
+    add("--json", type=Path, default=Path("benchmark_results/rm_scoring.json"))
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = 1
+    return options
+
+
+def random_groups(num_groups: int, vocabulary: int) -> list[TokenGroup]:
+    rng = np.random.default_rng(0)
+
+    def ids(length: int) -> np.ndarray:
+        return rng.integers(3, vocabulary, length).astype(np.int32)
+
+    return [
+        TokenGroup(
+            id=str(index),
+            trunk_ids=ids(PROMPT_TOKENS),
+            branches_ids_G=tuple(ids(COMPLETION_TOKENS) for _ in range(COMPLETIONS)),
+        )
+        for index in range(num_groups)
+    ]
+
+
+def contestants(
+    model: Any, groups: list[TokenGroup], dtype: torch.dtype
+) -> dict[str, Callable[[], np.ndarray]]:
+    """Ways to get the same scores, by name."""
+    rows = [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
+    ids_NL = torch.from_numpy(np.stack(rows)).long()
+    mask_NL = torch.ones_like(ids_NL)
+
+    def padded() -> np.ndarray:
+        with torch.inference_mode():
+            logits = model(input_ids=ids_NL, attention_mask=mask_NL).logits
+        scores: np.ndarray = logits.float().numpy()
+        return scores
+
+    def forest(library: Any) -> Callable[[], np.ndarray]:
+        copied = copy.deepcopy(model)
+        multiply_with(library, copied)
+        copied.set_attn_implementation(FOREST)
+        scorer = RewardModel(copied, head_name="score", path="forest", precision=dtype)
+        budget = sum(group.num_tokens for group in groups)
+        return lambda: score_tokens(scorer, groups, batch_tokens=budget, pad_id=0)
+
+    runs = {"padded": padded, "forest": forest(preferred_library())}
+    if preferred_library() != "torch" and dtype == torch.float32:
+        runs["forest-plain"] = forest("torch")
+    return runs
+
+
+def check_agreement(runs: Mapping[str, Callable[[], np.ndarray]], dtype: torch.dtype) -> None:
+    """They must give the same scores, or their times mean nothing. Warms everything up as well."""
+    scores = {name: run() for name, run in runs.items()}
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    for name, found in scores.items():
+        difference = float(np.abs(found - scores["padded"]).max())
+        if not difference <= tolerance:
+            raise SystemExit(f"{name} and padded differ by {difference:.2g}")
+
+
+def matrix_products(dtype: torch.dtype, *, size: int) -> dict[str, Callable[[], Any]]:
+    """What the machine can do: one large square product, by torch and by oneDNN."""
+    left, right = torch.randn(2, size, size).to(dtype)
+    products: dict[str, Callable[[], Any]] = {f"product-torch-{size}": lambda: left @ right}
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        products[f"product-onednn-{size}"] = lambda: torch.ops.mkldnn._linear_pointwise(
+            left, right, None, "none", [], ""
+        )
+    for product in products.values():
+        product()
+    return products
+
+
+def measure(
+    runs: Mapping[str, Callable[[], Any]], rounds: int
+) -> dict[str, list[dict[str, float]]]:
+    """What every run cost in every round."""
+    costs: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    meter = Meter()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            meter.start()
+            run()
+            costs[name].append(meter.read())
+    return costs
+
+
+def useful_operations(shape: Shape, num_groups: int) -> float:
+    """Floating-point operations that the scores of the groups cannot do without.
+
+    Two (a product and a sum) for each weight of the layers' matrices and each distinct token; and
+    in each layer, for each query head, two matrix products of `head_size` over every pair of a
+    token and a token it sees. Norms, rotations, activations and the softmax are not counted.
+    """
+    branch_pairs = (
+        COMPLETION_TOKENS * PROMPT_TOKENS + COMPLETION_TOKENS * (COMPLETION_TOKENS + 1) / 2
+    )
+    pairs = PROMPT_TOKENS * (PROMPT_TOKENS + 1) / 2 + COMPLETIONS * branch_pairs
+    tokens = PROMPT_TOKENS + COMPLETIONS * COMPLETION_TOKENS
+    attention = shape.layers * 4 * shape.heads * shape.head_size * pairs
+    return num_groups * (2 * shape.linear_parameters * tokens + attention)
+
+
+def report(
+    shape: Shape,
+    num_groups: int,
+    costs: Mapping[str, list[dict[str, float]]],
+    options: argparse.Namespace,
+) -> str:
+    seconds = {
+        name: [seconds_of(cost, options.clock) for cost in repeats]
+        for name, repeats in costs.items()
+    }
+    peaks = {
+        name.split("-")[1]: 2 * int(name.split("-")[2]) ** 3 / min(times)
+        for name, times in seconds.items()
+        if name.startswith("product")
+    }
+    labels = {
+        "padded": "one padded Hugging Face batch (sdpa)",
+        "forest": "Laurel, token forest",
+        "forest-plain": "Laurel, torch's own matrix products",
+    }
+    num = num_groups * COMPLETIONS
+    operations = useful_operations(shape, num_groups)
+    rows = []
+    for name, times in seconds.items():
+        if name not in labels:
+            continue
+        ratio = statistics.median(seconds["padded"]) / statistics.median(times)
+        speed = operations / statistics.median(times)
+        rows.append(
+            [labels[name], spread([num / t for t in times]), f"{ratio:.2f}", f"{speed / 1e9:.0f}"]
+            + [f"{100 * speed / peak:.0f} %" for peak in peaks.values()]
+        )
+    header = ["program", "sequences/s: median (range)", "x padded", "useful GFLOP/s"]
+    header += [f"of {name}'s {peak / 1e9:.0f} GFLOP/s" for name, peak in peaks.items()]
+    title = (
+        f"{num_groups} x {COMPLETIONS} completions of {COMPLETION_TOKENS} tokens to prompts of "
+        f"{PROMPT_TOKENS}; {shape.linear_parameters / 1e6:.1f}M parameters without embeddings, "
+        f"{options.dtype}, {options.threads} threads, {options.clock} time; targets: "
+        f"{SPEED_TARGET:.0f} x padded, {100 * EFFICIENCY_TARGET:.0f} % of the matrix product"
+    )
+    return f"\n{title}\n\n{table(header, rows, as_markdown=options.markdown)}\n"
+
+
+if __name__ == "__main__":
+    main()

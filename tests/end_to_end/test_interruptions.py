@@ -1,0 +1,249 @@
+"""Runs that are killed, preempted and interrupted end bit for bit like one that was not."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from laurel.cli.train import run_reward_training
+from runs import (
+    assert_equal_runs,
+    best_name,
+    last_step,
+    metric_of,
+    pairs,
+    run,
+    series,
+    settings,
+    start,
+    train,
+    wait_until,
+    write_rows,
+)
+
+LONG = ("rm.max_num_epochs=35", "rm.val_period=40", "checkpointing.save_period=20",
+        "+policy.scratch.config_overrides.attention_dropout=0.2")  # fmt: skip
+LONG_STEPS = 35 * 4
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of 140 steps."""
+    directory = tmp_path_factory.mktemp("straight")
+    train(settings(directory, *LONG))
+    return directory
+
+
+def is_saving(saves: Path) -> bool:
+    return any(saves.glob(".tmp-*/model.safetensors"))
+
+
+def kill_in_a_save(process: subprocess.Popen[bytes], saves: Path) -> None:
+    while True:
+        wait_until(lambda: is_saving(saves), process)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.01)
+        if is_saving(saves):
+            process.kill()
+            return
+        process.send_signal(signal.SIGCONT)  # it was too quick for us; the next save, then
+
+
+def test_kill_9_at_any_moment_and_in_the_middle_of_a_save(tmp_path: Path, straight: Path) -> None:
+    overrides, saves = settings(tmp_path, *LONG), tmp_path / "saves"
+    moments = random.Random()
+    target = moments.randrange(22, 50)
+
+    process = start(overrides, log=tmp_path / "first.txt")
+    wait_until(lambda: last_step(tmp_path) >= target, process)
+    time.sleep(moments.random() / 20)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+
+    process = start(overrides, log=tmp_path / "second.txt")
+    wait_until(lambda: last_step(tmp_path) >= 62, process)
+    kill_in_a_save(process, saves)
+    assert process.wait() == -signal.SIGKILL
+    assert list(saves.glob(".tmp-*")), "the kill came after the save: the test did not test it"
+
+    finished = run(overrides)
+    assert finished.returncode == 0, finished.stderr
+    assert "going on from" in finished.stdout
+    assert not [p for p in saves.iterdir() if p.name.startswith(".") and p.name != ".lock"]
+    assert_equal_runs(straight, tmp_path, last=LONG_STEPS, same_validations=True)
+
+
+def test_sigterm_saves_and_ends_well_and_the_run_goes_on(tmp_path: Path, straight: Path) -> None:
+    overrides, saves = settings(tmp_path, *LONG), tmp_path / "saves"
+    log = tmp_path / "log.txt"
+    process = start(overrides, log=log)
+    wait_until(lambda: last_step(tmp_path) >= 23, process)
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+    step = last_step(tmp_path)
+    said = log.read_text(encoding="utf-8")
+    assert "SIGTERM: saving after this step, then ending" in said
+    assert f"stopped by SIGTERM after step {step}; run it again to go on" in said
+    assert (saves / f"step_{step}" / "MANIFEST.json").is_file()
+    assert step < LONG_STEPS
+
+    finished = run(overrides)
+    assert finished.returncode == 0, finished.stderr
+    assert f"going on from {saves}/step_{step}, after step {step}" in finished.stdout
+    assert_equal_runs(straight, tmp_path, last=LONG_STEPS, same_validations=True)
+
+
+@pytest.fixture
+def deaf() -> Iterator[None]:
+    """A SIGTERM that comes when no run is listening must not end the tests."""
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+def preempt_when(condition: Callable[[], bool], *, pause: float = 0.0) -> threading.Thread:
+    """Send this process a SIGTERM once a run is listening and something is so."""
+    unheard = signal.getsignal(signal.SIGTERM)
+
+    def wait() -> None:
+        while signal.getsignal(signal.SIGTERM) == unheard or not condition():
+            time.sleep(0.001)
+        time.sleep(pause)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.usefixtures("deaf")
+def test_preempted_again_and_again_at_any_moment(tmp_path: Path, straight: Path) -> None:
+    """In steps, in validations, in saves: each time a little further, and never back."""
+    overrides, moments = settings(tmp_path, *LONG), random.Random()
+    metrics = tmp_path / "logs" / "exp_001" / "metrics.jsonl"
+
+    def has_grown(size_before: int) -> bool:
+        return metrics.exists() and metrics.stat().st_size > size_before + 100
+
+    reached, ended = [0], ""
+    while ended != "finished":
+        size = metrics.stat().st_size if metrics.exists() else 0
+        preemption = preempt_when(partial(has_grown, size), pause=moments.random() / 5)
+        outcome = train(overrides).outcome
+        ended = outcome.ended
+        reached.append(outcome.step)
+        preemption.join(timeout=10)
+    assert reached == sorted(reached)
+    assert len(reached) > 3, "too few preemptions to prove anything"
+    assert_equal_runs(straight, tmp_path, last=LONG_STEPS, same_validations=True)
+
+
+def test_ctrl_c_saves_and_exits_130(tmp_path: Path) -> None:
+    process = start(settings(tmp_path, *LONG), log=tmp_path / "log.txt")
+    wait_until(lambda: last_step(tmp_path) >= 3, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    said = (tmp_path / "log.txt").read_text(encoding="utf-8")
+    assert "stopped by SIGINT" in said
+    assert "Traceback" not in said
+    assert (tmp_path / "saves" / f"step_{last_step(tmp_path)}" / "MANIFEST.json").is_file()
+
+
+def test_a_second_process_on_the_same_directory_is_refused_and_two_sigterms_end_at_once(
+    tmp_path: Path,
+) -> None:
+    # Eight conversations of 3000 tokens: a step takes many seconds, and most of it is in torch.
+    rows = [
+        {"prompt": f"{i} " * 3000, "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(8)
+    ]
+    overrides = settings(
+        tmp_path,
+        "policy.max_total_sequence_length=4096", "policy.scratch.num_layers=4",
+        "policy.scratch.hidden_size=64", "data.split_validation_size=0",
+        rows=write_rows(tmp_path / "long.jsonl", rows),
+    )  # fmt: skip
+    log = tmp_path / "log.txt"
+    with start(overrides, log=log) as process:
+        try:
+            wait_until((tmp_path / "logs" / "exp_001" / "config.yaml").exists, process)
+
+            second = run(settings(tmp_path, f"logger.log_dir={tmp_path}/other"))
+            assert second.returncode == 2
+            assert re.match(rf"error: .*is being written by process {process.pid}", second.stderr)
+            assert not (tmp_path / "other").exists()
+
+            process.terminate()
+            wait_until(lambda: b"SIGTERM: saving after this step" in log.read_bytes(), process)
+            started = time.monotonic()
+            process.terminate()
+            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+            assert time.monotonic() - started < 2
+        finally:
+            process.kill()
+    assert last_step(tmp_path) == 0, "the step ended first: the test did not test it"
+    assert not list((tmp_path / "saves").glob("step_*"))
+
+
+def test_a_time_budget_ends_the_run_saved_and_in_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = settings(
+        tmp_path, "rm.max_num_epochs=100000", "checkpointing.save_period=100000",
+        "rm.val_period=100000", "checkpointing.checkpoint_must_save_by=00:00:00:04",
+    )  # fmt: skip
+    started = time.time()
+    run_reward_training(None, overrides)  # returns, so the exit status is 0
+    step = last_step(tmp_path)
+    said = capsys.readouterr().out
+    assert f"stopped by its time budget after step {step}; run it again to go on" in said
+    (saved,) = (tmp_path / "saves").glob("step_*")
+    assert saved.name == f"step_{step}"
+    assert (saved / "MANIFEST.json").stat().st_mtime < started + 4
+
+
+# ------------------------------------------------------- a validation that a signal cuts short
+
+
+@pytest.mark.usefixtures("deaf")
+def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path: Path) -> None:
+    """With seconds left, a run must save and not go on validating for minutes."""
+    held_out = write_rows(tmp_path / "held_out.jsonl", pairs(500, seed=5))
+    changes = ["data.split_validation_size=0", f"data.val_data_path={held_out}",
+               "rm.val_period=2", "rm.max_num_steps=3",
+               "policy.max_total_sequence_length=64"]  # fmt: skip
+    (tmp_path / "broken").mkdir()
+    overrides = settings(tmp_path / "broken", *changes, "rm.val_at_start=true")
+
+    preemption = preempt_when(lambda: True)
+    first = train(overrides).outcome
+    preemption.join()
+    assert (first.ended, first.step) == ("signal", 0)
+    assert not series(tmp_path / "broken", "validation-default/loss")
+
+    shutil.rmtree(tmp_path / "broken" / "logs")
+    overrides = settings(tmp_path / "broken", *changes)
+    preemption = preempt_when(lambda: last_step(tmp_path / "broken") >= 2)
+    second = train(overrides).outcome
+    preemption.join()
+    assert (second.ended, second.step) == ("signal", 2)
+    assert not series(tmp_path / "broken", "validation-default/loss"), "it came too late to test"
+    assert metric_of(tmp_path / "broken" / "saves" / "step_2") is None
+
+    resumed = train(overrides)
+    straight = train(settings(tmp_path / "straight", *changes))
+    assert metric_of(tmp_path / "broken" / "saves" / "step_2") == pytest.approx(
+        series(tmp_path / "straight", "validation-default/loss")[2], rel=1e-12
+    )
+    assert best_name(resumed) == best_name(straight)
+    assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=3, same_validations=True)

@@ -1,0 +1,408 @@
+"""`laurel rm` as a whole: what it measures, keeps, refuses to learn from, and learns."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from laurel.models.checkpoint import verify
+from laurel.observe.loggers import read_metrics
+from runs import (
+    GOOD,
+    ROOT,
+    pairs,
+    ranked,
+    run,
+    series,
+    settings,
+    train,
+    write_rows,
+)
+
+TRAIN_NAMES = (
+    "loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "num_valid_samples",
+    "grad_norm", "lr", "global_valid_seqs", "global_valid_toks",
+)  # fmt: skip
+VALIDATION_NAMES = (
+    "loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "num_valid_samples",
+)  # fmt: skip
+
+# --------------------------------------------------------------------------------- names of figures
+
+
+@pytest.fixture(scope="module")
+def two_sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two named validation sets of two classes."""
+    directory = tmp_path_factory.mktemp("two-sets")
+    easy = write_rows(directory / "easy.jsonl", pairs(10, seed=1))
+    lists = write_rows(
+        directory / "lists.jsonl",
+        [ranked(f"list {i}?", {f"{word} {i}": rank for rank, word in enumerate(GOOD)})
+         for i in range(6)],
+    )  # fmt: skip
+    rows = write_rows(directory / "train.jsonl", pairs(40))
+    named = f"{{Easy: {easy}, Lists: {{dataset_name: PreferenceDataset, data_path: {lists}}}}}"
+    changes = [
+        "data.split_validation_size=0",
+        f"data.val_data_paths={named}",
+        "rm.val_at_start=true",
+    ]
+    train(settings(directory, *changes, rows=rows))
+    return directory
+
+
+def test_metrics_have_the_names_of_nemo_rl(two_sets: Path) -> None:
+    lines = read_metrics(two_sets / "logs" / "exp_001" / "metrics.jsonl")
+    steps = [line for line in lines if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    for line in steps:
+        assert {f"train/{name}" for name in TRAIN_NAMES} <= line.keys()
+        assert line["timing/train/total_step_time"] > 0
+        assert line["train/num_valid_samples"] == 8
+        assert line["train/global_valid_seqs"] == 16
+    validations = [line for line in lines if "validation-Easy/loss" in line]
+    assert [line["step"] for line in validations] == [0, 5]
+    for line in validations:
+        for name in ("Easy", "Lists"):
+            assert {f"validation-{name}/{metric}" for metric in VALIDATION_NAMES} <= line.keys()
+        assert line["validation-Easy/num_valid_samples"] == 10
+        assert line["validation-Lists/num_valid_samples"] == 6 * 6  # the pairs of lists of four
+        parts = [line[f"timing/validation-{n}/total_validation_time"] for n in ("Easy", "Lists")]
+        assert line["timing/validation/total_validation_time"] == pytest.approx(sum(parts))
+    (saving,) = [line for line in lines if "timing/train/checkpointing" in line]
+    assert saving["step"] == 5
+    known = ("train/", "validation-", "timing/", "performance/")
+    assert all(k in ("step", "time") or k.startswith(known) for line in lines for k in line)
+
+
+def test_tensorboard_has_the_same_names_and_numbers(two_sets: Path) -> None:
+    run_dir = two_sets / "logs" / "exp_001"
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    names = {name for line in lines for name in line} - {"step", "time"}
+    assert set(events.Tags()["scalars"]) == names
+    for name in ("train/loss", "validation-Lists/loss", "timing/train/checkpointing"):
+        found = {event.step: event.value for event in events.Scalars(name)}
+        assert found == pytest.approx({int(ln["step"]): ln[name] for ln in lines if name in ln})
+
+
+def test_what_a_checkpoint_says_of_itself(two_sets: Path) -> None:
+    saved = two_sets / "saves" / "step_5"
+    info = json.loads((saved / "training_info.json").read_text(encoding="utf-8"))
+    expected = {"epoch": 0, "step": 0, "total_steps": 5, "consumed_samples": 40}
+    assert {name: info[name] for name in expected} == expected
+    for name in ("Easy", "Lists"):
+        for metric in VALIDATION_NAMES:
+            logged = series(two_sets, f"validation-{name}/{metric}")[5]
+            assert info[f"validation-{name}_{metric}"] == logged
+    card = (saved / "README.md").read_text(encoding="utf-8")
+    assert "validation-Easy_accuracy" in card
+    assert "easy.jsonl: 10 of 10 rows" in card
+    (golden, *_) = json.loads((saved / "scoring.json").read_text(encoding="utf-8"))["golden"]
+    assert golden["messages"][0]["content"].startswith("question 1-")
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "best"),
+    [
+        # The loss of a run that learns falls, so the highest is that of the first save.
+        ("checkpointing.metric_name=auto", "validation-Easy_loss", 5),
+        ("checkpointing.metric_name='val:validation-Lists_loss'", "validation-Lists_loss", None),
+        ("checkpointing.metric_name=validation-Easy_accuracy", "validation-Easy_accuracy", None),
+        ("checkpointing.metric_name='train:loss'", "train_loss", None),
+        ("checkpointing.metric_name=train_grad_norm", "train_grad_norm", None),
+        ("checkpointing.metric_name=null", None, None),
+    ],
+)
+def test_every_form_of_metric_name(
+    tmp_path: Path, two_sets: Path, change: str, key: str | None, best: int | None
+) -> None:
+    named = (
+        f"{{Easy: {two_sets}/easy.jsonl, "
+        f"Lists: {{dataset_name: PreferenceDataset, data_path: {two_sets}/lists.jsonl}}}}"
+    )
+    changes = ["data.split_validation_size=0", f"data.val_data_paths={named}", "rm.val_period=3"]
+    done = train(
+        settings(tmp_path, *changes, "checkpointing.save_period=2", change,
+                 rows=two_sets / "train.jsonl")
+    )  # fmt: skip
+    for step in (2, 4, 5):
+        manifest = verify(tmp_path / "saves" / f"step_{step}")
+        assert manifest.metric_name == key
+        if key is None:
+            assert manifest.metric is None
+        else:
+            kind, _, name = key.partition("_")
+            logged = series(tmp_path, f"{kind}/{name}")[step]
+            assert manifest.metric == pytest.approx(logged, rel=1e-12)
+    if best is not None:
+        assert done.outcome.best == tmp_path / "saves" / f"step_{best}"
+    assert (done.outcome.best is None) == (key is None)
+
+
+def test_the_best_and_the_latest_are_kept(tmp_path: Path) -> None:
+    changes = ["checkpointing.higher_is_better=true", "checkpointing.keep_top_k=1",
+               "checkpointing.save_period=1", "rm.max_num_epochs=2"]  # fmt: skip
+    done = train(settings(tmp_path, *changes))
+    losses = series(tmp_path, "validation-default/loss")
+    highest = max(losses, key=lambda step: losses[step])
+    assert highest == 1, "the loss falls"
+    assert sorted(p.name for p in (tmp_path / "saves").glob("step_*")) == ["step_1", "step_8"]
+    assert done.outcome.best == tmp_path / "saves" / "step_1"
+    assert (tmp_path / "saves" / "best").readlink() == Path("step_1")
+
+
+def test_without_checkpoints_nothing_is_saved(tmp_path: Path) -> None:
+    done = train(settings(tmp_path, "checkpointing.enabled=false"))
+    assert done.outcome.latest is None
+    assert done.outcome.best is None
+    assert not (tmp_path / "saves").exists()
+    assert series(tmp_path, "validation-default/accuracy")
+
+
+# ------------------------------------------------------------------------- ways to compute the same
+
+WAYS = {
+    "not shared": ["policy.sequence_packing.share_prompts=false"],
+    "small budget": ["policy.sequence_packing.train_mb_tokens=60"],
+    "padded, fixed": ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3"],
+    "padded, dynamic": [
+        "policy.sequence_packing.enabled=false", "policy.dynamic_batching.enabled=true",
+        "policy.dynamic_batching.train_mb_tokens=300",
+    ],
+    "activations recomputed": ["policy.dtensor_cfg.activation_checkpointing=true"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("forest")
+    train(settings(directory, "rm.max_num_epochs=2"))
+    return directory
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_compute_learns_the_same(tmp_path: Path, forest: Path, way: str) -> None:
+    train(settings(tmp_path, "rm.max_num_epochs=2", *WAYS[way]))
+    for name in ("train/loss", "train/grad_norm", "validation-default/loss"):
+        assert series(tmp_path, name) == pytest.approx(series(forest, name), rel=1e-5), name
+    assert series(tmp_path, "train/accuracy") == series(forest, "train/accuracy")
+    assert series(tmp_path, "train/global_valid_toks") == series(forest, "train/global_valid_toks")
+
+
+# ---------------------------------------------------------------------------------- what is learned
+
+
+def last(directory: Path, name: str) -> float:
+    figures = series(directory, name)
+    return figures[max(figures)]
+
+
+def test_it_learns_a_rule_and_hugging_face_agrees_on_every_score(tmp_path: Path) -> None:
+    held_out = write_rows(tmp_path / "held_out.jsonl", pairs(30, seed=9))
+    rows = write_rows(tmp_path / "train.jsonl", pairs(120))
+    changes = ["data.split_validation_size=0", f"data.val_data_path={held_out}"]
+    done = train(settings(tmp_path, *changes, rows=rows))
+    assert last(tmp_path, "validation-default/accuracy") >= 0.9
+
+    best = done.outcome.best
+    assert best is not None
+    tokenizer = AutoTokenizer.from_pretrained(best)
+    model = AutoModelForSequenceClassification.from_pretrained(best).eval()
+    assert model.config.num_labels == 1
+    chosen, rejected = [], []
+    for row in pairs(30, seed=9):
+        for side, scores in (("chosen", chosen), ("rejected", rejected)):
+            messages = [{"role": "user", "content": row["prompt"]},
+                        {"role": "assistant", "content": row[side]}]  # fmt: skip
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            batch = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            with torch.no_grad():
+                scores.append(float(model(**batch).logits[0, 0]))
+    mean = math.fsum(chosen) / 30
+    step = int(best.name.removeprefix("step_"))
+    logged = series(tmp_path, "validation-default/rewards_chosen_mean")[step]
+    assert mean == pytest.approx(logged, abs=1e-5)
+    accuracy = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / 30
+    assert accuracy == series(tmp_path, "validation-default/accuracy")[step]
+    for golden in json.loads((best / "scoring.json").read_text(encoding="utf-8"))["golden"]:
+        text = tokenizer.apply_chat_template(golden["messages"], tokenize=False)
+        batch = tokenizer([text, text + " and more"], padding=True, return_tensors="pt",
+                          add_special_tokens=False)  # fmt: skip
+        with torch.no_grad():
+            score = float(model(**batch).logits[0, 0])
+        assert score == pytest.approx(golden["values_K"][0], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["davidson", "rao_kupper"])
+def test_ties_are_learned_from(tmp_path: Path, kind: str) -> None:
+    drawn = pairs(90)
+    ties = [
+        ranked(row["prompt"], {row["chosen"]: 0, f"{GOOD[0]} as well": 0}) for row in drawn[:30]
+    ]
+    rows = [ranked(row["prompt"], {row["chosen"]: 0, row["rejected"]: 1}) for row in drawn[30:]]
+    rows += ties
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    changes = ["data.dataset_name=PreferenceDataset", f"rm.loss.type={kind}", "rm.max_num_epochs=5"]
+    done = train(settings(tmp_path, *changes, rows=path))
+    assert last(tmp_path, "train/loss") < series(tmp_path, "train/loss")[1]
+    assert last(tmp_path, "validation-default/accuracy") >= 0.9
+    assert sum(series(tmp_path, "train/num_valid_samples").values()) < sum(
+        seqs / 2 for seqs in series(tmp_path, "train/global_valid_seqs").values()
+    ), "ties have no right side, and are trained on"
+    assert "tied pairs" in done.text
+
+
+def test_lists_of_four_are_learned_from(tmp_path: Path) -> None:
+    words = ("awful", "weak", "solid", "superb")
+    rows = [
+        ranked(f"question {i}?", {f"a {word} answer {i}": 3 - n for n, word in enumerate(words)})
+        for i in range(60)
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    changes = ["data.dataset_name=PreferenceDataset", "rm.loss.type=plackett_luce",
+               "rm.max_num_epochs=4"]  # fmt: skip
+    train(settings(tmp_path, *changes, rows=path))
+    assert last(tmp_path, "validation-default/accuracy") >= 0.9
+    assert last(tmp_path, "validation-default/top1") >= 0.9
+    assert last(tmp_path, "validation-default/num_valid_samples") == 12 * 6
+
+
+def test_a_regression_head_learns_ratings(tmp_path: Path) -> None:
+    rows = [
+        {
+            "context": [{"role": "user", "content": row["prompt"]}],
+            "completions": [
+                rated(row["chosen"], 0, {"help": 4.0, "tone": 1.0}),
+                rated(row["rejected"], 1, {"help": 1.0, "tone": 3.0}),
+            ],
+        }
+        for row in pairs(80)
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    changes = [
+        "data.dataset_name=PreferenceDataset", "rm.loss.type=regression", "rm.max_num_epochs=10",
+        "policy.reward_model_cfg.reward_model_type=regression",
+        "policy.reward_model_cfg.attributes=[help, tone]",
+        "policy.reward_model_cfg.attribute_weights=[1.0, 0.0]",
+        "checkpointing.metric_name=validation-default_mse/help", "policy.optimizer.kwargs.lr=2e-2",
+    ]  # fmt: skip
+    done = train(settings(tmp_path, *changes, rows=path))
+    assert last(tmp_path, "validation-default/mse/help") < 0.3
+    assert last(tmp_path, "validation-default/pearson/tone") > 0.9
+    assert last(tmp_path, "validation-default/accuracy") >= 0.9
+    assert done.outcome.best is not None
+    model = AutoModelForSequenceClassification.from_pretrained(done.outcome.best)
+    assert model.config.num_labels == 2
+
+
+def rated(text: str, rank: int, ratings: dict[str, float]) -> dict[str, Any]:
+    answer = [{"role": "assistant", "content": text}]
+    return {"rank": rank, "completion": answer, "attributes": ratings}
+
+
+def test_lora_trains_the_adapters_and_the_head_alone(tmp_path: Path) -> None:
+    changes = ["policy.dtensor_cfg.lora_cfg.enabled=true", "rm.max_num_epochs=3",
+               "checkpointing.keep_top_k=null"]  # fmt: skip
+    train(settings(tmp_path, *changes))
+    early, late = (
+        load_file(tmp_path / "saves" / f"step_{s}" / "model.safetensors") for s in (5, 12)
+    )
+    changed = {name for name in early if not torch.equal(early[name], late[name])}
+    adapted = {name for name in early if "_proj." in name}
+    assert changed == adapted | {"score.weight"}
+    adapters = load_file(tmp_path / "saves" / "step_12" / "adapter" / "adapters.safetensors")
+    assert all("lora_" in name or name == "score.weight" for name in adapters)
+    assert torch.equal(adapters["score.weight"], late["score.weight"])
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saves" / "step_12")
+    assert torch.equal(model.score.weight, late["score.weight"])
+
+
+def test_bfloat16_keeps_master_weights_and_head_in_float32(tmp_path: Path) -> None:
+    done = train(settings(tmp_path, "policy.precision=bfloat16", "rm.max_num_epochs=4"))
+    assert last(tmp_path, "validation-default/accuracy") >= 0.9
+    assert done.outcome.latest is not None
+    weights = load_file(done.outcome.latest / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+# -------------------------------------------------------------------------------- as people type it
+
+
+def test_the_form_of_the_seeds(tmp_path: Path) -> None:
+    """`python examples/run_rm.py --config FILE key=value`, with a file of their sections."""
+    rows = write_rows(tmp_path / "train.jsonl", pairs(40))
+    (tmp_path / "base.yaml").write_text(
+        "policy:\n  model_name: null\n  scratch: {hidden_size: 16, num_layers: 1, num_heads: 2, "
+        "vocab_size: 400}\n  precision: float32\n  max_total_sequence_length: 128\n"
+        "  make_sequence_length_divisible_by: ${policy.dtensor_cfg.tensor_parallel_size}\n"
+        "  megatron_cfg: {enabled: false}\ncluster: {gpus_per_node: 1, num_nodes: 1}\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "rm.yaml").write_text(
+        "defaults: base.yaml\n"
+        "rm: {max_num_epochs: 1, max_num_steps: -1, val_period: 2, val_batches: -1}\n"
+        "data:\n  dataset_name: BinaryPreferenceDataset\n"
+        f"  train_data_path: {rows}\n  val_data_paths: {{Held: {rows}}}\n"
+        "  max_input_seq_length: ${policy.max_total_sequence_length}\n"
+        "checkpointing: {metric_name: 'val:validation-Held_loss', higher_is_better: false,\n"
+        "  keep_top_k: 3, save_period: '${rm.val_period}', checkpoint_dir: results}\n"
+        "logger: {log_dir: logs, tensorboard_enabled: false, monitor_gpus: false}\n",
+        encoding="utf-8",
+    )
+    overrides = ["--config", str(tmp_path / "rm.yaml"), "policy.train_global_batch_size=8",
+                 "++rm.seed=7", "cluster.cpu_threads=1"]  # fmt: skip
+    done = run(overrides, program=[str(ROOT / "examples" / "run_rm.py")], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "warning: these keys mean nothing here" in done.stdout
+    assert "policy.megatron_cfg" in done.stdout
+    assert "finished after step 5" in done.stdout
+    assert sorted(p.name for p in (tmp_path / "results").glob("step_*")) == [
+        "step_2", "step_4", "step_5",
+    ]  # fmt: skip
+    resolved = (tmp_path / "logs" / "exp_001" / "config.yaml").read_text(encoding="utf-8")
+    assert "seed: 7" in resolved
+    assert (tmp_path / "results" / "step_5" / "config.yaml").read_text(encoding="utf-8") == resolved
+
+
+def test_a_printed_configuration_reads_back_as_itself(tmp_path: Path) -> None:
+    def printed(*arguments: str) -> str:
+        result = run(arguments, program=["-m", "laurel.cli.main", "config"])
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    first = printed(*settings(tmp_path, "checkpointing.checkpoint_must_save_by=10:00:00:00"))
+    for number, text in enumerate((first, printed("--describe", *settings(tmp_path)))):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(text, encoding="utf-8")
+    assert printed("--config", str(tmp_path / "0.yaml")) == first
+    plain = printed(*settings(tmp_path))
+    assert printed("--config", str(tmp_path / "1.yaml")) == plain
+
+
+def test_a_template_that_prints_the_date_is_pinned_and_said(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+        "(today is {{ strftime_now('%d %B %Y') }})"
+    )
+    path = tmp_path / "dated.jinja"
+    path.write_text(template, encoding="utf-8")
+    done = train(settings(tmp_path, f"policy.tokenizer.chat_template={path}"))
+    (note,) = [line for line in done.text.splitlines() if "date" in line and "note" in line]
+    assert done.outcome.latest is not None
+    contract = json.loads((done.outcome.latest / "scoring.json").read_text(encoding="utf-8"))
+    date = contract["pinned_date"]
+    assert date in note
+    tokenizer = AutoTokenizer.from_pretrained(done.outcome.latest)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    assert date in text
+    assert date in tokenizer.chat_template, "the date is written there, not asked of the clock"

@@ -1,0 +1,167 @@
+"""`laurel rm` when figures are not finite and when the disk is full."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from laurel.errors import CheckpointError, NonFiniteError
+from laurel.models.checkpoint import verify
+from runs import manifest_hashes, pairs, run, series, settings, train, write_rows
+
+# ---------------------------------------------------------------------- figures that are not finite
+
+
+def rows_with_margins(path: Path, *poisoned: int, count: int = 40) -> Path:
+    """Rows of which some ask for a lead that float32 cannot hold: their loss is infinite."""
+    rows = pairs(count)
+    for index, row in enumerate(rows):
+        row["margin"] = 1e308 if index in poisoned else 0.1
+    return write_rows(path, rows)
+
+
+BY_MARGIN = ("rm.loss.use_margin=true", "data.margin_key=margin", "data.shuffle=false",
+             "data.split_validation_size=0", "checkpointing.save_period=1",
+             "checkpointing.keep_top_k=null")  # fmt: skip
+
+
+def test_a_bad_step_is_not_applied_and_its_rows_are_kept(tmp_path: Path) -> None:
+    rows = rows_with_margins(tmp_path / "rows.jsonl", 17, 20)  # both in step 3
+    done = train(settings(tmp_path, *BY_MARGIN, "rm.max_bad_steps=2", rows=rows))
+    assert done.outcome.ended == "finished"
+    hashes = {
+        step: manifest_hashes(tmp_path / "saves" / f"step_{step}")["model.safetensors"]
+        for step in range(1, 6)
+    }
+    assert hashes[3] == hashes[2]
+    assert len(set(hashes.values())) == 4
+    optimizer = [
+        manifest_hashes(tmp_path / "saves" / f"step_{step}")["training/optimizer.safetensors"]
+        for step in (2, 3)
+    ]
+    assert optimizer[0] == optimizer[1]
+    assert series(tmp_path, "train/bad_steps_in_a_row") == {1: 0, 2: 0, 3: 1, 4: 0, 5: 0}
+    assert sorted(series(tmp_path, "train/loss")) == [1, 2, 4, 5]
+    kept = tmp_path / "logs" / "exp_001" / "bad_steps" / "step_3.jsonl"
+    sources = [json.loads(ln)["source"] for ln in kept.read_text(encoding="utf-8").splitlines()]
+    assert sources == [f"rows.jsonl:{line}" for line in range(17, 25)]
+    assert f"step 3 not applied: the loss is inf. Its rows are in {kept}" in done.text
+
+
+def test_too_many_bad_steps_end_the_run_and_name_the_rows(tmp_path: Path) -> None:
+    rows = rows_with_margins(tmp_path / "rows.jsonl", 8, 16, 24)  # steps 2, 3, 4
+    overrides = settings(tmp_path, *BY_MARGIN, "rm.max_bad_steps=3", rows=rows)
+    ended = run(overrides)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: 3 steps in a row were not finite")
+    assert "the loss is inf at step 4, rows rows.jsonl:25, rows.jsonl:26" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    bad = tmp_path / "logs" / "exp_001" / "bad_steps"
+    assert sorted(p.name for p in bad.iterdir()) == ["step_2.jsonl", "step_3.jsonl", "step_4.jsonl"]
+    saves = tmp_path / "saves"
+    assert sorted(p.name for p in saves.glob("step_*")) == ["step_1", "step_2", "step_3"]
+    weights = {manifest_hashes(p)["model.safetensors"] for p in saves.glob("step_*")}
+    assert len(weights) == 1, "the weights stayed those of the last good step"
+    # The count of bad steps is part of what is gone on from.
+    with pytest.raises(NonFiniteError, match="3 steps in a row"):
+        train(overrides)
+
+
+def test_what_is_not_finite_is_never_the_best_nor_saved(tmp_path: Path) -> None:
+    """The rate jumps at step 3 and the weights with it: they score NaN."""
+    changes = [
+        "~policy.optimizer",
+        "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 1e30}}",
+        "policy.scheduler=[{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1e-33, "
+        "total_iters: 9}}, {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}, "
+        "{milestones: [2]}]",
+        "rm.val_period=1", "checkpointing.save_period=1", "checkpointing.keep_top_k=null",
+        "rm.max_bad_steps=99",
+    ]  # fmt: skip
+    with pytest.raises(
+        CheckpointError, match="of step 4, could not be saved; the newest is"
+    ) as end:
+        train(settings(tmp_path, *changes))
+    assert str(end.value).endswith("step_2")
+    assert sorted(p.name for p in (tmp_path / "saves").glob("step_*")) == ["step_1", "step_2"]
+    assert sorted(series(tmp_path, "validation-default/loss")) == [1, 2]
+    assert series(tmp_path, "validation-default/num_nonfinite") == {3: 16, 4: 16}
+    assert series(tmp_path, "train/bad_steps_in_a_row") == {1: 0, 2: 0, 3: 0, 4: 1}
+
+
+def test_a_validation_that_gives_no_figure_does_not_rank(tmp_path: Path) -> None:
+    """Its loss is infinite: neither 0.0 nor an older figure may stand in for it."""
+    rows = rows_with_margins(tmp_path / "rows.jsonl")
+    poisoned = rows_with_margins(tmp_path / "poisoned.jsonl", 1, count=8)
+    held_out = f"data.val_data_path={poisoned}"
+    done = train(settings(tmp_path, *BY_MARGIN, held_out, "rm.val_period=1", rows=rows))
+    assert done.outcome.best is None
+    assert series(tmp_path, "validation-default/loss") == {}
+    assert len(series(tmp_path, "validation-default/accuracy")) == 5
+    for step in range(1, 6):
+        assert verify(tmp_path / "saves" / f"step_{step}").metric is None
+    assert "step_5; without validation-default_loss it cannot be the best" in done.text
+
+
+# -------------------------------------------------------------------------------------- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 700 kB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = shutil.which("mount")
+    made = mount and subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(place)],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if not made or made.returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_costs_no_checkpoint_and_does_not_end_the_run(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    changes = [
+        "rm.max_num_epochs=3",
+        "checkpointing.save_period=2",
+        "checkpointing.keep_top_k=null",
+    ]
+    on_disk = [*changes, f"checkpointing.checkpoint_dir={small_disk}/saves"]
+    with pytest.raises(CheckpointError, match="of step 12, could not be saved") as ended:
+        train(settings(tmp_path / "full", *on_disk))
+    saved = sorted(small_disk.glob("saves/step_*"), key=lambda p: int(p.name[5:]))
+    assert 1 <= len(saved) < 6
+    assert f"the newest is {saved[-1]}" in str(ended.value)
+    assert ended.value.exit_code == 2
+    for checkpoint in saved:
+        verify(checkpoint)
+    assert not list(small_disk.glob("saves/.tmp-*"))
+    assert sorted(series(tmp_path / "full", "train/loss")) == list(range(1, 13)), "it went on"
+
+    subprocess.run(["mount", "-o", "remount,size=9m", str(small_disk)], check=True)
+    resumed = train(settings(tmp_path / "full", *on_disk))
+    assert f"going on from {saved[-1]}" in resumed.text
+    train(settings(tmp_path / "straight", *changes))
+    assert manifest_hashes(small_disk / "saves" / "step_12") == manifest_hashes(
+        tmp_path / "straight" / "saves" / "step_12"
+    )
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path: Path, small_disk: Path) -> None:
+    (small_disk / "filler").write_bytes(b"x" * 600_000)
+    where = f"checkpointing.checkpoint_dir={small_disk}/saves"
+    said: list[str] = []
+    with pytest.raises(CheckpointError, match="the newest is none"):
+        said.append(train(settings(tmp_path, where, "checkpointing.save_period=2")).text)
+    assert not list(small_disk.glob("saves/step_*"))
+    assert not list(small_disk.glob("saves/.tmp-*"))
+    assert sorted(series(tmp_path, "train/loss")) == [1, 2, 3, 4]

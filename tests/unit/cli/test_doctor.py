@@ -1,0 +1,95 @@
+import json
+import os
+import re
+import sys
+
+import pytest
+
+from laurel.cli import machine
+from laurel.cli.doctor import PROBES, advise, examine, run_doctor
+from laurel.cli.machine import Finding, measure_products
+
+
+def test_every_probe_works_on_this_machine(capsys):
+    run_doctor(as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {*PROBES, "will_use"}
+    assert [name for name, facts in found.items() if "error" in facts] == []
+    assert found["versions"]["executable"] == sys.executable
+    assert found["libraries"]["torch"].startswith("2.")
+    assert found["libraries"]["misfits"] == []
+    assert found["cpu"]["usable_cores"] == len(os.sched_getaffinity(0))
+    assert 0 < found["memory"]["available"] <= found["memory"]["total"]
+    assert 0 < found["disk"]["free"] <= found["disk"]["total"]
+    assert all(rate > 0 for rate in found["speed"]["gflops"].values())
+    assert found["will_use"]["threads"] == found["cpu"]["usable_cores"]
+
+
+def test_people_get_lines_under_the_names_of_the_probes(capsys):
+    run_doctor(as_json=False, probes={"versions": machine.versions, "disk": machine.disk})
+    printed = capsys.readouterr().out
+    assert re.search(r"^versions  laurel .*, Python 3\.", printed, re.MULTILINE)
+    assert re.search(r"^disk {6}\d.* GiB free in ", printed, re.MULTILINE)
+    assert re.search(r"^will_use  device: (cpu|cuda)", printed, re.MULTILINE)
+
+
+def test_a_probe_that_fails_is_a_line_among_the_others(capsys):
+    def broken():
+        raise OSError("no such\ndevice")
+
+    probes = {"gpus": broken, "disk": machine.disk}
+    run_doctor(as_json=False, probes=probes)
+    printed = capsys.readouterr().out
+    assert "could not be found out (OSError: no such device)" in printed
+    assert "GiB free" in printed
+    assert "device: cpu" in printed
+    findings = examine(probes)
+    assert findings["gpus"].facts == {"error": "OSError: no such device"}
+
+
+def test_advice_when_nothing_could_be_found_out():
+    assert advise({name: {"error": "x"} for name in PROBES}).facts["device"] == "cpu"
+
+
+@pytest.mark.parametrize(("rate", "advised"), [(129.0, "float32"), (131.0, "bfloat16")])
+def test_bfloat16_is_advised_where_it_is_clearly_faster(rate, advised):
+    advice = advise({"speed": {"gflops": {"float32": 100.0, "bfloat16": rate}}})
+    assert advice.facts["advised_precision"] == advised
+    assert any("1.3 times as fast" in line for line in advice.lines)
+
+
+def test_a_gpu_is_used_where_there_is_one():
+    assert advise({"gpus": {"devices": [{"name": "H200"}]}}).facts["device"] == "cuda"
+
+
+def test_a_quota_below_the_cores_is_pointed_out():
+    advice = advise({"cpu": {"usable_cores": 8, "quota": 2.5}})
+    assert advice.facts["advised_threads"] == 2
+    assert any("cluster.cpu_threads=2" in line for line in advice.lines)
+    assert "advised_threads" not in advise({"cpu": {"usable_cores": 2, "quota": 2.0}}).facts
+
+
+def test_what_is_absent_comes_with_the_command_that_brings_it():
+    finding = machine.extras()
+    assert {"lora", "wandb", "mlflow", "test"} <= set(finding.facts)
+    for extra, facts in finding.facts.items():
+        absent = [name for name, version in facts["packages"].items() if version is None]
+        if extra in machine.FOR_LATER:
+            assert facts["install"] is None
+        else:
+            assert facts["install"] == (f"pip install 'laurel-rl[{extra}]'" if absent else None)
+            assert not absent or any(facts["install"] in line for line in finding.lines)
+
+
+def test_the_speed_of_a_product_is_of_the_right_size():
+    """One core does more than a plain Python loop and less than a thousand vector units."""
+    rates = measure_products(("float32", "float64"), "cpu", seconds=0.02)
+    assert all(0.1 < rate < 10_000 for rate in rates.values())
+
+
+def test_threads_are_as_before():
+    import torch
+
+    before = torch.get_num_threads()
+    assert isinstance(machine.speed(seconds=0.01), Finding)
+    assert torch.get_num_threads() == before

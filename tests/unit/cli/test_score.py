@@ -1,0 +1,426 @@
+import io
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
+
+from laurel.cli.load_scorer import ScorerOptions, find_model
+from laurel.cli.score import CHUNK, run_score
+from laurel.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    ScoringContractError,
+)
+from reward_models import small_model, write_foreign_model, write_model, write_run
+
+ROWS = [
+    {"id": 7, "prompt": "Where is the laurel?", "completions": ["By the gate.", "No.", "No."]},
+    {
+        "messages": [
+            {"role": "user", "content": "Bread?"},
+            {"role": "assistant", "content": "Wine, old man."},
+        ]
+    },
+]
+LONG = {"prompt": "Where?", "completions": ["the old man " * 100, "No."]}
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A directory with a contract and golden scores, and without a manifest."""
+    directory = tmp_path_factory.mktemp("model")
+    write_model(small_model(), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    return write_foreign_model(tmp_path_factory.mktemp("foreign"))
+
+
+@pytest.fixture
+def score(capsys):
+    """Runs the command; gives the exit code, the JSON lines, and what was said and printed."""
+
+    def run(model, rows=ROWS, *, file="-", as_json=True, output=None, **options):
+        stdin = io.BytesIO(rows if isinstance(rows, bytes) else lines(rows))
+        chosen = ScorerOptions(**{"device": "cpu", "cpu_threads": 1, **options})
+        capsys.readouterr()
+        code = run_score(
+            str(file), model=str(model), output=output, as_json=as_json, options=chosen, stdin=stdin
+        )
+        out, err = capsys.readouterr()
+        read = [json.loads(line) for line in out.splitlines()] if as_json else []
+        return SimpleNamespace(code=code, lines=read, out=out, err=err)
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------- output
+
+
+def test_json_lines_hold_one_entry_per_completion_in_order(score, checkpoint):
+    result = score(checkpoint)
+    assert result.code == 0
+    first, second = result.lines
+    assert list(first) == ["id", "source", "scores", "num_tokens", "truncated", "failures"]
+    assert (first["id"], first["source"]) == (7, "stdin:1")
+    assert "id" not in second
+    assert second["source"] == "stdin:2"
+    assert [len(first[key]) for key in list(first)[2:]] == [3, 3, 3, 3]
+    assert first["scores"][0] != first["scores"][1] == first["scores"][2]
+    assert first["failures"] == [None, None, None]
+    assert first["truncated"] == [False, False, False]
+
+
+def test_scores_are_those_of_hugging_face_to_the_last_bit_that_float32_has(score, checkpoint):
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint).eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+
+    def own(*texts):
+        roles = ("user", "assistant")
+        messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        with torch.no_grad():
+            return model(**ids).logits[0, 0].item()
+
+    first, second = score(checkpoint).lines
+    expected = [own("Where is the laurel?", "By the gate."), own("Where is the laurel?", "No.")]
+    assert first["scores"][:2] == pytest.approx(expected, abs=2e-6)
+    assert second["scores"] == pytest.approx([own("Bread?", "Wine, old man.")], abs=2e-6)
+    for value in (*first["scores"], *second["scores"]):
+        assert float(np.float32(value)) == value
+
+
+def test_a_table_shows_conversations_and_scores(score, checkpoint):
+    as_json, table = score(checkpoint), score(checkpoint, as_json=False)
+    assert table.code == 0
+    assert "Wine, old man." in table.out
+    for line in as_json.lines:
+        for value in line["scores"]:
+            assert f"{value:#.4g}" in table.out
+
+
+def test_what_is_said_goes_to_standard_error(score, checkpoint):
+    said = score(checkpoint).err
+    assert "checked golden scores agree (max difference " in said
+    assert "token forest (self-check: " in said
+    assert "scored  4 completions in 2 rows" in said
+    assert "64 tokens are cut on the left" in said
+
+
+def test_what_is_too_long_is_flagged_and_counted(score, checkpoint):
+    result = score(checkpoint, [LONG])
+    assert result.lines[0]["truncated"] == [True, False]
+    assert result.lines[0]["num_tokens"][0] == 64
+    assert "1 conversation cut to 64 tokens" in result.err
+    assert result.code == 0
+
+
+def test_an_output_file_holds_the_lines_and_nothing_is_printed(score, checkpoint, tmp_path):
+    output = tmp_path / "scores.jsonl"
+    to_file = score(checkpoint, as_json=False, output=output)
+    assert to_file.out == ""
+    assert f"written to {output}" in to_file.err
+    read = [json.loads(line) for line in output.read_text().splitlines()]
+    assert read == score(checkpoint).lines
+    assert score(checkpoint, output=output).lines == read, "with --json, both"
+
+
+def test_a_bad_row_leaves_the_old_output_as_it_was(score, checkpoint, tmp_path):
+    output = tmp_path / "scores.jsonl"
+    output.write_text("old\n")
+    rows = lines(ROWS[1:] * (CHUNK + 10)) + b"{}\n"
+    with pytest.raises(DataError, match=f"stdin:{CHUNK + 11}: the row has the keys"):
+        score(checkpoint, rows, output=output)
+    assert output.read_text() == "old\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["scores.jsonl"]
+
+
+def test_rows_are_scored_and_printed_in_chunks(checkpoint, capsys, score):
+    rows = lines(ROWS[1:] * (CHUNK + 10)) + b"{}\n"
+    with pytest.raises(DataError):
+        score(checkpoint, rows)
+    assert len(capsys.readouterr().out.splitlines()) == CHUNK
+
+
+def test_scores_do_not_depend_on_the_chunk_or_the_batch(score, checkpoint):
+    many = score(checkpoint, [*ROWS, *ROWS[1:] * CHUNK, LONG, *ROWS], batch_tokens=300).lines
+    few = score(checkpoint, ROWS).lines
+    assert len(many) == CHUNK + 5
+    for ends in (many[:2], many[-2:]):
+        for one, other in zip(ends, few, strict=True):
+            assert one["scores"] == pytest.approx(other["scores"], abs=5e-6)
+
+
+def test_every_row_of_a_file_is_checked_before_the_model_is_loaded(score, tmp_path, checkpoint):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines(ROWS * 200) + b"not json\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:401: column 1: not JSON"):
+        score(checkpoint, file=path)
+    path.write_bytes(lines(ROWS))
+    result = score(checkpoint, file=path)
+    assert [line["source"] for line in result.lines] == ["rows.jsonl:1", "rows.jsonl:2"]
+
+
+# -------------------------------------------------------------------------------------- failures
+
+
+def test_a_score_that_is_not_finite_is_null_and_counted(score, tmp_path):
+    loaded = small_model()
+    (token,) = loaded.contract.tokenizer("~")["input_ids"]
+    with torch.no_grad():
+        loaded.model.classifier.get_input_embeddings().weight[token] = math.nan
+    write_model(loaded, tmp_path)
+    row = {"prompt": "Where?", "completions": ["No.", "By the ~ gate."]}
+    result = score(tmp_path, [*ROWS, row])
+    assert result.code == 1
+    *good, bad = result.lines
+    assert [line["failures"] for line in good] == [[None, None, None], [None]]
+    assert bad["scores"][0] is not None
+    assert bad["scores"][1] is None
+    assert bad["failures"] == [None, "not finite"]
+    assert "1 completion without a score; the first: stdin:3: not finite" in result.err
+
+
+def test_a_model_of_nan_is_refused(score, tmp_path):
+    write_model(small_model(), tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = {name: torch.full_like(w, math.nan) for name, w in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="NaN or infinite"):
+        score(tmp_path)
+
+
+def test_weights_that_are_not_those_of_the_golden_scores_are_refused(score, tmp_path):
+    write_model(small_model(), tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    weights["score.weight"] *= 1.1
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ScoringContractError, match="golden conversation scores"):
+        score(tmp_path)
+
+
+def test_a_conversation_that_the_template_refuses_fails_alone(score, tmp_path):
+    write_foreign_model(tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + template.read_text()
+    )
+    system = {"messages": [{"role": "system", "content": "Be kind."}, *ROWS[1]["messages"]]}
+    result = score(tmp_path, [system, *ROWS])
+    assert result.code == 1
+    assert result.lines[0]["scores"] == [None]
+    assert "roles [system, user, assistant]: no system" in result.lines[0]["failures"][0]
+    assert None not in (*result.lines[1]["scores"], *result.lines[2]["scores"])
+
+
+# ------------------------------------------------------------------------------- attribute heads
+
+
+@pytest.mark.parametrize(("weights", "expected"), [(None, [0.5, 0.5]), ((2.0, -1.0), [2.0, -1.0])])
+def test_an_attribute_head_gives_every_rating_and_their_sum(score, tmp_path, weights, expected):
+    names = ("helpfulness", "correctness")
+    write_model(small_model(attributes=names, attribute_weights=weights), tmp_path)
+    result = score(tmp_path)
+    assert "values  helpfulness, correctness" in result.err
+    for line in result.lines:
+        assert len(line["values"]) == len(line["scores"])
+        for value, ratings in zip(line["scores"], line["values"], strict=True):
+            assert value == pytest.approx(expected[0] * ratings[0] + expected[1] * ratings[1])
+    assert result.lines[0]["values"][0][0] != result.lines[0]["values"][0][1]
+
+
+# ------------------------------------------------------------------------------ finding the model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Checkpoints of steps 1 to 3, the second of which is the best."""
+    return write_run(tmp_path_factory.mktemp("run"), {1: 0.6, 2: 0.9, 3: 0.7})
+
+
+def scores_of(result):
+    return [value for line in result.lines for value in line["scores"]]
+
+
+def test_a_run_means_its_best_checkpoint(score, run):
+    result = score(run)
+    assert "the best is step_2" in result.err
+    assert scores_of(result) == scores_of(score(run / "step_2"))
+    assert scores_of(result) == scores_of(score(run / "best"))
+    assert scores_of(result) != scores_of(score(run / "step_3"))
+
+
+def test_a_run_without_a_best_means_its_newest_whole_checkpoint(score, tmp_path):
+    run = write_run(tmp_path / "run", {1: None, 2: None, 3: None})
+    (run / "step_3" / "scoring.json").unlink()
+    result = score(run)
+    assert "the newest is step_2" in result.err
+    assert "warning: skipped a checkpoint" in result.err
+    assert "scoring.json is missing" in result.err
+    assert scores_of(result) == scores_of(score(run / "step_2"))
+
+
+def test_a_torn_checkpoint_is_named_with_its_bad_file_and_the_one_before(score, tmp_path):
+    run = write_run(tmp_path / "run", {1: 0.5, 2: 0.6})
+    weights = run / "step_2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for name in ("step_2", "best", "."):
+        with pytest.raises(CheckpointError) as error:
+            score(run / name)
+        assert "model.safetensors has" in str(error.value)
+        assert f"whole checkpoint before it is '{run / 'step_1'}'" in str(error.value)
+
+
+def test_an_altered_checkpoint_is_refused(score, tmp_path):
+    run = write_run(tmp_path / "run", {1: 0.5})
+    card = run / "step_1" / "README.md"
+    card.write_text("b" + card.read_text()[1:])
+    with pytest.raises(CheckpointError, match=r"README\.md has been altered"):
+        score(run)
+
+
+def test_no_checkpoint_is_whole(score, tmp_path):
+    run = write_run(tmp_path / "run", {1: None})
+    (run / "step_1" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: .*config\.json is miss"):
+        score(run)
+
+
+def test_no_model_is_named(score):
+    with pytest.raises(ConfigError, match="--model"):
+        score("")
+
+
+def test_places_that_hold_no_model(score, tmp_path):
+    file = tmp_path / "weights.bin"
+    file.touch()
+    with pytest.raises(ModelError, match="is a file; name the directory"):
+        score(file)
+    with pytest.raises(ModelError, match=r"no such directory; .* holds: weights\.bin"):
+        score(tmp_path / "absent")
+    with pytest.raises(ModelError, match=r"no such directory, nor .*absent"):
+        score(tmp_path / "absent" / "model")
+    with pytest.raises(ModelError, match=r"neither a model .* nor checkpoints .* weights\.bin"):
+        score(tmp_path)
+
+
+def test_a_name_that_is_no_directory_is_one_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results" / "rm").mkdir(parents=True)
+    place = find_model("organisation/model")
+    assert (place.name, place.is_checkpoint) == ("organisation/model", False)
+    assert "no directory here" in place.notes[0]
+    with pytest.raises(ModelError, match="no such directory; results holds: rm"):
+        find_model("results/mr")
+
+
+def test_a_language_model_without_a_head_is_refused(score, tmp_path):
+    write_foreign_model(tmp_path, head=False)
+    with pytest.raises(ModelError, match=r"without a reward head.*laurel rm policy.model_name="):
+        score(tmp_path)
+
+
+# ----------------------------------------------------------------------- models without a contract
+
+
+def test_a_model_without_a_contract_says_so_and_takes_a_length(score, foreign):
+    plain = score(foreign, [LONG])
+    assert "no scoring.json, so no golden scores" in plain.err
+    assert "the model has 64 positions" in plain.err
+    assert plain.lines[0]["num_tokens"][0] == 64
+    shorter = score(foreign, [LONG], max_length=20)
+    assert shorter.lines[0]["num_tokens"][0] == 20
+    assert shorter.lines[0]["truncated"] == [True, True]
+
+
+def test_a_contract_settles_the_length(score, checkpoint):
+    result = score(checkpoint, [LONG], max_length=20)
+    assert "--max-length is not used: scoring.json says 64 tokens" in result.err
+    assert result.lines[0]["num_tokens"][0] == 64
+    with pytest.raises(ConfigError, match=r"scoring\.json of the model settles that"):
+        score(checkpoint, settings=("max_total_sequence_length=20",))
+
+
+@pytest.mark.parametrize("key", ["tokenizer.pad_token", "policy.tokenizer.pad_token"])
+def test_padding_that_ends_sequences_is_mended_by_a_setting(score, tmp_path, key):
+    write_foreign_model(tmp_path, pad_is_eos=True)
+    with pytest.raises(ModelError, match=r"pad_token=auto.*--set tokenizer\.pad_token=auto"):
+        score(tmp_path)
+    assert score(tmp_path, settings=(f"{key}=auto",)).code == 0
+
+
+def test_settings_that_cannot_be(score, foreign):
+    with pytest.raises(ConfigError, match="did you mean 'pad_token'"):
+        score(foreign, settings=("tokenizer.pad_tokn=auto",))
+    with pytest.raises(ConfigError, match="use the option --model"):
+        score(foreign, settings=("model_name=other",))
+    with pytest.raises(ConfigError, match="use the option --precision"):
+        score(foreign, settings=("policy.precision=bfloat16",))
+
+
+def test_a_gpu_that_is_not_there(score, foreign):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match="--device cuda: torch sees no GPU"):
+        score(foreign, device="cuda")
+
+
+def test_the_padded_path_gives_the_same_scores(score, foreign):
+    forest = score(foreign)
+    padded = score(foreign, settings=("sequence_packing.enabled=false",))
+    assert "padded" in padded.err
+    assert scores_of(padded) == pytest.approx(scores_of(forest), abs=5e-6)
+
+
+def test_bfloat16_scores_are_near(score, checkpoint):
+    exact, rough = scores_of(score(checkpoint)), scores_of(score(checkpoint, precision="bfloat16"))
+    assert rough != exact
+    assert rough == pytest.approx(exact, abs=0.1)
+
+
+def test_an_encoder_is_cut_to_the_positions_it_has(score, tmp_path):
+    tokenizer = small_model().contract.tokenizer
+    tokenizer.model_max_length = 40
+    tokenizer.save_pretrained(tmp_path)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=48, num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    result = score(tmp_path, [LONG])
+    assert "the model has 40 positions" in result.err
+    assert result.lines[0]["num_tokens"][0] == 40
+    assert None not in result.lines[0]["scores"]
+
+
+# ----------------------------------------------------------------------------------- the command
+
+
+def test_the_command_ends_with_2_and_one_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "laurel.cli.main", "score", "rows.jsonl"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no reward model is named; add --model")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""

@@ -1,0 +1,234 @@
+import gzip
+import io
+import itertools
+import json
+
+import pytest
+
+from laurel.data.conversations import read_scoring_rows
+from laurel.errors import DataError
+from laurel.types import Completion, Message
+
+ASKED = (Message("user", "Why?"),)
+
+
+def rows_of(*lines):
+    stream = io.BytesIO("".join(json.dumps(line) + "\n" for line in lines).encode())
+    return list(read_scoring_rows("-", stdin=stream))
+
+
+def group_of_row(row):
+    (read,) = rows_of(row)
+    return read.group
+
+
+def said(*texts):
+    return tuple(Completion(messages=(Message("assistant", text),)) for text in texts)
+
+
+def refusal(row):
+    with pytest.raises(DataError) as error:
+        rows_of({"prompt": "ok", "completion": "ok"}, row)
+    return str(error.value)
+
+
+def test_a_conversation_is_its_last_message_after_the_others():
+    group = group_of_row(
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Why?"},
+                {"role": "assistant", "content": "Because."},
+            ]
+        }
+    )
+    assert group.prompt == (Message("system", "Be brief."), *ASKED)
+    assert group.completions_G == said("Because.")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Why?", "completions": ["Because.", "No."]},
+        {"context": "Why?", "completions": ["Because.", "No."]},
+        {"prompt": [{"role": "user", "content": "Why?"}], "completions": ["Because.", "No."]},
+        {
+            "prompt": "Why?",
+            "completions": [
+                [{"role": "assistant", "content": "Because."}],
+                {"role": "assistant", "content": "No."},
+            ],
+        },
+        {"prompt": "Why?", "completions": [{"completion": "Because."}, {"response": "No."}]},
+        {
+            "context": [{"role": "user", "content": "Why?"}],
+            "completions": [
+                {"rank": 1, "completion": [{"role": "assistant", "content": "Because."}]},
+                {"rank": 0, "completion": [{"role": "assistant", "content": "No."}]},
+            ],
+        },
+        {
+            "prompt": "Why?",
+            "completions": [
+                [
+                    {"role": "user", "content": "Why?"},
+                    {"role": "assistant", "content": "Because."},
+                ],
+                "No.",
+            ],
+        },
+        {"prompt": "Why?", "chosen": "Because.", "rejected": "No."},
+        {
+            "prompt": "Why?",
+            "chosen": [
+                {"role": "user", "content": "Why?"},
+                {"role": "assistant", "content": "Because."},
+            ],
+            "rejected": [
+                {"role": "user", "content": "Why?"},
+                {"role": "assistant", "content": "No."},
+            ],
+            "messages": [{"role": "user", "content": "not this"}],
+        },
+        {"chosen": "\n\nHuman: Why?\n\nAssistant: Because.",
+         "rejected": "\n\nHuman: Why?\n\nAssistant: No."},
+        {"context": [{"role": "user", "content": "Why?"}], "response1": "Because.",
+         "response2": "No.", "overall_preference": 3},
+    ],
+    ids=[
+        "texts", "context", "prompt of messages", "messages", "objects", "ranked",
+        "whole conversations", "pair", "pair of conversations", "transcripts", "HelpSteer3",
+    ],
+)  # fmt: skip
+def test_completions_keep_the_order_of_the_row(row):
+    group = group_of_row(row)
+    assert group.prompt == ASKED
+    assert group.completions_G == said("Because.", "No.")
+
+
+@pytest.mark.parametrize("key", ["completion", "response"])
+def test_one_completion(key):
+    group = group_of_row({"prompt": "Why?", key: "Because."})
+    assert (group.prompt, group.completions_G) == (ASKED, said("Because."))
+
+
+def test_an_answer_of_several_turns():
+    turns = [
+        {"role": "assistant", "content": "Let me see."},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "42."},
+    ]
+    (completion,) = group_of_row({"prompt": "Why?", "completion": turns}).completions_G
+    assert [message.content for message in completion.messages] == ["Let me see.", "42", "42."]
+
+
+def test_an_empty_answer_is_an_answer():
+    assert group_of_row({"prompt": "Why?", "completion": ""}).completions_G == said("")
+
+
+def test_equal_rows_are_separate_groups_that_say_where_they_stand():
+    row = {"id": "a", "prompt": "Why?", "completion": "Because."}
+    first, second = rows_of(row, {**row, "id": 7})
+    assert (first.source, second.source) == ("stdin:1", "stdin:2")
+    assert first.group.id != second.group.id
+    assert (first.id, second.id) == ("a", 7)
+
+
+@pytest.mark.parametrize("own_id", [None, True, 1.5, ["a"], {}])
+def test_an_id_is_a_text_or_a_whole_number(own_id):
+    (row,) = rows_of({"id": own_id, "prompt": "Why?", "completion": "Because."})
+    assert row.id is None
+
+
+def test_an_unknown_shape_names_place_keys_and_the_shapes_there_are():
+    message = refusal({"question": "Why?", "answer": "Because."})
+    assert message.startswith("stdin:2: ")
+    assert "question, answer" in message
+    for shape in ('"messages"', '"completions"', '"completion"', '"chosen"', '"response1"'):
+        assert shape in message
+
+
+@pytest.mark.parametrize(
+    ("row", "said_of_it"),
+    [
+        ({}, "(none)"),
+        ({"prompt": "Why?"}, "keys prompt"),
+        ({"prompt": None, "completion": "x"}, "keys prompt, completion"),
+        ({"prompt": "Why?", "completions": []}, "empty"),
+        ({"prompt": "Why?", "completions": "Because."}, "a string where a list"),
+        ({"prompt": "Why?", "completions": ["a", 3]}, "completion 2 is a number"),
+        ({"prompt": "Why?", "completions": ["a", None]}, "completion 2 is null"),
+        ({"prompt": "Why?", "completions": [{"text": "a"}]}, "the keys text"),
+        ({"prompt": "Why?", "completions": [[]]}, "ends with nothing"),
+        ({"prompt": 3, "completion": "a"}, "'prompt' is a number"),
+        ({"prompt": "Why?", "chosen": None, "rejected": "No."}, "'chosen' is null"),
+        ({"chosen": "Yes.", "rejected": "No."}, "keys chosen, rejected"),
+        ({"messages": "Because."}, "a string where a list of messages"),
+        ({"messages": []}, "ends with nothing"),
+        ({"messages": [{"role": "user", "content": "Why?"}]}, "ends with 'user'"),
+        ({"messages": [{"role": "assistant"}]}, "no {'role': ..., 'content': ...}"),
+        ({"prompt": "Why?", "completion": "\ud800"}, "surrogate"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(row, said_of_it):
+    message = refusal(row)
+    assert message.startswith("stdin:2: ")
+    assert said_of_it in message
+    assert "data.on_bad_row" not in message, "a setting of training only"
+
+
+def test_a_line_that_is_no_json():
+    stream = io.BytesIO(b'{"prompt": "a", "completion": "b"}\n\n{"prompt": \n')
+    rows = read_scoring_rows("-", stdin=stream)
+    next(rows)
+    with pytest.raises(DataError, match=r"^stdin:3: column \d+: not JSON"):
+        next(rows)
+
+
+def test_standard_input_without_rows():
+    with pytest.raises(DataError, match="standard input holds no rows"):
+        rows_of()
+
+
+def test_rows_are_read_as_they_are_asked_for():
+    class Endless(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, buffer):
+            line = b'{"prompt": "a", "completion": "b"}\n'
+            buffer[: len(line)] = line
+            return len(line)
+
+    rows = read_scoring_rows("-", stdin=io.BufferedReader(Endless()))
+    assert [row.source for row in itertools.islice(rows, 3)] == ["stdin:1", "stdin:2", "stdin:3"]
+
+
+def test_files_of_other_formats(tmp_path):
+    row = {"prompt": "Why?", "completion": "Because."}
+    packed, table = tmp_path / "rows.jsonl.gz", tmp_path / "rows.csv"
+    packed.write_bytes(gzip.compress(json.dumps(row).encode()))
+    table.write_text("prompt,completion\nWhy?,Because.\n")
+    for path, source in ((packed, "rows.jsonl.gz:1"), (table, "rows.csv:2")):
+        (read,) = read_scoring_rows(str(path))
+        assert (read.group.prompt, read.group.completions_G) == (ASKED, said("Because."))
+        assert read.source == source
+        assert read.group.id == str(tmp_path / source)
+
+
+def test_a_bad_row_of_a_file_is_named_with_its_path(write_rows):
+    path = write_rows([{"prompt": "Why?", "completion": "Because."}, {"prompt": "Why?"}])
+    with pytest.raises(DataError) as error:
+        list(read_scoring_rows(str(path)))
+    assert str(error.value).startswith(f"{path}:2: the row has the keys prompt")
+
+
+def test_real_preference_files(real_data):
+    paths = sorted(real_data.glob("*/validation.jsonl.gz"))
+    for path in paths:
+        if path.parent.name == "mbpp":
+            continue
+        rows = list(itertools.islice(read_scoring_rows(str(path)), 200))
+        assert rows
+        assert all(len(row.group.completions_G) >= 2 for row in rows)
+        assert all(row.group.prompt for row in rows)

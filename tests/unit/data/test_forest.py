@@ -1,0 +1,173 @@
+"""Which groups travel together, and how they are laid out."""
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laurel.data.forest import pack, pack_padded, pad, plant
+from laurel.types import Span, TokenGroup, Tree
+
+
+def group(trunk, *branches):
+    return TokenGroup(
+        id="",
+        trunk_ids=np.array(trunk, dtype=np.int32),
+        branches_ids_G=tuple(np.array(ids, dtype=np.int32) for ids in branches),
+    )
+
+
+GROUPS = [group([11, 12, 13], [21, 22], [23]), group([], [31, 32])]
+
+
+# ---------------------------------------------------------------------------------------- layout
+
+
+def test_a_forest_by_hand():
+    forest = plant(GROUPS)
+    assert forest.ids_T.tolist() == [11, 12, 13, 21, 22, 23, 31, 32]
+    assert forest.positions_T.tolist() == [0, 1, 2, 3, 4, 3, 0, 1]
+    assert forest.trees == (
+        Tree(Span(0, 3), (Span(3, 5), Span(5, 6))),
+        Tree(Span(6, 6), (Span(6, 8),)),
+    )
+    assert forest.last_N == [4, 5, 7]
+    assert forest.num_completions == 3
+    assert forest.ids_T.dtype == forest.positions_T.dtype == torch.int64
+
+
+def test_without_sharing_every_completion_is_a_tree_of_its_own():
+    forest = plant(GROUPS, share_prompts=False)
+    assert forest.ids_T.tolist() == [11, 12, 13, 21, 22, 11, 12, 13, 23, 31, 32]
+    assert forest.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1]
+    assert forest.trees == (
+        Tree(Span(0, 0), (Span(0, 5),)),
+        Tree(Span(5, 5), (Span(5, 9),)),
+        Tree(Span(9, 9), (Span(9, 11),)),
+    )
+    assert forest.last_N == [4, 8, 10]
+
+
+def test_padded_rows_by_hand():
+    rows = pad(GROUPS, pad_id=7)
+    assert rows.ids_NL.tolist() == [[11, 12, 13, 21, 22], [11, 12, 13, 23, 7], [31, 32, 7, 7, 7]]
+    assert rows.lengths_N.tolist() == [5, 4, 2]
+    assert rows.num_completions == 3
+    assert rows.ids_NL.dtype == torch.int64
+
+
+def test_values_are_frozen_and_the_tokens_are_copies():
+    forest = plant(GROUPS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        forest.trees = ()
+    forest.ids_T[0] = 99
+    assert GROUPS[0].trunk_ids[0] == 11
+    single = plant([GROUPS[1]])
+    single.ids_T[0] = 99
+    assert GROUPS[1].branches_ids_G[0][0] == 31
+
+
+IDS = st.lists(st.integers(0, 500), max_size=6)
+ANY_GROUPS = st.lists(
+    st.tuples(IDS, st.lists(IDS.filter(len), min_size=1, max_size=4)).map(
+        lambda drawn: group(drawn[0], *drawn[1])
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(deadline=None)
+@given(groups=ANY_GROUPS, share_prompts=st.booleans())
+def test_every_sequence_can_be_read_back(groups, share_prompts):
+    forest = plant(groups, share_prompts=share_prompts)
+    ids, positions = forest.ids_T.tolist(), forest.positions_T.tolist()
+    read = []
+    covered = []
+    for tree in forest.trees:
+        covered += [tree.trunk, *tree.branches_G]
+        for branch in tree.branches_G:
+            row = [*range(*tree.trunk), *range(*branch)]
+            assert [positions[t] for t in row] == list(range(len(row)))
+            read.append([ids[t] for t in row])
+    assert read == [[*g.trunk_ids, *b] for g in groups for b in g.branches_ids_G]
+    # The segments follow one another without a gap from the first token to the last.
+    assert [span.start for span in covered] == [0, *(span.end for span in covered[:-1])]
+    assert covered[-1].end == len(ids)
+    if share_prompts:
+        assert len(ids) == sum(g.num_tokens for g in groups)
+    assert pad(groups, pad_id=0).lengths_N.tolist() == [n for g in groups for n in g.lengths_G]
+
+
+# ---------------------------------------------------------------------------------------- packing
+
+
+def test_packing_by_hand():
+    # Decreasing: 6, 5, 4, 3, 2 into 10: 6+4, 5+3+2.
+    assert pack([5, 4, 2, 6, 3], 10) == [[1, 3], [0, 2, 4]]
+    assert pack([12, 3, 12], 10) == [[0], [2], [1]]  # too long for any: alone
+    assert pack([], 10) == []
+
+
+SIZES = st.lists(st.integers(1, 60), max_size=40)
+
+
+def first_fit_decreasing(sizes, budget):
+    """The same by looking at every bin."""
+    bins = []
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        fitting = (b for b in bins if sum(sizes[i] for i in b) + sizes[index] <= budget)
+        bin_ = next(fitting, None)
+        if bin_ is None:
+            bins.append([index])
+        else:
+            bin_.append(index)
+    return [sorted(items) for items in bins]
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, budget=st.integers(1, 80))
+def test_packing(sizes, budget):
+    bins = pack(sizes, budget)
+    assert sorted(i for items in bins for i in items) == list(range(len(sizes)))
+    for items in bins:
+        assert items == sorted(items)
+        assert len(items) == 1 or sum(sizes[i] for i in items) <= budget
+    assert pack(list(sizes), budget) == bins
+    assert bins == first_fit_decreasing(sizes, budget)
+
+
+def test_packing_is_quick_for_a_file_of_many_conversations():
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(50, 2000, 50_000).tolist()
+    start = time.process_time()
+    bins = pack(sizes, 8192)
+    assert time.process_time() - start < 3
+    assert len(bins) <= 1.01 * sum(sizes) / 8192
+
+
+def test_padded_packing_by_hand():
+    # Widest first: rows of 9 and 8 make 2 * 9 = 18 tokens; a third row would make 27.
+    assert pack_padded([(3,), (9,), (8,), (2, 2)], 20) == [[1, 2], [0, 3]]
+    assert pack_padded([(30, 1), (4,)], 20) == [[0], [1]]  # too long for any: alone
+    assert pack_padded([], 20) == []
+
+
+LENGTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple), max_size=25)
+
+
+@settings(deadline=None)
+@given(lengths=LENGTHS, budget=st.integers(1, 200))
+def test_padded_packing(lengths, budget):
+    bins = pack_padded(lengths, budget)
+    assert sorted(i for items in bins for i in items) == list(range(len(lengths)))
+    for items in bins:
+        rows = [length for i in items for length in lengths[i]]
+        assert len(items) == 1 or len(rows) * max(rows) <= budget
+    assert pack_padded(list(lengths), budget) == bins
+    widths = [max(length for i in items for length in lengths[i]) for items in bins]
+    assert widths == sorted(widths, reverse=True)  # rows of similar lengths share a batch

@@ -1,0 +1,82 @@
+"""The rows of every step are a pure function of the step."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laurel.data.loader import StepOrder
+
+SIZES = {"num_rows": st.integers(1, 60), "batch_size": st.integers(1, 20)}
+
+
+def order_of(num_rows, batch_size, *, shuffle=True, seed=3):
+    return StepOrder(num_rows, batch_size, shuffle=shuffle, seed=seed)
+
+
+def epoch(order, number):
+    steps = range(number * order.steps_per_epoch, (number + 1) * order.steps_per_epoch)
+    return [order.rows(step) for step in steps]
+
+
+def test_in_order_by_hand():
+    order = order_of(5, 2, shuffle=False)
+    assert order.steps_per_epoch == 3
+    assert [order.rows(step) for step in range(4)] == [[0, 1], [2, 3], [4], [0, 1]]
+    assert [order.samples_before(step) for step in range(5)] == [0, 2, 4, 5, 7]
+    assert [order.epoch_of(step) for step in range(7)] == [0, 0, 0, 1, 1, 1, 2]
+
+
+@settings(deadline=None)
+@given(**SIZES, shuffle=st.booleans(), seed=st.integers(0, 2**40))
+def test_every_epoch_reads_every_row_once(num_rows, batch_size, shuffle, seed):
+    order = order_of(num_rows, batch_size, shuffle=shuffle, seed=seed)
+    for number in (0, 1, 7):
+        batches = epoch(order, number)
+        assert sorted(row for rows in batches for row in rows) == list(range(num_rows))
+        assert all(len(rows) == batch_size for rows in batches[:-1])
+        assert 1 <= len(batches[-1]) <= batch_size
+
+
+@settings(deadline=None)
+@given(**SIZES, seed=st.integers(0, 2**40), steps=st.lists(st.integers(0, 300), max_size=12))
+def test_the_rows_of_a_step_do_not_depend_on_what_was_read_before(
+    num_rows, batch_size, seed, steps
+):
+    wandering = order_of(num_rows, batch_size, seed=seed)
+    for step in steps:
+        assert wandering.rows(step) == order_of(num_rows, batch_size, seed=seed).rows(step)
+
+
+@settings(deadline=None)
+@given(**SIZES, step=st.integers(0, 300))
+def test_samples_before_counts_them(num_rows, batch_size, step):
+    order = order_of(num_rows, batch_size)
+    assert order.samples_before(step) == sum(len(order.rows(s)) for s in range(step))
+
+
+def test_each_epoch_and_seed_has_an_order_of_its_own():
+    orders = [
+        tuple(row for rows in epoch(order_of(50, 8, seed=seed), number) for row in rows)
+        for seed in (1, 2)
+        for number in (0, 1, 2)
+    ]
+    assert len(set(orders)) == 6
+    assert tuple(range(50)) not in orders
+
+
+def test_every_order_is_about_as_likely():
+    """The first row of 4000 epochs of 5 rows: 800 each, give or take 4 standard deviations."""
+    counts = np.bincount([order_of(5, 5, seed=9).rows(step)[0] for step in range(4000)])
+    assert abs(counts - 800).max() < 4 * (4000 * 0.2 * 0.8) ** 0.5
+
+
+def test_the_order_is_fixed_for_good():
+    """A run that goes on under another version of numpy must read the same rows."""
+    assert order_of(10, 10, seed=42).rows(0) == [4, 8, 1, 9, 3, 6, 0, 7, 2, 5]
+    assert order_of(10, 10, seed=42).rows(1) == [1, 2, 8, 5, 3, 9, 6, 0, 4, 7]
+
+
+@pytest.mark.parametrize("value", [1, 2, 3])
+def test_rows_are_plain_integers(value):
+    assert all(type(row) is int for row in order_of(6, 3).rows(value))

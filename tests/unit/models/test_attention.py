@@ -1,0 +1,395 @@
+"""The forest gives what one-by-one scoring gives: scores, gradients, for every architecture.
+
+The weights are float64 wherever exactness is claimed, because in float32 the order of sums alone
+moves a score of size 1 by about 1e-6, as much as transformers' own back-ends differ by.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+import tiny
+from laurel.data.forest import plant
+from laurel.errors import ModelError
+from laurel.models.attention import FOREST, ForestPlan, forest_attention, register
+from laurel.models.load import recompute_activations
+from laurel.types import Span, Tree
+
+ALL = sorted(tiny.ARCHITECTURES)
+SHAPES = [(40, [5, 1, 30]), (0, [7]), (3, [2, 2]), (1, [1, 1]), (0, [1]), (17, [3, 9, 1, 25])]
+"""Trunk and branch lengths: longer and shorter than every sliding window of `tiny`."""
+ORACLE = "test_dense_oracle"
+
+
+def gradients(model, scores):
+    """Gradients of every parameter under random weights of the scores."""
+    model.zero_grad()
+    weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(7))
+    (scores * weights.to(scores)).sum().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_difference(found, expected):
+    """The largest over the parameters, each in units of its own gradient's norm."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[n] - expected[n]).norm() / expected[n].norm().clamp_min(1e-30))
+        for n in expected
+        if not torch.equal(found[n], expected[n])
+    )
+
+
+# ------------------------------------------------------------- against transformers, one by one
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_scores_and_gradients_are_those_of_one_by_one(name):
+    model = tiny.tiny_reward_model(name, dtype=torch.float64)
+    groups = tiny.random_groups(1, SHAPES)
+    scores_NK = model(plant(groups))
+    expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
+    assert scores_NK.dtype == torch.float64
+    # Gemma 2 has no back-end but its eager one, whose softmax is float32 in any model.
+    tolerance = 1e-6 if name == "gemma2" else 1e-12
+    assert float((scores_NK - expected_NK).detach().abs().max()) <= tolerance
+    # Norms of root mean squares compute in float32 in any model, and so do their gradients.
+    assert relative_difference(gradients(model, scores_NK), gradients(model, expected_NK)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_in_float32_the_difference_to_eager_attention_is_rounding(name):
+    """At the size of trained weights, where scores have about the size 1 (issue: 1e-6, 1e-5)."""
+    model = tiny.tiny_reward_model(name, std=0.05)
+    groups = tiny.random_groups(2, SHAPES)
+    scores_NK = model(plant(groups))
+    expected_NK = tiny.one_by_one(model, groups, "eager")
+    assert float((scores_NK - expected_NK).detach().abs().max()) <= 1e-6
+    assert relative_difference(gradients(model, scores_NK), gradients(model, expected_NK)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3-sliding", "phi", "gpt-oss"])
+def test_groups_of_one_to_sixteen_completions(name):
+    model = tiny.tiny_reward_model(name, dtype=torch.float64)
+    shapes = [(3 * g % 17, [1 + (5 * g + i) % 11 for i in range(g)]) for g in range(1, 17)]
+    groups = tiny.random_groups(3, shapes)
+    scores_NK = model(plant(groups))
+    expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
+    assert scores_NK.shape == (136, 1)  # 1 + 2 + ... + 16
+    assert float((scores_NK - expected_NK).detach().abs().max()) <= 1e-12
+    assert relative_difference(gradients(model, scores_NK), gradients(model, expected_NK)) <= 1e-6
+
+
+MODELS = {
+    name: tiny.tiny_reward_model(name, dtype=torch.float64).requires_grad_(False)
+    for name in ("qwen2-sliding", "gemma3")
+}
+RAGGED = st.lists(
+    st.tuples(st.integers(0, 45), st.lists(st.integers(1, 30), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes=RAGGED, name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**16))
+def test_any_shapes(shapes, name, seed):
+    groups = tiny.random_groups(seed, shapes)
+    expected_NK = tiny.one_by_one(MODELS[name], groups, "sdpa")
+    for share_prompts in (True, False):
+        scores_NK = MODELS[name](plant(groups, share_prompts=share_prompts))
+        torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["qwen2-sliding", "gemma2", "gpt-oss"])
+def test_without_shared_prompts_scores_and_gradients_are_the_same(name):
+    model = tiny.tiny_reward_model(name, dtype=torch.float64)
+    groups = tiny.random_groups(4, SHAPES)
+    shared_NK, whole_NK = model(plant(groups)), model(plant(groups, share_prompts=False))
+    torch.testing.assert_close(shared_NK, whole_NK, rtol=0, atol=1e-11)
+    assert relative_difference(gradients(model, shared_NK), gradients(model, whole_NK)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_a_regression_head_gives_every_attribute(name):
+    model = tiny.tiny_reward_model(name, num_labels=3, dtype=torch.float64)
+    groups = tiny.random_groups(5, SHAPES)
+    scores_NK = model(plant(groups))
+    assert scores_NK.shape == (13, 3)
+    assert model.num_outputs == 3
+    expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
+    torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------ against a dense mask
+
+
+def dense_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    *,
+    oracle,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    **_,
+):
+    """Softmax over one square of logits; who sees whom is read off tree, branch and position."""
+    tree, branch, position = (torch.tensor(numbers) for numbers in oracle)
+    mine, theirs = (slice(None), None), (None, slice(None))
+    visible = tree[mine] == tree[theirs]
+    visible &= (branch[theirs] < 0) | (branch[theirs] == branch[mine])
+    distance = position[mine] - position[theirs]
+    visible &= distance >= 0
+    if sliding_window is not None:
+        visible &= distance < sliding_window
+    heads = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = torch.einsum("bhqd,bhkd->bhqk", query, key[:, heads]) * scale
+    if softcap is not None:
+        logits = (logits / softcap).tanh() * softcap
+    weights = logits.exp() * visible
+    total = weights.sum(-1, keepdim=True)
+    if s_aux is not None:
+        total = total + s_aux.to(logits.dtype).exp().view(1, -1, 1, 1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights / total, value[:, heads].transpose(1, 2)), None
+
+
+AttentionInterface.register(ORACLE, dense_attention)
+AttentionMaskInterface.register(ORACLE, lambda *_, **__: None)
+
+
+def oracle_of(groups):
+    """Tree, branch (-1: trunk) and position of every token of `plant(groups)`."""
+    rows = []
+    for tree, group in enumerate(groups):
+        trunk = len(group.trunk_ids)
+        rows += [(tree, -1, position) for position in range(trunk)]
+        for branch, ids in enumerate(group.branches_ids_G):
+            rows += [(tree, branch, trunk + offset) for offset in range(len(ids))]
+    return tuple(list(column) for column in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_token_is_that_of_a_dense_mask(name):
+    """All hidden states, not only the last ones, and in float64 for all architectures."""
+    model = tiny.tiny_reward_model(name, dtype=torch.float64).classifier.base_model
+    groups = tiny.random_groups(6, SHAPES)
+    forest = plant(groups)
+    inputs = {
+        "input_ids": forest.ids_T[None],
+        "position_ids": forest.positions_T[None],
+        "use_cache": False,
+    }
+    found = model(**inputs, forest_plan=ForestPlan(forest.trees)).last_hidden_state
+    model.set_attn_implementation(ORACLE)
+    expected = model(**inputs, oracle=oracle_of(groups)).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=RAGGED,
+    repeats=st.sampled_from([1, 2, 4]),
+    window=st.none() | st.integers(1, 40),
+    softcap=st.none() | st.floats(0.5, 30.0),
+    has_sinks=st.booleans(),
+    scaling=st.none() | st.floats(0.1, 1.0),
+    seed=st.integers(0, 2**16),
+)
+def test_the_function_by_itself(shapes, repeats, window, softcap, has_sinks, scaling, seed):
+    """Any combination of what models ask of it, forward and backward."""
+    groups = tiny.random_groups(seed, shapes)
+    forest = plant(groups)
+    num_tokens, num_heads = len(forest.ids_T), 4
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    tensors = {
+        "query": draw(1, num_heads, num_tokens, 6),
+        "key": draw(1, num_heads // repeats, num_tokens, 6),
+        "value": draw(1, num_heads // repeats, num_tokens, 5),
+    }
+    options = {
+        "s_aux": draw(num_heads) if has_sinks else None,
+        "scaling": scaling,
+        "sliding_window": window,
+        "softcap": softcap,
+    }
+    leaves = [t.requires_grad_() for t in (*tensors.values(), options["s_aux"]) if t is not None]
+    outputs = []
+    for function, plan in (
+        (forest_attention, {"forest_plan": ForestPlan(forest.trees)}),
+        (dense_attention, {"oracle": oracle_of(groups)}),
+    ):
+        result, weights = function(
+            module=nn.Identity(), **tensors, attention_mask=None, **options, **plan
+        )
+        assert weights is None
+        assert result.shape == (1, num_tokens, num_heads, 5)
+        pull = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result)
+        outputs.append((result, torch.autograd.grad((result * pull).sum(), leaves)))
+    (found, found_gradients), (expected, expected_gradients) = outputs
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for one, other in zip(found_gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_masks_by_hand():
+    plan = ForestPlan([])
+    like = torch.zeros(1)
+    no, yes = -torch.inf, 0.0
+    # Two queries at positions 3 and 4 of five keys, which see the latest three positions.
+    expected = torch.tensor([[no, yes, yes, yes, no], [no, no, yes, yes, yes]])
+    assert torch.equal(plan.mask(2, 5, 3, like), expected)
+    assert plan.mask(2, 5, 3, like) is plan.mask(2, 5, 3, like)
+    # Without a window, or with one that reaches back to the first key.
+    expected = torch.tensor([[yes, yes, yes, yes, no], [yes, yes, yes, yes, yes]])
+    assert torch.equal(plan.mask(2, 5, None, like), expected)
+    assert torch.equal(plan.mask(2, 5, 5, like), expected)
+    # A kernel's own causal mask does for a square, and one query sees everything.
+    assert plan.mask(5, 5, None, like) is None
+    assert plan.mask(1, 5, None, like) is None
+    assert torch.equal(plan.mask(1, 3, 2, like), torch.tensor([[no, yes, yes]]))
+
+
+# ------------------------------------------------------------------ recomputation and precision
+
+
+@pytest.mark.parametrize("name", ["qwen3-sliding", "gemma2", "gpt-oss", "phi"])
+def test_activation_checkpointing_changes_no_gradient(name):
+    groups = tiny.random_groups(8, SHAPES)
+    results = []
+    for is_on in (False, True):
+        model = tiny.tiny_reward_model(name).train()
+        if is_on:
+            recompute_activations(model.classifier)
+        calls = []
+        first = model.classifier.base_model.layers[0].self_attn
+        first.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        results.append(gradients(model, model(plant(groups))))
+        assert len(calls) == (2 if is_on else 1)  # once more in the backward pass
+    without, with_it = results
+    assert without.keys() == with_it.keys()
+    for parameter in without:
+        assert torch.equal(without[parameter], with_it[parameter]), parameter
+
+
+@pytest.mark.parametrize("name", ["qwen2-sliding", "gemma2", "gemma3", "phi3"])
+def test_in_bfloat16_the_noise_is_that_of_a_padded_batch(name):
+    """Not gpt-oss: there rounding sends some tokens to other experts, on either path."""
+    groups = tiny.random_groups(9, SHAPES * 4)
+    exact = tiny.tiny_reward_model(name, dtype=torch.float64)
+    model = tiny.tiny_reward_model(name, precision=torch.bfloat16)
+    with torch.inference_mode():
+        truth_NK = exact(plant(groups))
+        forest_NK = model(plant(groups))
+        model.classifier.set_attn_implementation(tiny.own_attention(model.classifier))
+        padded_NK = model(tiny.padded(groups))
+    size, noise, own_noise = (
+        float(t.double().square().mean().sqrt())
+        for t in (truth_NK, forest_NK - truth_NK, padded_NK - truth_NK)
+    )
+    assert forest_NK.dtype == torch.float32
+    assert noise <= 0.05 * size  # bfloat16 keeps 8 bits: 0.4 % a rounding
+    assert noise <= 1.25 * own_noise
+    assert noise >= 1e-4 * size  # or autocast did nothing
+
+
+# ----------------------------------------------------------------------------------------- leaks
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_token_reaches_another_tree_or_branch(name):
+    """Bit for bit: what does not see a token cannot change by it, not even by rounding."""
+    model = tiny.tiny_reward_model(name)
+    groups = tiny.random_groups(10, SHAPES)
+    owners = [g for g, group in enumerate(groups) for _ in group.branches_ids_G]
+    with torch.inference_mode():
+        before = model(plant(groups))[:, 0]
+        first = 0
+        for index, group in enumerate(groups):
+            for branch in range(len(group.branches_ids_G)):
+                after = model(plant(_touched(groups, index, branch)))[:, 0]
+                changed = (after != before).nonzero()[:, 0].tolist()
+                assert changed == [first + branch], (index, branch)
+            if len(group.trunk_ids):
+                after = model(plant(_touched(groups, index, None)))[:, 0]
+                changed = (after != before).nonzero()[:, 0].tolist()
+                assert {owners[i] for i in changed} == {index}, index
+            first += len(group.branches_ids_G)
+
+
+def _touched(groups, index, branch):
+    """The groups with the last token of one branch, or of one trunk, replaced."""
+
+    def other(ids):
+        touched = ids.copy()
+        touched[-1] = 3 + (touched[-1] - 2) % (tiny.VOCABULARY - 3)
+        return touched
+
+    group = groups[index]
+    if branch is None:
+        group = dataclasses.replace(group, trunk_ids=other(group.trunk_ids))
+    else:
+        branches = list(group.branches_ids_G)
+        branches[branch] = other(branches[branch])
+        group = dataclasses.replace(group, branches_ids_G=tuple(branches))
+    return [*groups[:index], group, *groups[index + 1 :]]
+
+
+# --------------------------------------------------------------------------------------- the rest
+
+
+def test_attention_dropout_works_in_training_only():
+    model = tiny.tiny_reward_model("qwen3", attention_dropout=0.5)
+    forest = plant(tiny.random_groups(11, SHAPES))
+    with torch.no_grad():
+        assert torch.equal(model(forest), model(forest))
+        model.train()
+        assert not torch.equal(model(forest), model(forest))
+
+
+def test_without_a_plan_there_is_an_error_that_says_so():
+    model = tiny.tiny_reward_model("llama")
+    with pytest.raises(ModelError, match=r"without a plan.*set_attn_implementation\('sdpa'\)"):
+        model.classifier(input_ids=torch.tensor([[5, 6, 7]]))
+
+
+def test_registering_again_changes_nothing():
+    register()
+    assert AttentionInterface()[FOREST] is forest_attention
+    register()
+    assert AttentionInterface()[FOREST] is forest_attention
+
+
+def test_a_plan_lists_the_segments_in_the_order_of_the_row():
+    trees = (
+        Tree(Span(0, 4), (Span(4, 5), Span(5, 8))),
+        Tree(Span(8, 8), (Span(8, 10),)),
+    )
+    assert ForestPlan(trees).lengths == [4, 1, 3, 0, 2]
+
+
+def test_the_largest_window_hides_nothing():
+    """A window as long as the longest sequence is the same as none."""
+    groups = tiny.random_groups(12, [(20, [10, 3])])
+    wide = tiny.tiny_reward_model("mistral-sliding", sliding_window=30)
+    none = tiny.tiny_reward_model("mistral-sliding", sliding_window=None)
+    narrow = tiny.tiny_reward_model("mistral-sliding", sliding_window=29)
+    forest = plant(groups)
+    with torch.inference_mode():
+        torch.testing.assert_close(wide(forest), none(forest), rtol=0, atol=1e-6)
+        difference = (narrow(forest) - none(forest)).abs()[:, 0]
+    assert difference[0] > 1e-4  # 30 tokens: the first is out of sight of the last
+    assert difference[1] < 1e-6  # 23 tokens

@@ -1,0 +1,472 @@
+"""What is loaded as a reward model, what becomes one, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+import tiny
+import tiny_tokenizers as made
+from laurel.config.schema import PolicyConfig
+from laurel.data.forest import pad, plant
+from laurel.errors import CheckpointError, ConfigError, ModelError
+from laurel.models.attention import FOREST
+from laurel.models.load import load_reward_model
+from laurel.types import Message, group_of
+
+GROUP = group_of([Message("user", "Where is the laurel?")], ["By the gate."], group_id="g")
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Saves a model and a tokenizer as Hugging Face does, and returns the directory."""
+
+    def write(model, tokenizer=None, name="model"):
+        directory = tmp_path / name
+        model.save_pretrained(directory)
+        (tokenizer or made.chatml()).save_pretrained(directory)
+        return directory
+
+    return write
+
+
+def policy(directory, **changes):
+    settings = {"precision": "float32", "reward_model_cfg": {"enabled": True}, **changes}
+    return PolicyConfig(model_name=str(directory), **settings)
+
+
+def load(directory, *, seed=1, max_length=512, truncation_side="left", resume=None, weights=None,
+         **changes):  # fmt: skip
+    return load_reward_model(
+        policy(directory, **changes),
+        seed=seed,
+        max_length=max_length,
+        truncation_side=truncation_side,
+        device=torch.device("cpu"),
+        weights_dtype=weights or torch.float32,
+        resume_from=resume,
+    )
+
+
+def score(loaded, group=GROUP):
+    tokens = loaded.contract.encode([group])
+    batch = plant(tokens) if loaded.model.path == "forest" else pad(tokens, pad_id=0)
+    with torch.inference_mode():
+        return loaded.model.eval()(batch)
+
+
+def edit_json(path, change):
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def edit_weights(directory, change):
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+# ------------------------------------------------------------------------- reward models as saved
+
+
+@pytest.mark.parametrize("name", ["qwen2-sliding", "gemma2", "llama", "phi", "gpt-oss"])
+def test_a_reward_model_gives_the_scores_that_transformers_gives(name, save):
+    directory = save(tiny.tiny_classifier(name))
+    loaded = load(directory)
+    assert not loaded.has_new_head
+    assert loaded.notes == []
+    assert loaded.model.path == "forest"
+    assert loaded.base_model == str(directory)
+    reference = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    (tokens,) = loaded.contract.encode([GROUP])
+    with torch.inference_mode():
+        ids = torch.from_numpy(tokens.branches_ids_G[0]).long()
+        expected = reference(input_ids=ids[None]).logits
+    torch.testing.assert_close(score(loaded), expected, rtol=0, atol=2e-6)
+
+
+def test_weights_in_bfloat16_become_float32_masters(save):
+    loaded = load(save(tiny.tiny_classifier("qwen3", dtype=torch.bfloat16)), precision="bfloat16")
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert loaded.model.precision == torch.bfloat16
+
+
+def test_weights_can_stay_in_bfloat16_and_the_model_says_so(save):
+    loaded = load(save(tiny.tiny_classifier("qwen3")), weights=torch.bfloat16)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+    assert loaded.model.precision == torch.bfloat16
+    assert score(loaded).dtype == torch.float32
+
+
+def test_a_config_that_denies_the_head_does_not_matter(save):
+    """D23: exported with the architecture of the language model and no number of labels."""
+    directory = save(tiny.tiny_classifier("qwen3"))
+    expected = score(load(directory))
+
+    def deny(config):
+        config["architectures"] = ["Qwen3ForCausalLM"]
+        del config["id2label"], config["label2id"]
+
+    edit_json(directory / "config.json", deny)
+    loaded = load(directory)
+    assert not loaded.has_new_head
+    assert torch.equal(score(loaded), expected)
+
+
+def test_settings_of_the_model_can_be_changed(save):
+    directory = save(tiny.tiny_classifier("qwen3"))
+    loaded = load(directory, hf_config_overrides={"attention_dropout": 0.25})
+    assert loaded.model.classifier.model.layers[0].self_attn.attention_dropout == 0.25
+    with pytest.raises(ConfigError, match=r"hf_config_overrides\.atention_dropout: .* no such"):
+        load(directory, hf_config_overrides={"atention_dropout": 0.25})
+
+
+def test_padding_is_the_tokenizers(save):
+    """Hugging Face's own head finds the last token by the padding of the configuration."""
+    classifier = tiny.tiny_classifier("qwen3")
+    classifier.config.pad_token_id = 9
+    loaded = load(save(classifier))
+    config = loaded.model.classifier.config
+    assert config.pad_token_id == loaded.contract.rules.pad_id == 0
+    assert loaded.model.classifier.get_input_embeddings().padding_idx == 0
+
+
+def test_every_token_learns_though_the_old_padding_was_one_of_them(save):
+    """The row of the padding token gets no gradient: it must not be that of a word."""
+    tokenizer = made.chatml()
+    classifier = tiny.tiny_classifier("qwen3", pad_token_id=tokenizer.eos_token_id)
+    loaded = load(save(classifier, tokenizer))
+    tokens = loaded.contract.encode([GROUP])
+    loaded.model(plant(tokens)).sum().backward()
+    gradient = loaded.model.classifier.get_input_embeddings().weight.grad
+    assert gradient[tokenizer.eos_token_id].abs().sum() > 0
+
+
+# ------------------------------------------------------------------------------------- new heads
+
+
+def test_a_language_model_becomes_a_reward_model_with_a_seeded_head(save):
+    language_model = tiny.tiny_language_model("qwen3")
+    directory = save(language_model)
+    before = torch.get_rng_state()
+    loaded, again, other = load(directory, seed=1), load(directory, seed=1), load(directory, seed=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert loaded.has_new_head
+    assert loaded.notes == [
+        "the reward head is new and random: its scores mean nothing before training"
+    ]
+    heads = [model.model.classifier.score.weight for model in (loaded, again, other)]
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.allclose(heads[0], heads[2])
+    assert 0.3 < float(heads[0].detach().std()) * 33 < 3  # a standard deviation of 1 / (32 + 1)
+    body = loaded.model.classifier.model.state_dict()
+    for name, weight in language_model.model.state_dict().items():
+        assert torch.equal(body[name], weight), name
+
+
+def test_a_model_that_learns_a_head_here_closes_its_conversations(save):
+    directory = save(tiny.tiny_language_model("llama"), made.gemma())
+    assert load(directory).contract.render(GROUP.conversation(0)).endswith("<eos>")
+    trained = save(tiny.tiny_classifier("llama"), made.gemma(), name="trained")
+    assert load(trained).contract.render(GROUP.conversation(0)).endswith("<end_of_turn>\n")
+
+
+def test_a_regression_head_has_one_output_for_each_attribute(save):
+    attributes = ["helpfulness", "correctness", "verbosity"]
+    regression = {
+        "enabled": True, "reward_model_type": "regression", "attributes": attributes,
+        "attribute_weights": [1.0, 1.0, -0.5],
+    }  # fmt: skip
+    loaded = load(save(tiny.tiny_language_model("qwen3")), reward_model_cfg=regression)
+    assert loaded.model.num_outputs == 3
+    assert score(loaded).shape == (1, 3)
+    assert loaded.contract.rules.attributes == tuple(attributes)
+    assert loaded.contract.scalar([1.0, 2.0, 4.0]) == 1.0
+    trained = save(tiny.tiny_classifier("qwen3", num_labels=3), name="trained")
+    assert not load(trained, reward_model_cfg=regression).has_new_head
+    with pytest.raises(ModelError, match=r"score.weight has 3 outputs and this run needs 1"):
+        load(trained)
+
+
+def test_an_encoder_without_a_head_gets_one(save):
+    encoder = tiny.randomised("bert", {"max_position_embeddings": 64}).bert
+    loaded = load(save(encoder))
+    assert loaded.has_new_head
+    other = load(save(encoder, name="again"), seed=2)
+    assert not torch.equal(
+        loaded.model.classifier.classifier.weight, other.model.classifier.classifier.weight
+    )
+
+
+def test_activations_are_recomputed_where_asked(save):
+    directory = save(tiny.tiny_classifier("qwen3"))
+    on = load(directory, dtensor_cfg={"activation_checkpointing": True}).model.classifier
+    assert on.model.layers[0].gradient_checkpointing
+    assert not load(directory).model.classifier.model.layers[0].gradient_checkpointing
+
+
+# --------------------------------------------------------------------------------------- refused
+
+
+def refused(directory, **changes):
+    with pytest.raises(ModelError) as caught:
+        load(directory, **changes)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_model_with_two_labels(save):
+    text = refused(save(tiny.tiny_classifier("qwen3", num_labels=2)))
+    for part in ("score.weight has 2 outputs", "needs 1", "reward_model_type=regression"):
+        assert part in text
+
+
+def test_a_model_with_weights_missing(save):
+    directory = save(tiny.tiny_classifier("qwen3"))
+    edit_weights(directory, lambda w: w.pop("model.layers.1.mlp.up_proj.weight"))
+    text = refused(directory)
+    assert "the weights lack model.layers.1.mlp.up_proj.weight, which would be left random" in text
+
+
+def test_a_classifier_without_its_head(save):
+    directory = save(tiny.tiny_classifier("qwen3"))
+    edit_weights(directory, lambda w: w.pop("score.weight"))
+    assert "the weights lack score.weight" in refused(directory)
+
+
+def test_a_model_whose_weights_are_of_another_size(save):
+    directory = save(tiny.tiny_classifier("qwen3"))
+    text = refused(directory, hf_config_overrides={"intermediate_size": 48})
+    assert "down_proj.weight is [32, 64] in the weights and [32, 48] by the configuration" in text
+
+
+def test_weights_that_are_damaged(save):
+    directory = save(tiny.tiny_classifier("qwen3"))
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert "cannot be loaded" in refused(directory)
+
+
+def test_pickled_weights_unless_they_are_trusted(save):
+    directory = save(tiny.tiny_classifier("qwen3"))
+    expected = score(load(directory))
+    path = directory / "model.safetensors"
+    torch.save(load_file(path), directory / "pytorch_model.bin")
+    path.unlink()
+    text = refused(directory)
+    for part in ("Pickled weights can run code", "policy.safetensors_only=false"):
+        assert part in text
+    assert torch.equal(score(load(directory, safetensors_only=False)), expected)
+
+
+def test_code_that_comes_with_a_model(save, tmp_path):
+    directory = save(tiny.tiny_classifier("qwen3"))
+    marker = tmp_path / "was_run"
+    code = f"open({str(marker)!r}, 'w').close()\nfrom transformers import Qwen3Config as C\n"
+    (directory / "own.py").write_text(code, encoding="utf-8")
+
+    def bring_code(config):
+        config["model_type"] = "a_type_of_its_own"
+        config["auto_map"] = {"AutoConfig": "own.C"}
+
+    edit_json(directory / "config.json", bring_code)
+    text = refused(directory)
+    assert "It brings Python code: read it, then set policy.trust_remote_code=true" in text
+    assert not marker.exists()
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(save):
+    words = tuple(f"<extra_{i}>" for i in range(60))
+    tokenizer = made.make_tokenizer(more=words)
+    text = refused(save(tiny.tiny_classifier("qwen3"), tokenizer))
+    assert f"the tokenizer has {len(tokenizer)} tokens and the model embeds 300" in text
+
+
+def test_a_tokenizer_without_a_template(save):
+    text = refused(save(tiny.tiny_classifier("qwen3"), made.make_tokenizer(template=None)))
+    for part in ("no chat template", "policy.tokenizer.chat_template", "chatml", ".jinja"):
+        assert part in text
+    loaded = load(
+        save(tiny.tiny_classifier("qwen3"), made.make_tokenizer(template=None), name="again"),
+        tokenizer={"chat_template": "plain"},
+    )
+    expected = "User: Where is the laurel?\n\nAssistant: By the gate.\n\n"
+    assert loaded.contract.render(GROUP.conversation(0)) == expected
+
+
+def test_padding_that_ends_sequences(save):
+    tokenizer = made.make_tokenizer(pad="</s>", more=("<|pad|>",))
+    directory = save(tiny.tiny_classifier("qwen3"), tokenizer)
+    assert "policy.tokenizer.pad_token=auto" in refused(directory)
+    loaded = load(directory, tokenizer={"pad_token": "auto"})
+    assert loaded.contract.tokenizer.pad_token == "<|pad|>"
+    assert loaded.contract.rules.pad_id != loaded.contract.rules.eos_id
+
+
+def test_a_template_that_drops_messages(save):
+    tokenizer = made.make_tokenizer(template="{{ messages[-1]['content'] }}")
+    assert "leaves out the user message" in refused(save(tiny.tiny_classifier("qwen3"), tokenizer))
+
+
+def test_nothing_there(tmp_path):
+    text = refused(tmp_path / "gone")
+    assert str(tmp_path / "gone") in text
+    (tmp_path / "empty").mkdir()
+    assert "policy.model_name=" in refused(tmp_path / "empty")
+
+
+def test_a_directory_with_only_a_tokenizer(tmp_path):
+    made.chatml().save_pretrained(tmp_path)
+    assert f"policy.model_name={tmp_path} cannot be loaded" in refused(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------- the path
+
+
+BIDIRECTIONAL = {"use_bidirectional_attention": True, "head_dim": 8}
+PADDED = {
+    "bert": ({"max_position_embeddings": 600}, "BertForSequenceClassification pools by itself"),
+    "jamba": (
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4,
+         "mamba_dt_rank": 4, "num_hidden_layers": 2},
+        "JambaForSequenceClassification does not take an attention implementation",
+    ),
+    "minimax": (
+        {"num_local_experts": 2, "num_hidden_layers": 2},
+        "MiniMaxForSequenceClassification has layers of type linear_attention",
+    ),
+    "gemma2": (BIDIRECTIONAL, "Gemma2ForSequenceClassification looks at later tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", sorted(PADDED))
+def test_what_a_forest_cannot_serve_takes_the_padded_path(kind, save):
+    settings, reason = PADDED[kind]
+    loaded = load(save(tiny.randomised(kind, settings)))
+    assert loaded.model.path == "padded"
+    assert loaded.notes == [f"padded path: {reason}"]
+    assert loaded.model.classifier.config._attn_implementation != FOREST
+    assert loaded.contract.rules.pooled == ("model" if kind == "bert" else "last")
+    assert score(loaded).shape == (1, 1)
+
+
+@pytest.mark.parametrize("name", sorted(tiny.ARCHITECTURES))
+def test_the_padded_path_can_be_asked_for(name, save):
+    """Also of models that have no fused attention of their own, like Gemma 2 and gpt-oss."""
+    directory = save(tiny.tiny_classifier(name))
+    loaded = load(directory, sequence_packing={"enabled": False})
+    assert loaded.model.path == "padded"
+    assert loaded.notes == ["padded path: policy.sequence_packing.enabled is false"]
+    forest = load(directory)
+    assert forest.model.path == "forest"
+    assert forest.model.classifier.config._attn_implementation == FOREST
+    torch.testing.assert_close(score(loaded), score(forest), rtol=0, atol=5e-6)
+
+
+# ------------------------------------------------------------------------------- how long, and when
+
+
+def test_an_encoder_reads_no_more_than_it_has_positions_for(save):
+    directory = save(tiny.randomised("bert", {"max_position_embeddings": 32}))
+    loaded = load(directory)
+    assert loaded.contract.rules.max_length == 32
+    assert "the model has 32 positions: longer conversations are cut to that" in loaded.notes
+    long = group_of(GROUP.prompt, ["By the western gate. " * 9], group_id="g")
+    assert score(loaded, long).shape == (1, 1)
+
+
+LONGROPE = {
+    "max_position_embeddings": 1024,
+    "original_max_position_embeddings": 40,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 40,
+        "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+    },
+}  # fmt: skip
+
+
+def test_a_long_neighbour_changes_no_score_though_the_rotation_depends_on_length(save):
+    """Phi-3 turns all texts of a batch by other frequencies as soon as one of them is long."""
+    directory = save(tiny.tiny_classifier("phi3", **LONGROPE))
+    loaded = load(directory)
+    assert loaded.contract.rules.max_length == 40
+    assert "the model has 40 positions: longer conversations are cut to that" in loaded.notes
+    short = group_of((), ["Here."], group_id="s")
+    long = group_of(GROUP.prompt, ["By the western gate. " * 9], group_id="l")
+    alone = score(loaded, short)
+    with torch.inference_mode():
+        together = loaded.model(plant(loaded.contract.encode([short, long])))
+        torch.testing.assert_close(together[:1], alone, rtol=0, atol=2e-6)
+        # The danger is real: with longer texts let in, the short one gets another score.
+        uncut = loaded.contract.with_rules(max_length=512).encode([short, long])
+        assert (loaded.model(plant(uncut))[0] - alone).abs().item() > 1e-3
+
+
+def test_a_clock_in_the_template_is_told_of(save):
+    loaded = load(save(tiny.tiny_classifier("qwen3"), made.llama_31()))
+    (note,) = loaded.notes
+    assert note.startswith("the chat template prints the date; it is pinned to ")
+    assert loaded.contract.rules.pinned_date in note
+
+
+# -------------------------------------------------------------------- a model that has a contract
+
+
+def test_the_contract_of_a_model_goes_before_the_configuration(save):
+    directory = save(tiny.tiny_classifier("qwen3"))
+    first = load(directory, max_length=77, truncation_side="right").contract
+    first.save(directory)
+    loaded = load(directory, max_length=512, truncation_side="left")
+    assert loaded.contract.rules == first.rules
+    assert loaded.notes == [
+        "the model brings its own contract: conversations are cut on the right to 77 tokens, "
+        "as it was trained"
+    ]
+    assert load(directory, max_length=77, truncation_side="right").notes == []
+    with pytest.raises(CheckpointError, match="chat template is not the one"):
+        load(directory, tokenizer={"chat_template": "plain"})
+
+
+def test_attributes_of_another_contract_are_refused(save):
+    directory = save(tiny.tiny_classifier("qwen3", num_labels=2))
+    regression = {"enabled": True, "reward_model_type": "regression", "attributes": ["a", "b"]}
+    load(directory, reward_model_cfg=regression).contract.save(directory)
+    assert load(directory, reward_model_cfg=regression).contract.rules.attributes == ("a", "b")
+    with pytest.raises(ModelError, match=r"gives the attributes \['a', 'b'\].*asks for \['b', 'a'"):
+        load(directory, reward_model_cfg={**regression, "attributes": ["b", "a"]})
+
+
+# ------------------------------------------------------------------------------------ adapters
+
+
+def adapters(**settings):
+    return {"lora_cfg": {"enabled": True, "dim": 2, **settings}}
+
+
+def test_adapters_train_themselves_and_the_head_only(save):
+    loaded = load(save(tiny.tiny_language_model("qwen3")), dtensor_cfg=adapters())
+    trained = {n for n, p in loaded.model.classifier.named_parameters() if p.requires_grad}
+    assert "score.weight" in trained
+    assert all("lora_" in name for name in trained - {"score.weight"})
+    layers = {name.split(".")[-4] for name in trained - {"score.weight"}}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_adapters_for_chosen_layers(save):
+    directory = save(tiny.tiny_language_model("qwen3"))
+    config = adapters(target_modules=["q_proj", "v_proj"], exclude_modules=["v_proj"])
+    loaded = load(directory, dtensor_cfg=config)
+    trained = {n for n, p in loaded.model.classifier.named_parameters() if p.requires_grad}
+    assert {name.split(".")[-4] for name in trained - {"score.weight"}} == {"q_proj"}
+    with pytest.raises(ConfigError) as caught:
+        load(directory, dtensor_cfg=adapters(target_modules=["q_proj", "query"]))
+    text = str(caught.value)
+    assert "no linear layer is called query; there are down_proj, gate_proj, k_proj" in text
+    with pytest.raises(ConfigError, match=r"exclude_modules leaves no layer to adapt"):
+        load(directory, dtensor_cfg=adapters(target_modules=["q_proj"], exclude_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match=r"exclude_modules: no linear layer is called gate;"):
+        load(directory, dtensor_cfg=adapters(exclude_modules=["gate"]))

@@ -1,0 +1,181 @@
+"""Where a score is read, in which precision, and that padding has no part in it."""
+
+import pytest
+import torch
+
+import tiny
+from laurel.data.forest import pad, plant
+from laurel.models.load import recompute_activations
+from laurel.models.reward_model import RewardModel
+from laurel.types import PaddedRows
+
+SHAPES = [(40, [5, 1, 30]), (0, [7]), (3, [2, 2]), (0, [1])]
+ENCODERS = {
+    "bert": {"max_position_embeddings": 128},
+    "modernbert": {
+        "global_attn_every_n_layers": 2, "local_attention": 12, "cls_token_id": 1,
+        "sep_token_id": 2, "max_position_embeddings": 128,
+    },
+}  # fmt: skip
+HYBRIDS = {
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4,
+        "mamba_dt_rank": 4, "num_hidden_layers": 2,
+    },
+    "qwen3_next": {
+        "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "head_dim": 8,
+        "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "num_hidden_layers": 4,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "minimax": {"num_local_experts": 2, "num_hidden_layers": 2},
+}  # fmt: skip
+
+
+def padded_model(classifier, *, head_name="score", precision=torch.float32):
+    return RewardModel(classifier, head_name=head_name, path="padded", precision=precision)
+
+
+def as_transformers_scores(classifier, groups):
+    """Each sequence alone in the Hugging Face class's own forward."""
+    return torch.cat(
+        [
+            classifier(input_ids=torch.from_numpy(ids).long()[None]).logits
+            for ids in tiny.sequences(groups)
+        ]
+    )
+
+
+# ------------------------------------------------------------------------------- the padded path
+
+
+@pytest.mark.parametrize("name", sorted(tiny.ARCHITECTURES))
+def test_a_padded_batch_scores_as_one_by_one(name):
+    # Gemma 2's own attention has a float32 softmax, which a float64 mask overflows.
+    dtype, tolerance = (torch.float32, 2e-6) if name == "gemma2" else (torch.float64, 1e-12)
+    model = padded_model(tiny.tiny_classifier(name, dtype=dtype))
+    groups = tiny.random_groups(1, SHAPES)
+    scores_NK = model(pad(groups, pad_id=0))
+    expected_NK = as_transformers_scores(model.classifier, groups)
+    torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=tolerance)
+
+
+def test_neither_the_padding_token_nor_its_number_changes_a_score():
+    model = padded_model(tiny.tiny_classifier("qwen2-sliding", dtype=torch.float64))
+    rows = pad(tiny.random_groups(2, SHAPES), pad_id=0)
+    expected_NK = model(rows)
+    for pad_id, extra in ((0, 9), (2, 0), (77, 30)):
+        more = torch.nn.functional.pad(rows.ids_NL, (0, extra))
+        is_padding = torch.arange(more.shape[1]) >= rows.lengths_N[:, None]
+        other = PaddedRows(ids_NL=more.masked_fill(is_padding, pad_id), lengths_N=rows.lengths_N)
+        torch.testing.assert_close(model(other), expected_NK, rtol=0, atol=1e-12)
+
+
+def test_a_text_that_ends_in_the_padding_token_is_read_at_its_end():
+    """Hugging Face's own head reads such a row one token early; lengths do not lie."""
+    model = padded_model(tiny.tiny_classifier("llama"))
+    rows = PaddedRows(ids_NL=torch.tensor([[5, 6, 0]]), lengths_N=torch.tensor([3]))
+    short = PaddedRows(ids_NL=torch.tensor([[5, 6]]), lengths_N=torch.tensor([2]))
+    with torch.inference_mode():
+        theirs = model.classifier(input_ids=rows.ids_NL).logits
+        torch.testing.assert_close(model(short), theirs)
+        assert (model(rows) - theirs).abs().item() > 1e-3
+        model.classifier.config.pad_token_id = None
+        torch.testing.assert_close(model(rows), model.classifier(input_ids=rows.ids_NL).logits)
+
+
+@pytest.mark.parametrize("kind", sorted(ENCODERS))
+def test_encoders_pool_by_themselves(kind):
+    classifier = tiny.randomised(kind, ENCODERS[kind])
+    model = padded_model(classifier, head_name=None)
+    rows = pad(tiny.random_groups(3, SHAPES), pad_id=0)
+    mask_NL = (torch.arange(rows.ids_NL.shape[1]) < rows.lengths_N[:, None]).long()
+    with torch.inference_mode():
+        scores_NK = model(rows)
+        own_NK = classifier(input_ids=rows.ids_NL, attention_mask=mask_NL).logits
+        alone_NK = as_transformers_scores(classifier, tiny.random_groups(3, SHAPES))
+    assert torch.equal(scores_NK, own_NK)
+    torch.testing.assert_close(scores_NK, alone_NK, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", sorted(HYBRIDS))
+def test_state_space_layers_see_no_padding(kind):
+    model = padded_model(tiny.randomised(kind, HYBRIDS[kind]))
+    groups = tiny.random_groups(4, [(9, [5, 1]), (0, [7])])
+    with torch.inference_mode():
+        scores_NK = model(pad(groups, pad_id=0))
+        expected_NK = as_transformers_scores(model.classifier, groups)
+    torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-5)
+
+
+def test_activation_checkpointing_changes_no_gradient_of_the_padded_path():
+    rows = pad(tiny.random_groups(5, SHAPES), pad_id=0)
+    results = []
+    for is_on in (False, True):
+        model = padded_model(tiny.tiny_classifier("qwen2-sliding")).train()
+        if is_on:
+            recompute_activations(model.classifier)
+        model(rows).square().sum().backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in results[0].items():
+        assert torch.equal(gradient, results[1][name]), name
+
+
+# ------------------------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", ["forest", "padded"])
+def test_the_head_is_float32_whatever_the_decoder_is(path, weights):
+    model = tiny.tiny_reward_model("qwen3", precision=torch.bfloat16, dtype=weights)
+    groups = tiny.random_groups(6, SHAPES)
+    batch = plant(groups)
+    if path == "padded":
+        model.classifier.set_attn_implementation("sdpa")
+        model.path, batch = "padded", pad(groups, pad_id=0)
+    with torch.inference_mode():
+        hidden_ND, scores_NK = model.last_hidden(batch), model(batch)
+    assert hidden_ND.dtype == torch.bfloat16 or weights == torch.float32
+    assert scores_NK.dtype == torch.float32
+    weight_KD = model.classifier.score.weight.detach().double()
+    exact_NK = hidden_ND.double() @ weight_KD.T
+    torch.testing.assert_close(scores_NK.double(), exact_NK, rtol=0, atol=1e-6)
+    assert not torch.equal(scores_NK, scores_NK.bfloat16().float())
+
+
+def test_autocast_stays_inside_the_decoder():
+    """A caller who autocasts does not lower the precision of the head."""
+    model = tiny.tiny_reward_model("qwen3")
+    hidden_ND = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    expected_NK = model.judge(hidden_ND)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model.judge(hidden_ND), expected_NK)
+
+
+def test_full_precision_lasts_as_long_as_it_is_asked_for():
+    model = tiny.tiny_reward_model("qwen3", precision=torch.bfloat16)
+    forest = plant(tiny.random_groups(7, SHAPES))
+    exact = tiny.tiny_reward_model("qwen3")
+    with torch.inference_mode():
+        low_NK = model(forest)
+        with model.in_full_precision():
+            assert torch.equal(model(forest), exact(forest))
+        assert model.precision == torch.bfloat16
+        assert torch.equal(model(forest), low_NK)
+        assert not torch.equal(low_NK, exact(forest))
+
+
+def test_a_head_with_a_bias_adds_it():
+    model = tiny.tiny_reward_model("qwen3")
+    forest = plant(tiny.random_groups(8, SHAPES))
+    with torch.inference_mode():
+        before = model(forest)
+        model.classifier.score.bias = torch.nn.Parameter(torch.tensor([2.5]))
+        torch.testing.assert_close(model(forest), before + 2.5)
+
+
+def test_what_a_model_says_of_itself():
+    model = tiny.tiny_reward_model("qwen3", num_labels=3)
+    assert model.num_outputs == 3
+    assert model.device == torch.device("cpu")
+    assert model.weights_dtype == torch.float32
+    assert model.bfloat16().weights_dtype == torch.bfloat16

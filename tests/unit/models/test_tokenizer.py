@@ -1,0 +1,292 @@
+"""Which template, which padding token, and what the template is made to write."""
+
+from datetime import date, datetime
+
+import pytest
+
+import tiny_tokenizers as made
+from laurel.config.schema import TokenizerConfig
+from laurel.errors import ConfigError, ModelError
+from laurel.models.tokenizer import (
+    CHATML,
+    CONCATENATION,
+    PLAIN,
+    bind_variables,
+    close_ends,
+    load_tokenizer,
+    pin_date,
+    settle_padding,
+    settle_template,
+)
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def text_of(tokenizer, **kwargs):
+    return tokenizer.apply_chat_template(TALK, tokenize=False, **kwargs)
+
+
+# --------------------------------------------------------------------------------------- template
+
+
+def test_the_choices_of_a_template(tmp_path):
+    tokenizer = made.make_tokenizer(template="{{ messages[0]['content'] }}!")
+    settle_template(tokenizer, "default")
+    assert text_of(tokenizer) == "a!"
+    settle_template(tokenizer, None)
+    assert tokenizer.chat_template == CONCATENATION
+    assert text_of(tokenizer) == "ab"
+    settle_template(tokenizer, "plain")
+    assert tokenizer.chat_template == PLAIN
+    assert text_of(tokenizer) == "User: a\n\nAssistant: b\n\n"
+    settle_template(tokenizer, "chatml")
+    assert tokenizer.chat_template == CHATML
+    assert (
+        text_of(tokenizer) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    )
+    settle_template(tokenizer, "{{ messages | length }}")
+    assert text_of(tokenizer) == "2"
+    path = tmp_path / "own.jinja"
+    path.write_text("{{ messages[1]['content'] }}é", encoding="utf-8")
+    settle_template(tokenizer, str(path))
+    assert text_of(tokenizer) == "bé"
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("chat-ml", r"chat_template='chat-ml' is neither .* Choose default, chatml, plain, null"),
+        ("gone.jinja", r"chat_template=gone.jinja: there is no such file"),
+    ],
+)
+def test_a_template_that_is_none_is_an_error(choice, message):
+    with pytest.raises(ModelError, match=message):
+        settle_template(made.make_tokenizer(), choice)
+
+
+def test_no_template_at_all_lists_the_remedies():
+    with pytest.raises(ModelError) as caught:
+        settle_template(made.make_tokenizer(template=None), "default")
+    for remedy in ("policy.tokenizer.chat_template", "chatml", "plain", "null", ".jinja"):
+        assert remedy in str(caught.value)
+
+
+def test_several_named_templates():
+    tokenizer = made.make_tokenizer(template=None)
+    tokenizer.chat_template = {"default": "one", "tool_use": "two"}
+    settle_template(tokenizer, "default")
+    assert tokenizer.chat_template == "one"
+    tokenizer.chat_template = {"rag": "one", "tool_use": "two"}
+    with pytest.raises(ModelError, match=r"several chat templates \(rag, tool_use\)"):
+        settle_template(tokenizer, "default")
+
+
+# ---------------------------------------------------------------------------------------- padding
+
+
+def test_padding_with_the_end_of_a_sequence_is_an_error_with_its_remedy():
+    tokenizer = made.make_tokenizer(pad="</s>")
+    with pytest.raises(ModelError, match=r"pads with .*'</s>'.*policy.tokenizer.pad_token=auto"):
+        settle_padding(tokenizer, None)
+    with pytest.raises(ModelError, match="one token too early"):
+        settle_padding(tokenizer, "</s>")
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("<|endoftext|>", "<|finetune_right_pad_id|>"), "<|finetune_right_pad_id|>"),
+        (("<unk>",), "<unk>"),
+        (("<|reserved_special_token_1|>", "<|reserved_special_token_0|>"),
+         "<|reserved_special_token_0|>"),
+    ],
+)  # fmt: skip
+def test_auto_picks_a_token_that_ends_nothing(more, expected):
+    tokenizer = made.make_tokenizer(pad="</s>", more=more)
+    settle_padding(tokenizer, "auto")
+    assert tokenizer.pad_token == expected
+    tokenizer = made.make_tokenizer(pad=None, more=more)
+    settle_padding(tokenizer, None)
+    assert tokenizer.pad_token == expected
+
+
+def test_auto_never_picks_bos_or_eos():
+    tokenizer = made.make_tokenizer(bos="<|endoftext|>", eos="<unk>", pad=None)
+    with pytest.raises(ModelError, match=r"no token that could pad.*policy.tokenizer.pad_token="):
+        settle_padding(tokenizer, "auto")
+
+
+def test_a_padding_token_that_is_there_is_kept_and_a_named_one_is_used():
+    tokenizer = made.make_tokenizer(more=("<|pad|>",))
+    settle_padding(tokenizer, None)
+    assert tokenizer.pad_token == "<pad>"
+    settle_padding(tokenizer, "<|pad|>")
+    assert tokenizer.pad_token == "<|pad|>"
+    with pytest.raises(ModelError, match=r"pad_token='<nothing>' is not in the vocabulary"):
+        settle_padding(tokenizer, "<nothing>")
+
+
+# ------------------------------------------------------------------------------------------- date
+
+
+def test_the_date_is_pinned():
+    tokenizer = made.llama_31()
+    today = datetime.now().strftime("%d %b %Y")  # the clock of transformers is a local one
+    assert f"Today Date: {today}" in text_of(tokenizer)
+    tokenizer.chat_template, pinned = pin_date(tokenizer.chat_template, date(2023, 2, 3))
+    assert pinned == "03 Feb 2023"
+    pinned_text = text_of(tokenizer)
+    assert pinned_text == text_of(made.llama_31(), date_string="03 Feb 2023")
+    assert pinned_text.startswith("<|begin|><|start|>system\n\nToday Date: 03 Feb 2023\n\n<|eot|>")
+    assert text_of(tokenizer, date_string="1 May 1900") == pinned_text.replace(
+        "03 Feb 2023", "1 May 1900"
+    )
+
+
+def test_pinning_twice_keeps_the_first_date():
+    once, _ = pin_date(made.LLAMA_31, date(2023, 2, 3))
+    assert pin_date(once, date(2025, 5, 5)) == (once, None)
+
+
+def test_several_formats_and_single_quotes():
+    template = "{{ strftime_now('%Y-%m-%d') }} {{ strftime_now( \"%e of %B\" ) }}|\n"
+    pinned, shown = pin_date(template, date(2023, 2, 3))
+    tokenizer = made.make_tokenizer(template=pinned)
+    assert text_of(tokenizer) == "2023-02-03  3 of February|"
+    assert shown == "2023-02-03"
+
+
+def test_a_template_without_a_clock_is_left_alone():
+    assert pin_date(CHATML, date(2023, 2, 3)) == (CHATML, None)
+    mentions = "{% if strftime_now is defined %}x{% endif %}"
+    assert pin_date(mentions, date(2023, 2, 3)) == (mentions, None)
+
+
+def test_a_clock_that_cannot_be_pinned_is_refused():
+    with pytest.raises(ModelError, match="cannot be pinned"):
+        pin_date("{% set f = '%Y' %}{{ strftime_now(f) }}", date(2023, 2, 3))
+
+
+@pytest.mark.parametrize("leading", ["\nx{{ 1 }}", "  {% if true %}x{% endif %}", " y"])
+def test_what_is_put_in_front_of_a_template_changes_none_of_its_own_text(leading):
+    """White space at the start of a template has a meaning to Jinja: it must keep it."""
+    plain = text_of(made.make_tokenizer(template=leading))
+    dated = text_of(made.make_tokenizer(template=leading + "{{ strftime_now('%Y') }}"))
+    assert dated == plain + datetime.now().strftime("%Y")
+    pinned, _ = pin_date(leading + "{{ strftime_now('%Y') }}", date(1999, 1, 1))
+    assert text_of(made.make_tokenizer(template=pinned)) == plain + "1999"
+    bound = bind_variables(leading, {"depth": 3})
+    assert text_of(made.make_tokenizer(template=bound)) == plain
+    tokenizer = made.make_tokenizer(template=leading)
+    close_ends(tokenizer, append_eos=True)
+    assert text_of(tokenizer) == f"<s>{plain}</s>"
+
+
+# -------------------------------------------------------------------------------------- variables
+
+
+def test_variables_are_written_into_the_template():
+    template = (
+        "{% macro think() %}{{ '/think' if thinks else '/no_think' }}{% endmacro %}"
+        "{{ think() }} {{ words | join('-') }} {{ name }}"
+    )
+    values = {"thinks": False, "words": ["a", 2], "name": "it's {{ fun }}"}
+    tokenizer = made.make_tokenizer(template=template)
+    expected = text_of(tokenizer, **values)
+    assert expected == "/no_think a-2 it's {{ fun }}"
+    tokenizer.chat_template = bind_variables(template, values)
+    assert text_of(tokenizer) == expected
+    assert text_of(tokenizer, **values) == expected
+    assert text_of(tokenizer, thinks=True).startswith("/think a-2")
+
+
+def test_variables_that_transformers_always_passes_are_bound_too():
+    tokenizer = made.make_tokenizer(template=bind_variables("{{ tools | length }}", {"tools": [1]}))
+    assert text_of(tokenizer) == "1"
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "tokenize", "not a name"])
+def test_a_name_that_is_no_variable_is_refused(name):
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs.{name} is not a variable"):
+        bind_variables(CHATML, {name: True})
+
+
+# ------------------------------------------------------------------------------------ both ends
+
+
+def ends(tokenizer, *, append_eos):
+    close_ends(tokenizer, append_eos=append_eos)
+    return text_of(tokenizer)
+
+
+def test_bos_comes_once_whoever_adds_it():
+    by_tokenizer = made.make_tokenizer(template=made.BARE, adds_bos=True)
+    by_template = made.make_tokenizer(template="{{ bos_token }}" + made.BARE)
+    by_both = made.make_tokenizer(template="{{ bos_token }}" + made.BARE, adds_bos=True)
+    for tokenizer in (by_tokenizer, by_template, by_both):
+        assert ends(tokenizer, append_eos=False) == "<s>[user] a [assistant] b "
+        assert ends(tokenizer, append_eos=False) == "<s>[user] a [assistant] b "  # no second one
+
+
+def test_a_model_from_elsewhere_that_has_no_bos_gets_none():
+    tokenizer = made.make_tokenizer(template=made.BARE, adds_bos=False)
+    assert ends(tokenizer, append_eos=False) == "[user] a [assistant] b "
+    assert ends(tokenizer, append_eos=True) == "<s>[user] a [assistant] b </s>"
+
+
+def test_eos_comes_once():
+    tokenizer = made.make_tokenizer(template=made.BARE + "{{ eos_token }}")
+    assert ends(tokenizer, append_eos=True) == "<s>[user] a [assistant] b </s>"
+    assert ends(made.gemma(), append_eos=True) == (
+        "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>assistant\nb<end_of_turn>\n<eos>"
+    )
+
+
+def test_the_line_break_behind_the_last_turn_of_chatml_stays():
+    assert ends(made.chatml(), append_eos=True).endswith("b<|im_end|>\n")
+
+
+def test_a_tokenizer_without_eos_gets_none():
+    tokenizer = made.make_tokenizer(bos=None, eos=None, template=made.BARE)
+    assert ends(tokenizer, append_eos=True) == "[user] a [assistant] b "
+
+
+def test_a_line_break_at_the_end_of_a_template_file_does_not_come_before_eos():
+    tokenizer = made.make_tokenizer(template="{{ messages[1]['content'] }}\n")
+    assert text_of(tokenizer) == "b"
+    assert ends(tokenizer, append_eos=True) == "<s>b</s>"
+
+
+def test_eos_is_not_written_where_an_answer_is_still_to_come():
+    tokenizer = made.gemma()
+    close_ends(tokenizer, append_eos=True)
+    assert text_of(tokenizer, add_generation_prompt=True).endswith("<start_of_turn>model\n")
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no') }}", "{{ a.b.c }}"])
+def test_a_template_that_cannot_render_at_all_is_an_error_of_the_model(template):
+    with pytest.raises(ModelError, match=r"cannot render a question and its answer.*chatml"):
+        close_ends(made.make_tokenizer(template=template), append_eos=True)
+
+
+# ---------------------------------------------------------------------------------------- loading
+
+
+def load(config, name):
+    return load_tokenizer(config, model_name=str(name), trust_remote_code=False)
+
+
+def test_a_saved_tokenizer_is_loaded_and_settled(tmp_path):
+    made.make_tokenizer(pad="</s>", more=("<|pad|>",)).save_pretrained(tmp_path)
+    config = TokenizerConfig(chat_template="plain", pad_token="auto")
+    tokenizer = load(config, tmp_path)
+    assert (tokenizer.pad_token, tokenizer.chat_template) == ("<|pad|>", PLAIN)
+    elsewhere = TokenizerConfig(name=str(tmp_path), pad_token="<|pad|>")
+    assert load(elsewhere, "not/there").chat_template == CHATML
+
+
+def test_a_directory_without_a_tokenizer_is_an_error_that_names_the_key(tmp_path):
+    with pytest.raises(ModelError, match=r"^policy.model_name=.*no tokenizer could be loaded"):
+        load(TokenizerConfig(), tmp_path)
+    with pytest.raises(ModelError, match=r"^policy.tokenizer.name=.*holds tokenizer.json"):
+        load(TokenizerConfig(name=str(tmp_path)), "whatever")

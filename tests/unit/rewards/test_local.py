@@ -1,0 +1,393 @@
+"""Scores depend on the conversation alone, and a failure never becomes a number."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny
+import tiny_tokenizers as made
+from laurel.config.schema import PolicyConfig
+from laurel.data.forest import plant
+from laurel.errors import ScoringContractError
+from laurel.models.export import save_reward_model
+from laurel.models.load import load_reward_model
+from laurel.models.reward_model import RewardModel
+from laurel.models.scoring import ScoringContract
+from laurel.rewards.local import (
+    LocalScorer,
+    check_golden,
+    conversation_group,
+    divide,
+    golden_scores,
+    lay_out,
+    score_tokens,
+)
+from laurel.types import Completion, Group, Message, Score, group_of
+
+
+def contract_of(tokenizer=None, **changes):
+    options = {"max_length": 256, "truncation_side": "left", "append_eos": True, **changes}
+    return ScoringContract.draw_up(tokenizer or made.chatml(), **options)
+
+
+def scorer_of(name="qwen2-sliding", *, path="forest", tokenizer=None, batch_tokens=8192, rules=None,
+              **model):  # fmt: skip
+    """A scorer whose weights are float64, so that scores in float32 are the same to the last bit
+    or its neighbour whatever the order of sums was."""
+    reward_model = tiny.tiny_reward_model(name, dtype=torch.float64, **model)
+    if path == "padded":
+        own = tiny.own_attention(reward_model.classifier)
+        reward_model.classifier.set_attn_implementation(own)
+        reward_model.path = "padded"
+    contract = contract_of(tokenizer, **(rules or {}))
+    return LocalScorer(reward_model, contract, batch_tokens=batch_tokens)
+
+
+def groups_of(count):
+    return [
+        group_of(
+            [Message("user", f"What is {i} + {i}?")],
+            [f"It is {i + answer}." + " Surely." * (i * answer % 5) for answer in range(1 + i % 4)],
+            group_id=str(i),
+        )
+        for i in range(count)
+    ]
+
+
+def values(scored):
+    return [[score.value for score in scores] for scores in scored]
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=3e-7, abs=3e-7)
+
+
+# --------------------------------------------------------------- the conversation, nothing besides
+
+
+@pytest.mark.parametrize("path", ["forest", "padded"])
+def test_any_number_of_groups_scores_as_one_by_one(path):
+    """D6: every size from 1 to 17, whatever a batch holds."""
+    scorer = scorer_of(path=path, batch_tokens=300)
+    groups = groups_of(17)
+    alone = [
+        [scorer.score_now([replace(group, completions_G=(c,))])[0][0].value
+         for c in group.completions_G]
+        for group in groups
+    ]  # fmt: skip
+    assert len({value for group in alone for value in group}) == 41  # all differ
+    for count in range(1, 18):
+        assert_same(values(scorer.score_now(groups[:count])), alone[:count])
+
+
+@pytest.mark.parametrize("path", ["forest", "padded"])
+@pytest.mark.parametrize("batch_tokens", [1, 100, 700, 10**6])
+def test_the_size_of_a_batch_changes_no_score(path, batch_tokens):
+    groups = groups_of(9)
+    expected = values(scorer_of(path=path).score_now(groups))
+    assert_same(values(scorer_of(path=path, batch_tokens=batch_tokens).score_now(groups)), expected)
+
+
+def test_order_changes_no_score():
+    scorer, groups = scorer_of(batch_tokens=200), groups_of(9)
+    expected = values(scorer.score_now(groups))
+    assert_same(values(scorer.score_now(groups[::-1])), expected[::-1])
+    turned = [replace(group, completions_G=group.completions_G[::-1]) for group in groups]
+    assert_same(values(scorer.score_now(turned)), [scores[::-1] for scores in expected])
+
+
+def test_both_paths_give_the_same():
+    groups = groups_of(9)
+    expected = values(scorer_of(path="padded").score_now(groups))
+    assert_same(values(scorer_of().score_now(groups)), expected)
+
+
+def test_groups_with_the_same_prompt_stay_apart():
+    scorer = scorer_of()
+    first = group_of([Message("user", "Why?")], ["Because.", "Hm."], group_id="1")
+    second = group_of([Message("user", "Why?")], ["No."], group_id="2")
+    together = scorer.score_now([first, second])
+    assert [len(scores) for scores in together] == [2, 1]
+    assert_same(values(together), values(scorer.score_now([first]) + scorer.score_now([second])))
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_equal_completions_get_exactly_equal_scores(count):
+    """Computed twice they would differ in the last digit, and a learner take that for a reward."""
+    model = tiny.tiny_reward_model("qwen3")
+    scorer = LocalScorer(model, contract_of())
+    (scores,) = scorer.score_now(
+        [
+            group_of(
+                [Message("user", "Why?")], ["Because.", "x", *["Because."] * count], group_id="g"
+            )
+        ]
+    )
+    assert len(scores) == count + 2
+    assert {score.value for score in scores[2:]} == {scores[0].value}
+    assert scores[1].value != scores[0].value
+
+
+# -------------------------------------------------------------------------------- what a score says
+
+
+def test_a_score_tells_length_and_truncation():
+    scorer = scorer_of(rules={"max_length": 80})
+    group = group_of([Message("user", "Why?")], ["Because.", "Long " * 20], group_id="g")
+    (tokens,) = scorer.contract.encode([group])
+    short, long = scorer.score_now([group])[0]
+    assert (short.num_tokens, short.truncated) == (tokens.lengths_G[0], False)
+    assert (long.num_tokens, long.truncated) == (80, True)
+    assert short.failure is None
+    assert short.values_K == (short.value,)
+
+
+def test_several_attributes_become_one_number():
+    rules = {"attributes": ("a", "b", "c"), "attribute_weights": (1.0, 0.5, -2.0)}
+    scorer = scorer_of("qwen3", num_labels=3, rules=rules)
+    (score,) = scorer.score_now(groups_of(1))[0]
+    assert len(score.values_K) == 3
+    a, b, c = score.values_K
+    assert score.value == pytest.approx(a + 0.5 * b - 2 * c)
+
+
+def test_progress_is_told_of_all_groups_and_tokens():
+    scorer, groups = scorer_of(batch_tokens=300), groups_of(9)
+    seen = []
+    scorer.score_now(groups, on_batch=lambda done, tokens: seen.append((done, tokens)))
+    assert len(seen) > 1
+    assert sum(done for done, _ in seen) == 9
+    encoded = scorer.contract.encode(groups)
+    assert sum(tokens for _, tokens in seen) == sum(tokens.num_tokens for tokens in encoded)
+
+
+def test_nothing_to_score():
+    scorer = scorer_of()
+    assert scorer.score_now([]) == []
+    empty = Group(id="e", prompt=(Message("user", "Why?"),), completions_G=())
+    scored = scorer.score_now([empty, *groups_of(1), empty])
+    assert [len(scores) for scores in scored] == [0, 1, 0]
+
+
+# ----------------------------------------------------------------------------------------- failures
+
+
+def test_a_conversation_that_cannot_be_rendered_fails_alone():
+    scorer = scorer_of("gemma", tokenizer=made.gemma())
+    good = groups_of(3)
+    system = Message("system", "Be brief.")
+    bad = group_of([system, Message("user", "Why?")], ["Because.", "No."], group_id="bad")
+    scored = scorer.score_now([good[0], bad, *good[1:]])
+    for score in scored[1]:
+        assert score.value is None
+        assert score.values_K == ()
+        assert "System role not supported" in score.failure
+    assert_same(values([scored[0], *scored[2:]]), values(scorer.score_now(good)))
+
+
+def test_one_completion_that_cannot_be_rendered_does_not_take_the_others_with_it():
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
+        "{% endif %}{{ m['content'] }}{% endfor %}"
+    )
+    scorer = scorer_of("qwen3", tokenizer=made.make_tokenizer(template=template))
+    group = groups_of(4)[3]
+    completions = list(group.completions_G)
+    completions.insert(1, Completion(messages=(Message("tool", "4"),)))
+    (scores,) = scorer.score_now([replace(group, completions_G=tuple(completions))])
+    assert "no tools" in scores[1].failure
+    (expected,) = scorer.score_now([group])
+    assert_same([[s.value for s in (scores[0], *scores[2:])]], [[s.value for s in expected]])
+
+
+def test_a_score_that_is_not_finite_is_a_failure_and_does_not_spread():
+    scorer = scorer_of()
+    bad_id = scorer.contract.tokenizer("@")["input_ids"][0]
+    with torch.no_grad():
+        scorer.model.classifier.get_input_embeddings().weight[bad_id] = torch.nan
+    group = group_of([Message("user", "Why?")], ["Because.", "@", "No."], group_id="g")
+    clean = replace(group, completions_G=(group.completions_G[0], group.completions_G[2]))
+    first, bad, last = scorer.score_now([group, *groups_of(2)])[0]
+    assert bad == Score(value=None, num_tokens=bad.num_tokens, failure="not finite")
+    (expected,) = scorer.score_now([clean])
+    assert_same([[first.value, last.value]], [[score.value for score in expected]])
+
+
+# ------------------------------------------------------------------------------ the model after
+
+
+def test_scoring_leaves_dropout_as_it_was_and_without_effect():
+    model = tiny.tiny_reward_model("qwen3", attention_dropout=0.5).train()
+    scorer = LocalScorer(model, contract_of())
+    first, again = scorer.score_now(groups_of(4)), scorer.score_now(groups_of(4))
+    assert first == again
+    assert model.training
+    model.eval()
+    assert scorer.score_now(groups_of(4)) == first
+    assert not model.training
+
+
+def test_calls_side_by_side_do_not_disturb_one_another():
+    """In training, with dropout: who ends first must not switch it on for the others."""
+    model = tiny.tiny_reward_model("qwen3", attention_dropout=0.5).train()
+    scorer = LocalScorer(model, contract_of(), batch_tokens=60)
+    calls = [groups_of(count) for count in range(1, 13)]
+    expected = [scorer.score_now(groups) for groups in calls]
+
+    async def all_at_once():
+        return await asyncio.gather(*(scorer.score(groups) for groups in calls))
+
+    assert asyncio.run(all_at_once()) == expected
+    assert model.training
+
+
+def test_training_goes_on_after_scoring():
+    """Nothing made without gradients stays behind in the model."""
+    model = tiny.tiny_reward_model("gemma3").train()
+    scorer = LocalScorer(model, contract_of())
+    scorer.score_now(groups_of(2))
+    model(plant(scorer.contract.encode(groups_of(2)))).sum().backward()
+    assert model.classifier.score.weight.grad.abs().sum() > 0
+
+
+def test_an_error_leaves_the_model_in_training():
+    model = tiny.tiny_reward_model("qwen3").train()
+    tokens = contract_of().encode(groups_of(1))
+
+    def stop(_groups, _tokens):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_tokens(model, tokens, batch_tokens=10, pad_id=0, on_batch=stop)
+    assert model.training
+
+
+def test_micro_batches_are_what_the_path_reads():
+    groups = contract_of().encode(groups_of(6))
+    model = tiny.tiny_reward_model("qwen3")
+    for path, size in (
+        ("forest", lambda batch: len(batch.ids_T)),
+        ("padded", lambda batch: batch.ids_NL.numel()),
+    ):
+        model.path = path
+        parts = divide(model, groups, 300)
+        assert sorted(i for part in parts for i in part) == list(range(6))
+        assert len(parts) > 1
+        for part in parts:
+            batch = lay_out(model, [groups[i] for i in part], pad_id=0)
+            assert size(batch) <= 300 or len(part) == 1
+            assert batch.num_completions == sum(len(groups[i].branches_ids_G) for i in part)
+
+
+# ------------------------------------------------------------------------------------ golden scores
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A saved reward model with golden scores, and a function that loads it."""
+    model = tiny.tiny_reward_model("qwen2-sliding", precision=torch.bfloat16)
+    contract = contract_of()
+    contract = contract.with_rules(golden=golden_scores(model, contract, groups_of(3)))
+    model.classifier.config.pad_token_id = contract.rules.pad_id
+    directory = tmp_path / "saved"
+    directory.mkdir()
+    save_reward_model(directory, model, contract, card="")
+
+    def load(precision="float32", weights=torch.float32):
+        config = PolicyConfig(
+            model_name=str(directory), precision=precision, reward_model_cfg={"enabled": True}
+        )
+        return load_reward_model(
+            config, seed=0, max_length=256, truncation_side="left",
+            device=torch.device("cpu"), weights_dtype=weights,
+        )  # fmt: skip
+
+    return directory, load
+
+
+def alter(directory, name, change):
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    weights[name] = change(weights[name].clone())
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def test_golden_scores_are_those_of_the_conversations(checkpoint):
+    _, load = checkpoint
+    loaded = load()
+    golden = loaded.contract.rules.golden
+    conversations = [g.conversation(i) for g in groups_of(3) for i in range(len(g.completions_G))]
+    assert [entry.messages for entry in golden] == conversations
+    scorer = LocalScorer(loaded.model, loaded.contract)
+    for entry in golden:
+        (score,) = scorer.score_now([conversation_group(entry.messages)])[0]
+        assert entry.values_K == pytest.approx(score.values_K, abs=1e-6)
+        assert entry.num_tokens == score.num_tokens
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_golden_scores_agree_after_loading(checkpoint, precision):
+    """In whatever precision the run that saved and the run that loads compute."""
+    _, load = checkpoint
+    loaded = load(precision)
+    assert check_golden(loaded.model, loaded.contract) < 1e-6
+    assert loaded.model.precision == getattr(torch, precision)
+
+
+def test_golden_scores_agree_roughly_where_the_weights_are_rounded(checkpoint):
+    _, load = checkpoint
+    loaded = load(weights=torch.bfloat16)
+    assert 1e-4 < check_golden(loaded.model, loaded.contract) < 5e-2
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("score.weight", lambda w: w * 1.01),
+        ("score.weight", lambda w: -w),
+        ("model.layers.1.mlp.up_proj.weight", lambda w: w + 0.01),
+        ("model.norm.weight", lambda w: w.roll(1)),
+        ("score.weight", lambda w: w * torch.nan),
+    ],
+)
+def test_a_changed_weight_or_head_is_refused(checkpoint, name, change, precision):
+    """A head that is off by one per cent, even where the run computes in bfloat16."""
+    directory, load = checkpoint
+    alter(directory, name, change)
+    loaded = load(precision)
+    with pytest.raises(ScoringContractError, match="weights, head or library behave differently"):
+        check_golden(loaded.model, loaded.contract)
+
+
+def test_a_tokenizer_that_splits_otherwise_is_refused(checkpoint):
+    _, load = checkpoint
+    loaded = load()
+    golden = tuple(
+        entry.model_copy(update={"num_tokens": entry.num_tokens + 1})
+        for entry in loaded.contract.rules.golden
+    )
+    contract = loaded.contract.with_rules(golden=golden)
+    with pytest.raises(ScoringContractError, match="the tokenizer or its template has changed"):
+        check_golden(loaded.model, contract)
+
+
+def test_without_golden_scores_there_is_nothing_to_disagree_with():
+    assert check_golden(tiny.tiny_reward_model("qwen3"), contract_of()) == 0.0
+
+
+def test_an_encoder_scores_too():
+    classifier = tiny.randomised("bert", {"max_position_embeddings": 300})
+    model = RewardModel(classifier, head_name=None, path="padded", precision=torch.float32)
+    tokenizer = made.make_tokenizer(template=made.BARE, adds_bos=True)
+    scorer = LocalScorer(model, contract_of(tokenizer, pooled="model"))
+    scored = scorer.score_now(groups_of(4))
+    alone = [scorer.score_now([group])[0] for group in groups_of(4)]
+    for one, other in zip(scored, alone, strict=True):
+        assert [s.value for s in one] == pytest.approx([s.value for s in other], abs=1e-5)
+        assert all(math.isfinite(s.value) for s in one)
