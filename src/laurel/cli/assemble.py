@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from laurel.algorithms.selection import Selection, select_by
 from laurel.algorithms.stopping import Deadline, StopRequest
+from laurel.cli.load_scorer import quiet_libraries
 from laurel.cli.preference_data import (
     PreferenceData,
     load_data,
@@ -228,7 +228,7 @@ def _load_model(
         from laurel.rewards.local import check_golden
         from laurel.rewards.self_check import check_paths
 
-        _quiet()
+        quiet_libraries()
         if resume_from:
             check_same_run(resume_from, settings_of(config))
         device = prepare(config.cluster, seed=config.rm.seed)
@@ -296,12 +296,3 @@ def _card(
             "seed": config.rm.seed,
         },
     }
-
-
-def _quiet() -> None:
-    """Progress and advice of the libraries would tear our own display."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.getLogger("torch").setLevel(logging.ERROR)

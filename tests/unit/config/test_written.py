@@ -94,7 +94,7 @@ runs = some(
     RewardTrainingRun,
     policy=policies,
     data=blocks | flat,
-    rm=some(RewardTrainingConfig, seed=st.integers(), max_num_steps=st.integers(-1)),
+    rm=some(RewardTrainingConfig, seed=st.integers(0), max_num_steps=st.integers(-1)),
 )
 
 
