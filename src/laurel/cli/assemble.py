@@ -31,6 +31,9 @@ from laurel.observe.loggers import check_available, next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from laurel.algorithms.learner import Learner
     from laurel.algorithms.reward_training import Outcome
     from laurel.algorithms.run_state import RunState
     from laurel.models.load import LoadedRewardModel
@@ -148,7 +151,6 @@ def _train(
     """Everything after the data: model, tokens, loop. Nothing is written before all is well."""
     loaded, difference = _load_model(config, data, resume_from, console)
     from laurel.algorithms.batches import Batcher
-    from laurel.algorithms.learner import Learner
     from laurel.algorithms.losses import RewardLoss
     from laurel.algorithms.reward_training import RewardTraining, total_steps
     from laurel.algorithms.run_state import Position, read_run_dir
@@ -158,12 +160,7 @@ def _train(
     loss = RewardLoss(config.rm.loss, reward_weights_K=contract.rules.attribute_weights)
     if not loss.count([sample.preference for sample in train]):
         raise DataError(f"no training row teaches rm.loss.type={config.rm.loss.type} anything")
-    learner = Learner(
-        loaded.model,
-        optimizer=config.policy.optimizer,
-        scheduler=config.policy.scheduler,
-        max_grad_norm=config.policy.max_grad_norm,
-    )
+    learner = _learner(config, loaded.model)
     run_dir = (resume_from and read_run_dir(resume_from)) or next_run_dir(config.logger.log_dir)
     golden_set = next(iter(validation.values()), train)
     state = _run_state(config, data, loaded, train, golden_set, run_dir)
@@ -217,11 +214,24 @@ def _run_state(
     )
 
 
+def _learner(config: RewardTrainingRun, model: nn.Module) -> Learner:
+    from laurel.algorithms.learner import Learner
+
+    return Learner(
+        model,
+        optimizer=config.policy.optimizer,
+        scheduler=config.policy.scheduler,
+        max_grad_norm=config.policy.max_grad_norm,
+    )
+
+
 def _load_model(
     config: RewardTrainingRun, data: PreferenceData, resume_from: Path | None, console: Console
 ) -> tuple[LoadedRewardModel, float]:
     """The model and what the self-check of its forests found."""
     with console.status("loading torch and the model"):
+        from torch import nn
+
         from laurel.algorithms.run_state import check_same_run, settings_of
         from laurel.distributed.process import prepare
         from laurel.models.load import load_reward_model
@@ -231,6 +241,7 @@ def _load_model(
         quiet_libraries()
         if resume_from:
             check_same_run(resume_from, settings_of(config))
+        _learner(config, nn.Linear(1, 1))  # what torch refuses is told before anything is loaded
         device = prepare(config.cluster, seed=config.rm.seed)
         loaded = load_reward_model(
             config.policy,
