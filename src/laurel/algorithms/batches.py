@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from laurel.algorithms.learner import MicroBatch
-from laurel.config.schema import PolicyConfig
+from laurel.config.schema import BatchingConfig, PolicyConfig
 from laurel.data.forest import pack, pack_padded, pad, plant
 from laurel.models.reward_model import RewardModel
 from laurel.types import Preference, PreferenceSample
@@ -24,24 +24,32 @@ class Batcher:
     ) -> list[MicroBatch[Preference]]:
         """Micro-batches of all samples.
 
-        Forests are filled up to the token budget. Padded rows too where dynamic batching is on;
-        otherwise they hold `micro_batch_size` groups each, in order.
+        Forests are filled up to the token budget. Padded rows too where dynamic batching is on, or
+        packing is on and the model cannot read forests; otherwise they hold `micro_batch_size`
+        groups each, in order.
         """
         tokens = [sample.tokens for sample in samples]
         policy = self._policy
-        batching = policy.sequence_packing if self._is_forest else policy.dynamic_batching
-        whole = policy.max_total_sequence_length * policy.train_micro_batch_size
-        budget = batching.train_mb_tokens or whole
         if self._is_forest:
             share = policy.sequence_packing.share_prompts
             sizes = [t.num_tokens if share else sum(t.lengths_G) for t in tokens]
-            parts = pack(sizes, budget)
+            parts = pack(sizes, self._budget(policy.sequence_packing))
         elif policy.dynamic_batching.enabled:
-            parts = pack_padded([t.lengths_G for t in tokens], budget)
+            parts = pack_padded(
+                [t.lengths_G for t in tokens], self._budget(policy.dynamic_batching)
+            )
+        elif policy.sequence_packing.enabled:  # wanted, and the model cannot read forests
+            parts = pack_padded(
+                [t.lengths_G for t in tokens], self._budget(policy.sequence_packing)
+            )
         else:
             starts = range(0, len(tokens), micro_batch_size)
             parts = [list(range(s, min(s + micro_batch_size, len(tokens)))) for s in starts]
         return [self._lay_out([samples[i] for i in indices]) for indices in parts]
+
+    def _budget(self, batching: BatchingConfig) -> int:
+        whole = self._policy.max_total_sequence_length * self._policy.train_micro_batch_size
+        return batching.train_mb_tokens or whole
 
     def _lay_out(self, samples: Sequence[PreferenceSample]) -> MicroBatch[Preference]:
         tokens = [sample.tokens for sample in samples]

@@ -85,11 +85,18 @@ def test_without_sharing_every_completion_brings_its_prompt() -> None:
 
 
 def test_padded_rows_are_cut_by_number() -> None:
-    _, batch = cut("padded", micro_batch_size=4)
+    _, batch = cut("padded", micro_batch_size=4, sequence_packing={"enabled": False})
     assert ids(batch) == [[0, 1, 2, 3], [4, 5]]
     assert [micro.num_tokens for micro in batch] == [9 * 17, 4 * 41]
     for micro in batch:
         assert isinstance(micro.inputs, PaddedRows)
+
+
+def test_packing_that_the_model_cannot_do_still_fills_the_budget_with_rows() -> None:
+    _, wanted = cut("padded", sequence_packing={"train_mb_tokens": 120})
+    _, dynamic = cut("padded", dynamic_batching={"enabled": True, "train_mb_tokens": 120})
+    assert ids(wanted) == ids(dynamic)
+    assert len(wanted) > 1
 
 
 def test_dynamic_batches_are_of_similar_lengths_within_the_budget() -> None:
