@@ -4,13 +4,6 @@ The same as `laurel rm`, in the form that users of NeMo RL type. Without --confi
 examples/configs/rm.yaml.
 """
 
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["laurel-rl"]
-# [tool.uv.sources]
-# laurel-rl = { path = "..", editable = true }
-# ///
-
 import sys
 from pathlib import Path
 
