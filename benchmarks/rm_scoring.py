@@ -26,7 +26,6 @@ from material import SCORING_SHAPE, TINY_SHAPE, Shape, classifier, qwen3_config
 from rounds import add_clock, machine, seconds_of, spread, table, write_json
 
 from laurel.models.attention import FOREST, register
-from laurel.models.linear import multiply_with, preferred_library
 from laurel.models.reward_model import RewardModel
 from laurel.rewards.local import score_tokens
 from laurel.types import TokenGroup
@@ -102,18 +101,15 @@ def contestants(
         scores: np.ndarray = logits.float().numpy()
         return scores
 
-    def forest(library: Any) -> Callable[[], np.ndarray]:
-        copied = copy.deepcopy(model)
-        multiply_with(library, copied)
-        copied.set_attn_implementation(FOREST)
-        scorer = RewardModel(copied, head_name="score", path="forest", precision=dtype)
-        budget = sum(group.num_tokens for group in groups)
-        return lambda: score_tokens(scorer, groups, batch_tokens=budget, pad_id=0)
+    copied = copy.deepcopy(model)
+    copied.set_attn_implementation(FOREST)
+    scorer = RewardModel(copied, head_name="score", path="forest", precision=dtype)
+    budget = sum(group.num_tokens for group in groups)
 
-    runs = {"padded": padded, "forest": forest(preferred_library())}
-    if preferred_library() != "torch" and dtype == torch.float32:
-        runs["forest-plain"] = forest("torch")
-    return runs
+    def forest() -> np.ndarray:
+        return score_tokens(scorer, groups, batch_tokens=budget, pad_id=0)
+
+    return {"padded": padded, "forest": forest}
 
 
 def check_agreement(runs: Mapping[str, Callable[[], np.ndarray]], dtype: torch.dtype) -> None:
@@ -127,16 +123,10 @@ def check_agreement(runs: Mapping[str, Callable[[], np.ndarray]], dtype: torch.d
 
 
 def matrix_products(dtype: torch.dtype, *, size: int) -> dict[str, Callable[[], Any]]:
-    """What the machine can do: one large square product, by torch and by oneDNN."""
+    """What the machine can do in torch: one large square product."""
     left, right = torch.randn(2, size, size).to(dtype)
-    products: dict[str, Callable[[], Any]] = {f"product-torch-{size}": lambda: left @ right}
-    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        products[f"product-onednn-{size}"] = lambda: torch.ops.mkldnn._linear_pointwise(
-            left, right, None, "none", [], ""
-        )
-    for product in products.values():
-        product()
-    return products
+    left @ right
+    return {f"product-torch-{size}": lambda: left @ right}
 
 
 def measure(
@@ -187,7 +177,6 @@ def report(
     labels = {
         "padded": "one padded Hugging Face batch (sdpa)",
         "forest": "Laurel, token forest",
-        "forest-plain": "Laurel, torch's own matrix products",
     }
     num = num_groups * COMPLETIONS
     operations = useful_operations(shape, num_groups)

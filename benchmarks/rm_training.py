@@ -32,8 +32,6 @@ from material import (
 )
 from rounds import Worker, add_clock, machine, run_rounds, seconds_of, spread, table, write_json
 
-from laurel.models.linear import preferred_library
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
@@ -42,8 +40,6 @@ class Variant:
     label: str
     peer: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
-    library: str | None = None
-    """Whose matrix products Laurel uses; None: what it chooses by itself."""
 
 
 PADDED = {"sequence_packing": {"enabled": False}}
@@ -53,7 +49,6 @@ VARIANTS = {
         label="TRL, checkpointing off", peer=True, overrides={"gradient_checkpointing": False}
     ),
     "laurel": Variant(label="Laurel"),
-    "plain-products": Variant(label="Laurel, torch's own matrix products", library="torch"),
     "recompute": Variant(
         label="Laurel, checkpointing on",
         overrides={"dtensor_cfg": {"activation_checkpointing": True}},
@@ -68,7 +63,7 @@ VARIANTS = {
     ),
     "padded": Variant(label="Laurel, packing off", overrides=PADDED),
 }
-MAIN = ("trl", "trl-keep", "laurel", "plain-products")
+MAIN = ("trl", "trl-keep", "laurel")
 OWN = tuple(name for name, variant in VARIANTS.items() if not variant.peer)
 
 
@@ -121,8 +116,6 @@ def read_options() -> argparse.Namespace:
         options.variants = list(OWN)
     if options.peer_python is None:
         options.variants = [name for name in options.variants if not VARIANTS[name].peer]
-    if preferred_library() == "torch":  # nothing to compare: it is Laurel's choice here
-        options.variants = [name for name in options.variants if name != "plain-products"]
     if options.quick:
         options.rounds = 1
         options.micro_batch = 4
@@ -157,7 +150,7 @@ def measure(
                     name,
                     "trl_reward.py" if variant.peer else "laurel_reward.py",
                     options.peer_python if variant.peer else sys.executable,
-                    {**settings, "overrides": variant.overrides, "library": variant.library},
+                    {**settings, "overrides": variant.overrides},
                     scratch,
                 )
             )

@@ -27,7 +27,6 @@ from laurel.config.reward_training import LossConfig  # noqa: E402
 from laurel.config.schema import ClusterConfig, PolicyConfig  # noqa: E402
 from laurel.data.loader import StepOrder  # noqa: E402
 from laurel.distributed.process import prepare  # noqa: E402
-from laurel.models.linear import multiply_with, preferred_library  # noqa: E402
 from laurel.models.load import load_reward_model  # noqa: E402
 from laurel.models.scoring import ScoringContract  # noqa: E402
 from laurel.types import (  # noqa: E402
@@ -87,8 +86,6 @@ def main() -> None:
     loaded = load_reward_model(
         policy, seed=SEED, max_length=LONGEST, truncation_side="left", device=device
     )
-    library = SETTINGS["library"] or preferred_library()
-    multiply_with(library, loaded.model)
     samples = encode(loaded.contract, read_rows(Path(SETTINGS["rows"])))
     learner = Learner(loaded.model, optimizer=policy.optimizer, max_grad_norm=policy.max_grad_norm)
     loss = RewardLoss(LossConfig())
@@ -123,7 +120,6 @@ def main() -> None:
         threads=torch.get_num_threads(),
         activation_checkpointing=policy.dtensor_cfg.activation_checkpointing,
         path=loaded.model.path,
-        matrix_products=library,
         optimizer=type(learner.optimizer).__name__,
     )
     serve_steps(channel, step)
