@@ -3,8 +3,8 @@
     python benchmarks/exactness.py
 
 The reference is the Hugging Face classifier with its own attention, each whole sequence in a
-forward pass of its own. Two more columns say how large
-rounding is by itself: the distance to the classifier untouched, and how far that is from float64.
+forward pass of its own. Two more columns say how large rounding is by itself: how far either is
+from the same model in float64.
 """
 
 from __future__ import annotations

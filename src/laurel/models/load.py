@@ -15,7 +15,6 @@ from laurel.config.schema import PolicyConfig, TokenizerConfig
 from laurel.errors import ConfigError, ModelError
 from laurel.models.adapters import add_adapters, load_adapters
 from laurel.models.attention import FOREST, register
-from laurel.models.linear import multiply_with, preferred_library
 from laurel.models.reward_model import RewardModel
 from laurel.models.scoring import FILE_NAME, ScoringContract, check_rendering
 from laurel.models.scratch import scratch_config, train_tokenizer
@@ -263,7 +262,6 @@ def _settle(classifier: Any, device: torch.device, *, recomputes: bool) -> None:
     classifier.to(device=device)
     if device.type == "cpu":
         _leave_file(classifier)
-        multiply_with(preferred_library(), classifier)
 
 
 def recompute_activations(classifier: Any) -> None:
