@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -96,14 +95,16 @@ def train(seed: int, data_dir: Path, overrides: list[str]) -> Run:
         command = [
             sys.executable, "-m", "laurel.cli.main", "rm", "--config", str(RECIPE),
             f"rm.seed={seed}", f"logger.log_dir={scratch}/logs",
-            f"checkpointing.checkpoint_dir={scratch}/checkpoints", *overrides,
+            f"checkpointing.checkpoint_dir={scratch}/checkpoints",
+            f"data.train_data_path={data_dir}/ukp_convarg1/train.jsonl.gz",
+            f"data.val_data_path={data_dir}/ukp_convarg1/validation.jsonl.gz",
+            *overrides,
         ]  # fmt: skip
-        environment = {**os.environ, "LAUREL_DATA": str(data_dir)}
         log = Path(scratch) / "output.log"
         started = time.monotonic()
         with log.open("w") as output:
             code = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False
+                command, stdout=output, stderr=subprocess.STDOUT, check=False
             ).returncode
         seconds = time.monotonic() - started
         if code:
