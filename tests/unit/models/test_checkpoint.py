@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from saved_steps import FILES, hidden, save_all, writer
 
 import laurel
 from laurel.errors import CheckpointError
@@ -16,6 +15,7 @@ from laurel.models.checkpoint import (
     verify,
 )
 from laurel.models.manifest import MANIFEST_NAME
+from saved_steps import FILES, hidden, save_all, writer
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from saved_steps import save_all, writer
 
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint import (
@@ -15,6 +14,7 @@ from laurel.models.checkpoint import (
     verify,
 )
 from laurel.models.manifest import MANIFEST_NAME
+from saved_steps import save_all, writer
 
 
 @pytest.fixture
