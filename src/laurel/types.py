@@ -90,11 +90,6 @@ class Preference:
     source: str = ""
     """Where the row came from, as `file:line` or `name[index]`."""
 
-    @property
-    def has_tie(self) -> bool:
-        """Whether two completions share a rank."""
-        return len(set(self.ranks_G)) < len(self.ranks_G)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenGroup:

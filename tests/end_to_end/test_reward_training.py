@@ -95,6 +95,15 @@ def test_tensorboard_has_the_same_names_and_numbers(two_sets: Path) -> None:
         assert found == pytest.approx({int(ln["step"]): ln[name] for ln in lines if name in ln})
 
 
+def test_the_data_report_is_kept_with_the_run(two_sets: Path) -> None:
+    path = two_sets / "logs" / "exp_001" / "data_report.json"
+    reports = json.loads(path.read_text(encoding="utf-8"))
+    assert set(reports) == {"train", "validation-Easy", "validation-Lists"}
+    for report in reports.values():
+        left_out = sum(reason["count"] for reason in report["rows_left_out"].values())
+        assert report["rows_read"] == report["rows_kept"] + left_out > 0
+
+
 def test_what_a_checkpoint_says_of_itself(two_sets: Path) -> None:
     saved = two_sets / "saves" / "step_5"
     info = json.loads((saved / "training_info.json").read_text(encoding="utf-8"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from laurel.algorithms.learner import MicroBatch
-from laurel.config.schema import BatchingConfig, PolicyConfig
+from laurel.config.schema import PolicyConfig
 from laurel.data.forest import pack, pack_padded, pad, plant
 from laurel.models.reward_model import RewardModel
 from laurel.types import Preference, PreferenceSample
@@ -33,23 +33,15 @@ class Batcher:
         if self._is_forest:
             share = policy.sequence_packing.share_prompts
             sizes = [t.num_tokens if share else sum(t.lengths_G) for t in tokens]
-            parts = pack(sizes, self._budget(policy.sequence_packing))
-        elif policy.dynamic_batching.enabled:
-            parts = pack_padded(
-                [t.lengths_G for t in tokens], self._budget(policy.dynamic_batching)
-            )
-        elif policy.sequence_packing.enabled:  # wanted, and the model cannot read forests
-            parts = pack_padded(
-                [t.lengths_G for t in tokens], self._budget(policy.sequence_packing)
-            )
+            parts = pack(sizes, policy.token_budget(policy.sequence_packing))
+        elif policy.dynamic_batching.enabled or policy.sequence_packing.enabled:
+            dynamic, packing = policy.dynamic_batching, policy.sequence_packing
+            budget = policy.token_budget(dynamic if dynamic.enabled else packing)
+            parts = pack_padded([t.lengths_G for t in tokens], budget)
         else:
             starts = range(0, len(tokens), micro_batch_size)
             parts = [list(range(s, min(s + micro_batch_size, len(tokens)))) for s in starts]
         return [self._lay_out([samples[i] for i in indices]) for indices in parts]
-
-    def _budget(self, batching: BatchingConfig) -> int:
-        whole = self._policy.max_total_sequence_length * self._policy.train_micro_batch_size
-        return batching.train_mb_tokens or whole
 
     def _lay_out(self, samples: Sequence[PreferenceSample]) -> MicroBatch[Preference]:
         tokens = [sample.tokens for sample in samples]

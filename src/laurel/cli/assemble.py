@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -178,6 +179,7 @@ def _train(
     )
     stack.callback(logger.close)
     (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    _write_data_report(run_dir, data)
     stop = stack.enter_context(
         StopRequest(lambda name: progress.message(f"{name}: saving after this step, then ending"))
     )
@@ -188,6 +190,12 @@ def _train(
         store=store, logger=logger, progress=progress, stop=stop, deadline=deadline,
     )  # fmt: skip
     return training.run(position)
+
+
+def _write_data_report(run_dir: Path, data: PreferenceData) -> None:
+    reports = {name: report.to_dict() for name, report in data.reports.items()}
+    text = json.dumps(reports, indent=1)
+    (run_dir / "data_report.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _run_state(
@@ -210,7 +218,7 @@ def _run_state(
         card=_card(config, data, loaded),
         run_dir=run_dir,
         save_optimizer=config.checkpointing.save_optimizer,
-        batch_tokens=config.policy.micro_batch_tokens,
+        batch_tokens=config.policy.token_budget(config.policy.sequence_packing),
     )
 
 

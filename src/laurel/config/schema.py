@@ -398,13 +398,10 @@ class PolicyConfig(Section):
             raise ValueError("policy.model_name is null: name a model, or describe policy.scratch")
         return self
 
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Token budget of a micro-batch."""
-        batching = self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
-        if batching.train_mb_tokens is not None:
-            return batching.train_mb_tokens
-        return self.max_total_sequence_length * self.train_micro_batch_size
+    def token_budget(self, batching: BatchingConfig) -> int:
+        """Tokens of one micro-batch under `sequence_packing` or `dynamic_batching`."""
+        whole = self.max_total_sequence_length * self.train_micro_batch_size
+        return batching.train_mb_tokens or whole
 
 
 # ------------------------------------------------------------------- checkpointing, logger, cluster
