@@ -9,25 +9,29 @@ Every stage wraps the value of the stage before it; none fills in a hole left by
 
     Group -> Preference -> PreferenceSample -> TokenForest -> scores -> loss
     Group -> TokenGroup  ------------------->  TokenForest -> scores -> Score
+    Task  -> GenerationRequest -> Generated -> EnvironmentReturn -> Rollout
+    Task  +  its Rollouts = RolloutGroup -> TokenGroup -> TokenForest -> log-probs -> loss
 
 Shape legend. Tensors and sequences carry these suffixes, slowest dimension first::
 
     T  distinct tokens of a micro-batch, all trees in one row
+    M  completion tokens of a micro-batch: those of all branches, one branch after the other
     N  completions (branches) of a micro-batch, in the order of its trees
     G  completions of one group
     B  groups of a batch
     P  pairs of completions
     K  outputs of the reward head (1 for a scalar reward, one per attribute for regression)
     L  tokens of one sequence
+    V  entries of the vocabulary
     H  attention heads
     D  size of one head, or of the hidden state where no head is in sight
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     TokenIds = npt.NDArray[np.int32]
+    LogProbs = npt.NDArray[np.float32]
+    Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,9 @@ class Group:
     id: str
     prompt: Conversation
     completions_G: tuple[Completion, ...]
+    metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """What its task says besides the words, e.g. `{"ground_truth": "42"}`, for scorers that are not
+    models; see `protocols.Scorer`."""
 
     def conversation(self, index: int) -> Conversation:
         """The whole conversation of completion `index`."""
@@ -179,6 +188,8 @@ class PaddedRows:
     """int64 [N, L]"""
     lengths_N: Tensor
     """int64 [N]: tokens of each row before its padding."""
+    starts_N: Tensor
+    """int64 [N]: where the completion of each row starts: the length of its trunk."""
 
     @property
     def num_completions(self) -> int:
@@ -197,6 +208,154 @@ class Score:
     num_tokens: int = 0
     truncated: bool = False
     failure: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Numbers that it came about from, by name: the scores of the members of an ensemble, what a
+    function returned besides it."""
+
+
+# ------------------------------------------------------------------ from a prompt to its rollouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A prompt to be answered, and what its environment needs to judge an answer."""
+
+    id: str
+    """Unique in the data set."""
+    prompt: Conversation
+    environment: str
+    """Name of the environment that judges the answers."""
+    name: str = ""
+    """Name of the data set, under which figures of its tasks are reported."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the environment is given with each answer, e.g. `{"ground_truth": "42"}`."""
+    source: str = ""
+    """Where the row came from, as `file:line` or `name[index]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How completions are drawn."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 takes the likeliest token each time."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    """A completion ends after the first of them; it is kept in the completion."""
+    stop_token_ids: tuple[int, ...] = ()
+    """A completion ends after the first of them; it is kept in the completion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerationRequest:
+    """A prompt, and a seed for each completion wanted of it."""
+
+    id: str
+    prompt_ids: TokenIds
+    """int32 [L], at least one."""
+    seeds_G: tuple[int, ...]
+    """Each completion depends on its own seed, never on what else is being generated."""
+    sampling: SamplingParams
+
+
+FinishReason = Literal["stop", "length", "aborted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Generated:
+    """One completion of a request, as it came from the policy."""
+
+    index: int
+    """Which of the completions asked for."""
+    ids_L: TokenIds
+    """int32 [L], the token that ended it included."""
+    logprobs_L: LogProbs
+    """float32 [L]: log-probability of each token when it was drawn, under
+    `softmax(logits / temperature)`; temperature 1 where it is 0; before top-p and top-k."""
+    text: str
+    """Without special tokens."""
+    finish_reason: FinishReason
+    """`length`: neither a stop string nor a stop token came in time."""
+    weight_version: int
+    """The oldest weights that any of its tokens was drawn with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The policy's weights, on their way to a generator."""
+
+    version: int
+    """Training steps taken so far."""
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]]
+    """Names and values as Hugging Face's `from_pretrained` knows them, adapters merged."""
+    changing: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+    """Those of them that training can change: enough for a generator that has had all of an
+    earlier version. None: it can change any."""
+
+
+class EnvironmentReturn(NamedTuple):
+    """The verdicts of an environment on a batch of conversations, in order."""
+
+    observations: list[dict[str, str]]
+    """`{"role", "content"}` of what the environment says next."""
+    metadata: list[dict[str, Any] | None]
+    """What it wants back with the next turn of the same conversation."""
+    next_stop_strings: list[list[str] | None]
+    """Where the policy's next turn shall stop; None leaves it as it is."""
+    rewards: Tensor | dict[str, Tensor]
+    """float32 [B], or several named components of it, each float32 [B]."""
+    terminateds: Tensor
+    """bool [B]: whether the conversation is over."""
+    answers: list[str | None] | None = None
+    """The answers as they were read, where the environment reads any."""
+    failures: list[str | None] | None = None
+    """Why a conversation has no reward. What `rewards` holds there is not read, and the sample
+    takes no part in any figure, baseline or loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One completion, played to its end and judged."""
+
+    messages: Conversation
+    """What was said after the prompt: by the policy, and by the environment in between."""
+    ids_L: TokenIds
+    """int32 [L]: all tokens after the prompt."""
+    mask_L: Mask
+    """bool [L]: those that the policy wrote."""
+    logprobs_L: LogProbs
+    """float32 [L]: see `Generated`; 0 where the policy did not write."""
+    reward: float | None
+    """As the environment gave it; None exactly when `failure` is set."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """The named parts of the reward, where the environment names any."""
+    failure: str | None = None
+    truncated: bool = False
+    """It was cut off: by `max_new_tokens`, the context or the number of turns."""
+    num_turns: int = 1
+    weight_version: int = 0
+    answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutGroup:
+    """A task and what became of each of its completions."""
+
+    id: str
+    """Unique in the run: the same task drawn twice makes two groups."""
+    task: Task
+    prompt_ids: TokenIds
+    rollouts_G: tuple[Rollout, ...]
+
+    def tokens(self) -> TokenGroup:
+        """The group as the learner reads it: the prompt is the trunk."""
+        return TokenGroup(
+            id=self.id,
+            trunk_ids=self.prompt_ids,
+            branches_ids_G=tuple(rollout.ids_L for rollout in self.rollouts_G),
+        )
 
 
 def group_of(prompt: Sequence[Message], answers: Sequence[str], *, group_id: str) -> Group:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from laurel.config.check import Checker
+from laurel.config.other_names import at_their_place
 from laurel.config.overrides import apply_overrides
 from laurel.config.section import Section
 from laurel.config.shape import with_defaults
@@ -50,6 +51,7 @@ def load_config(
     """
     tree = read_file(path) if path is not None else Node(value={}, place=DEFAULT)
     problems: list[str] = []
+    tree = at_their_place(schema, tree, problems)
     tree = apply_overrides(schema, with_defaults(schema, tree), overrides, problems)
     checker = Checker(schema, tree, problems)
     config = checker.section(schema, tree)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from laurel.config.other_names import spelled_here
 from laurel.config.section import Section
 from laurel.config.shape import (
     Kinds,
@@ -51,6 +52,7 @@ def apply_overrides(
     for text in overrides:
         try:
             override = parse_override(text)
+            override = replace(override, keys=spelled_here(schema, override.keys))
             tree = _Edit(schema, override).apply(tree, (schema,), ())
         except ConfigError as error:
             problems.append(str(error))

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from laurel.config.preference_data import DataConfig
 from laurel.config.schema import (
     CheckpointingConfig,
     ClusterConfig,
-    DataConfig,
     LoggerConfig,
     PolicyConfig,
     RewardModelConfig,
@@ -107,17 +107,4 @@ class RewardTrainingRun(Section):
                 f"policy.reward_model_cfg.reward_model_type={reward_model.reward_model_type} does "
                 f"not fit rm.loss.type={loss.type}: regression needs both, or neither"
             )
-        parallel = self.policy.dtensor_cfg
-        spread = {
-            "cluster.gpus_per_node": self.cluster.gpus_per_node,
-            "cluster.num_nodes": self.cluster.num_nodes,
-            "policy.dtensor_cfg.tensor_parallel_size": parallel.tensor_parallel_size,
-            "policy.dtensor_cfg.context_parallel_size": parallel.context_parallel_size,
-            "policy.dtensor_cfg.cpu_offload": int(parallel.cpu_offload) + 1,
-        }
-        for key, size in spread.items():
-            if size > 1:
-                raise ValueError(
-                    f"{key}: this version trains in one process; set it to its default"
-                )
         return self

@@ -1,4 +1,4 @@
-"""The sections every run shares: data, policy, checkpointing, logger, cluster.
+"""The sections every run shares: policy, checkpointing, logger, cluster.
 
 Names and meanings follow NeMo RL's configuration files, so a file written for it loads unchanged.
 This file is the only home of each default; the docstring under a field is its reference text.
@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from laurel.config.placement import PlacementConfig
 from laurel.config.section import Section
 
 
@@ -27,175 +28,6 @@ class Milestones(Section):
 
     milestones: list[int]
     """One step fewer than there are schedulers, rising."""
-
-
-# ------------------------------------------------------------------------------------------ data
-
-DEFAULT_DATASET = "HelpSteer3"
-
-
-class DatasetConfig(Section):
-    """One data set: which class reads it, from where."""
-
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"processor", "env_name"})
-
-    dataset_name: str | None = None
-    """HelpSteer3, Tulu3Preference, PreferenceDataset, BinaryPreferenceDataset, or the dotted import
-    path of your own class."""
-    data_path: str | None = None
-    """A local file (.json, .jsonl, .csv, .parquet, .arrow; also .gz), a directory written by
-    `datasets.save_to_disk`, or a name on the Hugging Face hub."""
-    subset: str | None = None
-    """Configuration of a hub data set."""
-    split: str | None = None
-    """Split of a hub data set; `train` where none is said."""
-    prompt_key: str = "prompt"
-    """Column of the prompt (BinaryPreferenceDataset)."""
-    chosen_key: str = "chosen"
-    """Column of the preferred answer (BinaryPreferenceDataset)."""
-    rejected_key: str = "rejected"
-    """Column of the other answer (BinaryPreferenceDataset)."""
-    margin_key: str | None = None
-    """Column holding how much better `chosen` is (a number), for `rm.loss.use_margin`."""
-    target_key: str | None = None
-    """Column holding the probability, 0 to 1, that `chosen` really is better (soft label)."""
-    max_samples: int | None = Field(default=None, ge=1)
-    """Read only the first rows, after filtering."""
-    prompt_file: str | None = None
-    """Text file with `{}` where the first user message goes."""
-    system_prompt_file: str | None = None
-    """Text file put before every conversation as a system message."""
-
-
-class DataConfig(Section):
-    """Where preferences come from. Either the flat keys or the `train`/`validation` blocks."""
-
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"add_bos", "add_eos", "add_generation_prompt", "use_multiple_dataloader",
-         "num_prompts_per_dataloader", "custom_dataloader", "num_workers"}
-    )  # fmt: skip
-
-    dataset_name: str | None = None
-    """See `DatasetConfig.dataset_name`; for training and, where no other is said, validation. Null
-    is told from the rows, and is HelpSteer3 where no path is given either."""
-    train_data_path: str | None = None
-    """Training rows: a path or a hub name."""
-    val_data_path: str | None = None
-    """Validation rows; the set is called `default`."""
-    val_data_paths: dict[str, str | DatasetConfig] = Field(default_factory=dict)
-    """Several validation sets by name: a path, or a block of its own with any `dataset_name`."""
-    train_split: str | None = None
-    """Split of a hub data set to train on."""
-    val_split: str | None = None
-    """Split of a hub data set to validate on."""
-    subset: str | None = None
-    """Configuration of a hub data set."""
-    prompt_key: str = "prompt"
-    """See `DatasetConfig.prompt_key`."""
-    chosen_key: str = "chosen"
-    """See `DatasetConfig.chosen_key`."""
-    rejected_key: str = "rejected"
-    """See `DatasetConfig.rejected_key`."""
-    margin_key: str | None = None
-    """See `DatasetConfig.margin_key`."""
-    target_key: str | None = None
-    """See `DatasetConfig.target_key`."""
-    prompt_file: str | None = None
-    """See `DatasetConfig.prompt_file`."""
-    system_prompt_file: str | None = None
-    """See `DatasetConfig.system_prompt_file`."""
-
-    train: DatasetConfig | list[DatasetConfig] | None = None
-    """Block form of the training set; a list is concatenated."""
-    validation: DatasetConfig | dict[str, DatasetConfig] | None = None
-    """Block form of the validation set, or several by name."""
-    default: DatasetConfig | None = None
-    """Fills the keys that `train` and `validation` leave out."""
-
-    max_input_seq_length: int | None = Field(default=None, ge=2)
-    """Longest conversation in tokens; null means `policy.max_total_sequence_length`."""
-    shuffle: bool = True
-    """Draw a new order of the training rows each epoch, from `rm.seed`."""
-    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the training rows held out for validation where no validation set is named. Rows
-    with the same prompt stay on one side."""
-    max_samples: int | None = Field(default=None, ge=1)
-    """Use only the first training rows, after filtering."""
-    overlong: Literal["truncate", "drop"] = "truncate"
-    """What happens to a conversation longer than `max_input_seq_length`. Truncation is the default
-    because a scorer must give every conversation a score, and training should see what scoring
-    sees. Either way the rows are counted in the data report."""
-    truncation_side: Literal["left", "right"] = "left"
-    """Which end is cut. Left keeps the answer, which is what is judged."""
-    ties: Literal["drop", "error"] = "drop"
-    """Rows whose completions all share one rank, where the loss cannot use them."""
-    duplicates: Literal["drop", "keep"] = "drop"
-    """Rows that say exactly what an earlier row said."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """A malformed row stops the run with its file and line, or is left out and counted."""
-
-    @field_validator("validation", mode="before")
-    @classmethod
-    def _one_or_named(cls, value: Any) -> Any:
-        """A mapping whose values are all mappings is several named sets."""
-        if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
-            return {name: DatasetConfig.model_validate(block) for name, block in value.items()}
-        return value
-
-    @model_validator(mode="after")
-    def _one_form(self) -> DataConfig:
-        flat = [k for k in ("train_data_path", "val_data_path", "val_data_paths")
-                if getattr(self, k)]  # fmt: skip
-        blocks = [k for k in ("train", "validation") if getattr(self, k) is not None]
-        if flat and blocks:
-            raise ValueError(
-                f"data.{flat[0]} and data.{blocks[0]} are two forms of the same thing; keep one"
-            )
-        if self.val_data_path and self.val_data_paths:
-            raise ValueError("set data.val_data_path or data.val_data_paths, not both")
-        return self
-
-    def train_sets(self) -> list[DatasetConfig]:
-        """The training sets, in either form, with the defaults filled in."""
-        if self.train is not None:
-            blocks = self.train if isinstance(self.train, list) else [self.train]
-            return [self._fill(block) for block in blocks]
-        if self.dataset_name is None and self.train_data_path is None:
-            return [
-                self._flat(None, self.train_split).model_copy(
-                    update={"dataset_name": DEFAULT_DATASET}
-                )
-            ]
-        return [self._flat(self.train_data_path, self.train_split)]
-
-    def validation_sets(self) -> dict[str, DatasetConfig]:
-        """The validation sets by name; empty where none is configured."""
-        if isinstance(self.validation, dict):
-            return {name: self._fill(block) for name, block in self.validation.items()}
-        if self.validation is not None:
-            return {"default": self._fill(self.validation)}
-        if self.val_data_path:
-            return {"default": self._flat(self.val_data_path, self.val_split)}
-        named: dict[str, DatasetConfig] = {}
-        for name, value in self.val_data_paths.items():
-            if isinstance(value, str):
-                named[name] = self._flat(value, self.val_split)
-            else:
-                flat = self._flat(None, self.val_split).model_dump()
-                named[name] = DatasetConfig(**{**flat, **value.model_dump(exclude_unset=True)})
-        return named
-
-    def _flat(self, path: str | None, split: str | None) -> DatasetConfig:
-        shared = {key: getattr(self, key) for key in (
-            "dataset_name", "subset", "prompt_key", "chosen_key", "rejected_key", "margin_key",
-            "target_key", "prompt_file", "system_prompt_file")}  # fmt: skip
-        return DatasetConfig(data_path=path, split=split, **shared)
-
-    def _fill(self, block: DatasetConfig) -> DatasetConfig:
-        base = self.default.model_dump(exclude_unset=True) if self.default is not None else {}
-        if self.dataset_name is not None:
-            base.setdefault("dataset_name", self.dataset_name)
-        return DatasetConfig(**{**base, **block.model_dump(exclude_unset=True)})
 
 
 # ---------------------------------------------------------------------------------------- policy
@@ -276,7 +108,7 @@ class DTensorConfig(Section):
     """How the model is spread and what is recomputed."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"_v2", "automodel_kwargs", "clear_cache_every_n_steps"}
+        {"_v2", "automodel_kwargs", "clear_cache_every_n_steps", "env_vars", "dp_replicate_size"}
     )
 
     enabled: bool = True
@@ -434,13 +266,24 @@ class CheckpointingConfig(Section):
     finished by then, and the run ends."""
     save_optimizer: bool = True
     """Without it a checkpoint cannot be resumed exactly."""
+    in_background: bool | None = None
+    """Train on while a checkpoint is written: the loop waits only until weights and optimizer have
+    been copied to host memory, which needs that much of it on each node for the time of the save.
+    Null: on GPUs; not on CPUs, whose memory the run is in and whose cores the writing would take.
+    The last save of a run never is: nothing goes on meanwhile."""
     resume: Literal["auto", "never", "required"] = "auto"
     """`auto`: go on from the newest whole checkpoint, if any; `never`: refuse a directory that has
     one; `required`: refuse to start without one."""
 
+    def saves_in_background(self, device: str) -> bool:
+        """Whether `in_background` says so for a run on devices of a kind, e.g. `cuda`."""
+        return device == "cuda" if self.in_background is None else self.in_background
+
 
 class WandbConfig(Section):
     """Weights & Biases."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"log_nemo_gym_full_result_tables"})
 
     project: str = "laurel"
     """Project."""
@@ -492,13 +335,17 @@ class LoggerConfig(Section):
     mlflow: MlflowConfig = MlflowConfig()
     """See there."""
     num_val_samples_to_print: int = Field(default=3, ge=0)
-    """Pairs shown with their scores at each validation."""
+    """Pairs, or completions, shown with their scores at each validation."""
+    write_completions: bool = True
+    """GRPO: write the completions of each step with their rewards, `completions/step_N.parquet`."""
 
 
 class ClusterConfig(Section):
     """What the run may use."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"segment_size"})
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"segment_size", "master_port_range_low", "master_port_range_high"}
+    )
 
     gpus_per_node: int = Field(default=1, ge=1)
     """Slots of each node: GPUs, or CPU processes where there are none."""
@@ -508,3 +355,26 @@ class ClusterConfig(Section):
     """`auto`: a GPU where there is one."""
     cpu_threads: int | None = Field(default=None, ge=1)
     """Threads of the arithmetic on CPU; null means one per core this process may use."""
+    backend: Literal["auto", "local", "ray"] = "auto"
+    """`local`: everything in this process; `ray`: a process for each rank of each role. `auto`:
+    local where the roles are of one rank each and share one slot."""
+    address: str | None = None
+    """Of a Ray cluster that runs: `host:port`, or `auto` for that of this machine. Null: one is
+    started here, and ends with the run; it has one node."""
+    patience_seconds: float | None = Field(default=None, gt=0)
+    """How long to wait for nodes that are still joining and for slots that others hold; null: not
+    at all, and what is missing is told at once."""
+    placement: PlacementConfig | None = None
+    """Slots of each role, where the rules for `num_nodes` and `gpus_per_node` do not do."""
+    labels: dict[str, list[int]] = Field(default_factory=dict)
+    """Labels that placements may ask for, and the nodes that have them, counted from 0, e.g.
+    `{"pool=train": [0, 1]}`. On Ray they are those of `ray start --labels`."""
+
+    @field_validator("labels")
+    @classmethod
+    def _labels_are_written_as_rays(cls, value: dict[str, list[int]]) -> dict[str, list[int]]:
+        for label in value:
+            key, _, what = label.partition("=")
+            if not (key and what):
+                raise ValueError(f"'{label}' is no label: write it key=value, like pool=train")
+        return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -20,3 +21,6 @@ class Section(BaseModel):
     )
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset()
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """Of a whole configuration: keys as other systems spell them, and where they belong here, both
+    from the top and with dots."""

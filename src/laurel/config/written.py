@@ -33,7 +33,9 @@ _LINE_BREAKS_YAML_CHANGES = re.compile("[\x85\u2028\u2029]")
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     """Templates and other long text as blocks that can be read."""
     style = "|" if "\n" in text else None
-    if _LINE_BREAKS_YAML_CHANGES.search(text):
+    # A block with empty lines at its end has no end of its own: "..." is written after it, which
+    # stands for the end of a document.
+    if _LINE_BREAKS_YAML_CHANGES.search(text) or text.endswith("\n\n") or text == "\n":
         style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
