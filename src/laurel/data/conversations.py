@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, NoReturn
 
-from laurel.config.schema import DatasetConfig
+from laurel.config.preference_data import DatasetConfig
 from laurel.data.cells import Row, UnusableRow, answer, kind_of, messages, required
 from laurel.data.file_formats import json_lines
 from laurel.data.row_formats import binary, infer_class

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,8 +41,8 @@ def plant(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> TokenF
             trees.append(Tree(trunk, branches))
         else:
             for ids in group.branches_ids_G:
-                whole = lay(np.concatenate((group.trunk_ids, ids)), 0)
-                trees.append(Tree(Span(whole.start, whole.start), (whole,)))
+                trunk = lay(group.trunk_ids, 0)
+                trees.append(Tree(trunk, (lay(ids, trunk.length),)))
     return TokenForest(
         ids_T=torch.from_numpy(np.concatenate(pieces).astype(np.int64)),
         positions_T=torch.from_numpy(np.concatenate(positions)),
@@ -55,8 +56,11 @@ def pad(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
     ids_NL = np.full((len(rows), max(len(row) for row in rows)), pad_id, dtype=np.int64)
     for index, row in enumerate(rows):
         ids_NL[index, : len(row)] = row
+    starts = [len(group.trunk_ids) for group in groups for _ in group.branches_ids_G]
     return PaddedRows(
-        ids_NL=torch.from_numpy(ids_NL), lengths_N=torch.tensor([len(row) for row in rows])
+        ids_NL=torch.from_numpy(ids_NL),
+        lengths_N=torch.tensor([len(row) for row in rows]),
+        starts_N=torch.tensor(starts),
     )
 
 
@@ -89,6 +93,36 @@ def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
     return [sorted(items) for items in bins]
+
+
+def pack_evenly(sizes: Sequence[int], budget: int, *, places: int) -> list[list[int]]:
+    """Divide items over micro-batches that several places compute side by side.
+
+    Args:
+        sizes: Tokens of each item.
+        budget: Tokens of a micro-batch; a larger item travels alone.
+        places: Who computes them. One has what `pack` finds.
+
+    Returns:
+        Indices of the items of each micro-batch: as many for each place, and of about one size,
+        unless there are too few items for that.
+    """
+    bins = pack(sizes, budget)
+    if places == 1:
+        return bins
+    count = -(-len(bins) // places) * places
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    while count < len(sizes):
+        parts: list[list[int]] = [[] for _ in range(count)]
+        filled = [(0, number) for number in range(count)]
+        for index in order:
+            total, number = filled[0]
+            parts[number].append(index)
+            heapq.heapreplace(filled, (total + sizes[index], number))
+        if all(total <= budget or len(parts[number]) == 1 for total, number in filled):
+            return [sorted(items) for items in parts]
+        count += places
+    return [[index] for index in range(len(sizes))]
 
 
 def pack_padded(lengths: Sequence[tuple[int, ...]], budget: int) -> list[list[int]]:

@@ -9,22 +9,32 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from laurel.config.schema import DatasetConfig
+from laurel.config.preference_data import DatasetConfig
+from laurel.config.sft_training import DemonstrationSetConfig
+from laurel.config.tasks import TaskSetConfig
 from laurel.errors import DataError
 
+SetConfig = TypeVar("SetConfig", DatasetConfig, TaskSetConfig, DemonstrationSetConfig)
+
 # Columns are looked up in the rows that the object gives, unless it asks for their names itself.
-_COLUMNS = frozenset({"prompt_key", "chosen_key", "rejected_key", "margin_key", "target_key"})
-_ACTED_ON_HERE = frozenset({"split", "prompt_file", "system_prompt_file"})
+_COLUMNS = frozenset(
+    {"prompt_key", "chosen_key", "rejected_key", "margin_key", "target_key", "input_key",
+     "output_key", "chat_key", "system_key"}
+)  # fmt: skip
+_ACTED_ON_HERE = frozenset(
+    {"split", "prompt_file", "system_prompt_file", "system_prompt", "repeat", "seed",
+     "split_validation_size", "processor", "env_name", "task_name"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnRows:
+class OwnRows(Generic[SetConfig]):
     """What the user's object gave for one split."""
 
     rows: Iterable[Any]
-    config: DatasetConfig
+    config: SetConfig
     """The configuration without the column names that the object itself has acted on."""
     task_name: str | None = None
     prompt_file: str | None = None
@@ -37,7 +47,7 @@ def is_import_path(name: str) -> bool:
     return "." in name or ":" in name
 
 
-def open_own(config: DatasetConfig) -> OwnRows:
+def open_own(config: SetConfig) -> OwnRows[SetConfig]:
     """The rows of the configured split (`train` where none is said). Raises DataError.
 
     A class is made with those of the configuration's values that were set and that it accepts, and
@@ -57,21 +67,21 @@ def open_own(config: DatasetConfig) -> OwnRows:
     )
 
 
-def has_own_split(config: DatasetConfig, split: str) -> bool:
+def has_own_split(config: SetConfig, split: str) -> bool:
     """Whether the user's object has its rows by split, and that split among them."""
     made, _, _ = _make(config.dataset_name or "", config)
     rows = getattr(made, "formatted_ds", made)
     return isinstance(rows, Mapping) and rows.get(split) is not None
 
 
-def _without(config: DatasetConfig, keys: AbstractSet[str]) -> DatasetConfig:
+def _without(config: SetConfig, keys: AbstractSet[str]) -> SetConfig:
     """The configuration with those keys at their defaults."""
-    return DatasetConfig(**config.model_dump(exclude_unset=True, exclude=set(keys)))
+    return type(config)(**config.model_dump(exclude_unset=True, exclude=set(keys)))
 
 
-def _make(path: str, config: DatasetConfig) -> tuple[Any, set[str], list[str]]:
+def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
     """What the class or function made, the keys that it names, and the set keys without effect."""
-    maker = _imported(path)
+    maker = import_object(path, key="data.dataset_name")
     if not callable(maker):
         raise DataError(
             f"data.dataset_name={path} is a {type(maker).__name__}; it must be a class with "
@@ -97,8 +107,11 @@ def _make(path: str, config: DatasetConfig) -> tuple[Any, set[str], list[str]]:
     return made, values.keys() & parameters.keys(), ignored
 
 
-def _imported(path: str) -> Any:
-    """The object at `package.module.Name` or `package.module:Name`."""
+def import_object(path: str, *, key: str) -> Any:
+    """The object at `package.module.Name` or `package.module:Name`, which `key` names.
+
+    Raises DataError.
+    """
     # As with `python -m`, a module in the working directory can be named.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
@@ -113,24 +126,21 @@ def _imported(path: str) -> Any:
         except ModuleNotFoundError as problem:
             if problem.name and f"{module_name}.".startswith(f"{problem.name}."):
                 continue
-            raise DataError(
-                f"data.dataset_name={path}: importing {module_name} failed: {problem}"
-            ) from problem
+            raise DataError(f"{key}={path}: importing {module_name} failed: {problem}") from problem
         except Exception as problem:
             raise DataError(
-                f"data.dataset_name={path}: importing {module_name} raised "
-                f"{type(problem).__name__}: {problem}"
+                f"{key}={path}: importing {module_name} raised {type(problem).__name__}: {problem}"
             ) from problem
         for name in names[length:]:
             if not hasattr(found, name):
                 raise DataError(
-                    f"data.dataset_name={path}: {module_name} has no '{name}'; "
+                    f"{key}={path}: {module_name} has no '{name}'; "
                     f"it has: {', '.join(_public_names(found)) or 'nothing public'}"
                 )
             found = getattr(found, name)
         return found
     raise DataError(
-        f"data.dataset_name={path}: there is no module '{names[0]}' in the working directory "
+        f"{key}={path}: there is no module '{names[0]}' in the working directory "
         f"({os.getcwd()}) or among the installed packages"
     )
 
@@ -157,8 +167,7 @@ def _split_of(made: Any, path: str, split: str) -> Iterable[Any]:
     if not isinstance(rows, Iterable) or isinstance(rows, str | bytes):
         raise DataError(
             f"data.dataset_name={path} gives a {type(rows).__name__} where rows are expected: a "
-            "class must carry formatted_ds, a function must yield rows "
-            "{'context': [...], 'completions': [...]}"
+            "class must carry formatted_ds, a function must yield rows"
         )
     return rows
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import math
-import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
 
-from laurel.config.schema import DatasetConfig
+from laurel.config.preference_data import DatasetConfig
 from laurel.data.cells import UnusableRow, kind_of
+from laurel.data.held_out import held_out_prompts, split
 from laurel.data.own_datasets import has_own_split, is_import_path, open_own
 from laurel.data.prompt_files import PromptFrame, read_prompt_frame
-from laurel.data.report import DataReport, Reason, fingerprint
+from laurel.data.report import DataReport, Reason, fingerprint, nothing_left, origin_of
 from laurel.data.row_formats import DATASET_CLASSES, class_of, judge
+from laurel.data.set_reading import unknown_class
 from laurel.data.sources import locate, read_rows
 from laurel.errors import DataError
 from laurel.types import Group, Preference
@@ -55,7 +55,7 @@ def load_preferences(
     report.describe(preferences)
     report.notes += loading.notes()
     if not preferences:
-        raise DataError(_nothing_left(report))
+        raise DataError(nothing_left(report))
     return preferences, report
 
 
@@ -85,31 +85,7 @@ def hold_out(
     one row on each side. Raises DataError where there are fewer than two prompts.
     """
     prompts = [fingerprint(preference.group.prompt) for preference in preferences]
-    counts: dict[bytes, int] = {}
-    for prompt in prompts:
-        counts[prompt] = counts.get(prompt, 0) + 1
-    if len(counts) < 2:
-        raise DataError(
-            f"data.split_validation_size={share:g}: {len(preferences)} rows with {len(counts)} "
-            "different prompts cannot be split, as rows with the same prompt stay on one side. "
-            "Name a validation set instead (data.val_data_path)"
-        )
-    key = seed.to_bytes(16, "little", signed=True)
-    drawn = sorted(counts, key=lambda prompt: hashlib.blake2b(prompt, key=key).digest())
-    wanted = share * len(preferences)
-    held_out: set[bytes] = set()
-    num_held_out = 0
-    for prompt in drawn[:-1]:
-        after = num_held_out + counts[prompt]
-        if abs(after - wanted) < abs(num_held_out - wanted):
-            held_out.add(prompt)
-            num_held_out = after
-    if not held_out:
-        held_out.add(min(drawn, key=lambda prompt: counts[prompt]))
-    sides: tuple[list[Preference], list[Preference]] = ([], [])
-    for preference, prompt in zip(preferences, prompts, strict=True):
-        sides[prompt in held_out].append(preference)
-    return sides
+    return split(preferences, prompts, held_out_prompts(prompts, share=share, seed=seed))
 
 
 # --------------------------------------------------------------------------------------- opening
@@ -148,7 +124,7 @@ def _open(config: DatasetConfig, *, name: str) -> _Source:
     )
     if class_name is not None and class_name not in DATASET_CLASSES:
         if not is_import_path(class_name):
-            raise DataError(_unknown_class(class_name))
+            raise DataError(unknown_class(class_name, DATASET_CLASSES))
         own = open_own(config)
         source.config, source.class_name, source.path = own.config, None, None
         source.rows = own.rows
@@ -165,33 +141,8 @@ def _open(config: DatasetConfig, *, name: str) -> _Source:
             f"data set '{name}': no path is given for {class_name or 'the rows'}. Set "
             "data.train_data_path (or data.val_data_path) to a file or a hub name"
         )
-    is_local = os.path.exists(os.path.expanduser(source.path))
-    report.origin = os.path.basename(os.path.normpath(source.path)) if is_local else source.path
+    report.origin = origin_of(source.path)
     return source
-
-
-def _unknown_class(class_name: str) -> str:
-    by_lower = {known.lower(): known for known in DATASET_CLASSES}
-    near = difflib.get_close_matches(class_name.lower(), by_lower, n=1, cutoff=0.5)
-    hint = f"Did you mean {by_lower[near[0]]}? " if near else ""
-    return (
-        f"data.dataset_name={class_name} is unknown. {hint}Known are: "
-        f"{', '.join(DATASET_CLASSES)}; or give the dotted import path of your own class"
-    )
-
-
-def _nothing_left(report: DataReport) -> str:
-    reasons = ", ".join(
-        f"{left_out.count} {reason} (e.g. {left_out.examples[0]}"
-        + (f": {left_out.kinds.most_common(1)[0][0]}" if left_out.kinds else "")
-        + ")"
-        for reason, left_out in report.dropped.items()
-    )
-    notes = "".join(f". {note}" for note in report.notes)
-    return (
-        f"data set '{report.name}' ({report.origin or report.dataset_class}): nothing is left of "
-        f"{report.num_read} rows. Left out: {reasons or 'none'}{notes}"
-    )
 
 
 # --------------------------------------------------------------------------------------- loading

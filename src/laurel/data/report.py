@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -26,6 +27,9 @@ Reason = Literal[
     "duplicate",
     "over-long",
     "held out",
+    "no answer",
+    "nothing to learn",
+    "answer refused",
 ]
 """Why a row is left out."""
 
@@ -82,6 +86,23 @@ class LengthSummary:
         )
 
 
+def lengths_to_dict(
+    characters: LengthSummary | None, tokens: LengthSummary | None
+) -> dict[str, dict[str, float]]:
+    """The summaries that there are as plain values, for JSON."""
+    return {
+        unit: {
+            "min": summary.minimum,
+            "median": summary.median,
+            "mean": summary.mean,
+            "p95": summary.p95,
+            "max": summary.maximum,
+        }
+        for unit, summary in {"characters": characters, "tokens": tokens}.items()
+        if summary is not None
+    }
+
+
 @dataclass(slots=True)
 class _Figures:
     """What the kept preferences look like; two sets' figures can be added."""
@@ -96,8 +117,8 @@ class _Figures:
 
 
 @dataclass(slots=True, kw_only=True)
-class DataReport:
-    """What became of the rows of one data set. The loader fills it, later stages add to it."""
+class RowReport:
+    """What became of the rows of one data set, whatever they say."""
 
     name: str
     dataset_class: str = ""
@@ -106,9 +127,8 @@ class DataReport:
     num_read: int = 0
     dropped: dict[str, LeftOut] = field(default_factory=dict)
     num_truncated: int = 0
-    """Completions whose conversation was cut to the longest length."""
+    """Conversations that were cut to the longest length."""
     notes: list[str] = field(default_factory=list)
-    figures: _Figures = field(default_factory=_Figures, repr=False)
 
     @property
     def num_kept(self) -> int:
@@ -119,6 +139,90 @@ class DataReport:
     def num_dropped(self) -> int:
         """Rows that were left out, for any reason."""
         return sum(left_out.count for left_out in self.dropped.values())
+
+    def drop(self, reason: Reason, source: str, *, kind: str = "") -> None:
+        """Counts a row that was read and is left out; `kind` says more about the reason."""
+        kinds = Counter([kind]) if kind else Counter[str]()
+        self.dropped.setdefault(reason, LeftOut()).add(LeftOut(1, [source], kinds))
+
+    def add_rows(self, other: RowReport) -> None:
+        """Counts the rows of another set too."""
+        self.num_read += other.num_read
+        self.num_truncated += other.num_truncated
+        self.notes += [f"{other.origin or other.name}: {note}" for note in other.notes]
+        for reason, left_out in other.dropped.items():
+            self.dropped.setdefault(reason, LeftOut()).add(left_out)
+
+    @classmethod
+    def of_rows(cls, reports: Sequence[Self], *, name: str) -> Self:
+        """A report of the rows of several sets that are concatenated, without their figures."""
+        merged = cls(
+            name=name,
+            dataset_class=", ".join(dict.fromkeys(report.dataset_class for report in reports)),
+            origin=", ".join(dict.fromkeys(report.origin for report in reports)),
+        )
+        for report in reports:
+            merged.add_rows(report)
+        return merged
+
+    def split_off(self, sources: Sequence[str], *, name: str) -> Self:
+        """Counts rows as held out from here, and returns a report of them without figures."""
+        for source in sources:
+            self.drop("held out", source)
+        return type(self)(
+            name=name,
+            dataset_class=self.dataset_class,
+            origin=self.origin,
+            num_read=len(sources),
+            notes=[f"held out from {self.name}"],
+        )
+
+    def rows_to_dict(self) -> dict[str, Any]:
+        """The rows read, kept and left out as plain values, for JSON."""
+        return {
+            "name": self.name,
+            "dataset_class": self.dataset_class,
+            "origin": self.origin,
+            "rows_read": self.num_read,
+            "rows_kept": self.num_kept,
+            "rows_left_out": {
+                reason: {
+                    "count": left_out.count,
+                    "examples": list(left_out.examples),
+                    "kinds": dict(left_out.kinds.most_common()),
+                }
+                for reason, left_out in self.dropped.items()
+            },
+            "num_truncated": self.num_truncated,
+        }
+
+
+def origin_of(path_or_name: str) -> str:
+    """What a report calls a path or hub name: a file without its directory, or the name."""
+    is_local = os.path.exists(os.path.expanduser(path_or_name))
+    return os.path.basename(os.path.normpath(path_or_name)) if is_local else path_or_name
+
+
+def nothing_left(report: RowReport) -> str:
+    """What to say where no row of a set is left."""
+    reasons = ", ".join(
+        f"{left_out.count} {reason} (e.g. {left_out.examples[0]}"
+        + (f": {left_out.kinds.most_common(1)[0][0]}" if left_out.kinds else "")
+        + ")"
+        for reason, left_out in report.dropped.items()
+    )
+    notes = "".join(f". {note}" for note in report.notes)
+    return (
+        f"data set '{report.name}' ({report.origin or report.dataset_class}): nothing is left of "
+        f"{report.num_read} rows. Left out: {reasons or 'none'}{notes}"
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class DataReport(RowReport):
+    """What became of the rows of a set of preferences. Later stages add to it."""
+
+    figures: _Figures = field(default_factory=_Figures, repr=False)
 
     @property
     def num_prompts(self) -> int:
@@ -151,11 +255,6 @@ class DataReport:
         """Lengths of the kept conversations in tokens, once `set_lengths` was told them."""
         return LengthSummary.of(self.figures.tokens)
 
-    def drop(self, reason: Reason, source: str, *, kind: str = "") -> None:
-        """Counts a row that was read and is left out; `kind` says more about the reason."""
-        kinds = Counter([kind]) if kind else Counter[str]()
-        self.dropped.setdefault(reason, LeftOut()).add(LeftOut(1, [source], kinds))
-
     def describe(self, preferences: Iterable[Preference]) -> None:
         """Takes the figures of the kept rows; call it again after leaving out more of them."""
         self.figures = _Figures(tokens=self.figures.tokens)
@@ -170,34 +269,17 @@ class DataReport:
         self, *, kept: Sequence[Preference], held_out: Sequence[Preference], name: str
     ) -> DataReport:
         """Counts rows as held out from here, and returns the report of the set they went to."""
-        for preference in held_out:
-            self.drop("held out", preference.source)
+        other = self.split_off([preference.source for preference in held_out], name=name)
         self.describe(kept)
-        other = DataReport(
-            name=name,
-            dataset_class=self.dataset_class,
-            origin=self.origin,
-            num_read=len(held_out),
-            notes=[f"held out from {self.name}"],
-        )
         other.describe(held_out)
         return other
 
     @classmethod
     def merge(cls, reports: Sequence[DataReport], *, name: str) -> DataReport:
         """The report of several sets that are concatenated."""
-        merged = cls(
-            name=name,
-            dataset_class=", ".join(dict.fromkeys(report.dataset_class for report in reports)),
-            origin=", ".join(dict.fromkeys(report.origin for report in reports)),
-        )
+        merged = cls.of_rows(reports, name=name)
         total = merged.figures
         for report in reports:
-            merged.num_read += report.num_read
-            merged.num_truncated += report.num_truncated
-            merged.notes += [f"{report.origin or report.name}: {note}" for note in report.notes]
-            for reason, left_out in report.dropped.items():
-                merged.dropped.setdefault(reason, LeftOut()).add(left_out)
             total.num_completions.update(report.figures.num_completions)
             total.num_pairs += report.figures.num_pairs
             total.num_tied_pairs += report.figures.num_tied_pairs
@@ -209,22 +291,8 @@ class DataReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""
-        lengths = {"characters": self.characters, "tokens": self.tokens}
         return {
-            "name": self.name,
-            "dataset_class": self.dataset_class,
-            "origin": self.origin,
-            "rows_read": self.num_read,
-            "rows_kept": self.num_kept,
-            "rows_left_out": {
-                reason: {
-                    "count": left_out.count,
-                    "examples": list(left_out.examples),
-                    "kinds": dict(left_out.kinds.most_common()),
-                }
-                for reason, left_out in self.dropped.items()
-            },
-            "num_truncated": self.num_truncated,
+            **self.rows_to_dict(),
             "num_prompts": self.num_prompts,
             "completions_per_prompt": {
                 str(size): count for size, count in sorted(self.figures.num_completions.items())
@@ -232,17 +300,7 @@ class DataReport:
             "num_pairs": self.figures.num_pairs,
             "tied_pairs_share": self.tied_pairs_share,
             "longer_wins_share": self.longer_wins_share,
-            "lengths": {
-                unit: {
-                    "min": summary.minimum,
-                    "median": summary.median,
-                    "mean": summary.mean,
-                    "p95": summary.p95,
-                    "max": summary.maximum,
-                }
-                for unit, summary in lengths.items()
-                if summary is not None
-            },
+            "lengths": lengths_to_dict(self.characters, self.tokens),
             "notes": list(self.notes),
         }
 

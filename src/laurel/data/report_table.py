@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -12,19 +12,24 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from laurel.data.report import DataReport, LeftOut, LengthSummary
+    from laurel.data.report import DataReport, LeftOut, LengthSummary, RowReport
 
 _WIDTH = 80
 
 
 def table_of(report: DataReport) -> RenderableType:
     """The report's lines: a title, then what each figure is and its value."""
+    return lay_out(report, _figures(report))
+
+
+def lay_out(report: RowReport, figures: Iterable[tuple[str, str]]) -> RenderableType:
+    """The rows of any report, then its own figures, each with its label."""
     title = Text(f"Data '{report.name}'", style="bold")
     about = ", ".join(part for part in (report.dataset_class, report.origin) if part)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), width=_WIDTH)
     table.add_column(ratio=None, no_wrap=True, width=24)
     table.add_column(ratio=1, overflow="fold")
-    for label, value in _lines(report):
+    for label, value in (*_rows(report), *figures):
         # Text, not str: a source such as name[17] must not be taken for markup.
         table.add_row(Text(label), Text(value))
     for note in report.notes:
@@ -33,7 +38,7 @@ def table_of(report: DataReport) -> RenderableType:
     return Group(*parts, table)
 
 
-def _lines(report: DataReport) -> Iterator[tuple[str, str]]:
+def _rows(report: RowReport) -> Iterator[tuple[str, str]]:
     yield "rows read", f"{report.num_read:,}"
     yield "rows kept", f"{report.num_kept:,}"
     yield "rows left out", f"{report.num_dropped:,}"
@@ -41,6 +46,9 @@ def _lines(report: DataReport) -> Iterator[tuple[str, str]]:
         yield f"  {reason}", f"{left_out.count:,}  ({_examples(left_out, report.origin)})"
         for kind, count in left_out.kinds.most_common():
             yield "", f"  {count:,} x {kind}"
+
+
+def _figures(report: DataReport) -> Iterator[tuple[str, str]]:
     figures = report.figures
     if not figures.num_completions:
         return
@@ -52,9 +60,9 @@ def _lines(report: DataReport) -> Iterator[tuple[str, str]]:
     if report.tied_pairs_share is not None:
         yield "tied pairs", f"{report.tied_pairs_share:.1%} of {figures.num_pairs:,} pairs"
     if report.characters is not None:
-        yield "length in characters", _length(report.characters)
+        yield "length in characters", length_line(report.characters)
     if report.tokens is not None:
-        yield "length in tokens", _length(report.tokens)
+        yield "length in tokens", length_line(report.tokens)
     if report.num_truncated or report.tokens is not None:
         total = len(figures.characters)
         yield "cut to fit", f"{report.num_truncated:,} of {total:,} conversations"
@@ -76,7 +84,8 @@ def _distribution(counts: dict[int, int]) -> str:
     return ", ".join(shown) + (", ..." if len(counts) > 6 else "")
 
 
-def _length(lengths: LengthSummary) -> str:
+def length_line(lengths: LengthSummary) -> str:
+    """A summary in one line."""
     return (
         f"median {lengths.median:,.0f}, mean {lengths.mean:,.0f}, 95% under {lengths.p95:,.0f}, "
         f"from {lengths.minimum:,} to {lengths.maximum:,}"

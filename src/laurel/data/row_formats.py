@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from laurel.config.schema import DatasetConfig
+from laurel.config.preference_data import DatasetConfig
 from laurel.data.cells import (
     Row,
     UnusableRow,
@@ -21,6 +21,8 @@ from laurel.data.cells import (
 )
 from laurel.data.transcripts import is_transcript, split_transcripts
 from laurel.types import Completion, Conversation
+
+_UNNAMED = DatasetConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,13 @@ def judge(row: Row, class_name: str, config: DatasetConfig, attributes: Sequence
             raise UnusableRow(problem.kind, problem.message, remedy=remedy) from None
         raise
     return _with_configured_numbers(judged, row, config)
+
+
+def best_answer(row: Row, class_name: str) -> tuple[Conversation, Conversation]:
+    """The prompt of a judged row, and the completion of the best rank (the first, in a tie)."""
+    judged = judge(row, class_name, _UNNAMED, ())
+    best = min(range(len(judged.ranks_G)), key=lambda index: judged.ranks_G[index])
+    return judged.prompt, judged.completions_G[best].messages
 
 
 def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:

@@ -1,0 +1,333 @@
+"""Rows of the benchmarks of reward models: a prompt, its answers, and which of them are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn
+
+from laurel.data.cells import Row, UnusableRow, integer, kind_of, messages, required, text
+from laurel.data.sources import locate, read_rows
+from laurel.errors import DataError
+from laurel.types import Completion, Conversation, Group, Preference
+
+_TIES = "ties"
+_STYLES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkRow:
+    """A group whose answers have a known order."""
+
+    id: str
+    """Unique among the rows that are read together, and the same the next time."""
+    group: Group
+    ranks_G: tuple[int, ...]
+    """Lower is better. Where a row says what is right: 0 for right, 1 for wrong."""
+    subset: str | None = None
+    margin: float | None = None
+    source: str
+    """`file:line`, or `name[index]` where the format has no lines."""
+
+
+class HubPart(NamedTuple):
+    """One split of a data set on the hub."""
+
+    name: str
+    split: str
+    subset: str | None = None
+    """What its rows belong to, where they do not say it themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkForm:
+    """How the rows of one benchmark are written, and where they are if nobody gives a file."""
+
+    title: str
+    written: str
+    """A row, for messages."""
+    read: Callable[[Row], BenchmarkRow]
+    hub: tuple[HubPart, ...] = ()
+
+
+def read_benchmark(
+    form: BenchmarkForm,
+    paths: Sequence[str],
+    *,
+    split: str | None = None,
+    limit: int | None = None,
+) -> list[BenchmarkRow]:
+    """All rows of some files, directories or hub data sets.
+
+    Args:
+        form: How they are written.
+        paths: Files (.jsonl, .json, .csv, .parquet, .arrow; also .gz), directories written by
+            `datasets.save_to_disk`, or names on the hub. Empty: the benchmark's own place.
+        split: Of a directory or a hub data set; None: the benchmark's own, or `train`.
+        limit: Rows at most of each; what comes after is not read.
+
+    Raises:
+        DataError: A file or a row that cannot be used: where, and what is expected.
+    """
+    if not paths and not form.hub:
+        raise DataError(f"no data is named; add --data with a file whose rows are {form.written}")
+    parts: list[HubPart] = []
+    for path in paths:
+        own = [part for part in form.hub if part.name == path and split in (None, part.split)]
+        parts += own or [HubPart(path, split or "train")]
+    rows: list[BenchmarkRow] = []
+    seen: set[str] = set()
+    for part in parts or form.hub:
+        for row in islice(_rows(form, part), limit):
+            rows.append(_with_own_id(row, seen))
+    return rows
+
+
+def rows_of_preferences(
+    preferences: Sequence[Preference], *, subset: str | None
+) -> list[BenchmarkRow]:
+    """Preferences as rows.
+
+    Args:
+        preferences: Of one data set, as `data.preferences` reads them.
+        subset: What they belong to.
+    """
+    return [
+        BenchmarkRow(
+            id=preference.source if subset is None else f"{subset}/{preference.source}",
+            group=preference.group,
+            ranks_G=preference.ranks_G,
+            subset=subset,
+            margin=preference.margin,
+            source=preference.source,
+        )
+        for preference in preferences
+    ]
+
+
+def _rows(form: BenchmarkForm, part: HubPart) -> Iterator[BenchmarkRow]:
+    def refuse(source: str, problem: UnusableRow) -> NoReturn:
+        raise DataError(
+            f"{locate(part.name, source)}: {problem.message}. A row of {form.title} is "
+            f"{form.written}"
+        ) from problem
+
+    for source, row in read_rows(part.name, split=part.split, on_bad_row=refuse):
+        try:
+            read = form.read(row)
+        except UnusableRow as problem:
+            refuse(source, problem)
+        where = locate(part.name, source)
+        yield replace(
+            read,
+            id=read.id or source,
+            group=replace(read.group, id=where),
+            source=where,
+            subset=read.subset if part.subset is None else part.subset,
+        )
+
+
+def _with_own_id(row: BenchmarkRow, seen: set[str]) -> BenchmarkRow:
+    """Rows of different subsets may share an id, and rows of one file now and then do."""
+    own_id, number = row.id, 1
+    if own_id in seen and (row.subset or "").lower() == _TIES:
+        raise DataError(
+            f"{row.source}: there is a row with the id {own_id} already, and rows of Ties find "
+            "their partners by it. Is a file given twice?"
+        )
+    if own_id in seen and row.subset:
+        own_id = f"{row.subset}/{row.id}"
+    first = own_id
+    while own_id in seen:
+        number += 1
+        own_id = f"{first}#{number}"
+    seen.add(own_id)
+    return replace(row, id=own_id)
+
+
+# ------------------------------------------------------------------------------ one of each form
+
+
+def reward_bench_row(row: Row) -> BenchmarkRow:
+    """A pair with its subset."""
+    return _row(
+        row,
+        prompt=_said(row, "prompt", role="user"),
+        answers=[_said(row, key, role="assistant") for key in ("chosen", "rejected")],
+        ranks=(0, 1),
+        subset=_optional_text(row, "subset"),
+    )
+
+
+def reward_bench_2_row(row: Row) -> BenchmarkRow:
+    """A list of right and a list of wrong answers."""
+    right, wrong = _answers(row, "chosen"), _answers(row, "rejected")
+    for key, expected in (("num_correct", len(right)), ("total_completions", None)):
+        total = len(right) + len(wrong) if expected is None else expected
+        if row.get(key) is not None and integer(row[key], what=f"'{key}'") != total:
+            raise UnusableRow(
+                f"'{key}' does not fit",
+                f"'{key}' is {row[key]}, and the row has {len(right)} right and {len(wrong)} wrong "
+                "answers",
+            )
+    subset = text(required(row, "subset"), what="'subset'")
+    if subset.lower() == _TIES and not str(row.get("id")).startswith(("ref:", "tied:")):
+        raise UnusableRow(
+            "no partner", f"the id of a row of Ties is ref:<n> or tied:<n>, not {row.get('id')!r}"
+        )
+    return _row(
+        row,
+        prompt=_said(row, "prompt", role="user"),
+        answers=[*right, *wrong],
+        ranks=(0,) * len(right) + (1,) * len(wrong),
+        subset=subset,
+    )
+
+
+def rm_bench_row(row: Row) -> BenchmarkRow:
+    """Three right and three wrong answers, in the order of the styles."""
+    right, wrong = _answers(row, "chosen"), _answers(row, "rejected")
+    for key, answers in (("chosen", right), ("rejected", wrong)):
+        if len(answers) != _STYLES:
+            raise UnusableRow(
+                f"'{key}' has not three answers",
+                f"'{key}' holds {len(answers)} answers where {_STYLES} are expected, one of each "
+                "style",
+            )
+    return _row(
+        row,
+        prompt=_said(row, "prompt", role="user"),
+        answers=[*right, *wrong],
+        ranks=(0,) * _STYLES + (1,) * _STYLES,
+        subset=text(required(row, "domain"), what="'domain'"),
+    )
+
+
+def judge_bench_row(row: Row) -> BenchmarkRow:
+    """Two answers and which of them is right, which comes first then."""
+    label = text(required(row, "label"), what="'label'").strip()
+    keys = {"A>B": ("response_A", "response_B"), "B>A": ("response_B", "response_A")}
+    if label not in keys:
+        raise UnusableRow("an unknown label", f"'label' is {label!r:.40} where A>B or B>A is meant")
+    return _row(
+        row,
+        prompt=_said(row, "question", role="user"),
+        answers=[_said(row, key, role="assistant") for key in keys[label]],
+        ranks=(0, 1),
+        subset=text(required(row, "source"), what="'source'"),
+        id_key="pair_id",
+    )
+
+
+def best_of_n_row(row: Row) -> BenchmarkRow:
+    """Completions and which are right; also a list of right and a list of wrong ones."""
+    if "completions" not in row:
+        right, wrong = _answers(row, "chosen"), _answers(row, "rejected")
+        answers, ranks = [*right, *wrong], (0,) * len(right) + (1,) * len(wrong)
+    else:
+        key = "passed" if row.get("correct") is None and "passed" in row else "correct"
+        answers, verdicts = _answers(row, "completions"), _listed(row, key)
+        if len(verdicts) != len(answers) or not all(
+            isinstance(verdict, bool) or verdict in (0, 1) for verdict in verdicts
+        ):
+            raise UnusableRow(
+                f"'{key}' does not fit",
+                f"'{key}' must hold true or false for each of the {len(answers)} completions",
+            )
+        ranks = tuple(0 if verdict else 1 for verdict in verdicts)
+    return _row(
+        row,
+        prompt=_said(row, "prompt", role="user"),
+        answers=answers,
+        ranks=ranks,
+        subset=_optional_text(row, "subset"),
+    )
+
+
+def _row(
+    row: Row,
+    *,
+    prompt: Conversation,
+    answers: Sequence[Conversation],
+    ranks: tuple[int, ...],
+    subset: str | None,
+    id_key: str = "id",
+) -> BenchmarkRow:
+    own_id = row.get(id_key)
+    return BenchmarkRow(
+        id="" if own_id is None else str(own_id),
+        group=Group(
+            id="", prompt=prompt, completions_G=tuple(Completion(messages=one) for one in answers)
+        ),
+        ranks_G=ranks,
+        subset=subset,
+        source="",
+    )
+
+
+def _said(row: Row, key: str, *, role: str) -> Conversation:
+    said = messages(required(row, key), role=role, what=f"'{key}'")
+    if not said:
+        raise UnusableRow(f"'{key}' is empty", f"'{key}' is an empty list")
+    return said
+
+
+def _optional_text(row: Row, key: str) -> str | None:
+    value = row.get(key)
+    return None if value is None else text(value, what=f"'{key}'")
+
+
+def _listed(row: Row, key: str) -> Sequence[Any]:
+    values = required(row, key)
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise UnusableRow(
+            f"'{key}' is not a list", f"'{key}' is {kind_of(values)} where a list is expected"
+        )
+    if not values:
+        raise UnusableRow(f"'{key}' is empty", f"'{key}' is an empty list")
+    return values
+
+
+def _answers(row: Row, key: str) -> list[Conversation]:
+    what = f"an answer in '{key}'"
+    return [messages(value, role="assistant", what=what) for value in _listed(row, key)]
+
+
+_PRIOR_SETS = ("anthropic_helpful", "anthropic_hhh", "shp", "summarize")
+
+REWARD_BENCH = BenchmarkForm(
+    title="RewardBench",
+    written='{"id", "subset", "prompt", "chosen", "rejected"}',
+    read=reward_bench_row,
+    hub=(HubPart("allenai/reward-bench", "filtered"),),
+)
+PRIOR_SETS = replace(
+    REWARD_BENCH,
+    hub=tuple(HubPart("allenai/pref-test-sets", name, name) for name in _PRIOR_SETS),
+)
+REWARD_BENCH_2 = BenchmarkForm(
+    title="RewardBench 2",
+    written='{"id", "subset", "prompt", "chosen": [right answers], "rejected": [wrong ones]}',
+    read=reward_bench_2_row,
+    hub=(HubPart("allenai/reward-bench-2", "test"),),
+)
+RM_BENCH = BenchmarkForm(
+    title="RM-Bench",
+    written='{"id", "domain", "prompt", "chosen": [three answers], "rejected": [three]}',
+    read=rm_bench_row,
+    hub=(HubPart("THU-KEG/RM-Bench", "train"),),
+)
+JUDGE_BENCH = BenchmarkForm(
+    title="JudgeBench",
+    written='{"pair_id", "source", "question", "response_A", "response_B", "label": "A>B" or '
+    '"B>A"}',
+    read=judge_bench_row,
+    hub=(HubPart("ScalerLab/JudgeBench", "gpt"), HubPart("ScalerLab/JudgeBench", "claude")),
+)
+BEST_OF_N = BenchmarkForm(
+    title="best of n",
+    written='{"prompt", "completions": [answers], "correct": [true or false for each]}, or '
+    '{"prompt", "chosen": [right answers], "rejected": [wrong ones]}',
+    read=best_of_n_row,
+)
