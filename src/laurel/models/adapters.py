@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,13 +13,20 @@ from torch import Tensor, nn
 
 from laurel.config.schema import LoraConfig
 from laurel.errors import CheckpointError, ConfigError, MissingDependencyError
+from laurel.models.parallel import host_copy, whole
 
 ADAPTERS = Path("adapter", "adapters.safetensors")
 """Where they lie in a checkpoint."""
 
 
-def add_adapters(classifier: Any, config: LoraConfig) -> Any:
-    """Wrap the linear layers below the head in adapters; the head stays whole and is trained.
+def add_adapters(network: Any, config: LoraConfig, *, trains_head: bool) -> Any:
+    """Wrap the linear layers below the head in adapters.
+
+    Args:
+        network: A Hugging Face model; its weights may be on the meta device, the adapters are not.
+        config: Which layers, and of which rank.
+        trains_head: Train the head, whole, besides the adapters. Otherwise they alone are trained,
+            and without them the model is what it was.
 
     Raises:
         ConfigError: Names that no linear layer has.
@@ -32,7 +41,7 @@ def add_adapters(classifier: Any, config: LoraConfig) -> Any:
         ) from error
     linear = [
         name.rsplit(".", 1)[-1]
-        for name, module in classifier.base_model.named_modules()
+        for name, module in network.base_model.named_modules()
         if isinstance(module, nn.Linear)
     ]
     names = sorted(set(linear))
@@ -56,57 +65,145 @@ def add_adapters(classifier: Any, config: LoraConfig) -> Any:
         target_modules=targets,
         bias="none",
     )
-    classifier = inject_adapter_in_model(peft_config, classifier)
-    body = f"{classifier.base_model_prefix}."
-    for name, parameter in classifier.named_parameters():
-        parameter.requires_grad_("lora_" in name or not name.startswith(body))
-    return classifier
+    with _standing_in(network):
+        network = inject_adapter_in_model(peft_config, network)
+        body = f"{network.base_model_prefix}."
+        for name, parameter in network.named_parameters():
+            is_head = not name.startswith(body)
+            parameter.requires_grad_("lora_" in name or (trains_head and is_head))
+    return network
 
 
-def merged_state(classifier: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights of a plain classifier, and the trainable weights where it has adapters.
+@contextmanager
+def _standing_in(network: nn.Module) -> Iterator[None]:
+    """Let weights without memory pass for some on the CPU, so that what is put beside them is real.
+
+    A stand-in is one number, seen as if it were as many as the weight has.
+    """
+    places = [
+        (module, name, parameter)
+        for module in network.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+    for module, name, parameter in places:
+        number = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        module._parameters[name] = nn.Parameter(number, requires_grad=parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for module, name, parameter in places:
+            stand_in = module._parameters[name]
+            parameter.requires_grad_(stand_in is not None and stand_in.requires_grad)
+            module._parameters[name] = parameter
+
+
+def adapted_layers(network: nn.Module) -> dict[str, Any]:
+    """The layers that carry adapters, by their names."""
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
+    }
+
+
+@contextmanager
+def without_adapters(network: nn.Module) -> Iterator[None]:
+    """Compute as if there were no adapters, for a while."""
+    layers = adapted_layers(network).values()
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names of the model without adapters, adapters merged in.
+
+    One after the other, so that no second copy of the model is made. A weight that is tied to
+    another comes once, under the name of the other, as in a saved model. What is not adapted comes
+    as it is in the model: copy it before it is trained further.
+
+    Of a spread model they come whole, gathered one at a time: all ranks go through all of them.
 
     The adapted layers themselves stay untouched: merging and unmerging would round the base
     weights, and a resumed run would no longer be the same run.
 
-    Returns:
-        State of the merged model by plain names; state of adapters and head, by their own names
-        (empty without adapters).
+    Args:
+        network: With or without adapters.
+        changing_only: Leave out what training cannot change. The weights of a block stay together,
+            as engines join some of its layers: queries, keys and values, say.
     """
-    layers = {
-        name: module
-        for name, module in classifier.named_modules()
-        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
-    }
-    state: dict[str, Tensor] = classifier.state_dict()
-    if not layers:
-        return {name: tensor.detach().cpu() for name, tensor in state.items()}, {}
-    merged: dict[str, Tensor] = {}
+    layers = adapted_layers(network)
+    changing = {_block_of(n) for n, p in network.named_parameters() if p.requires_grad}
+    state: dict[str, Tensor] = network.state_dict()
+    own = dict(network.named_parameters(remove_duplicate=False))
+    tied: dict[str, str] = getattr(network, "all_tied_weights_keys", None) or {}
     for name, tensor in state.items():
-        if ".lora_" not in name:
-            merged[name.replace(".base_layer.", ".")] = tensor.detach().clone().cpu()
-    with torch.no_grad():
-        for name, layer in layers.items():
-            for adapter in layer.active_adapters:
-                delta = layer.get_delta_weight(adapter).detach().cpu()
-                merged[f"{name}.weight"] += delta.to(merged[f"{name}.weight"].dtype)
-    trained = {
-        name: parameter.detach().cpu().contiguous()
-        for name, parameter in classifier.named_parameters()
+        is_tied = name in tied and own.get(name) is own.get(tied[name])
+        if ".lora_" in name or is_tied or (changing_only and _block_of(name) not in changing):
+            continue
+        weight = whole(tensor.detach())
+        layer_name, is_adapted, kind = name.partition(".base_layer.")
+        if is_adapted and kind == "weight":
+            layer = layers[layer_name]
+            with torch.no_grad():
+                for adapter in layer.active_adapters:
+                    weight = weight + _delta(layer, adapter).to(weight.dtype)
+        yield name.replace(".base_layer.", "."), weight
+
+
+def _block_of(name: str) -> str:
+    """The part of a layer that a weight is in, `model.layers.3.mlp`, or its module outside them."""
+    path = name.split(".")
+    for index, part in enumerate(path):
+        if part.isdigit():
+            return ".".join(path[: index + 2])
+        if part == "base_layer" or part.startswith("lora_"):
+            return ".".join(path[:index])
+    return ".".join(path[:-1])
+
+
+def _delta(layer: Any, adapter: str) -> Tensor:
+    """What an adapter adds to the weight of its layer, whole."""
+    factors = (layer.lora_A[adapter], layer.lora_B[adapter])
+    shares = [factor.weight for factor in factors]
+    try:
+        for factor, share in zip(factors, shares, strict=True):
+            factor._parameters["weight"] = nn.Parameter(whole(share.detach()), requires_grad=False)
+        delta: Tensor = layer.get_delta_weight(adapter)
+    finally:
+        for factor, share in zip(factors, shares, strict=True):
+            factor._parameters["weight"] = share
+    return delta
+
+
+def trained_weights(network: Any) -> dict[str, Tensor]:
+    """The trainable weights of a model with adapters by their own names, whole and on the CPU.
+
+    Nothing where there are no adapters. A collective call on a spread model.
+    """
+    if not adapted_layers(network):
+        return {}
+    return {
+        name: host_copy(whole(parameter.detach()))
+        for name, parameter in network.named_parameters()
         if parameter.requires_grad
     }
-    return merged, trained
 
 
 def save_adapters(directory: Path, trained: dict[str, Tensor]) -> None:
-    """Write the second result of `merged_state`."""
+    """Write `trained_weights`."""
     path = directory / ADAPTERS
     path.parent.mkdir()
     save_file(trained, path)
 
 
-def load_adapters(directory: Path, classifier: Any) -> None:
-    """Put the adapters and the head of a checkpoint into a model that has adapters.
+def load_adapters(directory: Path, network: Any) -> None:
+    """Put the adapters of a checkpoint, and the head where it is trained, into a model with them.
 
     Raises:
         CheckpointError: The checkpoint has none, or others.
@@ -115,8 +212,11 @@ def load_adapters(directory: Path, classifier: Any) -> None:
     if not path.is_file():
         raise CheckpointError(f"{directory} has no adapters: it was trained without lora_cfg")
     state = load_file(path)
-    wanted = {name for name, p in classifier.named_parameters() if p.requires_grad}
+    wanted = {name for name, p in network.named_parameters() if p.requires_grad}
     if set(state) != wanted:
         odd = sorted(set(state) ^ wanted)[:3]
         raise CheckpointError(f"{path} holds other parameters than this run trains: {odd}")
-    classifier.load_state_dict(state, strict=False)
+    for name in wanted:  # a head that was to be read from other files
+        if network.get_parameter(name).is_meta:
+            network.get_submodule(name.rpartition(".")[0]).to_empty(device="cpu")
+    network.load_state_dict(state, strict=False)

@@ -19,26 +19,24 @@ import json
 import logging
 import math
 import os
-import platform
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
-import laurel
 from laurel.errors import CheckpointError
+from laurel.models.checkpoint_leftovers import clear_up, delete
 from laurel.models.checkpoint_reading import (
     INFO_NAME,
     NewestCheckpoint,
     best_first,
     check_directory,
     find_newest,
-    is_whole,
     read_training_info,
     steps_in,
     steps_to_keep,
@@ -49,13 +47,16 @@ from laurel.models.manifest import (
     MANIFEST_NAME,
     Manifest,
     seal_files,
+    software_versions,
     sync_directory,
     write_manifest,
 )
+from laurel.models.save_under_way import SaveUnderWay, Written
 
 __all__ = [
     "CheckpointStore",
     "NewestCheckpoint",
+    "is_disk_error",
     "read_training_info",
     "steps_to_keep",
     "verify",
@@ -63,14 +64,9 @@ __all__ = [
 
 BEST_NAME = "best"
 
-_LEFTOVER = re.compile(
-    r"\.(?P<kind>tmp|old|del)-(?P<step>step_(?:0|[1-9][0-9]*))-(?P<id>[0-9a-f]{32})"
-)
-_LEFTOVER_LINK = re.compile(r"\.best-[0-9a-f]{32}")
 # The Rust libraries that write weights and tokenizers report a full disk as a plain Exception.
 _RUST_OS_ERROR = re.compile(r"\(os error \d+\)")
 _FREE_SPACE_FACTOR = 1.2
-_VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 _log = logging.getLogger(__name__)
 
@@ -99,9 +95,9 @@ class CheckpointStore:
             metric_name: What `save(metric=...)` measures. Checkpoints that recorded another name
                 rank as if they had no metric.
             higher_is_better: Direction of the metric.
-            on_phase: Called with the name of every phase of a save, so that a test can break it
-                there: begin, written, file:<name>, fsynced, manifest, renamed-old, renamed, best,
-                prune:step_<N>, deleting:step_<N>, pruned.
+            on_phase: Called with the name of every phase of a save, in the thread that does it, so
+                that a test can break it there: begin, written, file:<name>, fsynced, manifest,
+                renamed-old, renamed, best, prune:step_<N>, deleting:step_<N>, pruned.
         """
         self.root = Path(root)
         self._keep_top_k = keep_top_k
@@ -109,12 +105,13 @@ class CheckpointStore:
         self._higher_is_better = higher_is_better
         self._on_phase = on_phase
         self._lock = DirectoryLock(self.root)
+        self._under_way: SaveUnderWay | None = None
 
     def __enter__(self) -> CheckpointStore:
         try:
             _make_directory(self.root)
             self._lock.acquire()
-            self._clear_up()
+            clear_up(self.root)
         except OSError as error:
             self._lock.release()
             if isinstance(error, CheckpointError):
@@ -128,7 +125,10 @@ class CheckpointStore:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._lock.release()
+        try:
+            self._end_of_saving(is_orderly=kind is None)
+        finally:
+            self._lock.release()
 
     def path_of(self, step: int) -> Path:
         """The directory of a step, whether or not it exists."""
@@ -151,7 +151,7 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        write: Callable[[Path], None],
+        write: Callable[[Path], object],
         *,
         metric: float | None = None,
         info: Mapping[str, Any] | None = None,
@@ -172,30 +172,92 @@ class CheckpointStore:
             CheckpointError: the disk is full or refuses. Earlier checkpoints are as they were, and
                 the run may go on and try again at a later step.
         """
+
+        def begin(directory: Path) -> Written:
+            write(directory)
+            return lambda is_awaited: 0.0
+
+        options = {"metric": metric, "info": info, "estimated_bytes": estimated_bytes}
+        return self.begin(step, begin, **options).finish()  # type: ignore[arg-type]
+
+    def begin(
+        self,
+        step: int,
+        write: Callable[[Path], Written],
+        *,
+        metric: float | None = None,
+        info: Mapping[str, Any] | None = None,
+        estimated_bytes: int | None = None,
+    ) -> SaveUnderWay:
+        """The same, of which one at a time may go on while others work.
+
+        What is left when the store is exited is waited for; where an exception passes, it is
+        dropped, unless all of it has been written.
+
+        Args:
+            step: See `save`.
+            write: Begins to fill the empty directory it is given, and says whom to ask.
+            metric: See `save`.
+            info: See `save`.
+            estimated_bytes: See `save`.
+
+        Raises:
+            CheckpointError: See `save`. What goes wrong later is raised by what is returned.
+        """
         if not self._lock.held:
             raise RuntimeError("enter the store first: `with CheckpointStore(...) as store:`")
         if step < 0:
             raise ValueError(f"step must be 0 or more, not {step}")
+        if self._under_way is not None and not self._under_way.is_over:
+            raise RuntimeError("one save at a time: finish the one that is under way first")
+        started = time.monotonic()
         identity = uuid4().hex
         temporary = self.root / f".tmp-step_{step}-{identity}"
-        try:
+        with self._whole_or_absent(step, temporary):
             self._require_space(estimated_bytes)
             temporary.mkdir()
             self._on_phase("begin")
-            write(temporary)
-            self._finish(temporary, step=step, metric=metric, info=info or {})
-            self._put_in_place(temporary, self.path_of(step), identity)
+            written = write(temporary)
+
+        def ask(is_awaited: bool) -> float | None:
+            with self._whole_or_absent(step, temporary):
+                return written(is_awaited)
+
+        def seal() -> Path:
+            with self._whole_or_absent(step, temporary):
+                self._finish(temporary, step=step, metric=metric, info=info or {})
+                self._put_in_place(temporary, self.path_of(step), identity)
+            self._point_to_best()
+            self._prune(step)
+            return self.path_of(step)
+
+        self._under_way = SaveUnderWay(ask, seal, seconds=time.monotonic() - started)
+        return self._under_way
+
+    @contextmanager
+    def _whole_or_absent(self, step: int, temporary: Path) -> Iterator[None]:
+        """Leave nothing of a checkpoint where a stage fails, and say so."""
+        try:
+            yield
         except BaseException as error:
-            _delete(temporary)
-            if isinstance(error, OSError) or _RUST_OS_ERROR.search(str(error)):
+            delete(temporary)
+            if is_disk_error(error):
                 raise CheckpointError(
                     f"the checkpoint of step {step} could not be saved in '{self.root}': "
                     f"{str(error).rstrip('.')}. Earlier checkpoints are as they were."
                 ) from error
             raise
-        self._point_to_best()
-        self._prune(step)
-        return self.path_of(step)
+
+    def _end_of_saving(self, *, is_orderly: bool) -> None:
+        """Wait for what is under way, or give it up: what is left of it goes at the next start."""
+        save, self._under_way = self._under_way, None
+        if save is None or save.is_over:
+            return
+        if is_orderly:
+            save.finish()
+        elif save.is_sealing:
+            with suppress(Exception):
+                save.finish()
 
     # ------------------------------------------------------------------------- stages of a save
 
@@ -223,7 +285,7 @@ class CheckpointStore:
             step=step,
             metric_name=self._metric_name,
             metric=float(metric) if metric is not None and math.isfinite(metric) else None,
-            created_by=_versions(),
+            created_by=software_versions(),
             files=records,
         )
         write_manifest(temporary, manifest)
@@ -252,7 +314,7 @@ class CheckpointStore:
         self._on_phase("renamed")
         sync_directory(self.root)
         if aside is not None and aside.name.startswith("."):
-            _delete(aside)
+            delete(aside)
 
     def _point_to_best(self) -> None:
         link, fresh = self.root / BEST_NAME, self.root / f".best-{uuid4().hex}"
@@ -283,7 +345,7 @@ class CheckpointStore:
                 self._on_phase(f"deleting:step_{step}")
             except OSError as error:
                 _log.warning("'%s' could not be deleted: %s", self.path_of(step), error)
-            _delete(doomed)
+            delete(doomed)
         self._on_phase("pruned")
 
     # -------------------------------------------------------------------------- what is there
@@ -304,22 +366,10 @@ class CheckpointStore:
             for step, manifest in self._sound().items()
         }
 
-    def _clear_up(self) -> None:
-        names = os.listdir(self.root)
-        leftovers = [match for name in names if (match := _LEFTOVER.fullmatch(name))]
-        for match in leftovers:
-            target = self.root / match["step"]
-            if match["kind"] == "old" and not os.path.lexists(target):
-                # Killed between the two renames of a replacement: finish it, or else undo it.
-                fresh = self.root / f".tmp-{match['step']}-{match['id']}"
-                source = fresh if is_whole(fresh) else self.root / match[0]
-                source.rename(target)
-                sync_directory(self.root)
-                _log.warning("'%s' was restored after an interrupted save", target)
-        for match in leftovers:
-            _delete(self.root / match[0])
-        for name in filter(_LEFTOVER_LINK.fullmatch, names):
-            (self.root / name).unlink(missing_ok=True)
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether a disk is full or refuses, whichever library says so."""
+    return isinstance(error, OSError) or _RUST_OS_ERROR.search(str(error)) is not None
 
 
 def _make_directory(directory: Path) -> None:
@@ -327,16 +377,6 @@ def _make_directory(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for made in missing:
         sync_directory(made.parent)
-
-
-def _delete(directory: Path) -> None:
-    """Remove a directory under one of our dot names; what is left of it goes at the next start."""
-    try:
-        shutil.rmtree(directory)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        _log.warning("'%s' could not be deleted whole: %s", directory, error)
 
 
 def _finite(value: Any) -> Any:
@@ -348,14 +388,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-@cache
-def _versions() -> dict[str, str]:
-    found = {"laurel": laurel.__version__, "python": platform.python_version()}
-    for package in _VERSIONED_PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

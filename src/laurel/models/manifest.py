@@ -10,12 +10,16 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import laurel
 from laurel.errors import CheckpointError
 
 MANIFEST_NAME = "MANIFEST.json"
@@ -23,6 +27,7 @@ FORMAT = "laurel-checkpoint"
 FORMAT_VERSION = 1
 
 _SHOWN_PROBLEMS = 5
+_VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,18 @@ class Manifest:
     def num_bytes(self) -> int:
         """Size of all files together."""
         return sum(record.size for record in self.files.values())
+
+
+@cache
+def software_versions() -> dict[str, str]:
+    """What writes checkpoints here: see `Manifest.created_by`."""
+    found = {"laurel": laurel.__version__, "python": platform.python_version()}
+    for package in _VERSIONED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def seal_files(

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +20,14 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from laurel.errors import CheckpointError, DataError, ModelError
-from laurel.models.tokenizer import bind_variables, close_ends, pin_date
-from laurel.types import Conversation, Group, Message, TokenGroup
+from laurel.models.tokenizer import (
+    bind_variables,
+    close_ends,
+    pin_date,
+    refuse_left_out,
+    render,
+)
+from laurel.types import Conversation, Group, Message, TokenGroup, group_of
 
 FILE_NAME = "scoring.json"
 FORMAT = 1
@@ -106,6 +113,7 @@ class ScoringContract:
         attributes: Sequence[str] = (),
         attribute_weights: Sequence[float] | None = None,
         today: date | None = None,
+        closes_ends: bool = True,
     ) -> ScoringContract:
         """The contract of a model that has none yet.
 
@@ -122,10 +130,12 @@ class ScoringContract:
             attributes: Outputs of a regression head.
             attribute_weights: Their weights in the scalar; None is their mean.
             today: The date to pin a clock to.
+            closes_ends: Whether the template is given the BOS and EOS that it lacks; False for one
+                that says already, to the letter, what the model was trained on.
         """
         template, pinned = pin_date(tokenizer.chat_template, today or date.today())
         tokenizer.chat_template = bind_variables(template, template_kwargs or {})
-        if pooled == "last":
+        if pooled == "last" and closes_ends:
             close_ends(tokenizer, append_eos=append_eos)
         rules = ScoringRules(
             template_sha256=_sha256(tokenizer.chat_template),
@@ -182,19 +192,7 @@ class ScoringContract:
         Raises:
             DataError: The template cannot render it.
         """
-        messages = [{"role": m.role, "content": m.content} for m in conversation]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, **self.rules.template_kwargs
-            )
-        except Exception as error:  # Jinja and the template itself raise what they like
-            roles = ", ".join(m.role for m in conversation)
-            raise DataError(
-                f"the chat template cannot render a conversation with the roles [{roles}]: {error}."
-                " Choose a template that can (policy.tokenizer.chat_template=chatml, or a path "
-                "ending in .jinja), or change the conversations."
-            ) from error
-        return str(text)
+        return render(self.tokenizer, conversation, self.rules.template_kwargs)
 
     def encode(self, groups: Sequence[Group], *, sources: Sequence[str] = ()) -> list[TokenGroup]:
         """Tokenise groups.
@@ -229,19 +227,40 @@ class ScoringContract:
             first += len(rows)
             if not all(rows):
                 raise DataError(f"{source}: a conversation without a single token has no score")
-            encoded.append(self._group(group.id, rows))
+            encoded.append(token_group(group.id, [self._finish(row) for row in rows]))
         return encoded
 
-    def _group(self, group_id: str, rows: Sequence[TrainedIds]) -> TokenGroup:
-        cut = [self._finish(row) for row in rows]
-        ids_G = [np.asarray(ids, dtype=np.int32) for ids, _ in cut]
-        shared = shared_prefix(ids_G) if len(ids_G) > 1 else 0
-        return TokenGroup(
-            id=group_id,
-            trunk_ids=ids_G[0][:shared],
-            branches_ids_G=tuple(ids[shared:] for ids in ids_G),
-            truncated_G=tuple(was_cut for _, was_cut in cut),
-        )
+    def encode_rendered(self, row: str | Sequence[int]) -> TokenGroup:
+        """One conversation that somebody else has rendered by the template of this contract.
+
+        Args:
+            row: Its text, or the ids of its tokens. A text gets the BOS that conversations begin
+                with here where it has none: clients of servers that add one leave it out.
+
+        Raises:
+            DataError: It has no token, or one that the tokenizer does not know.
+        """
+        if isinstance(row, str):
+            ids = self.tokenizer(row, add_special_tokens=self.rules.pooled == "model")["input_ids"]
+            bos = self.opening_bos
+            if ids and bos is not None and ids[0] != bos:
+                ids = [bos, *ids]
+        else:
+            ids = list(row)
+            known = len(self.tokenizer)
+            if any(not 0 <= one < known for one in ids):
+                raise DataError(f"a token id is beyond the {known} of the vocabulary")
+        if not ids:
+            raise DataError("a conversation without a single token has no score")
+        return token_group("", [self._finish(ids)])
+
+    @cached_property
+    def opening_bos(self) -> int | None:
+        """The BOS, if conversations begin with it."""
+        asked = group_of((Message("user", "a"),), ("b",), group_id="")
+        (tokens,) = self.encode([asked])
+        first = int(tokens.branches_ids_G[0][0])
+        return first if first == self.rules.bos_id else None
 
     def _finish(self, ids: TrainedIds) -> tuple[TrainedIds, bool]:
         """Cut what is too long; the last token, which is scored, and a BOS are always kept."""
@@ -266,6 +285,23 @@ class ScoringContract:
         return math.fsum(w * v for w, v in zip(weights, values_K, strict=True))
 
 
+def token_group(group_id: str, rows: Sequence[tuple[TrainedIds, bool]]) -> TokenGroup:
+    """Conversations of one prompt, the tokens that all share once.
+
+    Args:
+        group_id: Of the group.
+        rows: The tokens of each, and whether it was cut to them.
+    """
+    ids_G = [np.asarray(ids, dtype=np.int32) for ids, _ in rows]
+    shared = shared_prefix(ids_G) if len(ids_G) > 1 else 0
+    return TokenGroup(
+        id=group_id,
+        trunk_ids=ids_G[0][:shared],
+        branches_ids_G=tuple(ids[shared:] for ids in ids_G),
+        truncated_G=tuple(was_cut for _, was_cut in rows),
+    )
+
+
 def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
     """Length of the prefix that all sequences share, short of the whole of any of them."""
     limit = min(len(ids) for ids in ids_G) - 1
@@ -285,11 +321,7 @@ def check_rendering(contract: ScoringContract) -> None:
     """
     probe = (Message("user", "Where is the laurel?"), Message("assistant", "By the western gate."))
     text = contract.render(probe)
-    for message in probe:
-        if message.content not in text:
-            raise ModelError(
-                f"the chat template leaves out the {message.role} message: it rendered {text!r}"
-            )
+    refuse_left_out(probe, text)
     rules = contract.rules
     last = contract.tokenizer(text, add_special_tokens=rules.pooled == "model")["input_ids"][-1]
     if rules.pooled == "last" and last == rules.pad_id:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -31,7 +32,8 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
 
     Raises:
         UnencodableError: something in it is not None, a number, text, list, tuple, dict,
-            `Counter`, array or dense tensor (subclasses of these are refused too).
+            `Counter`, array or dense tensor, whole or spread over ranks (other subclasses of these
+            are refused too).
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -48,7 +50,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
         return {"$dict": _encode_items(value, name, tensors)}
     if kind is Counter:
         return {"$counter": _encode_items(value, name, tensors)}
-    if kind in (torch.Tensor, torch.nn.Parameter):
+    if kind in (torch.Tensor, torch.nn.Parameter, DTensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise UnencodableError(f"{name} is a tensor that is not dense")
         tensors[name] = value.detach()

@@ -1,4 +1,4 @@
-"""The tokenizer of a reward model: which chat template, which padding token.
+"""The tokenizer of a model: which chat template, which padding token; and what it renders.
 
 Both are chosen once, here, and saved with every checkpoint, because most silently wrong scores of
 this field come from two places choosing differently.
@@ -7,13 +7,14 @@ this field come from two places choosing differently.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from laurel.config.schema import TokenizerConfig
-from laurel.errors import ConfigError, ModelError
+from laurel.errors import ConfigError, DataError, ModelError
+from laurel.types import Conversation
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -44,8 +45,16 @@ _DATE_CALL = re.compile(r"strftime_now\s*\(\s*(['\"])(?P<format>.*?)\1\s*\)")
 _PINNED = "macro strftime_now("
 
 
-def load_tokenizer(config: TokenizerConfig, *, model_name: str, trust_remote_code: bool) -> Any:
+def load_tokenizer(
+    config: TokenizerConfig, *, model_name: str, trust_remote_code: bool, pad_may_end: bool = False
+) -> Any:
     """The tokenizer with its template and padding token settled.
+
+    Args:
+        config: Which, and what of it is changed.
+        model_name: Where it lies if the configuration names no other place.
+        trust_remote_code: Run Python code that comes with it.
+        pad_may_end: See `settle_padding`.
 
     Raises:
         ModelError: No tokenizer there, no chat template, or padding that ends sequences.
@@ -64,7 +73,7 @@ def load_tokenizer(config: TokenizerConfig, *, model_name: str, trust_remote_cod
             f"{key}={name}: no tokenizer could be loaded ({first_line(error)}). {hint}"
         ) from error
     settle_template(tokenizer, config.chat_template)
-    settle_padding(tokenizer, config.pad_token)
+    settle_padding(tokenizer, config.pad_token, may_end=pad_may_end)
     return tokenizer
 
 
@@ -107,12 +116,18 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
         tokenizer.chat_template = named["default"]
 
 
-def settle_padding(tokenizer: Any, choice: str | None) -> None:
+def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False) -> None:
     """Make sure padding is never the token that ends a sequence.
 
     Hugging Face's own reward head reads the score at the rightmost token that is not padding. With
     pad == eos that is the token before the end, so the same model gives other numbers there than
     where the last token is read.
+
+    Args:
+        tokenizer: Changed.
+        choice: `policy.tokenizer.pad_token`.
+        may_end: Allow it all the same where nobody asked for another: of language models, nothing
+            is read by the padding token.
 
     Raises:
         ModelError: The padding token is the end-of-sequence token, or is not in the vocabulary.
@@ -128,13 +143,13 @@ def settle_padding(tokenizer: Any, choice: str | None) -> None:
             t for t in PAD_CANDIDATES if t in vocabulary and t not in (eos, tokenizer.bos_token)
         ]
         reserved = sorted(t for t in vocabulary if "reserved_special_token" in t)
-        if not free and not reserved:
+        if not free and not reserved and not may_end:
             raise ModelError(
                 "the tokenizer has no token that could pad without ending a sequence. Name one "
                 "that your texts never contain: policy.tokenizer.pad_token=..."
             )
-        tokenizer.pad_token = (free or reserved)[0]
-    if tokenizer.pad_token == eos:
+        tokenizer.pad_token = (free or reserved or [eos])[0]
+    if tokenizer.pad_token == eos and not may_end:
         raise ModelError(
             f"the tokenizer pads with its end-of-sequence token {eos!r}: other programs would read "
             "this model's score one token too early. Set policy.tokenizer.pad_token=auto to pick "
@@ -226,6 +241,55 @@ def close_ends(tokenizer: Any, *, append_eos: bool) -> None:
         tokenizer.chat_template = tokenizer.chat_template.removesuffix("\n") + (
             "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
         )
+
+
+def render(
+    tokenizer: Any,
+    conversation: Conversation,
+    template_kwargs: Mapping[str, Any],
+    *,
+    prompt: bool = False,
+) -> str:
+    """The text of a conversation; `prompt` adds where the assistant begins to speak.
+
+    Raises:
+        DataError: The template cannot render it.
+    """
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                [{"role": m.role, "content": m.content} for m in conversation],
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **template_kwargs,
+            )
+        )
+    except Exception as error:  # Jinja and the template itself raise what they like
+        roles = ", ".join(message.role for message in conversation)
+        raise DataError(
+            f"the chat template cannot render a conversation with the roles [{roles}]: "
+            f"{first_line(error)}. Choose a template that can "
+            "(policy.tokenizer.chat_template=chatml, or a path ending in .jinja), or change the "
+            "conversations."
+        ) from error
+
+
+def refuse_left_out(conversation: Conversation, text: str) -> None:
+    """Refuse a template that drops what it is given.
+
+    Raises:
+        ModelError: A message is not in the text that was rendered of it.
+    """
+    for message in conversation:
+        if message.content not in text:
+            raise ModelError(
+                f"the chat template leaves out the {message.role} message: it rendered {text!r}"
+            )
+
+
+def plain_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of tokens as `Generated` has it: without special ones."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def first_line(error: BaseException) -> str:

@@ -1,0 +1,362 @@
+"""The words a policy is spoken to in: conversations as tokens, for sampling and for imitation.
+
+What is sampled and what is imitated are cut into the same pieces. A prompt is the template's text
+up to where the assistant begins; then come the policy's own tokens, up to and with the token that
+ends its turn; then what the template writes between that and the assistant's next turn. Each piece
+is tokenised by itself, so no token ever straddles a border, and the policy's tokens stay as it
+wrote them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from laurel.errors import DataError, ModelError
+from laurel.models.tokenizer import (
+    bind_variables,
+    close_ends,
+    pin_date,
+    refuse_left_out,
+    render,
+)
+from laurel.types import Conversation, Message, TokenGroup
+
+if TYPE_CHECKING:
+    from laurel.types import Mask, TokenIds
+
+ENVIRONMENT = "environment"
+"""The role whose text goes on inside the policy's own turn."""
+
+_ANOTHER = (
+    "Choose a template that only appends (policy.tokenizer.chat_template=chatml, or a path "
+    "ending in .jinja)"
+)
+_MARK = "laurelmark"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Demonstration:
+    """A conversation as supervised fine-tuning learns it."""
+
+    tokens: TokenGroup
+    """One branch: everything from the first token of the assistant's on."""
+    mask_L: Mask
+    """bool [L], over the branch: the tokens to learn. The last one is among them."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether its end was cut off."""
+        return self.tokens.truncated_G[0]
+
+
+class _Piece(NamedTuple):
+    ids: list[int]
+    is_assistant: bool
+
+
+class ChatFormat:
+    """How one policy is spoken to.
+
+    Args:
+        tokenizer: With template and padding settled (`load_tokenizer`). Its template is changed
+            where it prints the date, takes variables, or leaves out a BOS that the tokenizer adds,
+            so that it says the same wherever it is saved.
+        template_kwargs: Variables of the template.
+        generation_end_ids: The end tokens of the model's generation configuration.
+        today: The date to pin a clock to.
+
+    Raises:
+        ModelError: A template that cannot render a question and its answer or leaves either out, or
+            a policy that could never end its turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        generation_end_ids: int | Sequence[int] | None = None,
+        today: date | None = None,
+    ) -> None:
+        template, _ = pin_date(tokenizer.chat_template, today or date.today())
+        tokenizer.chat_template = bind_variables(template, template_kwargs or {})
+        close_ends(tokenizer, append_eos=False)
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        self._before = _splitter(tokenizer)
+        self._closing, self._end_text = self._probe()
+        given = generation_end_ids
+        more = [] if given is None else [given] if isinstance(given, int) else list(given)
+        self.end_id = self._end_id()
+        ends = dict.fromkeys((self.end_id, tokenizer.eos_token_id, *more))
+        self.end_ids: tuple[int, ...] = tuple(end for end in ends if end is not None)
+        """Tokens that end the policy's turn; the first is the one that the template writes."""
+        if not self.end_ids:
+            raise ModelError(
+                "neither the chat template nor the tokenizer has a token that ends a turn, so the "
+                "policy could never stop. Choose a template that does "
+                "(policy.tokenizer.chat_template=chatml), or a tokenizer with an EOS token"
+            )
+
+    # ---------------------------------------------------------------------------------- sampling
+
+    def prompt_ids(self, conversation: Conversation) -> TokenIds:
+        """int32 [L]: the conversation, up to where the assistant begins to speak.
+
+        Raises:
+            DataError: The template cannot render it, or nothing is there.
+        """
+        return self.prompts_ids([conversation])[0]
+
+    def prompts_ids(
+        self, conversations: Sequence[Conversation], *, sources: Sequence[str] = ()
+    ) -> list[TokenIds]:
+        """`prompt_ids` of many at once, which is faster; errors name the source, where given.
+
+        Raises:
+            DataError: As `prompt_ids`.
+        """
+        where = [f"{source}: " for source in sources] or [""] * len(conversations)
+        texts: list[str] = []
+        for place, conversation in zip(where, conversations, strict=True):
+            try:
+                texts.append(self.render(conversation, prompt=True))
+            except DataError as error:
+                raise DataError(f"{place}{error}") from error
+        if not texts:
+            return []
+        rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for place, row in zip(where, rows, strict=True):
+            if not row:
+                raise DataError(f"{place}the prompt has not a single token")
+        return [np.asarray(row, dtype=np.int32) for row in rows]
+
+    def observation_ids(
+        self,
+        observation: Mapping[str, str],
+        *,
+        history: Conversation = (),
+        turn_ids: Sequence[int] | TokenIds = (),
+    ) -> TokenIds:
+        """int32 [L]: what follows the policy's turn so that it can go on; its own tokens stay.
+
+        Args:
+            observation: `role` and `content` of what the environment says. The role `environment`
+                goes on inside the policy's turn, as raw text; any other gets a turn of its own.
+            history: The conversation before the policy's turn, for templates that care.
+            turn_ids: The policy's turn. Where it has no end token, what closes it is included.
+
+        Raises:
+            DataError: The template cannot render such a turn.
+        """
+        role, content = observation["role"], observation["content"]
+        if role == ENVIRONMENT:
+            return np.asarray(self._ids(content), dtype=np.int32)
+        mark = _MARK
+        while mark in content or any(mark in message.content for message in history):
+            mark += "k"
+        asked = tuple(history) or (Message("user", "a"),)
+        text = self.render(
+            (*asked, Message("assistant", mark), Message(role, content)), prompt=True
+        )
+        after = text[text.rindex(mark) + len(mark) :] if mark in text else None
+        if after is None or (content and content.strip() not in after):
+            raise DataError(
+                f"the chat template leaves out a message of role '{role}' after the assistant's "
+                "turn, so the policy would never see it. Choose a template that has such turns "
+                "(policy.tokenizer.chat_template=chatml), or let the environment answer with the "
+                f"role 'user' or '{ENVIRONMENT}'"
+            )
+        ended = len(turn_ids) > 0 and int(turn_ids[-1]) in self.end_ids
+        closing = [] if ended else [self.end_ids[0]]
+        ids = closing + self._ids(after.removeprefix(self._end_text))
+        return np.asarray(ids, dtype=np.int32)
+
+    def render(self, conversation: Conversation, *, prompt: bool = False) -> str:
+        """The text of a conversation; `prompt` adds where the assistant begins to speak.
+
+        Raises:
+            DataError: The template cannot render it.
+        """
+        return render(self.tokenizer, conversation, self.template_kwargs, prompt=prompt)
+
+    # --------------------------------------------------------------------------------- imitation
+
+    def demonstration(
+        self,
+        conversation: Conversation,
+        *,
+        demonstration_id: str,
+        max_length: int | None = None,
+        only_final: bool = False,
+    ) -> Demonstration | None:
+        """The conversation with the tokens to learn: all that the assistant says, and its ends.
+
+        Longer ones lose their end. None where no token to learn is left.
+
+        Args:
+            conversation: With at least one assistant turn.
+            demonstration_id: Id of the token group.
+            max_length: Longest conversation in tokens.
+            only_final: Learn the assistant's last turn alone.
+
+        Raises:
+            DataError: A template that writes a turn differently once more follows.
+        """
+        pieces = self._pieces(conversation, only_final=only_final)
+        ids = [token for piece in pieces for token in piece.ids]
+        mask = np.asarray([piece.is_assistant for piece in pieces for _ in piece.ids], dtype=bool)
+        truncated = max_length is not None and len(ids) > max_length
+        mask = mask[:max_length]
+        learned = np.flatnonzero(mask)
+        if not learned.size:
+            return None
+        start, end = int(learned[0]), int(learned[-1]) + 1
+        row = np.asarray(ids, dtype=np.int32)
+        return Demonstration(
+            tokens=TokenGroup(
+                id=demonstration_id,
+                trunk_ids=row[:start],
+                branches_ids_G=(row[start:end],),
+                truncated_G=(truncated,),
+            ),
+            mask_L=mask[start:end],
+        )
+
+    def _pieces(self, conversation: Conversation, *, only_final: bool) -> list[_Piece]:
+        text = self.render(conversation)
+        if _GENERATION.search(self.tokenizer.chat_template):
+            text, spans = self._marked_spans(conversation)
+        else:
+            spans = self._found_spans(conversation, text, only_final=only_final)
+        pieces: list[_Piece] = []
+        position = 0
+        for start, end in spans[-1:] if only_final else spans:
+            said = text[start:end].removesuffix(self._closing)
+            end = start + len(said)
+            pieces.append(_Piece(self._ids(text[position:start], first=position == 0), False))
+            ids = self._ids(said, first=start == 0)
+            has_end = bool(self._end_text) and text.startswith(self._end_text, end)
+            pieces.append(_Piece([*ids, self.end_ids[0]], True))
+            position = end + (len(self._end_text) if has_end else 0)
+        return pieces
+
+    def _found_spans(
+        self, conversation: Conversation, text: str, *, only_final: bool
+    ) -> list[tuple[int, int]]:
+        """Where the assistant speaks, found by rendering the conversation up to each turn."""
+        spans: list[tuple[int, int]] = []
+        turns = [i for i, message in enumerate(conversation) if message.role == "assistant"]
+        for turn in turns[-1:] if only_final else turns:
+            before = self.render(conversation[:turn], prompt=True) if turn else ""
+            through = self.render(conversation[: turn + 1])
+            said = through.removesuffix(self._closing)
+            if not through.startswith(before):
+                raise DataError(
+                    "the chat template asks the assistant in other words than those its turn then "
+                    f"stands in ({_where_they_part(before, through)}), so the policy would learn "
+                    f"what it is never asked. {_ANOTHER}"
+                )
+            if not text.startswith(said) or not through.endswith(self._closing):
+                raise DataError(
+                    f"the chat template writes the first {turn + 1} messages differently once more "
+                    f"follow ({_where_they_part(said, text)}), so which tokens are the assistant's "
+                    "cannot be told. Set sft.only_unmask_final=true, which needs only the last "
+                    f"turn to agree, or another template. {_ANOTHER}"
+                )
+            spans.append((len(before), len(said)))
+        return spans
+
+    def _marked_spans(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and where the template itself says that the assistant speaks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template  # its annotation says str, and it gives a pair
+        texts, spans = render(
+            conversations=[[{"role": m.role, "content": m.content} for m in conversation]],
+            chat_template=self.tokenizer.chat_template,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+            **self.template_kwargs,
+        )
+        ends = (self._closing, self._end_text)
+        text = str(texts[0])
+        found: list[tuple[int, int]] = []
+        for start, end in spans[0]:
+            for closing in filter(None, ends):
+                if text[start:end].endswith(closing):
+                    end -= len(closing)
+                    break
+            found.append((start, end))
+        return text, found
+
+    # ------------------------------------------------------------------------------ the template
+
+    def _probe(self) -> tuple[str, str]:
+        """What the template writes behind an assistant's turn, and the end token it begins with."""
+        asked, said = Message("user", f"{_MARK}user"), Message("assistant", f"{_MARK}assistant")
+        text = self.render((asked, said))
+        refuse_left_out((asked, said), text)
+        closing = text[text.rindex(said.content) + len(said.content) :]
+        added = {*self.tokenizer.added_tokens_encoder, *self.tokenizer.all_special_tokens}
+        known = sorted(added, key=len, reverse=True)
+        first = closing.lstrip()
+        end = next((token for token in known if first.startswith(token)), "")
+        blank = closing[: len(closing) - len(first)] if end else ""
+        return closing, blank + end
+
+    def _end_id(self) -> int | None:
+        if not self._end_text:
+            return None
+        return int(self.tokenizer.convert_tokens_to_ids(self._end_text.strip()))
+
+    @property
+    def asks_as_it_answers(self) -> bool:
+        """Whether an assistant's turn begins with what the policy is asked with.
+
+        Where not, the policy is spoken to in other words than those it was trained on: a mistake
+        in the template, or one of those that open a block of thought.
+        """
+        asked = (Message("user", "a"),)
+        whole = self.render((*asked, Message("assistant", "b")))
+        return whole.startswith(self.render(asked, prompt=True))
+
+    def _ids(self, text: str, *, first: bool = False) -> list[int]:
+        """The tokens of a piece of text, which begins the sequence or goes on with it."""
+        if not text:
+            return []
+        if first or self._before is None:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(self._before + text, add_special_tokens=False)["input_ids"][1:])
+
+
+def _splitter(tokenizer: Any) -> str | None:
+    """A token to put before text that goes on, where a tokenizer puts a blank before all text.
+
+    Tokenizers of the SentencePiece kind do so at the start of a sequence; behind a special token it
+    is not the start.
+    """
+    token = tokenizer.eos_token or tokenizer.bos_token
+    if token is None:
+        return None
+    added = tokenizer.added_tokens_decoder.get(tokenizer.convert_tokens_to_ids(token))
+    if added is None or added.rstrip:
+        return None
+    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
+    behind = tokenizer(f"{token}a", add_special_tokens=False)["input_ids"]
+    return str(token) if behind[1:] != alone else None
+
+
+def _where_they_part(one: str, other: str) -> str:
+    """Two texts where they first differ, for messages."""
+    length = min(len(one), len(other))
+    same = next((i for i in range(length) if one[i] != other[i]), length)
+    start = max(0, same - 20)
+    return f"{one[start : same + 30]!r} and {other[start : same + 30]!r}"

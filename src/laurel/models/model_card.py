@@ -1,0 +1,264 @@
+"""The README of a checkpoint or export: what a model is, what it learned from, how good, its use.
+
+A card says the same of the same weights whenever it is written: there is no time in it. What is
+not known is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from laurel.errors import CheckpointError
+from laurel.models.scoring import ScoringContract, ScoringRules
+from laurel.types import Message, group_of
+
+CARD = "README.md"
+FACTS = "model_card.json"
+"""What the card of a checkpoint was written from, for cards that are written later."""
+
+HERE = "."
+"""Where programs in a card find the model, run in its directory."""
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_TAGS = {"reward model": "reward-model", "policy": "policy"}
+
+
+class CardFacts(BaseModel):
+    """What the card of a model says that the model itself does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base_model: str = ""
+    """What training started from, in words."""
+    hub_base: str | None = None
+    """The same as a name on the hub."""
+    method: str = ""
+    """How it was trained, e.g. `GRPO`."""
+    data: Mapping[str, str] = {}
+    """What each data set is, by name."""
+    settings: Mapping[str, str | int | float | bool | None] = {}
+    """Those that made it what it is."""
+    metrics: Mapping[str, float] = {}
+    """Figures by name."""
+    max_length: int | None = None
+    """Tokens of the longest text that a policy was trained on."""
+    notes: tuple[str, ...] = ()
+    """Further paragraphs."""
+
+    def measured(self, metrics: Mapping[str, float]) -> CardFacts:
+        """The same with figures; what is not finite is no figure."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return self.model_copy(update={"metrics": finite})
+
+    def save(self, directory: Path) -> None:
+        """Write them down beside the card."""
+        text = json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
+        (directory / FACTS).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> CardFacts | None:
+        """Those of a checkpoint; None where there are none.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
+        path = directory / FACTS
+        if not path.is_file():
+            return None
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. Delete it to go without what it says"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRow:
+    """One figure of an evaluation, and what a scorer by length has there."""
+
+    name: str
+    value: float | None
+    longer_wins: float | None
+    num_rows: int
+    num_failures: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationTable:
+    """What an evaluation of the model gave."""
+
+    title: str
+    data: tuple[str, ...]
+    num_rows: int
+    rows: tuple[EvaluationRow, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a row could not be scored."""
+        return any(row.num_failures for row in self.rows)
+
+
+def reward_model_card(
+    facts: CardFacts,
+    contract: ScoringContract,
+    *,
+    evaluations: Sequence[EvaluationTable] = (),
+    place: str = HERE,
+) -> str:
+    """The README of a reward model.
+
+    Args:
+        facts: What is known of its making.
+        contract: It scores by this.
+        evaluations: Tables to show.
+        place: Where the programs in it find the model: a name on the hub, or the directory itself.
+    """
+    rules, tokenizer = contract.rules, contract.tokenizer
+    return _render(
+        "reward_model.md.j2",
+        facts=facts,
+        rules=rules,
+        evaluations=evaluations,
+        place=place,
+        front=_front(facts, kind="reward model", task="text-classification"),
+        beside=_beside_baseline(facts.metrics),
+        figures=_figures(facts.metrics),
+        eos=tokenizer.eos_token,
+        pad=tokenizer.pad_token,
+        pooled=_pooled_token(contract),
+        cut=_cut(contract),
+        keeps=_keeps(contract),
+        versions=", ".join(f"{name} {version}" for name, version in rules.versions.items()),
+    )
+
+
+def policy_card(facts: CardFacts, *, place: str = HERE) -> str:
+    """The README of a policy; see `reward_model_card`."""
+    return _render(
+        "policy.md.j2",
+        facts=facts,
+        place=place,
+        front=_front(facts, kind="policy", task="text-generation"),
+        figures=_figures(facts.metrics),
+    )
+
+
+def hub_name(model: str | None) -> str | None:
+    """A model's name if it is one on the hub, and no directory here."""
+    is_name = model is not None and _HUB_NAME.fullmatch(model) and not Path(model).exists()
+    return model if is_name else None
+
+
+# ------------------------------------------------------------------------------------------- parts
+
+
+def _render(template: str, **values: Any) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("laurel.models"), undefined=StrictUndefined, autoescape=False,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters |= {
+        "figure": _figure,
+        "cell": _cell,
+        "line": _line,
+        "string_literal": json.dumps,
+    }
+    return environment.get_template(template).render(**values)
+
+
+def _front(facts: CardFacts, *, kind: str, task: str) -> str:
+    """What the hub reads."""
+    import yaml
+
+    content: dict[str, object] = {
+        "library_name": "transformers",
+        "pipeline_tag": task,
+        "tags": [_TAGS[kind], "laurel"],
+    }
+    if facts.hub_base is not None:
+        content["base_model"] = facts.hub_base
+    return str(yaml.safe_dump(content, sort_keys=False))
+
+
+def _figures(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(metrics.items())
+
+
+def _beside_baseline(metrics: Mapping[str, float]) -> list[dict[str, object]]:
+    """The accuracy on each validation set beside that of a scorer by length."""
+    rows: list[dict[str, object]] = []
+    for key in sorted(metrics):
+        prefix, is_accuracy, _ = key.rpartition("_accuracy")
+        if not (is_accuracy and key.endswith("_accuracy") and prefix.startswith("validation-")):
+            continue
+        baseline = metrics.get(f"{prefix}_longer_wins_baseline")
+        if baseline is not None:
+            rows.append(
+                {
+                    "name": prefix.removeprefix("validation-"),
+                    "accuracy": metrics[key],
+                    "longer_wins": baseline,
+                    "num_pairs": metrics.get(f"{prefix}_num_valid_samples"),
+                }
+            )
+    return rows
+
+
+def _pooled_token(contract: ScoringContract) -> str:
+    """Which token is read, where the template says it whatever the answer is."""
+    last = []
+    for answer in ("By the gate.", "No"):
+        asked = group_of((Message("user", "Where?"),), (answer,), group_id="")
+        (tokens,) = contract.encode([asked])
+        last.append(int(tokens.branches_ids_G[0][-1]))
+    if last[0] != last[1]:
+        return " of the answer"
+    text = contract.tokenizer.decode([last[0]])
+    return f", which the template makes {text!r} (id {last[0]})".replace("'", "`")
+
+
+def _keeps(contract: ScoringContract) -> str:
+    """What a cut leaves in its place."""
+    kept = []
+    if contract.opening_bos is not None and contract.rules.truncation_side == "left":
+        kept.append("the first token")
+    if contract.rules.truncation_side == "right" or contract.rules.pooled == "model":
+        kept.append("the last token")
+    return " and ".join(kept)
+
+
+def _cut(contract: ScoringContract) -> str:
+    """Python that cuts `ids` as `ScoringContract` does."""
+    rules: ScoringRules = contract.rules
+    longest = rules.max_length
+    if rules.truncation_side == "right" or rules.pooled == "model":
+        return f"ids[:{longest - 1}] + ids[-1:]"
+    if contract.opening_bos is not None:
+        return f"ids[:1] + ids[{1 - longest}:]"
+    return f"ids[-{longest}:]"
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _line(value: object) -> str:
+    return " ".join(str(value).split())
+
+
+def _cell(value: object) -> str:
+    return _line(value).replace("|", "\\|")

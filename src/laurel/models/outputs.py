@@ -1,0 +1,329 @@
+"""From hidden states to log-probabilities of tokens. The only place where tokens are shifted.
+
+Position t of every per-token stream describes token t: its log-probability is read from the hidden
+state of the token before it, here and nowhere else.
+
+A vocabulary is so large that the logits of a micro-batch would fill more memory than the model.
+They are therefore made in chunks of tokens, read, and dropped, and made again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from laurel.errors import DataError
+from laurel.types import PaddedRows, TokenForest
+
+CHUNK_LOGITS = 2**24
+"""Logits of one chunk, where nobody says how many tokens: 64 MiB."""
+CACHED_LOGITS = 2**20
+"""Logits that are worked on at a time once they are there: what stays in a processor's cache."""
+
+
+class TokenOutputs(NamedTuple):
+    """What the policy says of the completion tokens of a micro-batch."""
+
+    logprobs_M: Tensor
+    """float32 [M], differentiable: log-probability of each token."""
+    entropy_M: Tensor | None
+    """float32 [M], without gradient: entropy in nats of the distribution each was drawn from."""
+
+
+def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
+    """Which hidden state predicts each completion token.
+
+    That of the token before it: within a branch the previous one, for the first token of a branch
+    the last one of its trunk.
+
+    Returns:
+        int64 [M], indices into the hidden states of the micro-batch with all dimensions but the
+        last made one (of rows: `row * L + column`); int64 [M], the tokens they predict.
+
+    Raises:
+        DataError: A completion has no prompt, so nothing predicts its first token.
+    """
+    if isinstance(batch, TokenForest):
+        spans = [(tree.trunk, branch) for tree in batch.trees for branch in tree.branches_G]
+        if any(trunk.length == 0 for trunk, _ in spans):
+            raise _no_prompt()
+        targets_M = torch.cat([torch.arange(*branch) for _, branch in spans])
+        index_M = targets_M - 1
+        first_N = torch.tensor([branch.length for _, branch in spans]).cumsum(0).roll(1)
+        first_N[0] = 0
+        index_M[first_N] = torch.tensor([trunk.end - 1 for trunk, _ in spans])
+        return index_M, batch.ids_T[targets_M.to(batch.ids_T.device)]
+    if bool((batch.starts_N < 1).any()):
+        raise _no_prompt()
+    column_L = torch.arange(batch.ids_NL.shape[1], device=batch.starts_N.device)
+    is_target_NL = (column_L >= batch.starts_N[:, None]) & (column_L < batch.lengths_N[:, None])
+    targets_M = is_target_NL.flatten().nonzero()[:, 0]
+    return targets_M - 1, batch.ids_NL.flatten()[targets_M.to(batch.ids_NL.device)]
+
+
+def _no_prompt() -> DataError:
+    return DataError(
+        "a completion has no prompt, so nothing predicts its first token: give the prompt at least "
+        "one token, e.g. the tokenizer's beginning-of-sequence token"
+    )
+
+
+def token_logprobs(
+    hidden_MD: Tensor,
+    targets_M: Tensor,
+    weight_VD: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk_size: int | None = None,
+    with_entropy: bool = False,
+) -> TokenOutputs:
+    """Log-probabilities of tokens under `softmax(logits / temperature)`.
+
+    Never holds `[M, V]`, forward or backward: the largest matrix is `[chunk_size, V]`. Tokens that
+    get no gradient cost nothing in the backward pass.
+
+    Products are float32 with float32 sums (float64 where the hidden states are). Where both factors
+    are bfloat16 or float16 on a GPU, they are multiplied as they are, which is exact, and summed
+    and kept in float32; logits rounded to bfloat16 would be off by several hundredths.
+
+    Args:
+        hidden_MD: Hidden state that predicts each token, after the last norm.
+        targets_M: int64, the tokens.
+        weight_VD: Of the language-model head.
+        bias_V: Likewise.
+        temperature: Above 0.
+        softcap: Logits are squashed to `softcap * tanh(logits / softcap)`.
+        logit_scale: Factor of the logits, before the softcap.
+        chunk_size: Tokens whose logits are in memory at a time; None: about 16M logits.
+        with_entropy: Also measure the entropy.
+    """
+    chunk_size = chunk_size or max(1, CHUNK_LOGITS // weight_VD.shape[0])
+    options = _Options(temperature, softcap, logit_scale, chunk_size, with_entropy)
+    logprobs_M, entropy_M = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_MD, weight_VD, bias_V, targets_M, options
+    )
+    return TokenOutputs(logprobs_M, entropy_M)
+
+
+def all_logits(
+    hidden_XD: Tensor,
+    weight_VD: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """The logits that `token_logprobs` reads, at temperature 1, all at once: float32 `[X, V]`.
+
+    Without gradients: they are for drawing tokens.
+    """
+    options = _Options(1.0, softcap, logit_scale, len(hidden_XD), with_entropy=False)
+    with torch.no_grad(), torch.autocast(hidden_XD.device.type, enabled=False):
+        return _Head(weight_VD, bias_V, hidden_XD.dtype, options).logits(hidden_XD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The arguments of `token_logprobs` that are no tensors."""
+
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+    chunk_size: int
+    with_entropy: bool
+
+
+class _Head:
+    """The language-model head, ready to give the logits of one chunk after the other."""
+
+    def __init__(
+        self, weight_VD: Tensor, bias_V: Tensor | None, hidden: torch.dtype, options: _Options
+    ) -> None:
+        self.precise = torch.promote_types(
+            torch.promote_types(weight_VD.dtype, hidden), torch.float32
+        )
+        self.is_low = weight_VD.is_cuda and weight_VD.dtype == hidden and hidden != self.precise
+        self.softcap, self.temperature = options.softcap, options.temperature
+        # Without a cap, the temperature is one more factor of the logits.
+        self.factor = options.logit_scale / (1.0 if self.softcap else self.temperature)
+        self.weight_VD = weight_VD if self.is_low else weight_VD.to(self.precise)
+        self.bias_V = None if bias_V is None else bias_V.to(self.precise) * self.factor
+        self._chunk_size = options.chunk_size
+        self._space: Tensor | None = None
+
+    def chunk(self, hidden_CD: Tensor) -> Tensor:
+        """The logits `[C, V]`, in the space that the next call will write to as well."""
+        if self._space is None and not self.is_low:
+            size = (min(self._chunk_size, len(hidden_CD)), len(self.weight_VD))
+            self._space = hidden_CD.new_empty(size, dtype=self.precise)
+        space = None if self._space is None else self._space[: len(hidden_CD)]
+        return self._multiply(hidden_CD, space)
+
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        """The logits `[X, V]`, finished."""
+        return self.finish(self._multiply(hidden_XD, None))
+
+    def finish(self, logits_CV: Tensor) -> Tensor:
+        """Cap the logits and divide them by the temperature, in place."""
+        if self.softcap is None:
+            return logits_CV
+        return logits_CV.div_(self.softcap).tanh_().mul_(self.softcap / self.temperature)
+
+    def slopes(self, logits_CV: Tensor) -> Tensor | None:
+        """Derivatives of the finished logits by those before the cap; None where all are 1."""
+        if self.softcap is None:
+            return None
+        share_CV = logits_CV * (self.temperature / self.softcap)  # what tanh gave
+        return share_CV.square_().neg_().add_(1.0).div_(self.temperature)
+
+    def gradient_by_hidden(self, by_logits_CV: Tensor) -> Tensor:
+        """`[C, D]`, from the gradients by what the weights and hidden states give alone."""
+        if self.is_low:
+            low_CV = by_logits_CV.to(self.weight_VD.dtype)
+            return torch.mm(low_CV, self.weight_VD, out_dtype=torch.float32)
+        return by_logits_CV @ self.weight_VD
+
+    def add_gradient_by_weight(
+        self, total_VD: Tensor, by_logits_CV: Tensor, hidden_CD: Tensor
+    ) -> None:
+        """Likewise."""
+        if self.is_low:
+            low_VC = by_logits_CV.T.to(self.weight_VD.dtype)
+            total_VD.add_(torch.mm(low_VC, hidden_CD, out_dtype=torch.float32))
+        else:
+            total_VD.addmm_(by_logits_CV.T, hidden_CD.to(self.precise))
+
+    def _multiply(self, hidden_CD: Tensor, space: Tensor | None) -> Tensor:
+        if self.is_low:
+            logits = torch.mm(hidden_CD, self.weight_VD.T, out_dtype=torch.float32)
+            logits.mul_(self.factor)
+            return logits if self.bias_V is None else logits.add_(self.bias_V)
+        hidden_CD = hidden_CD.to(self.precise) * self.factor
+        if self.bias_V is None:
+            return torch.mm(hidden_CD, self.weight_VD.T, out=space)
+        return torch.addmm(self.bias_V, hidden_CD, self.weight_VD.T, out=space)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Saves the hidden states and one number per token; makes the logits again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_M: Tensor,
+        options: _Options,
+    ) -> tuple[Tensor, Tensor | None]:
+        with torch.autocast(hidden_MD.device.type, enabled=False):
+            head = _Head(weight_VD, bias_V, hidden_MD.dtype, options)
+            logprobs_M = hidden_MD.new_empty(len(targets_M), dtype=head.precise)
+            logsum_M = torch.empty_like(logprobs_M)
+            entropy_M = torch.empty_like(logprobs_M) if options.with_entropy else None
+            for chunk in _slices(len(targets_M), options.chunk_size):
+                logits_CV = head.finish(head.chunk(hidden_MD[chunk]))
+                chosen_C = logits_CV.gather(1, targets_M[chunk, None])[:, 0]
+                entropy_C = None if entropy_M is None else entropy_M[chunk]
+                peak_C, rest_C = _reduce(logits_CV, entropy_C)
+                logprobs_M[chunk] = (chosen_C - peak_C) - rest_C
+                logsum_M[chunk] = peak_C + rest_C
+        ctx.options = options
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, targets_M, logsum_M)
+        if entropy_M is not None:
+            ctx.mark_non_differentiable(entropy_M)
+        return logprobs_M, entropy_M
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, by_logprobs_M: Tensor, _by_entropy_M: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden_MD, weight_VD, bias_V, targets_M, logsum_M = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        options: _Options = ctx.options
+        taught_M = by_logprobs_M.nonzero()[:, 0]
+        with torch.autocast(hidden_MD.device.type, enabled=False):
+            head = _Head(weight_VD, bias_V, hidden_MD.dtype, options)
+            by_hidden_MD = torch.zeros_like(hidden_MD) if needs_hidden else None
+            by_weight_VD = torch.zeros_like(weight_VD, dtype=head.precise) if needs_weight else None
+            by_bias_V = torch.zeros_like(bias_V, dtype=head.precise) if needs_bias else None
+            for chunk in _slices(len(taught_M), options.chunk_size):
+                tokens_C = taught_M[chunk]
+                hidden_CD = hidden_MD[tokens_C]
+                by_logits_CV = _by_logits(
+                    head, head.finish(head.chunk(hidden_CD)), targets_M[tokens_C],
+                    logsum_M[tokens_C], by_logprobs_M[tokens_C],
+                )  # fmt: skip
+                if by_bias_V is not None:
+                    by_bias_V += by_logits_CV.sum(0)
+                if by_hidden_MD is not None:
+                    by_hidden_CD = head.gradient_by_hidden(by_logits_CV)
+                    by_hidden_MD[tokens_C] = by_hidden_CD.to(hidden_MD.dtype)
+                if by_weight_VD is not None:
+                    head.add_gradient_by_weight(by_weight_VD, by_logits_CV, hidden_CD)
+        if by_weight_VD is not None:
+            by_weight_VD = by_weight_VD.to(weight_VD.dtype)
+        if by_bias_V is not None:
+            by_bias_V = by_bias_V.to(bias_V.dtype)
+        return by_hidden_MD, by_weight_VD, by_bias_V, None, None
+
+
+def _reduce(logits_CV: Tensor, entropy_C: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The largest logit of each token, and how much larger the logarithm of the sum is.
+
+    Overwrites the logits. The entropy goes into `entropy_C`, where one is given.
+    """
+    peak_C = logits_CV.new_empty(len(logits_CV))
+    rest_C = torch.empty_like(peak_C)
+    for part in _cached(logits_CV):
+        rows = logits_CV[part]
+        torch.amax(rows, dim=1, out=peak_C[part])
+        rows.sub_(peak_C[part, None])
+        if entropy_C is None:
+            total = rows.exp_().sum(1)
+        else:
+            powers = rows.exp()
+            total = powers.sum(1)
+            mean = torch.linalg.vecdot(powers, rows, dim=1) / total
+            torch.sub(total.log(), mean, out=entropy_C[part])
+        torch.log(total, out=rest_C[part])
+    return peak_C, rest_C
+
+
+def _by_logits(
+    head: _Head, logits_CV: Tensor, targets_C: Tensor, logsum_C: Tensor, by_logprobs_C: Tensor
+) -> Tensor:
+    """Gradients by what the weights and hidden states give alone, in the place of the logits.
+
+    The derivative of a log-probability by a finished logit is 1 for the token's own, less the
+    probability of that logit's token.
+    """
+    weights_C = by_logprobs_C.to(logits_CV.dtype) * head.factor
+    for part in _cached(logits_CV):
+        rows, weights = logits_CV[part], weights_C[part, None]
+        slopes = head.slopes(rows)
+        rows.sub_(logsum_C[part, None]).exp_().mul_(-weights)
+        rows.scatter_add_(1, targets_C[part, None], weights)
+        if slopes is not None:
+            rows.mul_(slopes)
+    return logits_CV
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def _cached(logits_CV: Tensor) -> Iterator[slice]:
+    """Parts of the rows: on a processor as many as its cache holds, on a GPU all of them."""
+    length, width = logits_CV.shape
+    return _slices(length, length if logits_CV.is_cuda else max(1, CACHED_LOGITS // width))

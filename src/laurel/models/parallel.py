@@ -1,0 +1,204 @@
+"""A model spread over the processes of a device mesh: FSDP2 over data, tensor parallelism inside.
+
+Every rank runs the same program. Ranks of one data-parallel place (those that differ in `tp` alone)
+are given the same micro-batch; others have their own, and as many of them as any other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+
+from laurel.errors import ConfigError, ModelError
+from laurel.models.decoder import Decoder
+from laurel.models.tensor_plans import STYLES, decoder_layers, tensor_plan
+from laurel.models.token_shards import share_tokens, token_styles
+
+REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelShape:
+    """How many ranks a model is spread over, in each direction."""
+
+    dp_replicate: int = 1
+    """Copies of the sharded model; each reads other data."""
+    dp_shard: int = 1
+    """Ranks that hold a share of every weight; each reads other data."""
+    tp: int = 1
+    """Ranks that compute a share of every layer, on the same data."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of ranks.
+
+        Raises:
+            ConfigError: One of them is below 1.
+        """
+        for name in (REPLICATE, SHARD, TENSOR):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: a mesh has at least 1 rank")
+
+    @classmethod
+    def of(cls, num_ranks: int, *, tp: int, dp_replicate: int = 1) -> ParallelShape:
+        """The mesh of so many ranks, all that are left over sharding the weights.
+
+        Raises:
+            ConfigError: They cannot be divided so.
+        """
+        if tp < 1 or dp_replicate < 1 or num_ranks % (tp * dp_replicate):
+            raise ConfigError(
+                f"policy.dtensor_cfg.tensor_parallel_size={tp} with {dp_replicate} copies does not "
+                f"divide {num_ranks} ranks: their product must"
+            )
+        return cls(dp_replicate=dp_replicate, dp_shard=num_ranks // (tp * dp_replicate), tp=tp)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes in all."""
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Places that read data of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh, with the dimensions `dp_replicate`, `dp_shard` and `tp`; a collective call.
+
+        Raises:
+            ConfigError: Another number of processes was started.
+        """
+        started = torch.distributed.get_world_size()
+        if started != self.num_ranks:
+            raise ConfigError(
+                f"{self} needs {self.num_ranks} processes and {started} have been started"
+            )
+        sizes = (self.dp_replicate, self.dp_shard, self.tp)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+
+
+def parallelise(
+    model: Decoder,
+    mesh: DeviceMesh,
+    *,
+    plan: str | Mapping[str, Any] | None = None,
+    sequence_parallel: bool = False,
+    precision: torch.dtype | None = None,
+    cpu_offload: bool = False,
+    reshard_after_forward: bool = True,
+) -> None:
+    """Spread a model that is whole, and the same, on every rank (or on the meta device).
+
+    Layers are split over `tp`, then each layer, and what is around the layers, is sharded over
+    `dp_shard`. Heads and embeddings are whole on every tensor-parallel rank. Gradients are summed
+    over the data-parallel ranks, not averaged: losses are divided by a denominator that is counted
+    over all of them (see `AcrossRanks.total`).
+
+    Args:
+        model: Changed in place. Called as before, through its `forward`.
+        mesh: See `ParallelShape.mesh`.
+        plan: See `tensor_plan`.
+        sequence_parallel: Between attention and feed-forward, divide the tokens over `tp`.
+        precision: Dtype that the weights of layers are gathered and multiplied in; None: their
+            own, which changes no number. Gradients are summed in float32 (float64 where the
+            weights are) whatever it is, and the head keeps its float32.
+        cpu_offload: Keep weights, gradients and optimizer on the host between uses. Where
+            everything is on the host anyway it changes nothing.
+        reshard_after_forward: Drop the gathered weights of a layer until the backward pass.
+
+    Raises:
+        ConfigError: The model cannot be split so.
+        ModelError: It is spread already.
+    """
+    if model.mesh is not None:
+        raise ModelError("the model is spread over ranks already")
+    _, layers = decoder_layers(model.network)
+    shares_tokens = sequence_parallel and mesh[TENSOR].size() > 1
+    if mesh[TENSOR].size() > 1:
+        _split_layers(model.network, mesh[TENSOR], plan, shares_tokens=shares_tokens)
+    data = mesh[REPLICATE, SHARD] if mesh[REPLICATE].size() > 1 else mesh[SHARD]
+    on_host = cpu_offload and mesh.device_type != "cpu"
+    offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
+    sums = torch.promote_types(model.weights_dtype, torch.float32)
+    shared: dict[str, Any] = {"mesh": data, "offload_policy": offload}
+    inner = MixedPrecisionPolicy(
+        param_dtype=precision, reduce_dtype=sums, cast_forward_inputs=False
+    )
+    outer = MixedPrecisionPolicy(reduce_dtype=sums, cast_forward_inputs=False)
+    for layer in layers:
+        fully_shard(layer, mp_policy=inner, reshard_after_forward=reshard_after_forward, **shared)
+    fully_shard(model, mp_policy=outer, reshard_after_forward=False, **shared)
+    if shares_tokens:  # outside of the hooks of FSDP, which wants no views from a layer
+        share_tokens(model.network, mesh[TENSOR])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Without this a factor is applied within the sum, which gloo cannot do.
+            module.set_force_sum_reduction_for_comms(enable=True)
+    model.mesh, model.gathered_dtype = mesh, precision
+
+
+def _split_layers(
+    network: nn.Module,
+    mesh: DeviceMesh,
+    plan: str | Mapping[str, Any] | None,
+    *,
+    shares_tokens: bool,
+) -> None:
+    splits = tensor_plan(network, mesh.size(), plan)
+    if shares_tokens:
+        styles = token_styles(network, splits)
+    else:
+        styles = {name: STYLES[split]() for name, split in splits.items()}
+    for name, style in styles.items():
+        module = network.get_submodule(name)
+        trained = {n: p.requires_grad for n, p in module.named_parameters()}
+        # Every rank has the whole tensor and takes its share of that: nothing is sent.
+        parallelize_module(module, mesh, style, src_data_rank=None)
+        for parameter_name, parameter in module.named_parameters():
+            # Below adapters weights are frozen, and some styles of torch forget it.
+            parameter.requires_grad_(trained[parameter_name])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds: all of it where it is not spread."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered where it is spread: a collective call of those that share it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # It may rest on the host.
+    gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
+    placements: list[Placement] = list(gathered.placements)
+    # One dimension after the other: torch warns where it has to find that out itself.
+    for dimension in range(len(placements)):
+        placements[dimension] = Replicate()
+        gathered = gathered.redistribute(placements=placements)
+    return gathered.to_local()
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy on the host: dense, and in memory of its own, whatever becomes of the tensor."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of the memory that this rank's shares of the weights keep alive."""
+    storages = {p.untyped_storage().data_ptr(): p for p in map(local, model.parameters())}
+    return sum(share.untyped_storage().nbytes() for share in storages.values())

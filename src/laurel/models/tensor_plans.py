@@ -1,0 +1,264 @@
+"""How the layers of a decoder are split over tensor-parallel ranks: by the names of its modules.
+
+A pair of linear layers is split in the middle: the first by its outputs (`colwise`), the second by
+its inputs (`rowwise`), so that a rank computes whole attention heads and whole neurons, and one sum
+over the ranks follows each pair. Everything else is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from laurel.errors import ConfigError
+
+Split = Literal["colwise", "rowwise", "per_head"]
+KEY = "policy.dtensor_cfg.custom_parallel_plan"
+SIZE_KEY = "policy.dtensor_cfg.tensor_parallel_size"
+
+COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"})
+ROWS = frozenset({"o_proj", "out_proj", "dense", "down_proj", "fc2"})
+FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn", "Wqkv", "gate_up_proj"})
+"""Several projections in one matrix: a plain cut would give a rank the queries alone."""
+
+STYLES: dict[Split, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # A norm of each head by itself: its weight is whole everywhere, and every rank has seen the
+    # gradient of its own heads alone, so gradients are summed.
+    "per_head": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+
+
+def decoder_layers(network: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The repeated layers of a model, with the name that leads to them.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    lists = [(n, m) for n, m in network.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if not lists:
+        raise ConfigError(f"{type(network).__name__} has no list of layers that could be spread")
+    return max(lists, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
+
+
+def tensor_plan(
+    network: nn.Module, size: int, plan: str | Mapping[str, Any] | None = None
+) -> dict[str, Split]:
+    """Which module of a model is split how.
+
+    Args:
+        network: A Hugging Face model, whole, with or without adapters.
+        size: Tensor-parallel ranks.
+        plan: Names of modules (`*` stands for anything) to `colwise`, `rowwise` or `per_head`, or
+            the import path of such a mapping or of a function that makes it of the model. None:
+            derived from the names of the modules.
+
+    Returns:
+        Full names of modules to how they are split.
+
+    Raises:
+        ConfigError: The names are not known, heads or neurons cannot be divided, or the plan names
+            what does not exist.
+    """
+    splits = derived_plan(network) if plan is None else _written_plan(network, plan)
+    _refuse_remainders(network, splits, size)
+    return _with_adapters(network, splits)
+
+
+# ----------------------------------------------------------------------------------- from the names
+
+
+def derived_plan(network: nn.Module) -> dict[str, Split]:
+    """The plan of a model whose layers are named as those of Qwen, Llama, Mistral, Gemma or Phi.
+
+    Raises:
+        ConfigError: A layer holds something that these names do not explain.
+    """
+    prefix, layers = decoder_layers(network)
+    splits: dict[str, Split] = {}
+    for name, module in layers.named_modules(prefix=prefix):
+        parent = network.get_submodule(name.rpartition(".")[0])
+        if _is_inside_adapted(name, network):
+            continue
+        if isinstance(_plain(module), nn.Linear):
+            splits[name] = _split_of(name)
+        elif _is_attention(module):
+            own = [n for n, _ in module.named_parameters(recurse=False)]
+            if own:
+                raise _unknown(f"{name}.{own[0]}", "a weight of the attention itself")
+        elif any(True for _ in module.parameters(recurse=False)) and not is_norm(module):
+            raise _unknown(name, f"a {type(module).__name__}")
+        elif _is_attention(parent) and is_norm(module):
+            if _weights(module) != {int(cast(Any, parent).head_dim)}:
+                raise _unknown(name, "a norm over several heads, which no rank has all of")
+            splits[name] = "per_head"
+    return splits
+
+
+def _split_of(name: str) -> Split:
+    last = name.rpartition(".")[2]
+    if last in FUSED:
+        raise _unknown(name, "several projections in one matrix, which must be split one by one")
+    if last in COLUMNS:
+        return "colwise"
+    if last in ROWS:
+        return "rowwise"
+    raise _unknown(name, "a linear layer of a name that is not known")
+
+
+def _unknown(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{SIZE_KEY}: {name} is {what}: no plan can be derived. Set it to 1 and spread the model "
+        f"over data-parallel ranks, or say how to split it in {KEY}"
+    )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "q_proj") and hasattr(module, "head_dim")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether all weights of a module are vectors, as those of a norm."""
+    shapes = [p.ndim for p in module.parameters(recurse=False)]
+    return bool(shapes) and max(shapes) == 1
+
+
+def _weights(norm: nn.Module) -> set[int]:
+    return {p.numel() for p in norm.parameters(recurse=False)}
+
+
+# -------------------------------------------------------------------------------------- by the user
+
+
+def _written_plan(network: nn.Module, plan: str | Mapping[str, Any]) -> dict[str, Split]:
+    """A plan of the user's, every pattern spelled out.
+
+    Raises:
+        ConfigError: Not a plan, or not of this model.
+    """
+    mapping = _imported(plan, network) if isinstance(plan, str) else plan
+    names = [name for name, _ in network.named_modules() if name]
+    splits: dict[str, Split] = {}
+    for pattern, split in mapping.items():
+        if split not in STYLES:
+            raise ConfigError(f"{KEY}.{pattern}: {split!r} is none of {', '.join(STYLES)}")
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            near = difflib.get_close_matches(pattern, _patterns(names), n=1, cutoff=0.3)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{KEY}: the model has no module {pattern}.{hint}")
+        for name in matches:
+            _refuse_outside(network, name, split)
+            splits[name] = split
+    return splits
+
+
+def _patterns(names: list[str]) -> list[str]:
+    """Names as they would be written: with a star for the number of a layer, each once."""
+    starred = (".".join("*" if p.isdigit() else p for p in name.split(".")) for name in names)
+    return list(dict.fromkeys((*starred, *names)))
+
+
+def _refuse_outside(network: nn.Module, name: str, split: str) -> None:
+    """Refuse what a rank computes as a whole, and layers that cannot be split so."""
+    prefix, _ = decoder_layers(network)
+    if not name.startswith(f"{prefix}."):
+        raise ConfigError(
+            f"{KEY}: {name} is outside {prefix}: embeddings and heads are whole on every "
+            "tensor-parallel rank; leave it out"
+        )
+    module = _plain(network.get_submodule(name))
+    if (split == "per_head") == isinstance(module, nn.Linear):
+        wanted = "a norm" if split == "per_head" else "a linear layer"
+        raise ConfigError(f"{KEY}.{name}: {split} is for {wanted}, not {type(module).__name__}")
+
+
+def _imported(path: str, network: nn.Module) -> Mapping[str, Any]:
+    module, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{KEY}={path} cannot be imported: {error}") from error
+    if callable(found):
+        found = found(network)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{KEY}={path} gives a {type(found).__name__} and not a mapping")
+    return found
+
+
+# ------------------------------------------------------------------------------------------ fitting
+
+
+def _refuse_remainders(network: nn.Module, splits: Mapping[str, Split], size: int) -> None:
+    """Refuse to cut a head or a neuron in two.
+
+    Raises:
+        ConfigError: With the sizes that would do.
+    """
+    counts: dict[str, int] = {}
+    for name, split in splits.items():
+        linear = _plain(network.get_submodule(name))
+        if not isinstance(linear, nn.Linear):
+            continue
+        parent = network.get_submodule(name.rpartition(".")[0])
+        width = linear.out_features if split == "colwise" else linear.in_features
+        last = name.rpartition(".")[2]
+        if _is_attention(parent):
+            width //= int(cast(Any, parent).head_dim)
+            counts.setdefault(f"{width} heads in {last}", width)
+        else:
+            counts.setdefault(f"{width} neurons in {last}", width)
+    common = math.gcd(*counts.values())
+    if common % size:
+        odd = [text for text, count in counts.items() if count % size]
+        *smaller, largest = [str(n) for n in range(1, common + 1) if common % n == 0]
+        choice = f"be {', '.join(smaller)} or {largest}" if smaller else "only be 1"
+        raise ConfigError(
+            f"{SIZE_KEY}={size} does not divide the {', '.join(odd)} of this model; it can {choice}"
+        )
+
+
+# ----------------------------------------------------------------------------------------- adapters
+
+
+def _plain(module: nn.Module) -> Any:
+    """The layer below its adapters."""
+    return getattr(module, "base_layer", module)
+
+
+def _is_inside_adapted(name: str, network: nn.Module) -> bool:
+    parts = name.split(".")
+    parents = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return any(hasattr(network.get_submodule(parent), "base_layer") for parent in parents)
+
+
+def _with_adapters(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, Split]:
+    """The plan where layers carry adapters.
+
+    Of a layer split by outputs, the second factor is split so; of one split by inputs, the first.
+    The other factor is small and whole everywhere.
+    """
+    full: dict[str, Split] = {}
+    for name, split in splits.items():
+        module: Any = network.get_submodule(name)
+        if not hasattr(module, "base_layer"):
+            full[name] = split
+            continue
+        full[f"{name}.base_layer"] = split
+        factor = "lora_B" if split == "colwise" else "lora_A"
+        for adapter in getattr(module, factor):
+            full[f"{name}.{factor}.{adapter}"] = split
+    return full
