@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 
@@ -45,3 +46,16 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def give_back_freed_memory() -> None:
+    """Have blocks of 2 MiB and more go back to the system as soon as they are freed.
+
+    glibc else learns to keep blocks of up to 32 MiB. The layers that ranks gather, and what gloo
+    sends them in, are of such sizes and cut its heap to pieces: a rank would hold twice what it
+    uses (`benchmarks/parallelism.py`). Where the C library is another one, nothing happens.
+    """
+    map_from = -3  # M_MMAP_THRESHOLD of malloc.h; once it is set, nothing is learned any more
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(map_from, 2 * 2**20)

@@ -1,0 +1,184 @@
+"""What a role is given: slots, the mesh of its ranks, or the reason why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+RoleName = Literal["policy", "generation", "reward_model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Slot:
+    """A GPU, or a CPU process where there are none."""
+
+    node: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """How the ranks of a role are arranged; the last axis varies fastest."""
+
+    dp: int
+    """Ranks that share the batch. In training they also share weights, gradients, optimizer."""
+    pp: int = 1
+    """Ranks that share the layers."""
+    cp: int = 1
+    """Ranks that share each sequence."""
+    tp: int = 1
+    """Ranks that share each layer."""
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self.dp * self.group_size
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that hold the model once between them: a replica of a frozen model."""
+        return self.pp * self.cp * self.tp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """Something in a configuration that the cluster, or the model, has no place for."""
+
+    problem: str
+    """What does not fit, with the keys."""
+    mends: tuple[str, ...]
+    """Changes each of which would mend it, `key=value` where one can be named."""
+    is_fatal: bool = True
+    """False: it can run, but slots lie idle or wait for each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolePlan:
+    """What one role gets."""
+
+    name: RoleName
+    slots: tuple[Slot, ...]
+    """In the order of their ranks: the ranks of a group are neighbours."""
+    mesh: Mesh
+    shares_with: RoleName | None = None
+    """The role that these slots belong to, and that it takes turns with."""
+    fraction: float = 1.0
+    """Part of each slot; another role may have the rest, at the same time."""
+
+    @property
+    def groups(self) -> tuple[tuple[Slot, ...], ...]:
+        """The slots that hold the model once, group by group."""
+        size = self.mesh.group_size
+        return tuple(self.slots[i : i + size] for i in range(0, len(self.slots), size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Slots for one role, as the rules or an explicit placement have it."""
+
+    name: RoleName
+    slots: tuple[Slot, ...]
+    """In the order of their ranks."""
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    keys: str
+    """What divides it, as the configuration calls it."""
+    shares_with: RoleName | None = None
+    fraction: float = 1.0
+    is_placed: bool = True
+    """False: there is no room; it is only checked whether its ranks could be arranged."""
+
+    @property
+    def group_size(self) -> int:
+        """Slots that hold the model once between them."""
+        return self.pp * self.cp * self.tp
+
+
+def grid(nodes: Iterable[int], indices: Iterable[int]) -> tuple[Slot, ...]:
+    """The same slots of several nodes, node by node."""
+    indices = tuple(indices)
+    return tuple(Slot(node=node, index=index) for node in nodes for index in indices)
+
+
+def place(claim: Claim, misfits: list[Misfit]) -> RolePlan | None:
+    """The claim's slots as a mesh; None where they cannot be arranged, or there is no room."""
+    sizes = {"pipeline": claim.pp, "context": claim.cp, "tensor": claim.tp}
+    group = " x ".join(
+        f"{claim.keys}.{axis}_parallel_size={size}" for axis, size in sizes.items() if size > 1
+    )
+    each, rest, num_slots = claim.group_size, claim.pp * claim.cp, len(claim.slots)
+    if num_slots % each:
+        fitting = [] if num_slots % rest else divisors(num_slots // rest)
+        mends = [f"{claim.keys}.tensor_parallel_size={size}" for size in fitting]
+        misfits.append(
+            Misfit(
+                problem=f"{group}: groups of {each} do not divide the {num_slots} slots of "
+                f"{claim.name}",
+                mends=(*mends, f"a multiple of {each} slots for {claim.name}"),
+            )
+        )
+        return None
+    if not claim.is_placed:
+        return None
+    counts = Counter(slot.node for slot in claim.slots).values()
+    if any(count % each for count in counts):
+        least, most = min(counts), max(counts)
+        misfits.append(
+            Misfit(
+                problem=f"{group}: groups of {each} slots reach over nodes, of which each has "
+                f"{least if least == most else f'{least} to {most}'} for {claim.name}; the network "
+                "between nodes is slow",
+                mends=tuple(
+                    f"{claim.keys}.tensor_parallel_size={size}"
+                    for size in divisors(gcd(*counts))
+                    if rest == 1
+                ),
+                is_fatal=False,
+            )
+        )
+    mesh = Mesh(dp=num_slots // each, pp=claim.pp, cp=claim.cp, tp=claim.tp)
+    return RolePlan(
+        name=claim.name, slots=claim.slots, mesh=mesh, shares_with=claim.shares_with,
+        fraction=claim.fraction,
+    )  # fmt: skip
+
+
+def title(name: RoleName) -> str:
+    """A role as people read it."""
+    return name.replace("_", " ")
+
+
+def divisors(number: int) -> list[int]:
+    """All of a positive number, rising."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def where(slots: Iterable[Slot]) -> str:
+    """Slots in words: `node 0, slots 4-7; nodes 1-3, slots 0-7 of each`."""
+    indices: dict[int, list[int]] = {}
+    for slot in sorted(slots):
+        indices.setdefault(slot.node, []).append(slot.index)
+    alike: dict[str, list[int]] = {}
+    for node, found in indices.items():
+        slots_of_node = f"slot{'s' if len(found) > 1 else ''} {as_ranges(found)}"
+        alike.setdefault(slots_of_node, []).append(node)
+    return "; ".join(
+        f"node {nodes[0]}, {said}" if len(nodes) == 1
+        else f"nodes {as_ranges(nodes)}, {said} of each"
+        for said, nodes in alike.items()
+    )  # fmt: skip
+
+
+def as_ranges(numbers: Iterable[int]) -> str:
+    """Rising numbers, `0-3,6`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

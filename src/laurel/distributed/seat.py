@@ -1,0 +1,99 @@
+"""The process of one rank of a worker group, whoever started the process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from contextlib import suppress
+from importlib import metadata
+from typing import Any
+
+from laurel.distributed.rendezvous import Place, bind_master, leave
+from laurel.distributed.worker_calls import (
+    Call,
+    Outcome,
+    Success,
+    attempt,
+    failure_of,
+    with_shared,
+)
+
+COMPARED = ("laurel-rl", "torch", "transformers")
+"""Packages whose versions must be the same on all nodes."""
+
+
+class Seat:
+    """The actor of one rank. It holds the worker, which knows nothing of it."""
+
+    def __init__(self, rank: int, paths: list[str]) -> None:
+        """Take the seat.
+
+        Args:
+            rank: Of the worker.
+            paths: Where whoever made the group looks for modules: the worker's may be there.
+        """
+        sys.path += [path for path in paths if path not in sys.path]
+        self._rank = rank
+        self._worker: Any = None
+
+    def about(self) -> tuple[int, dict[str, str]]:
+        """This process, and the versions of what must be the same everywhere."""
+        return os.getpid(), versions()
+
+    def bind(self, address: str) -> tuple[int, int]:
+        """See `bind_master`."""
+        return bind_master(address)
+
+    def build(self, payload: bytes, place: Place, environment: dict[str, str]) -> bytes:
+        """Make the worker."""
+        os.environ.update(environment)
+        outcome = self._attempt(None, payload, (place,))
+        if isinstance(outcome, Success):
+            self._worker = outcome.value
+            outcome = Success(None)
+        return pickle.dumps(outcome)
+
+    def run(self, payload: bytes, *shared: Any) -> bytes:
+        """Call a method of the worker, with values that came on their own way."""
+        outcome = self._attempt(self._worker, payload, (), shared)
+        try:
+            return pickle.dumps(outcome)
+        except Exception as error:  # a result of the user's that cannot travel
+            return pickle.dumps(failure_of(error, rank=self._rank))
+
+    def close(self) -> bytes:
+        """Let the worker go."""
+        worker, self._worker = self._worker, None
+        outcome: Outcome = Success(None)
+        if hasattr(worker, "shutdown"):
+            outcome = attempt(worker, Call("shutdown"), rank=self._rank)
+        leave()
+        if isinstance(outcome, Success):
+            outcome = Success(None)
+        return pickle.dumps(outcome)
+
+    def _attempt(
+        self,
+        target: Any,
+        payload: bytes,
+        first: tuple[Any, ...],
+        shared: tuple[Any, ...] = (),
+    ) -> Outcome:
+        try:
+            made, call = pickle.loads(payload)
+        except Exception as error:  # a class or a value that this node does not know
+            return failure_of(error, rank=self._rank)
+        if shared:
+            call = with_shared(call, shared)
+        call = Call(call.method, (*first, *call.args), call.kwargs)
+        return attempt(made if target is None else target, call, rank=self._rank)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that are compared, where they are installed."""
+    found = {}
+    for package in COMPARED:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
