@@ -1,0 +1,1 @@
+"""Generators: what draws completions from the policy."""

@@ -1,0 +1,109 @@
+"""The products of linear layers, by the quicker library that torch holds.
+
+torch multiplies float32 matrices with MKL, which keeps the widest vector instructions for Intel's
+processors. On others that have them, oneDNN, which torch holds too, takes half the time for the
+same arithmetic (docs/benchmarks.md). Its sums round otherwise by about 1e-6 of their size: below
+what a generator and a policy's updates promise, above what a scorer does, so reward models are left
+alone. The choice depends on the processor and the sizes alone, never on a timing.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+LARGE = 2**22
+"""Multiplications of a product from which one with gradients gains more than a call costs."""
+
+
+@contextmanager
+def quick_products(model: nn.Module) -> Iterator[None]:
+    """Let a model multiply with the quicker library for a while, where there is a choice.
+
+    Only plain linear layers in float32 on the CPU; with their gradients where a product is large.
+    """
+    layers = [m for m in model.modules() if type(m) is nn.Linear] if prefers_onednn() else []
+    for layer in layers:
+        layer.__class__ = _OneDnnLinear
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = nn.Linear
+
+
+class _OneDnnLinear(nn.Linear):
+    """`nn.Linear` whose float32 products on the CPU are oneDNN's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See `nn.Linear`."""
+        if (
+            not input.dtype == self.weight.dtype == torch.float32
+            or input.device.type != "cpu"
+            or torch.is_autocast_enabled("cpu")
+        ):
+            return super().forward(input)
+        if not torch.is_grad_enabled() or not (input.requires_grad or self.weight.requires_grad):
+            return _product(input, self.weight, self.bias)
+        if input.numel() * self.out_features < LARGE:
+            return super().forward(input)
+        product: Tensor = _LinearProduct.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return product
+
+
+class _LinearProduct(torch.autograd.Function):
+    """The product with its gradients, which are two more products."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        return _product(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        input, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = by_output.flatten(0, -2)
+        by_input = _product(by_output, weight.T.contiguous()) if needs_input else None
+        by_weight = None
+        if needs_weight:
+            by_weight = _product(rows.T.contiguous(), input.flatten(0, -2).T.contiguous())
+        return by_input, by_weight, rows.sum(0) if needs_bias else None
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`input @ weight.T + bias`."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return product
+
+
+@functools.cache
+def prefers_onednn() -> bool:
+    """Whether this machine's processor multiplies faster with oneDNN than with MKL."""
+    is_built_in: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return (
+        is_built_in
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and _vendor() == "AuthenticAMD"
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    )
+
+
+def _vendor() -> str:
+    """The maker of the processor, as it names itself."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("vendor_id"):
+                return line.partition(":")[2].strip()
+    description = platform.processor()
+    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in description), "")

@@ -1,0 +1,130 @@
+"""The next token of every row, from its logits and a number that was drawn for it before.
+
+Each row's number comes from the seed of its own completion and decides by itself: the token is the
+one at which the row's cumulative distribution passes the number. So a completion does not depend
+on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CANDIDATES = 256
+"""Likeliest tokens that are tried first for a share: sorting a whole vocabulary is slow."""
+CHUNK = 1 << 22
+"""Numbers of float64 held at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingRows:
+    """How the next token of each row is drawn, on the device of the logits."""
+
+    temperature_N: Tensor
+    """float32; 0 takes the likeliest token."""
+    top_p_N: Tensor
+    """float32; 1 keeps every token."""
+    top_k_N: Tensor
+    """int64; 0 keeps every token."""
+    filtered: tuple[int, ...]
+    """Rows with a `top_p` or a `top_k`."""
+    has_greedy: bool
+    """Whether any temperature is 0."""
+
+
+class Draws(NamedTuple):
+    """What was drawn."""
+
+    tokens_N: Tensor
+    """int64"""
+    logprobs_N: Tensor
+    """float32: under `softmax(logits / temperature)`; not a number where the logits are not."""
+
+
+def draw(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> Draws:
+    """The next token of every row.
+
+    Args:
+        logits_NV: float32; overwritten.
+        rows: How to draw.
+        uniform_N: float64 in [0, 1).
+    """
+    step = max(1, CHUNK // logits_NV.shape[1])
+    parts = [
+        _draw(logits_NV[start : start + step], rows, uniform_N[start : start + step], start)
+        for start in range(0, len(logits_NV), step)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return Draws(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def _draw(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor, start: int) -> Draws:
+    end = start + len(logits_NV)
+    temperature_N1 = rows.temperature_N[start:end, None]
+    weights_NV = logits_NV.sub_(logits_NV.amax(dim=1, keepdim=True))
+    if rows.has_greedy:
+        is_greedy_N1 = temperature_N1 == 0
+        likeliest_N = weights_NV.argmax(dim=1)
+        temperature_N1 = temperature_N1.masked_fill(is_greedy_N1, 1.0)
+    weights_NV = weights_NV.div_(temperature_N1).exp_()
+    cumulative_NV = weights_NV.cumsum(dim=1, dtype=torch.float64)
+    total_N1 = cumulative_NV[:, -1:].clone()
+    filtered = [row - start for row in rows.filtered if start <= row < end]
+    if filtered:
+        index = torch.tensor(filtered, device=logits_NV.device)
+        kept_FV = keep_likeliest(
+            weights_NV[index], rows.top_k_N[start:end][index], rows.top_p_N[start:end][index]
+        )
+        cumulative_NV[index] = kept_FV.cumsum(dim=1, dtype=torch.float64)
+    tokens_N = _where_it_passes(cumulative_NV, uniform_N[:, None])
+    if rows.has_greedy:
+        tokens_N = torch.where(is_greedy_N1[:, 0], likeliest_N, tokens_N)
+    drawn_N1 = weights_NV.gather(1, tokens_N[:, None]).double()
+    logprobs_N1 = torch.log(drawn_N1) - torch.log(total_N1)
+    return Draws(tokens_N, logprobs_N1[:, 0].float())
+
+
+def _where_it_passes(cumulative_NV: Tensor, uniform_N1: Tensor) -> Tensor:
+    """The first entry of each row above its share of the total; one of weight 0 never is."""
+    total_N1 = cumulative_NV[:, -1:]
+    # A share that rounds up to the total would point past the end.
+    below_N1 = torch.nextafter(total_N1, torch.zeros_like(total_N1))
+    share_N1 = torch.minimum(uniform_N1 * total_N1, below_N1)
+    passed_N1 = torch.searchsorted(cumulative_NV, share_N1.contiguous(), right=True)
+    # Beyond the end only where the weights are not numbers, which the caller reports.
+    return passed_N1[:, 0].clamp_max(cumulative_NV.shape[1] - 1)
+
+
+def keep_likeliest(weights_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor) -> Tensor:
+    """Set all but the likeliest tokens to 0.
+
+    `top_k` first, then `top_p` of what is left: as few of the likeliest as make up that share.
+    Tokens as likely as the last one kept stay too.
+
+    Args:
+        weights_FV: float32, not negative, of any sum; at least one is above 0 in each row.
+        top_k_F: int64; 0 keeps all.
+        top_p_F: float32; 1 keeps all.
+    """
+    count = min(max(CANDIDATES, int(top_k_F.max())), weights_FV.shape[1])
+    best_FC = weights_FV.topk(count, dim=1).values
+    total_F1 = weights_FV.sum(dim=1, keepdim=True, dtype=torch.float64)
+    share_F1 = top_p_F[:, None].double()
+    is_short_F1 = best_FC.sum(dim=1, keepdim=True, dtype=torch.float64) < share_F1 * total_F1
+    if bool(((is_short_F1[:, 0] | (top_p_F >= 1)) & (top_k_F == 0)).any()):
+        best_FC = weights_FV.sort(dim=1, descending=True).values
+    has_k_F1 = top_k_F[:, None] > 0
+    edge_F1 = best_FC.gather(1, (top_k_F[:, None] - 1).clamp(0, best_FC.shape[1] - 1))
+    left_FC = best_FC.masked_fill(has_k_F1 & (best_FC < edge_F1), 0.0)
+    cumulative_FC = left_FC.cumsum(dim=1, dtype=torch.float64)
+    total_F1 = torch.where(has_k_F1, cumulative_FC[:, -1:], total_F1)
+    # A token is kept while the likelier ones do not make up the share yet. To a share of 1 the
+    # least likely would add less than a float64 can tell.
+    is_short_FC = (cumulative_FC - left_FC < share_F1 * total_F1) | (share_F1 >= 1)
+    is_kept_FC = is_short_FC & (left_FC > 0)
+    last_F1 = is_kept_FC.sum(dim=1, keepdim=True) - 1
+    return weights_FV.masked_fill(weights_FV < left_FC.gather(1, last_F1.clamp_min(0)), 0.0)

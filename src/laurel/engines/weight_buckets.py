@@ -1,0 +1,132 @@
+"""Weights on their way to engines in other processes: bucket by bucket.
+
+Neither side ever holds more of them than two buckets, besides the model itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from laurel.errors import EngineError
+from laurel.types import Weights
+
+
+class PackedTensor(NamedTuple):
+    """A tensor as bytes that any process can read, and nothing besides its own values.
+
+    A pickled tensor would bring the whole storage that it is a view of.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    values: npt.NDArray[np.uint8]
+
+
+Bucket = list[PackedTensor]
+
+
+def pack(name: str, tensor: Tensor) -> PackedTensor:
+    """The tensor's values; those of a contiguous tensor on the CPU are not copied."""
+    value = tensor.detach().to("cpu").contiguous()
+    values = value.reshape(-1).view(torch.uint8).numpy()
+    return PackedTensor(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), values)
+
+
+def unpack(packed: PackedTensor) -> Tensor:
+    """The tensor, on the bytes as they are."""
+    dtype: torch.dtype = getattr(torch, packed.dtype)
+    if not packed.values.size:
+        return torch.empty(packed.shape, dtype=dtype)
+    values = packed.values if packed.values.flags.writeable else packed.values.copy()
+    return torch.from_numpy(values).view(dtype).reshape(packed.shape)
+
+
+def buckets_of(tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[Bucket]:
+    """Named tensors in order, in buckets that hold `max_bytes` or one larger tensor."""
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(pack(name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+class WeightStream:
+    """Weights that are read while their buckets are still coming.
+
+    One thread puts, another reads; who puts waits while a bucket lies there unread.
+    """
+
+    def __init__(self, version: int, *, changing_only: bool = False) -> None:
+        """Begin without a bucket.
+
+        Args:
+            version: Of the weights.
+            changing_only: Those that training cannot change will not come.
+        """
+        self.weights = Weights(version=version, tensors=self._tensors)
+        if changing_only:
+            self.weights = Weights(version=version, tensors=_absent, changing=self._tensors)
+        self._changed = threading.Condition()
+        # All below is guarded by `_changed`.
+        self._bucket: Bucket | None = None
+        self._is_complete = False
+        self._has_reader = True
+        self._failure: EngineError | None = None
+
+    def put(self, bucket: Bucket) -> None:
+        """Hand a bucket over. It goes nowhere when nobody reads any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._bucket is None or not self._has_reader)
+            self._bucket = bucket if self._has_reader else None
+            self._changed.notify_all()
+
+    def complete(self) -> None:
+        """Say that all buckets have come."""
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
+
+    def cut(self, failure: EngineError) -> None:
+        """Say that no more will come; it is raised where the weights are read."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._has_reader = False
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Say that nobody reads any more."""
+        with self._changed:
+            self._has_reader = False
+            self._bucket = None
+            self._changed.notify_all()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        while (bucket := self._next()) is not None:
+            for packed in bucket:
+                yield packed.name, unpack(packed)
+
+    def _next(self) -> Bucket | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._bucket or self._is_complete or self._failure)
+            if self._failure is not None:
+                raise self._failure
+            bucket, self._bucket = self._bucket, None
+            self._changed.notify_all()
+            return bucket
+
+
+def _absent() -> Iterator[tuple[str, Tensor]]:
+    raise EngineError("weights came without those that do not change, which this engine never had")
