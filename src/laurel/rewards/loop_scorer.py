@@ -1,0 +1,166 @@
+"""What a reward loop asks: completions of many threads, one by one, merged into batches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from laurel.models.decoder import Path
+from laurel.models.scoring import ScoringContract
+from laurel.rewards.batch_jobs import BatcherLimits
+from laurel.rewards.batcher import BatchingScorer
+from laurel.rewards.blocking import BlockingScorer
+from laurel.rewards.contract_scorer import ContractScorer, OnBatch
+from laurel.rewards.to_tokens import Prepared
+from laurel.types import Group, Score, TokenGroup
+
+T = TypeVar("T")
+
+UNLIMITED = 2**62
+"""Completions and letters that may wait: a run asks for no more than it holds already."""
+
+
+def limits_of(scorer: ContractScorer) -> BatcherLimits:
+    """How a scorer's own budget is filled by requests of many."""
+    return BatcherLimits(
+        batch_tokens=scorer.batch_tokens, max_waiting=UNLIMITED, max_waiting_characters=UNLIMITED
+    )
+
+
+class Desk(Protocol):
+    """Where requests are merged and computed. All coroutines run in one event loop."""
+
+    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """See `protocols.Scorer`."""
+
+    async def set_asleep(self, is_asleep: bool) -> None:
+        """Give the memory of devices back, or take it again. Requests wait meanwhile."""
+
+    def directly(self, work: Callable[[ContractScorer], T]) -> T:
+        """Let a model that can compute do something beside what is merged, in any thread."""
+
+    async def aclose(self) -> None:
+        """End everything. Idempotent."""
+
+
+class LoopScorer(ContractScorer):
+    """A `ContractScorer` that may be asked from any number of threads at once.
+
+    What they ask at the same time is computed together, and what two of them ask is computed once;
+    who shares a batch depends on when they ask, and scores by that much: on rounding.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        """Take over a desk; `close` ends it."""
+        self._path: Path
+        contract, batch_tokens, batch_size, self._path = desk.directly(_about)
+        super().__init__(contract, batch_tokens=batch_tokens, batch_size=batch_size)
+        self._desk = desk
+        self._asking = BlockingScorer(desk)
+        self._awake = threading.Lock()
+
+    @property
+    def path(self) -> Path:
+        """See `ContractScorer`."""
+        return self._path
+
+    def directly(self, work: Callable[[ContractScorer], T]) -> T:
+        """What a model says that is asked for itself: nothing is merged, nothing remembered."""
+        with self._awake:
+            return self._desk.directly(work)
+
+    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """See `protocols.Scorer`."""
+        return await asyncio.to_thread(self.score_now, groups)
+
+    async def score_afresh(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """What a model says that is asked for itself."""
+        return await asyncio.to_thread(self.directly, lambda scorer: scorer.score_now(groups))
+
+    def score_now(
+        self, groups: Sequence[Group], on_batch: OnBatch | None = None
+    ) -> list[tuple[Score, ...]]:
+        """See `ContractScorer`. Nobody is told of progress: batches are not this caller's own."""
+        return self._asking.score_now(groups)
+
+    def score_exactly(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """See `ContractScorer`."""
+        return self.directly(lambda scorer: scorer.score_exactly(groups))
+
+    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
+        """See `ContractScorer`."""
+        return self.directly(lambda scorer: scorer.prepare(groups))
+
+    def prepare_rendered(self, row: str | Sequence[int]) -> TokenGroup:
+        """See `ContractScorer`."""
+        return self.directly(lambda scorer: scorer.prepare_rendered(row))
+
+    def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
+        """See `ContractScorer`."""
+        return self.directly(lambda scorer: scorer.score_tokens(tokens))
+
+    def encode(self, groups: Sequence[Group]) -> list[TokenGroup]:
+        """See `ContractScorer`."""
+        return self.directly(lambda scorer: scorer.encode(groups))
+
+    def _values(
+        self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
+    ) -> np.ndarray:
+        raise AssertionError("the models behind the desk compute")
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """See `ContractScorer`."""
+        with self._awake:
+            try:
+                self.sleep()
+                yield
+            finally:
+                self.wake()
+
+    def sleep(self) -> None:
+        """See `ContractScorer`."""
+        self._asking.wait_for(lambda: self._desk.set_asleep(True))
+
+    def wake(self) -> None:
+        """See `ContractScorer`."""
+        self._asking.wait_for(lambda: self._desk.set_asleep(False))
+
+    def close(self) -> None:
+        """End the desk. What is under way fails."""
+        self._asking.close()
+
+
+def _about(scorer: ContractScorer) -> tuple[ScoringContract, int, int | None, Path]:
+    return scorer.contract, scorer.batch_tokens, scorer.batch_size, scorer.path
+
+
+class OneModelDesk:
+    """One model, in this process or wherever its scorer has it."""
+
+    def __init__(self, scorer: ContractScorer) -> None:
+        """Take over a scorer, and start the thread that computes."""
+        self._scorer = scorer
+        self._batcher = BatchingScorer(scorer, model_version="", limits=limits_of(scorer))
+
+    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """See `Desk`."""
+        return await self._batcher.score(groups)
+
+    async def set_asleep(self, is_asleep: bool) -> None:
+        """See `Desk`."""
+        await (self._batcher.sleep() if is_asleep else self._batcher.wake())
+
+    def directly(self, work: Callable[[ContractScorer], T]) -> T:
+        """See `Desk`."""
+        return work(self._scorer)
+
+    async def aclose(self) -> None:
+        """See `Desk`."""
+        await asyncio.to_thread(self._batcher.close)
+        self._scorer.close()

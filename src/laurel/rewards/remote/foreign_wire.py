@@ -1,0 +1,373 @@
+"""What reward servers and trainers of other projects say to each other, both ways.
+
+::
+
+    vLLM       POST /classify       {"input": text | [text] | [id] | [[id]],
+                                     "use_activation": false}, or {"messages": [...], ...}
+                                    -> {"data": [{"index", "label", "probs": [score], ...}]}
+    SGLang     POST /classify       {"text": text | [text]} or {"input_ids": [id] | [[id]]}
+                                    -> {"embedding": [score], "meta_info"}, or a list of them
+    SGLang     POST /v1/embeddings  {"input": as above}
+                                    -> {"data": [{"index", "embedding": [score]}]}
+    OpenRLHF   POST /get_reward     {"query": [text], "prompts": [text], "labels": [text]}
+                                    -> {"rewards": [score], "scores": [score], "extra_logs": {}}
+    slime      POST any path        {"prompt": text | messages, "response": text, "label": any}
+                                    -> the score itself
+
+Texts are whole conversations that the client has rendered. None of the formats has a place for a
+completion without a score, so one of those fails its request.
+
+vLLM answers with the sigmoid of a score unless `use_activation` is false. The key was once called
+`activation`, and before that `softmax`; whoever sends all three gets the score of every version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from laurel.errors import ProtocolError
+from laurel.rewards.remote.wire import (
+    MISSING,
+    expect_list,
+    expect_number,
+    expect_object,
+    expect_text,
+    messages_json,
+    read_messages,
+)
+from laurel.rewards.rendered import Rendered as Rendered
+from laurel.types import Completion, Conversation, Group, Message
+
+CLASSIFY_PATH = "/classify"
+EMBEDDINGS_PATH = "/v1/embeddings"
+GET_REWARD_PATH = "/get_reward"
+REMOTE_RM_PATH = "/remote_rm"
+"""Where our server answers slime, which takes any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignRequest:
+    """What a client of another project wants scored: rendered rows, or one group of messages."""
+
+    rows: tuple[Rendered, ...] = ()
+    group: Group | None = None
+    """A single completion, instead of rows."""
+    is_list: bool = True
+    """False: the client sent one thing and not a list of one."""
+    squashed: bool = False
+    """Whether it wants the sigmoid of the scores."""
+
+
+def sigmoid(score: float) -> float:
+    """Of any finite score, without an overflow."""
+    if score >= 0:
+        return 1.0 / (1.0 + math.exp(-score))
+    return math.exp(score) / (1.0 + math.exp(score))
+
+
+# ------------------------------------------------------------------------------------------ input
+
+
+def _read_rows(value: Any, what: str) -> tuple[tuple[Rendered, ...], bool]:
+    """Rows from a text, ids, or a list of either; and whether it was a list of them."""
+    if isinstance(value, str):
+        return (value,), False
+    rows = expect_list(value, what)
+    if rows and all(_is_id(one) for one in rows):
+        return (tuple(map(int, rows)),), False
+    return tuple(_read_row(row, what) for row in rows), True
+
+
+def _read_row(value: Any, what: str) -> Rendered:
+    if isinstance(value, str):
+        return value
+    ids = expect_list(value, f"an entry of {what}")
+    if not all(_is_id(one) for one in ids):
+        raise ProtocolError(f"{what} has a list of something else than token ids from 0 up")
+    return tuple(map(int, ids))
+
+
+def _is_id(value: Any) -> bool:
+    """A whole number; JSON knows no difference between 7 and 7.0."""
+    if isinstance(value, float):
+        return value.is_integer() and 0 <= value < 2**31
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _texts(value: Any, what: str) -> tuple[str, ...]:
+    return tuple(expect_text(one, f"an entry of {what}") for one in expect_list(value, what))
+
+
+def _rows_json(rows: Sequence[Rendered]) -> list[Any]:
+    return [row if isinstance(row, str) else list(row) for row in rows]
+
+
+def _answer(conversation: Conversation) -> Group:
+    return Group(
+        id="",
+        prompt=conversation[:-1],
+        completions_G=(Completion(messages=conversation[-1:]),),
+    )
+
+
+# -------------------------------------------------------------------------------------- /classify
+
+
+def classify_request(rows: Sequence[Rendered], *, model: str) -> dict[str, Any]:
+    """To vLLM: rendered conversations, as they are: no token is added to them."""
+    rest = {"input": _rows_json(rows), "add_special_tokens": False, **_RAW}
+    return {**_named(model), **rest}
+
+
+def classify_messages_request(conversation: Conversation, *, model: str) -> dict[str, Any]:
+    """To vLLM: one conversation, which the server renders."""
+    rest = {"messages": messages_json(conversation), "add_generation_prompt": False, **_RAW}
+    return {**_named(model), **rest}
+
+
+def _named(model: str) -> dict[str, str]:
+    """Servers of one model need not be told which."""
+    return {"model": model} if model else {}
+
+
+_ACTIVATION_KEYS = ("use_activation", "activation", "softmax")
+_RAW = dict.fromkeys(_ACTIVATION_KEYS, False)
+
+
+def native_classify_request(rows: Sequence[Rendered]) -> dict[str, Any]:
+    """To SGLang's own `/classify`; rows are all texts or all ids."""
+    is_text = all(isinstance(row, str) for row in rows)
+    return {"text" if is_text else "input_ids": _rows_json(rows)}
+
+
+def is_native(value: Any) -> bool:
+    """Whether a request to `/classify` is in SGLang's form and not in vLLM's."""
+    return isinstance(value, dict) and ("text" in value or "input_ids" in value)
+
+
+def read_classify_request(value: Any) -> ForeignRequest:
+    """A request to `/classify` in any of its three forms.
+
+    Raises:
+        ProtocolError: It has none of them.
+    """
+    request = expect_object(value, "the request")
+    forms = [key for key in ("input", "messages", "text", "input_ids") if key in request]
+    if not forms:
+        raise ProtocolError("the request has none of: input, messages, text, input_ids")
+    if len(forms) > 1:
+        raise ProtocolError(f"the request has {' and '.join(forms)}: send one of them")
+    if is_native(value):
+        rows, is_list = _read_rows(request[forms[0]], f"'{forms[0]}'")
+        return ForeignRequest(rows=rows, is_list=is_list)
+    squashed = next((request[key] for key in _ACTIVATION_KEYS if key in request), None)
+    if squashed is not None and not isinstance(squashed, bool):
+        raise ProtocolError("'use_activation' is neither true nor false")
+    squashed = True if squashed is None else squashed
+    if "messages" in request:
+        conversation = read_messages(request["messages"], "'messages'")
+        if not conversation:
+            raise ProtocolError("'messages' is empty")
+        return ForeignRequest(group=_answer(conversation), is_list=False, squashed=squashed)
+    rows, is_list = _read_rows(request["input"], "'input'")
+    return ForeignRequest(rows=rows, is_list=is_list, squashed=squashed)
+
+
+def classify_reply(
+    scores: Sequence[float], *, request_id: str, created: int, model: str, num_tokens: int
+) -> dict[str, Any]:
+    """vLLM's answer."""
+    return {
+        "id": f"classify-{request_id}",
+        "object": "list",
+        "created": created,
+        "model": model,
+        "data": [
+            {"index": index, "label": "LABEL_0", "probs": [score], "num_classes": 1}
+            for index, score in enumerate(scores)
+        ],
+        "usage": _usage(num_tokens),
+    }
+
+
+def native_classify_reply(
+    scores: Sequence[float], num_tokens: Sequence[int], *, is_list: bool
+) -> Any:
+    """SGLang's own answer."""
+    found = [
+        {"embedding": [score], "meta_info": {"prompt_tokens": count}}
+        for score, count in zip(scores, num_tokens, strict=True)
+    ]
+    return found if is_list else found[0]
+
+
+def read_classify_reply(value: Any, *, count: int) -> list[float]:
+    """The scores that vLLM answers with, in order.
+
+    Raises:
+        ProtocolError: Another count, an index twice, or something that is not a finite number.
+    """
+    return _read_indexed(value, "probs", count=count)
+
+
+def read_native_classify_reply(value: Any, *, count: int) -> list[float]:
+    """The scores that SGLang answers with; see `read_classify_reply`."""
+    found = [value] if isinstance(value, dict) else expect_list(value, "the reply")
+    _check_count(len(found), count)
+    return [
+        _only(expect_object(one, "an entry of the reply").get("embedding", MISSING), "'embedding'")
+        for one in found
+    ]
+
+
+# --------------------------------------------------------------------------------- /v1/embeddings
+
+
+def embeddings_request(rows: Sequence[Rendered], *, model: str) -> dict[str, Any]:
+    """To SGLang's form of OpenAI's endpoint."""
+    return {**_named(model), "input": _rows_json(rows)}
+
+
+def read_embeddings_request(value: Any) -> ForeignRequest:
+    """A request to `/v1/embeddings`.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    request = expect_object(value, "the request")
+    if request.get("encoding_format", "float") != "float":
+        raise ProtocolError("the only 'encoding_format' here is 'float'")
+    rows, is_list = _read_rows(request.get("input", MISSING), "'input'")
+    return ForeignRequest(rows=rows, is_list=is_list)
+
+
+def embeddings_reply(scores: Sequence[float], *, model: str, num_tokens: int) -> dict[str, Any]:
+    """Its answer."""
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": [score]}
+            for index, score in enumerate(scores)
+        ],
+        "model": model,
+        "usage": _usage(num_tokens),
+    }
+
+
+def read_embeddings_reply(value: Any, *, count: int) -> list[float]:
+    """The scores in it; see `read_classify_reply`."""
+    return _read_indexed(value, "embedding", count=count)
+
+
+# ------------------------------------------------------------------------------------ /get_reward
+
+
+def get_reward_request(texts: Sequence[str]) -> dict[str, Any]:
+    """To OpenRLHF's server."""
+    empty = [""] * len(texts)
+    return {"query": list(texts), "prompts": empty, "labels": empty}
+
+
+def read_get_reward_request(value: Any) -> ForeignRequest:
+    """A request to `/get_reward`; of no rows where its client had none for this server.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    request = expect_object(value, "the request")
+    return ForeignRequest(rows=_texts(request.get("query", MISSING), "'query'"))
+
+
+def get_reward_reply(scores: Sequence[float]) -> dict[str, Any]:
+    """Its answer."""
+    return {"rewards": list(scores), "scores": list(scores), "extra_logs": {}}
+
+
+def read_get_reward_reply(value: Any, *, count: int) -> list[float]:
+    """The rewards in it; see `read_classify_reply`."""
+    rewards = expect_list(expect_object(value, "the reply").get("rewards", MISSING), "'rewards'")
+    _check_count(len(rewards), count)
+    return [expect_number(reward, "a reward") for reward in rewards]
+
+
+# -------------------------------------------------------------------------------- slime's remote_rm
+
+
+def remote_rm_request(prompt: Conversation, response: str, *, label: Any = None) -> dict[str, Any]:
+    """To a server as slime's users write them."""
+    return {"prompt": messages_json(prompt), "response": response, "label": label}
+
+
+def read_remote_rm_request(value: Any, *, rendered: bool = False) -> ForeignRequest:
+    """A request of slime.
+
+    Args:
+        value: Of the request.
+        rendered: A prompt that is a text was rendered by its client, so prompt and response
+            together are the conversation. Otherwise the user says the prompt.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    request = expect_object(value, "the request")
+    response = expect_text(request.get("response", MISSING), "'response'")
+    prompt = request.get("prompt", MISSING)
+    if isinstance(prompt, str) and rendered:
+        return ForeignRequest(rows=(prompt + response,), is_list=False)
+    if isinstance(prompt, str):
+        said: Conversation = (Message("user", prompt),)
+    else:
+        said = read_messages(prompt, "'prompt'")
+    return ForeignRequest(group=_answer((*said, Message("assistant", response))), is_list=False)
+
+
+def read_remote_rm_reply(value: Any, *, key: str = "") -> float:
+    """The score that came back.
+
+    Args:
+        value: Of the reply: a number, or an object of several.
+        key: Which of an object's.
+
+    Raises:
+        ProtocolError: There is no finite number.
+    """
+    if key:
+        value = expect_object(value, "the reply").get(key, MISSING)
+    return expect_number(value, f"'{key}' of the reply" if key else "the reply")
+
+
+# ---------------------------------------------------------------------------------------- replies
+
+
+def _read_indexed(value: Any, key: str, *, count: int) -> list[float]:
+    data = expect_list(expect_object(value, "the reply").get("data", MISSING), "'data'")
+    _check_count(len(data), count)
+    found: dict[int, float] = {}
+    for position, item in enumerate(data):
+        entry = expect_object(item, "an entry of 'data'")
+        index = entry.get("index", position)
+        if not _is_id(index) or index >= count or index in found:
+            raise ProtocolError(f"'data' has an entry with the index {index!r}, or has it twice")
+        found[index] = _only(entry.get(key, MISSING), f"'{key}'")
+    return [found[index] for index in range(count)]
+
+
+def _only(value: Any, what: str) -> float:
+    numbers = expect_list(value, what)
+    if len(numbers) != 1:
+        raise ProtocolError(
+            f"{what} has {len(numbers)} numbers; the one score of a reward model was expected"
+        )
+    return expect_number(numbers[0], f"the number in {what}")
+
+
+def _check_count(found: int, wanted: int) -> None:
+    if found != wanted:
+        raise ProtocolError(f"{found} scores came back for {wanted} conversations", kind="count")
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}

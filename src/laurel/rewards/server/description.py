@@ -1,0 +1,290 @@
+"""The OpenAPI description of a reward server: what `wire` and `foreign_wire` read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from laurel import __version__
+from laurel.rewards.remote import foreign_wire
+from laurel.rewards.remote.wire import SCORE_PATH, VERSION_HEADER
+
+Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string"}
+_NUMBER: Schema = {"type": "number"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_SCORES: Schema = {"type": "array", "items": _NUMBER}
+_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_IDS: Schema = {"type": "array", "items": _ID}
+
+
+def _object(
+    properties: Mapping[str, Schema | bool], *optional: str, closed: bool = False
+) -> Schema:
+    """An object; closed: it has no other keys."""
+    found: Schema = {
+        "type": "object",
+        "properties": properties,
+        "required": [name for name in properties if name not in optional],
+    }
+    return {**found, "additionalProperties": False} if closed else found
+
+
+def _list(items: Schema, **more: Any) -> Schema:
+    return {"type": "array", "items": items, **more}
+
+
+_MESSAGE = _object({"role": _TEXT, "content": _TEXT}, closed=True)
+_MESSAGES = _list(_MESSAGE)
+_GROUP = _object(
+    {
+        "id": _TEXT,
+        "prompt": {"anyOf": [_TEXT, _MESSAGES]},
+        "completions": _list({"anyOf": [_TEXT, _list(_MESSAGE, minItems=1)]}),
+    },
+    closed=True,
+)
+_SCORE = _object(
+    {
+        "value": {"type": ["number", "null"]},
+        "values": _SCORES,
+        "num_tokens": _COUNT,
+        "truncated": {"type": "boolean"},
+        "failure": {"type": ["string", "null"]},
+        "parts": {
+            "type": "object",
+            "description": "Numbers that the value came about from, by name",
+            "additionalProperties": _NUMBER,
+        },
+    },
+    "parts",
+)
+_ROWS: Schema = {"anyOf": [_TEXT, _list(_TEXT), _IDS, _list(_IDS)]}
+_FLAG: Schema = {"type": "boolean", "default": True}
+_USAGE = _object({"prompt_tokens": _COUNT, "total_tokens": _COUNT, "completion_tokens": _COUNT})
+_ERROR = _object({"error": _object({"code": _TEXT, "message": _TEXT})})
+_STATE = _object(
+    {
+        "state": {"enum": ["loading", "ready", "asleep", "draining", "broken"]},
+        "model": _TEXT,
+        "model_version": _TEXT,
+    },
+    "model",
+    "model_version",
+)
+
+_ACTIVATION = dict.fromkeys(("use_activation", "activation", "softmax"), _FLAG)
+_FORMS: dict[str, Schema] = {
+    "input": _ROWS,
+    "messages": {**_MESSAGES, "minItems": 1},
+    "text": {"anyOf": [_TEXT, _list(_TEXT)]},
+    "input_ids": {"anyOf": [_IDS, _list(_IDS)]},
+}
+
+
+def _form(name: str) -> Schema:
+    """What `/classify` reads if the request has this key, and so no other key of a form."""
+    more = {"model": _TEXT, **_ACTIVATION} if name in ("input", "messages") else {}
+    others = {other: False for other in _FORMS if other != name}
+    return _object({name: _FORMS[name], **more, **others}, *more, *others)
+
+
+_CLASSIFY: Schema = {"anyOf": [_form(name) for name in _FORMS]}
+_NATIVE = _object({"embedding": _SCORES, "meta_info": _object({"prompt_tokens": _COUNT})})
+_CLASSIFIED: Schema = {
+    "anyOf": [
+        _object(
+            {
+                "id": _TEXT,
+                "object": {"const": "list"},
+                "created": _COUNT,
+                "model": _TEXT,
+                "data": _list(
+                    _object(
+                        {"index": _COUNT, "label": _TEXT, "probs": _SCORES, "num_classes": _COUNT}
+                    )
+                ),
+                "usage": _USAGE,
+            }
+        ),
+        _NATIVE,
+        _list(_NATIVE),
+    ]
+}
+_EMBEDDED = _object(
+    {
+        "object": {"const": "list"},
+        "data": _list(_object({"object": _TEXT, "index": _COUNT, "embedding": _SCORES})),
+        "model": _TEXT,
+        "usage": _USAGE,
+    }
+)
+
+_SCORING = {
+    SCORE_PATH: (
+        "Scores of whole groups",
+        "A prompt and its completions are one group. A completion without a score has a failure "
+        "that says why, and the others are not affected. A `request_id` that comes again with the "
+        "same request gets the same answer. A `model_version` is the only one that is wanted.",
+        _object(
+            {"groups": _list(_GROUP), "request_id": _TEXT, "model_version": _TEXT},
+            "request_id",
+            "model_version",
+            closed=True,
+        ),
+        _object(
+            {
+                "groups": _list(_object({"id": _TEXT, "scores": _list(_SCORE)})),
+                "model": _TEXT,
+                "model_version": _TEXT,
+                "request_id": _TEXT,
+            },
+            "request_id",
+        ),
+    ),
+    foreign_wire.CLASSIFY_PATH: (
+        "vLLM's and SGLang's /classify",
+        "With `input` or `messages` it is vLLM's, whose answer is the sigmoid of the score unless "
+        "`use_activation` (once `activation`, and before that `softmax`) is false. With `text` or "
+        "`input_ids` it is SGLang's, whose answer is the score.",
+        _CLASSIFY,
+        _CLASSIFIED,
+    ),
+    foreign_wire.EMBEDDINGS_PATH: (
+        "SGLang's /v1/embeddings",
+        "The embedding of a conversation is its score.",
+        _object(
+            {"input": _ROWS, "model": _TEXT, "encoding_format": {"const": "float"}},
+            "model",
+            "encoding_format",
+        ),
+        _EMBEDDED,
+    ),
+    foreign_wire.GET_REWARD_PATH: (
+        "OpenRLHF's remote reward model",
+        "`query` has whole conversations that the client has rendered; the rest is not read.",
+        _object(
+            {"query": _list(_TEXT), "prompts": _list(_TEXT), "labels": _list({})},
+            "prompts",
+            "labels",
+        ),
+        _object({"rewards": _SCORES, "scores": _SCORES, "extra_logs": {"type": "object"}}),
+    ),
+    foreign_wire.REMOTE_RM_PATH: (
+        "slime's remote_rm",
+        "The answer is the score. A prompt that is a text is what the user said, or with "
+        "`?rendered=1` what the client has rendered.",
+        _object({"prompt": {"anyOf": [_TEXT, _MESSAGES]}, "response": _TEXT, "label": {}}, "label"),
+        _NUMBER,
+    ),
+}
+
+_LOOKS: dict[str, tuple[str, Schema]] = {
+    "/health": ("That the process lives; needs no key", {"type": "object"}),
+    "/ready": ("Whether it takes requests", _STATE),
+    "/v1/models": (
+        "The model that is served",
+        _object(
+            {
+                "object": {"const": "list"},
+                "data": _list(
+                    _object({"id": _TEXT, "object": _TEXT, "owned_by": _TEXT, "version": _TEXT})
+                ),
+            }
+        ),
+    ),
+}
+
+_ADMIN: dict[str, tuple[str, Schema | None]] = {
+    "/admin/sleep": ("Finish what was accepted, and give the memory of devices back", None),
+    "/admin/wake": ("Take requests again", None),
+    "/admin/load": (
+        "Serve the model of another directory once it has given its golden scores",
+        _object({"model": _TEXT}),
+    ),
+}
+
+_REFUSALS = {
+    "400": "Not the JSON that is described here",
+    "401": "No API key, or another one",
+    "403": "Another host name, or what only this machine and the admin key may ask",
+    "405": "Another method",
+    "408": "The body did not come in time",
+    "409": "Not the version that was asked for, or another change is under way",
+    "413": "Too large",
+    "415": "Not `application/json`, or compressed",
+    "422": "A conversation that cannot be scored where the format has no place for that, a request "
+    "id that another request had, or a model that cannot be used",
+    "429": "The queue is full: see `Retry-After`",
+    "503": "Not ready, or not in time: see `Retry-After`",
+}
+
+
+def _json(schema: Schema, description: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _responses(schema: Schema, *statuses: str) -> dict[str, Any]:
+    errors = {status: _json(_ERROR, _REFUSALS[status]) for status in statuses}
+    found = _json(schema, "Done")
+    found["headers"] = {VERSION_HEADER: {"schema": _TEXT, "required": False}}
+    return {"200": found, **errors}
+
+
+def _posted(schema: Schema) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+_ALWAYS = ("401", "403")
+_OF_BODIES = ("400", "408", "413", "415", "422")
+
+
+def describe(*, needs_key: bool) -> dict[str, Any]:
+    """The description of version 3.1, as JSON."""
+    paths: dict[str, Any] = {}
+    for path, (title, text, asked, answered) in _SCORING.items():
+        responses = _responses(answered, *_ALWAYS, *_OF_BODIES, "409", "429", "503")
+        paths[path] = {
+            "post": {
+                "tags": ["scores"], "summary": title, "description": text,
+                "requestBody": _posted(asked), "responses": responses,
+            }
+        }  # fmt: skip
+    paths[foreign_wire.REMOTE_RM_PATH]["post"]["parameters"] = [
+        {"name": "rendered", "in": "query", "schema": {"enum": ["0", "1"]}}
+    ]
+    for path, (title, schema) in _LOOKS.items():
+        responses = _responses(schema, *_ALWAYS)
+        if path == "/ready":
+            responses["503"] = _json(schema, "It does not")
+        paths[path] = {"get": {"tags": ["looks"], "summary": title, "responses": responses}}
+    paths["/health"]["get"]["security"] = []
+    paths["/metrics"] = {
+        "get": {
+            "tags": ["looks"],
+            "summary": "Figures for Prometheus",
+            "responses": {
+                "200": {"description": "Done", "content": {"text/plain": {"schema": _TEXT}}},
+                **{status: _json(_ERROR, _REFUSALS[status]) for status in _ALWAYS},
+            },
+        }
+    }
+    for path, (title, body) in _ADMIN.items():
+        more = ("400", "408", "413", "415", "409", "422", "503")
+        operation: dict[str, Any] = {
+            "tags": ["admin"], "summary": title, "responses": _responses(_STATE, *_ALWAYS, *more),
+        }  # fmt: skip
+        if body is not None:
+            operation["requestBody"] = _posted(body)
+        paths[path] = {"post": operation}
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Laurel reward server", "version": __version__},
+        "paths": paths,
+    }
+    if needs_key:
+        bearer = {"type": "http", "scheme": "bearer"}
+        found["components"] = {"securitySchemes": {"key": bearer}}
+        found["security"] = [{"key": []}]
+    return found

@@ -1,0 +1,283 @@
+"""What is done with each request that the gate lets in: the body in, the answer out.
+
+Bodies are read by `wire` and `foreign_wire`, not by a validator, which would take longer than all
+the rest; `description` says the same for people and generated clients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import parse_qs
+
+from laurel.errors import UserError
+from laurel.rewards.remote import foreign_wire
+from laurel.rewards.remote.replica import failed, reason_of
+from laurel.rewards.remote.wire import (
+    MISSING,
+    ScoreReply,
+    dump,
+    expect_object,
+    expect_text,
+    parse,
+    read_score_request,
+    score_reply,
+)
+from laurel.rewards.rendered import rendered_group
+from laurel.rewards.server.gate import Call
+from laurel.rewards.server.metrics import ServerMetrics
+from laurel.rewards.server.serving import (
+    Answer,
+    AnswerMemory,
+    RefusedRequestError,
+    RewardService,
+    Scored,
+)
+from laurel.types import Group, Score
+
+_OF_THE_REQUEST = ("4xx", "poison", "text", "other")
+"""Reasons of failures for which another try would be in vain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """How much one request may ask."""
+
+    completions: int = 4096
+    characters: int = 200_000
+    """Of one conversation; a longer one has failed, and the others are scored."""
+
+
+class Endpoints:
+    """The handlers. Each takes a call and gives an answer, or raises what becomes an error."""
+
+    figures: ServerMetrics
+
+    def __init__(self, service: RewardService, limits: RequestLimits) -> None:
+        self._service = service
+        self._limits = limits
+        self._answers = AnswerMemory()
+
+    # -------------------------------------------------------------------------------- scores
+
+    async def score(self, call: Call) -> Answer:
+        """Our own: whole groups."""
+        request = read_score_request(parse(call.body))
+
+        async def answer() -> Answer:
+            scored = await self._scored(call, request.groups, version=request.model_version)
+            reply = ScoreReply(
+                scores=tuple(scored.scores), model=scored.model.name,
+                model_version=scored.model.version, request_id=request.request_id,
+            )  # fmt: skip
+            return _answer(score_reply(request.groups, reply), scored)
+
+        return await self._once(call, request.request_id, answer)
+
+    async def classify(self, call: Call) -> Answer:
+        """vLLM's, and SGLang's of the same name."""
+        value = parse(call.body)
+        request = foreign_wire.read_classify_request(value)
+
+        async def answer() -> Answer:
+            scores, scored = await self._values(call, request)
+            counts = [score.num_tokens for score in scores]
+            values = [_number(score) for score in scores]
+            if foreign_wire.is_native(value):
+                is_list = request.is_list
+                reply = foreign_wire.native_classify_reply(values, counts, is_list=is_list)
+                return _answer(reply, scored)
+            if request.squashed:
+                values = [foreign_wire.sigmoid(one) for one in values]
+            reply = foreign_wire.classify_reply(
+                values, request_id=call.request_id, created=int(time.time()),
+                model=scored.model.name, num_tokens=sum(counts),
+            )  # fmt: skip
+            return _answer(reply, scored)
+
+        return await self._once(call, "", answer)
+
+    async def embeddings(self, call: Call) -> Answer:
+        """SGLang's form of OpenAI's."""
+        request = foreign_wire.read_embeddings_request(parse(call.body))
+
+        async def answer() -> Answer:
+            scores, scored = await self._values(call, request)
+            reply = foreign_wire.embeddings_reply(
+                [_number(score) for score in scores], model=scored.model.name,
+                num_tokens=sum(score.num_tokens for score in scores),
+            )  # fmt: skip
+            return _answer(reply, scored)
+
+        return await self._once(call, "", answer)
+
+    async def get_reward(self, call: Call) -> Answer:
+        """OpenRLHF's."""
+        request = foreign_wire.read_get_reward_request(parse(call.body))
+
+        async def answer() -> Answer:
+            scores, scored = await self._values(call, request)
+            values = [_number(score) for score in scores]
+            return _answer(foreign_wire.get_reward_reply(values), scored)
+
+        return await self._once(call, "", answer)
+
+    async def remote_rm(self, call: Call) -> Answer:
+        """slime's; `?rendered=1` says that a prompt which is a text has been rendered."""
+        is_rendered = parse_qs(call.query).get("rendered", ["0"])[-1] in ("1", "true")
+        request = foreign_wire.read_remote_rm_request(parse(call.body), rendered=is_rendered)
+
+        async def answer() -> Answer:
+            scores, scored = await self._values(call, request)
+            return _answer(_number(scores[0]), scored)
+
+        return await self._once(call, "", answer)
+
+    async def _once(
+        self, call: Call, request_id: str, answer: Callable[[], Awaitable[Answer]]
+    ) -> Answer:
+        """An answer; the same one where the client has named its request and asks again."""
+        request_id = request_id or call.headers.get(b"x-request-id", b"").decode("latin-1")
+        if not request_id:
+            return await answer()
+        asked = f"{call.path}?{call.query}\0".encode() + call.body
+        digest = hashlib.blake2b(asked, digest_size=16).digest()
+        return await self._answers.once(request_id, digest, answer)
+
+    async def _values(
+        self, call: Call, request: foreign_wire.ForeignRequest
+    ) -> tuple[Sequence[Score], Scored]:
+        """The scores of a request that has no place for a failure: all, or an error."""
+        group = request.group
+        if group is None:
+            group = rendered_group(request.rows)
+        scored = await self._scored(call, [group])
+        (scores,) = scored.scores
+        for index, score in enumerate(scores):
+            if score.failure is not None:
+                message = f"conversation {index}: {score.failure}"
+                if reason_of(score.failure) in _OF_THE_REQUEST:
+                    raise RefusedRequestError(422, "failed", message)
+                raise RefusedRequestError(503, "failed", message, retry_after=1.0)
+        return scores, scored
+
+    async def _scored(self, call: Call, groups: Sequence[Group], *, version: str = "") -> Scored:
+        call.completions = sum(len(group.completions_G) for group in groups)
+        if call.completions > self._limits.completions:
+            message = f"a request has {self._limits.completions:,} completions at most"
+            raise RefusedRequestError(413, "size", message)
+        too_long: Mapping[tuple[int, int], Score] = {}
+        if len(call.body) > self._limits.characters:
+            groups, too_long = _without_too_long(groups, self._limits.characters)
+        scored = await self._service.score(groups, version=version)
+        if too_long:
+            scored = replace(scored, scores=_with(scored.scores, too_long))
+        failures = [
+            score.failure
+            for scores_G in scored.scores
+            for score in scores_G
+            if score.failure is not None
+        ]
+        if failures:
+            call.failures = len(failures)
+            self.figures.note_failures(map(reason_of, failures))
+        return scored
+
+    # --------------------------------------------------------------------------------- looks
+
+    async def health(self, call: Call) -> Answer:
+        """That it lives."""
+        return Answer(b"{}")
+
+    async def ready(self, call: Call) -> Answer:
+        """Whether it takes requests."""
+        state, body = self._state()
+        served = self._service.served
+        return Answer(
+            body, status=200 if state == "ready" else 503, version=served.version if served else ""
+        )
+
+    async def models(self, call: Call) -> Answer:
+        """The model, in OpenAI's form."""
+        served = self._service.served
+        about = [] if served is None else [
+            {"id": served.name, "object": "model", "owned_by": "laurel", "version": served.version}
+        ]  # fmt: skip
+        return Answer(dump({"object": "list", "data": about}))
+
+    async def metrics(self, call: Call) -> Answer:
+        """Figures for Prometheus."""
+        return Answer(self.figures.text(), content_type=b"text/plain; version=0.0.4; charset=utf-8")
+
+    def _state(self) -> tuple[str, bytes]:
+        state, served = self._service.state, self._service.served
+        about = {"model": served.name, "model_version": served.version} if served else {}
+        return state, dump({"state": state, **about})
+
+    # ---------------------------------------------------------------------------------- admin
+
+    async def sleep(self, call: Call) -> Answer:
+        """Give memory back."""
+        await self._service.sleep()
+        return Answer(self._state()[1])
+
+    async def wake(self, call: Call) -> Answer:
+        """Take requests again."""
+        await self._service.wake()
+        return Answer(self._state()[1])
+
+    async def load(self, call: Call) -> Answer:
+        """Serve another model."""
+        asked = expect_object(parse(call.body), "the request")
+        name = expect_text(asked.get("model", MISSING), "'model', the directory,")
+        try:
+            await self._service.load(name)
+        except (UserError, OSError) as error:
+            raise RefusedRequestError(422, "model", str(error)) from error
+        return Answer(self._state()[1])
+
+
+def _answer(value: Any, scored: Scored) -> Answer:
+    return Answer(dump(value), version=scored.model.version)
+
+
+def _number(score: Score) -> float:
+    assert score.value is not None, "failures have been refused"
+    return score.value
+
+
+def _without_too_long(
+    groups: Sequence[Group], most: int
+) -> tuple[list[Group], dict[tuple[int, int], Score]]:
+    """Groups without the conversations that are too long, and the verdicts on those."""
+    left, found = [], {}
+    for row, group in enumerate(groups):
+        kept = []
+        said = sum(len(message.content) for message in group.prompt)
+        for index, completion in enumerate(group.completions_G):
+            length = said + sum(len(message.content) for message in completion.messages)
+            if length > most:
+                reason = f"4xx: {length:,} characters; a conversation has {most:,} at most"
+                found[row, index] = failed(reason)
+            else:
+                kept.append(completion)
+        left.append(replace(group, completions_G=tuple(kept)))
+    return left, found
+
+
+def _with(
+    scores: Sequence[Sequence[Score]], too_long: Mapping[tuple[int, int], Score]
+) -> list[tuple[Score, ...]]:
+    """Scores, with further verdicts in their places."""
+    found = []
+    for row, scores_G in enumerate(scores):
+        line = list(scores_G)
+        for (_, index), score in sorted(
+            (item for item in too_long.items() if item[0][0] == row), key=lambda item: item[0]
+        ):
+            line.insert(index, score)
+        found.append(tuple(line))
+    return found

@@ -1,0 +1,70 @@
+"""uvicorn's reading of HTTP, with limits that it does not have."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MOST_CONNECTIONS = 8192
+_HEAD_SECONDS = 10.0
+"""From the first byte of a request, or the beginning of a connection, to the end of its head."""
+_MOST_HEAD_BYTES, _MOST_HEADERS = 16 * 2**10, 64
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """Closes connections that send a head slowly or without end, and those beyond the most."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+    _is_in_head = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there."""
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.close()
+        else:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has gone."""
+        self._have_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Part of a request, or several."""
+        super().data_received(data)
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MOST_HEAD_BYTES:
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        """The end of a head."""
+        self._have_head()
+        if len(self.headers) > _MOST_HEADERS:
+            self.transport.close()
+            return
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        self._is_in_head = True
+        self._head_bytes = 0
+        if self._timer is None:
+            self._timer = self.loop.call_later(_HEAD_SECONDS, self._close_slow)
+
+    def _have_head(self) -> None:
+        self._is_in_head = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close_slow(self) -> None:
+        self._timer = None
+        self.transport.close()

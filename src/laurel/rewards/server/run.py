@@ -1,0 +1,186 @@
+"""A reward server in this process: its socket, its event loop, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import uvicorn
+
+from laurel.errors import ConfigError
+from laurel.rewards.server.serving import RewardService, ServedModel
+
+Result = TypeVar("Result")
+
+_IDLE_SECONDS = 75
+_BACKLOG = 4096
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 is any that is free.
+
+    Raises:
+        ConfigError: The address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host} is no address of this machine: {error}") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"--host {host} is no address of this machine") from error
+        raise ConfigError(
+            f"--port {port} of {host} cannot be had: {error.strerror}. Name another one, or 0 for "
+            "any that is free"
+        ) from error
+    return listener
+
+
+class ServerRun:
+    """One server from its start to its end. `run` blocks; `stop` may be called from any thread."""
+
+    def __init__(
+        self,
+        app: Any,
+        service: RewardService,
+        listener: socket.socket,
+        *,
+        drain_seconds: float = 30.0,
+    ) -> None:
+        """Hold all that is needed; nothing is started.
+
+        Args:
+            app: See `server.make_app`.
+            service: What it serves.
+            listener: See `listen`; it is closed in the end.
+            drain_seconds: What was accepted may take when it is told to end.
+        """
+        config = uvicorn.Config(
+            app, http=_protocol(), ws="none", lifespan="off", log_config=None, access_log=False,
+            proxy_headers=False, server_header=False, backlog=_BACKLOG,
+            timeout_keep_alive=_IDLE_SECONDS, timeout_graceful_shutdown=5,
+        )  # fmt: skip
+        self._server = _Server(config)
+        self._service = service
+        self._listener = listener
+        self._drain_seconds = drain_seconds
+        self.left_some = False
+        """Whether it ended before all that was accepted was finished."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    def run(
+        self,
+        open_model: Callable[[], Awaitable[ServedModel]],
+        *,
+        on_ready: Callable[[ServedModel], None] = lambda _: None,
+    ) -> None:
+        """Serve until told to end. Requests are refused until the model is there.
+
+        In the main thread SIGTERM and SIGINT end it: first what was accepted is finished; a second
+        one ends the process at once.
+
+        Args:
+            open_model: Gives the model; its error ends the server and is raised.
+            on_ready: Told of it.
+        """
+        factory = self._server.config.get_loop_factory()
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(self._run(open_model, on_ready))
+
+    def stop(self) -> None:
+        """Finish what was accepted, and end."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end)
+
+    async def _run(
+        self,
+        open_model: Callable[[], Awaitable[ServedModel]],
+        on_ready: Callable[[ServedModel], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._end)
+        serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+        opening = asyncio.ensure_future(open_model())
+        try:
+            await asyncio.wait([serving, opening], return_when=asyncio.FIRST_COMPLETED)
+            if opening.done() and not serving.done():
+                model = opening.result()
+                self._service.begin(model)
+                on_ready(model)
+            await serving
+        finally:
+            opening.cancel()
+            self._server.should_exit = True
+            with contextlib.suppress(Exception):
+                await serving
+            await self._service.aclose()
+
+    def _end(self) -> None:
+        if self._ending is not None:
+            os._exit(1)
+        self._ending = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        self.left_some = not await self._service.drain(self._drain_seconds)
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """`ServerRun` does that."""
+        yield
+
+
+async def in_thread(work: Callable[[], Result], *, name: str) -> Result:
+    """The result of work that may take long and that the end of the process does not wait for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result, error = work(), None
+        except BaseException as raised:
+            result, error = None, raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(_settle, future, result, error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await future
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _protocol() -> Any:
+    """uvicorn's protocol with limits on the head of a request; without httptools its slower one,
+    which has limits of its own on size, and none on time."""
+    try:
+        from laurel.rewards.server.protocol import LimitedProtocol
+    except ImportError:
+        return "h11"
+    return LimitedProtocol
