@@ -1,0 +1,341 @@
+"""Programs that are run: judged by tests, or as a tool of the policy."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from laurel.config.code_environment import CodeEnvironmentConfig
+from laurel.config.sandbox import SandboxConfig
+from laurel.environments.code_answers.extraction import joined, last_said, program_of, tagged
+from laurel.environments.code_answers.sessions import Session, observation
+from laurel.environments.code_answers.task_tests import (
+    NO_CODE,
+    CodeVerdict,
+    MalformedTaskError,
+    TaskTests,
+    has_tests,
+    read_tests,
+    verdict_of,
+)
+from laurel.environments.interface import (
+    ENVIRONMENT_ROLE,
+    ConversationMemo,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    RejectedTask,
+    batch_figures,
+    mean_of,
+    numbers,
+    pass_at_k,
+    settings_of,
+)
+from laurel.environments.sandbox.detection import Detection, detect
+from laurel.environments.sandbox.jobs import SandboxResult
+from laurel.environments.sandbox.node_crew import ClusterNodes
+from laurel.environments.sandbox.node_pool import open_pool_on
+from laurel.environments.sandbox.open_pool import limits_of, open_pool
+from laurel.environments.sandbox.pool import SandboxPool
+from laurel.environments.sandbox.tiers import Tier
+from laurel.errors import EnvironmentFailedError
+from laurel.protocols import Judged, MessageLog
+from laurel.types import Task
+
+_ALL = 1.0 - 1e-6
+"""Rewards of several attempts are added up, in float32."""
+
+
+class CodeEnvironment(EnvironmentInterface):
+    """Runs what the policy writes, in a sandbox. What it is for is told by the task's metadata.
+
+    **With tests** (`test_code`, `test_list`, `stdio_tests` or `call_tests`) the policy's last
+    message is a program, see `extraction.program_of`, and its reward is what the tests say. What
+    does not run is a verdict with a reward, too; what our sandbox fails at is a failure.
+
+    =================  ==========================================================================
+    `test_code`        code that ends without an exception where the function `entry` is right
+    `test_list`        texts of code, each a test of its own: MBPP's asserts
+    `stdio_tests`      objects of `stdin` and `stdout`
+    `call_tests`       objects of `args`, `kwargs` and `expected`, for the function `entry`
+    `test_setup`       code before `test_code`, for what both need; or before each of `test_list`,
+                       where it may use what the program defines
+    `code_prefix`      what a completion may go on from: the head of the function
+    `test_weights`     of each test, for `reward: weighted`
+    =================  ==========================================================================
+
+    **Without tests**, `<code>...</code>` in the last message is run, and answered with
+    `<result>...</result>`: what it printed, and what its last statement is worth. Variables last,
+    see `code_answers.sessions` for how and for what that means. The reward is 0: whether an answer
+    is right is for another environment to say, in a composite that this one conducts. A message
+    without code is answered with nothing, or is the answer (`terminate_without_code`).
+    """
+
+    judges: Judged = "completion"
+
+    def __init__(
+        self,
+        env_config: CodeEnvironmentConfig | Mapping[str, Any],
+        *,
+        detection: Detection | None = None,
+        nodes: ClusterNodes | None = None,
+    ) -> None:
+        """Find out how well programs can be locked in; processes start with the first one.
+
+        Args:
+            env_config: The settings, or a dictionary of them such as `{"num_workers": 2}`.
+            detection: What was found of this machine; by default it is found out, once.
+            nodes: Where programs run, each of which finds that out; None: on this machine.
+
+        Raises:
+            ConfigError: Unknown or unusable settings; or this machine, or a node, locks programs in
+                less well than they ask for.
+        """
+        self.config = settings_of(CodeEnvironmentConfig, env_config, where="env.code")
+        self.stop_strings = tuple(self.config.stop_strings or ())
+        self._limits = limits_of(self.config.sandbox)
+        self._pool = _opened(self.config.placed_sandbox, detection, nodes)
+        # A batch that is finished does not say how its rewards came about.
+        self.memo: ConversationMemo[dict[str, Any]] = ConversationMemo()
+
+    def step(
+        self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
+    ) -> EnvironmentReturn:
+        """See `protocols.Environment.step`.
+
+        What comes back as metadata also has the `tier`; with tests, the `verdict`, the share of
+        tests that passed (`passed_share`), the number of `attempts` and their reward so far
+        (`attempts_reward`), which is what is taken off that of a next one; without, what was run
+        (`code_session`).
+        """
+        if len(message_log_batch) != len(metadata):
+            raise EnvironmentFailedError(
+                f"{len(message_log_batch)} conversations came with metadata for {len(metadata)}"
+            )
+        deadline = time.monotonic() + self.config.deadline_seconds
+        begun = [
+            self._begin(last_said(message_log), dict(given or {}), deadline)
+            for message_log, given in zip(message_log_batch, metadata, strict=True)
+        ]
+        answers = [finish() for finish in begun]
+        for message_log, answer in zip(message_log_batch, answers, strict=True):
+            self.memo.put(message_log, answer.note)
+        return EnvironmentReturn(
+            observations=[{"role": one.role, "content": one.content} for one in answers],
+            metadata=[one.metadata for one in answers],
+            next_stop_strings=[list(self.stop_strings) or None for _ in answers],
+            rewards=torch.tensor([one.reward for one in answers], dtype=torch.float32),
+            terminateds=torch.tensor([one.is_over for one in answers], dtype=torch.bool),
+            answers=[one.answer for one in answers],
+            failures=[one.failure for one in answers],
+        )
+
+    def _begin(self, text: str, given: dict[str, Any], deadline: float) -> Callable[[], _Answer]:
+        """Set one message going; what is returned waits for it."""
+        given["tier"] = self._pool.tier.value
+        try:
+            if has_tests(given):
+                tests = read_tests(given, self.config)
+                attempt = _whole_number(given, "attempts") + 1
+                code = program_of(text, entry=tests.entry, prefix=tests.prefix)
+                judged = self._judge(tests, code, deadline)
+                return lambda: self._judged(judged(), given, attempt)
+            return self._run(text, Session.of(given.get("code_session")), given, deadline)
+        except (MalformedTaskError, ValueError) as error:
+            return partial(_Answer, metadata=given, failure=str(error), is_over=True)
+
+    # ------------------------------------------------------------------------------------- tests
+
+    def _judge(
+        self, tests: TaskTests, code: str | None, deadline: float | None
+    ) -> Callable[[], CodeVerdict]:
+        """Set the jobs of a program going; what is returned waits for the verdict."""
+        if code is None:
+            return lambda: CodeVerdict(status=NO_CODE, hint="there is no program in it")
+        one_by_one = self.config.reward != "all_or_nothing"
+        futures = [
+            self._pool.submit(job, deadline=deadline)
+            for job in tests.jobs(code, self._limits, one_by_one=one_by_one)
+        ]
+        most = self.config.max_observation_chars
+        return lambda: verdict_of(
+            tests, [future.result() for future in futures], self.config.reward, most=most
+        )
+
+    def _judged(self, verdict: CodeVerdict, given: dict[str, Any], attempt: int) -> _Answer:
+        if verdict.failure is not None:
+            return _Answer(metadata=given, failure=verdict.failure, is_over=True)
+        is_over = verdict.is_right or attempt >= self.config.max_attempts
+        before = given.get("attempts_reward", 0.0)
+        said = f"Environment: {verdict.status}"
+        if not is_over and verdict.hint:
+            said += f"\n{verdict.hint}".encode("utf-8", "replace").decode()
+        return _Answer(
+            # The policy's turn has ended: what it is told to mend is a turn of its own.
+            role=ENVIRONMENT_ROLE if is_over else "user",
+            content=said,
+            metadata=given
+            | {
+                "verdict": verdict.status,
+                "passed_share": verdict.passed_share,
+                "attempts": attempt,
+                "attempts_reward": verdict.reward,
+            },
+            reward=verdict.reward - before,
+            is_over=is_over,
+            answer=verdict.status,
+            note={"verdict": verdict.status, "passed_share": verdict.passed_share,
+                  "attempts": attempt},
+        )  # fmt: skip
+
+    # -------------------------------------------------------------------------------------- tool
+
+    def _run(
+        self, text: str, session: Session, given: dict[str, Any], deadline: float
+    ) -> Callable[[], _Answer]:
+        """Set a block going; what is returned waits for its result."""
+        found = tagged(text)
+        if found is None:
+            note = {"calls": session.num_calls, "errors": session.num_errors}
+            is_over = self.config.terminate_without_code
+            return partial(_Answer, metadata=given, note=note, is_over=is_over)
+        code, after = found
+        job = session.job(code, limits=self._limits, most=self.config.max_observation_chars)
+        future = self._pool.submit(job, deadline=deadline)
+        return lambda: self._ran(session, code, after, given, future)
+
+    def _ran(
+        self,
+        session: Session,
+        code: str,
+        after: str,
+        given: dict[str, Any],
+        future: Future[SandboxResult],
+    ) -> _Answer:
+        result = future.result()
+        if not result.status.is_verdict:
+            reason = f"the sandbox failed: {result.reason}"
+            return _Answer(metadata=given, failure=reason, is_over=True)
+        session, reply = session.after(code, result, self._limits)
+        return _Answer(
+            content=observation(reply, code, after, most=self.config.max_observation_chars),
+            metadata=given | {"code_session": session.as_metadata()},
+            is_over=self.config.terminate_on_evaluation and reply.value is not None,
+            answer=reply.value or None,
+            note={"calls": session.num_calls, "errors": session.num_errors},
+        )
+
+    # ----------------------------------------------------------------------------------- figures
+
+    def global_post_process_and_metrics(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, float]]:
+        """See `protocols.Environment.global_post_process_and_metrics`.
+
+        A sample counts as correct in `accuracy` and `pass@...` if its reward is 1 and it was not
+        cut off. Of samples with tests: the share of each verdict (`verdict/<status>`; `no_code` is
+        one), of tests that passed, and attempts. Of those without: blocks that were run, and the
+        share that raised. `sandbox_failures` is the number of samples without a reward;
+        `tier_is_full` is 1 where programs are locked in as well as Laurel can.
+        """
+        ended = [one > 0 for one in numbers(batch["is_end"])]
+        correct = [
+            reward >= _ALL and end
+            for reward, end in zip(numbers(batch["rewards"]), ended, strict=True)
+        ]
+        figures = batch_figures(batch)
+        figures |= mean_of("accuracy", [float(one) for one in correct])
+        figures |= pass_at_k(batch["group_ids"], correct)
+        noted = [self.memo.get(message_log) or {} for message_log in batch["message_log"]]
+        judged = [note for note in noted if "verdict" in note]
+        for status, count in Counter(note["verdict"] for note in judged).items():
+            figures[f"verdict/{status}"] = count / len(judged)
+        figures |= mean_of("tests_passed_share", [note["passed_share"] for note in judged])
+        figures |= mean_of("attempts", [float(note["attempts"]) for note in judged])
+        called = [note for note in noted if "calls" in note]
+        num_calls = sum(note["calls"] for note in called)
+        figures |= mean_of("code_calls", [float(note["calls"]) for note in called])
+        if num_calls:
+            figures["code_error_share"] = sum(note["errors"] for note in called) / num_calls
+        figures["sandbox_failures"] = float(batch.get("num_failures", 0))
+        figures["tier_is_full"] = float(self._pool.tier is Tier.FULL)
+        return batch, figures
+
+    def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
+        """The tasks whose tests cannot be run, or whose own `reference_solution` fails them."""
+        checks = [self._check(dict(task.metadata)) for task in tasks]
+        reasons = [check() for check in checks]
+        return [
+            RejectedTask(task=task, reason=reason)
+            for task, reason in zip(tasks, reasons, strict=True)
+            if reason is not None
+        ]
+
+    def _check(self, metadata: dict[str, Any]) -> Callable[[], str | None]:
+        if not has_tests(metadata):
+            return lambda: None
+        try:
+            tests = read_tests(metadata, self.config)
+        except MalformedTaskError as error:
+            reason = str(error)
+            return lambda: reason
+        if tests.reference is None:
+            return lambda: None
+        code = joined(tests.reference, entry=tests.entry, prefix=tests.prefix)
+        judged = self._judge(tests, code, None)
+
+        def reason_of() -> str | None:
+            verdict = judged()
+            if verdict.is_right or verdict.failure is not None:  # the task is not to blame
+                return None
+            return f"its reference_solution fails its tests: {verdict.hint}"[:300]
+
+        return reason_of
+
+    def shutdown(self) -> None:
+        """See `protocols.Environment.shutdown`. What is still running fails."""
+        self._pool.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What one conversation gets; by default nothing happened."""
+
+    metadata: dict[str, Any]
+    role: str = ENVIRONMENT_ROLE
+    content: str = ""
+    reward: float = 0.0
+    is_over: bool = False
+    answer: str | None = None
+    failure: str | None = None
+    note: dict[str, Any] = field(default_factory=dict)
+
+
+def _whole_number(metadata: Mapping[str, Any], key: str) -> int:
+    value = metadata.get(key, 0)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise MalformedTaskError(f"{key} is {value!r}, not a number")
+    return value
+
+
+def _opened(
+    config: SandboxConfig, detection: Detection | None, nodes: ClusterNodes | None
+) -> SandboxPool:
+    """What runs the programs: a server, the nodes of a cluster, or this machine."""
+    if config.url is not None:
+        return open_pool(config)
+    if nodes is not None and not nodes.is_only_this():
+        return open_pool_on(config, nodes)
+    return open_pool(config, detection=detection or _detected())
+
+
+@cache
+def _detected() -> Detection:
+    """What this machine gives, found out once in a process: a few seconds."""
+    return detect()

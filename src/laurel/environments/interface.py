@@ -1,0 +1,281 @@
+"""What an environment is, and the figures that every one reports.
+
+::
+
+    from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
+
+`protocols.Environment` is the seam that the rollouts see; deriving from `EnvironmentInterface` is
+the short way to fit it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, get_args
+
+from laurel.config.check import Checker
+from laurel.config.section import Section
+from laurel.config.shape import with_defaults
+from laurel.config.tree import graft
+from laurel.environments.memory import Memory
+from laurel.errors import ConfigError
+from laurel.protocols import Environment, Judged, MessageLog
+from laurel.types import EnvironmentReturn, Task
+
+if TYPE_CHECKING:
+    from laurel.distributed.ray_actor import ActorMaker
+
+__all__ = [
+    "ConversationMemo",
+    "EnvironmentInterface",
+    "EnvironmentReturn",
+    "RejectedTask",
+    "batch_figures",
+    "judged_by",
+    "mean_of",
+    "numbers",
+    "pass_at_k",
+    "response_of",
+    "settings_of",
+]
+
+T = TypeVar("T")
+S = TypeVar("S", bound=Section)
+
+ENVIRONMENT_ROLE = "environment"
+"""Role of what an environment says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectedTask:
+    """A task that its environment could not judge fairly, and why."""
+
+    task: Task
+    reason: str
+
+
+class EnvironmentInterface(ABC):
+    """Judges what the policy says. A context manager: leaving it shuts the environment down.
+
+    Every subclass can also live in a process of its own, as an actor of Ray::
+
+        environment = MathEnvironment.remote({"num_workers": 2})
+        verdicts = ray.get(environment.step.remote(message_logs, metadata))
+        ray.get(environment.shutdown.remote())
+    """
+
+    judges: Judged = "group"
+    """What is to come in one call: a completion, a part of a group, a group or a batch."""
+    stop_strings: Sequence[str] = ()
+    """Where the policy's first turn ends."""
+    memo: ConversationMemo[Any] | None = None
+    """What it finds out about conversations for its figures, in values that JSON knows."""
+
+    @abstractmethod
+    def step(
+        self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
+    ) -> EnvironmentReturn:
+        """See `protocols.Environment.step`."""
+
+    @abstractmethod
+    def global_post_process_and_metrics(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, float]]:
+        """See `protocols.Environment.global_post_process_and_metrics`."""
+
+    def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
+        """The tasks whose own reference answer would not earn the reward; here none is checked."""
+        return []
+
+    def notes(self, message_logs: Sequence[MessageLog]) -> Any:
+        """What figures of these conversations need besides them; see `protocols.Environment`."""
+        if self.memo is None:
+            return None
+        return [self.memo.get(message_log) for message_log in message_logs]
+
+    def take_notes(self, message_logs: Sequence[MessageLog], notes: Any) -> None:
+        """The same, from a checkpoint."""
+        if self.memo is None:
+            return
+        for message_log, note in zip(message_logs, notes, strict=True):
+            if note is not None:
+                self.memo.put(message_log, note)
+
+    def shutdown(self) -> None:  # noqa: B027  many have nothing to free
+        """Free processes and memory. Idempotent."""
+
+    @classmethod
+    def remote(cls, *args: Any, **kwargs: Any) -> Any:
+        """A Ray actor that holds an environment, at once; the arguments are those of the class.
+
+        Its methods are those of the environment, each as `method.remote(...)`. What goes wrong
+        keeps its class, also where the environment could not be made: every call says so. Without
+        a connection to Ray, one is made; see `ActorMaker.remote`. The actor ends with its last
+        handle, or by `ray.kill`; `shutdown` frees what it holds.
+
+        Raises:
+            MissingDependencyError: Ray is not installed.
+            TypeError: The class is not made with such arguments.
+            ConfigError: The slots for it are not there.
+        """
+        return cls.options().remote(*args, **kwargs)
+
+    @classmethod
+    def options(cls, **options: Any) -> ActorMaker:
+        """Something with the same `remote`, for an actor with options of Ray's.
+
+        Example::
+
+            MathEnvironment.options(num_cpus=2, name="judge").remote({"num_workers": 2})
+        """
+        from laurel.distributed.ray_actor import ActorMaker
+
+        return ActorMaker(cls, **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -> S:
+    """The settings of an environment, from a section or from a plain dictionary.
+
+    Keys of other systems that mean nothing here are left out; an unknown one is a `ConfigError`
+    with the nearest known key.
+
+    Args:
+        section: What the settings are checked against.
+        given: The settings.
+        where: What the dictionary is called in messages, e.g. `env.math`.
+    """
+    if isinstance(given, section):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{where}: must be a {section.__name__} or a dictionary, not {type(given).__name__}"
+        )
+    problems: list[str] = []
+    tree = with_defaults(section, graft(dict(given), where))
+    made = Checker(section, tree, problems).section(section, tree)
+    if problems or not isinstance(made, section):
+        raise ConfigError("\n  ".join(problems))
+    return made
+
+
+def response_of(message_log: MessageLog) -> str:
+    """All that the policy said in a conversation, one message after the other."""
+    return "".join(m["content"] for m in message_log if m["role"] == "assistant")
+
+
+class ConversationMemo(Generic[T]):
+    """What an environment found out about a conversation, until the figures are made.
+
+    Looked up by what was said, so that batches under way at the same time (training, validation)
+    do not mix. What was not used for longest goes when it is full.
+    """
+
+    def __init__(self, capacity: int = 65_536) -> None:
+        self._kept: Memory[T] = Memory(capacity)
+
+    def put(self, message_log: MessageLog, value: T) -> None:
+        """Keep `value` for this conversation, in place of what was kept before."""
+        self._kept.put(_fingerprint(message_log), value)
+
+    def forget(self, message_log: MessageLog) -> None:
+        """Keep nothing for this conversation."""
+        self._kept.forget(_fingerprint(message_log))
+
+    def get(self, message_log: MessageLog) -> T | None:
+        """What was kept for this conversation, if it still is."""
+        return self._kept.get(_fingerprint(message_log))
+
+
+def _fingerprint(message_log: MessageLog) -> bytes:
+    """The same before and after the environment's own words are added."""
+    digest = blake2b(digest_size=16)
+    for message in message_log:
+        if message["role"] != ENVIRONMENT_ROLE:
+            for text in (message["role"], message["content"]):
+                written = text.encode("utf-8", "surrogatepass")
+                digest.update(len(written).to_bytes(8, "little"))
+                digest.update(written)
+    return digest.digest()
+
+
+def judged_by(environment: Environment) -> Judged:
+    """What an environment judges in one call.
+
+    Raises:
+        ConfigError: It says something else.
+    """
+    found = getattr(environment, "judges", "group")
+    if found not in get_args(Judged):
+        known = ", ".join(get_args(Judged))
+        raise ConfigError(f"{type(environment).__name__}: judges={found!r} must be one of {known}")
+    return cast(Judged, found)
+
+
+# ------------------------------------------------------------------------------------------ figures
+
+
+def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
+    """What every environment can say of a finished batch. A mean over nothing is absent."""
+    figures = {
+        "num_samples": float(len(batch["group_ids"])),
+        "num_problems_in_batch": float(len(set(batch["group_ids"]))),
+        "num_failures": float(batch.get("num_failures", 0)),
+    }
+    means = {
+        "fraction_of_samples_properly_ended": batch["is_end"],
+        "generation_lengths": batch["generation_lengths"],
+        "prompt_lengths": batch["prompt_lengths"],
+    }
+    for name, values in means.items():
+        figures |= mean_of(name, numbers(values))
+    return figures
+
+
+def mean_of(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The mean under its name, or nothing where there are no values."""
+    return {name: math.fsum(values) / len(values)} if values else {}
+
+
+def numbers(values: Any) -> list[float]:
+    """The entries of a tensor, an array or a list, as plain floats."""
+    return [float(value) for value in (values.tolist() if hasattr(values, "tolist") else values)]
+
+
+def pass_at_k(group_ids: Sequence[str], correct: Sequence[bool]) -> dict[str, float]:
+    """How often k tries would solve a problem.
+
+    `pass@samples_per_prompt` is the share of groups with a correct sample. `pass@1`, `pass@2`,
+    `pass@4`, ... up to the smallest group are the unbiased estimates `1 - C(n-c, k) / C(n, k)` from
+    n samples of which c are correct.
+    """
+    outcomes: dict[str, list[bool]] = {}
+    for group_id, one in zip(group_ids, correct, strict=True):
+        outcomes.setdefault(group_id, []).append(one)
+    if not outcomes:
+        return {}
+    tries = [(len(group), sum(group)) for group in outcomes.values()]
+    figures = mean_of("pass@samples_per_prompt", [float(c > 0) for _, c in tries])
+    for k in _powers_of_two(min(n for n, _ in tries)):
+        solved = [1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in tries]
+        figures |= mean_of(f"pass@{k}", solved)
+    return figures
+
+
+def _powers_of_two(largest: int) -> Iterable[int]:
+    return (1 << exponent for exponent in range(largest.bit_length()))

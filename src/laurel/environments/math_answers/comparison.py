@@ -1,0 +1,68 @@
+"""The call of math-verify. The only file that imports it; runs in processes that can be killed.
+
+Its own timeouts are switched off: they are alarms, which cannot interrupt a long computation in C
+and would take the alarm of whoever else uses one. The process that asked owns the clock.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from laurel.environments.math_answers.reading import is_unevaluated
+from laurel.environments.math_answers.verdicts import Candidate, Checked
+
+SELF_TEST: tuple[tuple[str, str, bool], ...] = (
+    ("4", "4", True),
+    ("4", "5", False),
+    (r"\frac{1}{2}", "0.5", True),
+    (r"\frac{1}{2}", r"\frac{2}{3}", False),
+    (r"2\sqrt{3}", r"\sqrt{12}", True),
+    (r"\{1,2\}", r"\{2,1\}", True),
+    ("(1,2)", "(2,1)", False),
+    ("(x+1)^2", "x^2+2x+1", True),
+    (r"(-\infty,3]", r"(-\infty,3)", False),
+    ("5", "x=5", True),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}", False),
+    (r"\text{Evelyn}", r"\text{Evelyn}", True),
+)
+"""Known answer, given answer, whether they are the same. A checker that fails one is not used: one
+that always says no is the worst failure there is, for nobody sees it."""
+
+
+def compare(gold: str, candidate: Candidate, *, forbid_unevaluated: bool) -> Checked:
+    """Whether math-verify takes the candidate for the known answer. May take for ever."""
+    known = _known_answer(gold)
+    if not known:
+        return Checked(verdict="error", reason=f"the known answer {gold!r} cannot be read")
+    text = rf"\boxed{{{candidate.text}}}" if candidate.boxed else candidate.text
+    given = _parsed(text, (ExprExtractionConfig(), LatexExtractionConfig()))
+    if not given:
+        return Checked(verdict="unparseable")
+    written = next((one for one in reversed(given) if isinstance(one, str)), candidate.text)
+    answer = candidate.text if candidate.boxed else written
+    if forbid_unevaluated and is_unevaluated(answer) and not is_unevaluated(gold):
+        return Checked(verdict="incorrect", answer=answer)
+    same = verify(list(known), given, timeout_seconds=None)
+    return Checked(verdict="correct" if same else "incorrect", answer=answer)
+
+
+@functools.lru_cache(maxsize=512)
+def _known_answer(gold: str) -> tuple[Any, ...]:
+    return tuple(_parsed(rf"\boxed{{{gold}}}", (LatexExtractionConfig(),)))
+
+
+def _parsed(text: str, extraction: tuple[Any, ...]) -> list[Any]:
+    return list(parse(text, extraction, parsing_timeout=0))  # 0: none
+
+
+def failed_self_test() -> list[str]:
+    """The known pairs that do not come out as they must."""
+    failed = []
+    for gold, text, expected in SELF_TEST:
+        checked = compare(gold, Candidate(text=text), forbid_unevaluated=True)
+        if checked.verdict != ("correct" if expected else "incorrect"):
+            failed.append(f"{text} for {gold}: {checked.verdict}")
+    return failed

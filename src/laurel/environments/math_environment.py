@@ -1,0 +1,178 @@
+"""Answers checked against a known one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from laurel.config.environments import MathEnvironmentConfig
+from laurel.environments.interface import (
+    ConversationMemo,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    RejectedTask,
+    batch_figures,
+    mean_of,
+    numbers,
+    pass_at_k,
+    response_of,
+    settings_of,
+)
+from laurel.environments.math_answers.checker import AnswerChecker
+from laurel.environments.math_answers.multiple_choice import check_choice
+from laurel.environments.math_answers.verdicts import Checked, Verdict
+from laurel.errors import EnvironmentFailedError
+from laurel.protocols import Judged, MessageLog
+from laurel.types import Task
+
+
+class MathEnvironment(EnvironmentInterface):
+    """Gives 1 for the right answer and 0 for another one. One turn.
+
+    The answer is that of all assistant messages together, and the known one is the task's
+    `ground_truth`. A task without a known answer that can be read is a failure, not a 0.
+    """
+
+    judges: Judged = "completion"
+
+    def __init__(self, env_config: MathEnvironmentConfig | Mapping[str, Any]) -> None:
+        """Start nothing yet: processes come with the first answer that needs one.
+
+        Args:
+            env_config: The settings, or a dictionary of them such as `{"num_workers": 2}`.
+
+        Raises:
+            ConfigError: Unknown or unusable settings.
+        """
+        self.config = settings_of(MathEnvironmentConfig, env_config, where="env.math")
+        self.stop_strings = tuple(self.config.stop_strings or ())
+        self._checker = AnswerChecker(
+            num_workers=self.config.num_workers,
+            timeout_seconds=self.config.timeout_seconds,
+            forbid_unevaluated=self.config.forbid_unevaluated,
+        )
+        # A batch that is finished does not say how its zeros came about.
+        self.memo: ConversationMemo[Verdict] = ConversationMemo()
+
+    def step(
+        self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
+    ) -> EnvironmentReturn:
+        """See `protocols.Environment.step`. What comes back as metadata also has the `verdict`."""
+        if len(message_log_batch) != len(metadata):
+            raise EnvironmentFailedError(
+                f"{len(message_log_batch)} conversations came with metadata for {len(metadata)}"
+            )
+        responses = [response_of(message_log) for message_log in message_log_batch]
+        golds = [_known_answer(given) for given in metadata]
+        verdicts = self._check(responses, golds)
+        for message_log, checked in zip(message_log_batch, verdicts, strict=True):
+            self._remember(message_log, checked)
+        right = [checked.verdict == "correct" for checked in verdicts]
+        said = ["correct" if one else "incorrect" for one in right]
+        return EnvironmentReturn(
+            observations=[
+                {"role": "environment", "content": f"Environment: {one}"} for one in said
+            ],
+            metadata=[
+                {**(given or {}), "verdict": checked.verdict}
+                for given, checked in zip(metadata, verdicts, strict=True)
+            ],
+            next_stop_strings=[list(self.stop_strings) or None for _ in verdicts],
+            rewards=torch.tensor(right, dtype=torch.float32),
+            terminateds=torch.ones(len(verdicts), dtype=torch.bool),
+            answers=[checked.answer for checked in verdicts],
+            failures=[checked.reason for checked in verdicts],
+        )
+
+    def _check(self, responses: list[str], golds: list[str | Checked]) -> list[Checked]:
+        """The verdicts, in order; where the known answer is missing, that is the verdict."""
+        known = [
+            (r, gold) for r, gold in zip(responses, golds, strict=True) if isinstance(gold, str)
+        ]
+        if self.config.verifier_type == "math":
+            checked = iter(
+                self._checker.check([one for one, _ in known], [gold for _, gold in known])
+            )
+        else:
+            multilingual = self.config.verifier_type == "multilingual_multichoice"
+            checked = iter([check_choice(r, gold, multilingual=multilingual) for r, gold in known])
+        return [next(checked) if isinstance(gold, str) else gold for gold in golds]
+
+    def _remember(self, message_log: MessageLog, checked: Checked) -> None:
+        if checked.verdict in ("correct", "incorrect"):
+            self.memo.forget(message_log)
+        else:
+            self.memo.put(message_log, checked.verdict)
+
+    def global_post_process_and_metrics(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, float]]:
+        """See `protocols.Environment.global_post_process_and_metrics`.
+
+        A sample counts as correct in `accuracy` and `pass@...` if its reward is 1 and it was not
+        cut off. `timeouts` and `unparseable` are the numbers of such verdicts in the batch.
+        """
+        ended = [one > 0 for one in numbers(batch["is_end"])]
+        correct = [
+            reward == 1.0 and end
+            for reward, end in zip(numbers(batch["rewards"]), ended, strict=True)
+        ]
+        figures = batch_figures(batch)
+        figures |= mean_of("accuracy", [float(one) for one in correct])
+        figures |= pass_at_k(batch["group_ids"], correct)
+        lengths = numbers(batch["generation_lengths"])
+        figures |= mean_of(
+            "correct_solution_generation_lengths",
+            [length for length, one in zip(lengths, correct, strict=True) if one],
+        )
+        counts = Counter(self.memo.get(message_log) for message_log in batch["message_log"])
+        figures |= {
+            "timeouts": float(counts["timeout"]),
+            "unparseable": float(counts["unparseable"]),
+        }
+        return batch, figures
+
+    def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
+        """The tasks whose known answer cannot be read, or would not be taken for itself."""
+        golds = [_known_answer(dict(task.metadata)) for task in tasks]
+        readable = [gold for gold in golds if isinstance(gold, str)]
+        if self.config.verifier_type == "math":
+            checked = iter(self._checker.check_gold(readable))
+        else:
+            checked = iter(
+                [check_choice("Answer: A", gold, multilingual=True) for gold in readable]
+            )
+        rejected = []
+        for task, gold in zip(tasks, golds, strict=True):
+            verdict = next(checked) if isinstance(gold, str) else gold
+            reason = verdict.reason or self._doubt(verdict, str(gold))
+            if reason is not None:
+                rejected.append(RejectedTask(task=task, reason=reason))
+        return rejected
+
+    def _doubt(self, checked: Checked, gold: str) -> str | None:
+        if self.config.verifier_type != "math" or checked.verdict == "correct":
+            return None
+        why = {
+            "timeout": f"takes more than {self.config.timeout_seconds:g} s to be read",
+            "unparseable": "cannot be read",
+        }.get(checked.verdict, "is not taken for itself")
+        return f"the known answer {gold!r} {why}"
+
+    def shutdown(self) -> None:
+        """See `protocols.Environment.shutdown`. What is still being checked fails."""
+        self._checker.close()
+
+
+def _known_answer(metadata: Mapping[str, Any] | None) -> str | Checked:
+    """The known answer as text, or the failure to find one."""
+    gold = (metadata or {}).get("ground_truth")
+    if isinstance(gold, str):
+        return gold
+    if isinstance(gold, int | float) and not isinstance(gold, bool):
+        return str(gold)
+    said = "is missing" if gold is None else f"is {type(gold).__name__}, not text or a number"
+    return Checked(verdict="error", reason=f"the task's ground_truth {said}")

@@ -1,0 +1,239 @@
+"""Environments by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from laurel.config.environments import CompositeEnvironmentConfig, EnvironmentsConfig
+from laurel.config.schema import NamedCall
+from laurel.config.tree import nearest
+from laurel.environments.interface import judged_by
+from laurel.errors import ConfigError
+from laurel.protocols import Environment
+
+if TYPE_CHECKING:
+    from laurel.environments.open_reward_loop import Opening
+    from laurel.environments.sandbox.node_crew import ClusterNodes
+
+BUILT_IN: dict[str, tuple[str, str]] = {
+    "math": ("laurel.environments.math_environment.MathEnvironment", "math"),
+    "math_default": ("laurel.environments.math_environment.MathEnvironment", "math"),
+    "code": ("laurel.environments.code_environment.CodeEnvironment", "code"),
+    "reward_model": (
+        "laurel.environments.reward_model_environment.RewardModelEnvironment",
+        "reward_model",
+    ),
+}
+"""Name -> class, and the key of `EnvironmentsConfig` with its settings. A class is imported when
+it is asked for."""
+
+_NEEDED = ("step", "global_post_process_and_metrics", "shutdown")
+_registered: dict[str, str] = {}
+
+
+def register_env(name: str, class_path: str) -> None:
+    """Make a class of your own known by a name.
+
+    It is called without arguments; `env.custom.<name>` of a configuration, which goes before, can
+    give it some.
+
+    Args:
+        name: How tasks call it.
+        class_path: `module.Class`, imported when it is asked for.
+
+    Raises:
+        ConfigError: The name is taken, or the path is not of that form.
+    """
+    if name in BUILT_IN or name in _registered:
+        raise ConfigError(f"an environment called '{name}' is already registered")
+    if "." not in class_path.strip("."):
+        raise ConfigError(f"environment '{name}': '{class_path}' is not of the form module.Class")
+    _registered[name] = class_path
+
+
+def environment_names(config: EnvironmentsConfig) -> list[str]:
+    """Every name that `create_environment` knows."""
+    return list(dict.fromkeys([*BUILT_IN, *config.composite, *config.custom, *_registered]))
+
+
+def create_environment(name: str, config: EnvironmentsConfig) -> Environment:
+    """The environment of this name, ready to judge.
+
+    Raises:
+        ConfigError: There is none, or it cannot be made with its settings.
+    """
+    return create_environments([name], config)[name]
+
+
+def create_environments(
+    names: Iterable[str],
+    config: EnvironmentsConfig,
+    *,
+    device: str = "auto",
+    opening: Opening | None = None,
+    nodes: ClusterNodes | None = None,
+    say: Callable[[str], None] | None = None,
+) -> dict[str, Environment]:
+    """The environments of these names, without duplicates among their parts.
+
+    What is named both by itself and as a part of a composite is made once. Shutting down each is
+    safe, for that is idempotent.
+
+    Args:
+        names: What is asked for.
+        config: Their settings.
+        device: Where models that judge go.
+        opening: How `reward_model` opens its models, if it is asked for; None: in this process, or
+            in others of this machine.
+        nodes: Where `code` runs programs, if it is asked for; None: on this machine.
+        say: Told what a reward model is and what was found of it; None writes it to the log.
+
+    Raises:
+        ConfigError: As `create_environment`.
+    """
+    _refuse_ambiguous(config)
+    wanted = list(dict.fromkeys(names))
+    making = _Making(config, device, opening, nodes, say)
+    try:
+        return {name: making.made(name, ()) for name in wanted}
+    except BaseException:
+        making.undo()
+        raise
+
+
+def _refuse_ambiguous(config: EnvironmentsConfig) -> None:
+    for section, names in (("custom", config.custom), ("composite", config.composite)):
+        for name in names:
+            if name in BUILT_IN:
+                raise ConfigError(
+                    f"env.{section}.{name}: '{name}' is an environment of Laurel's; call yours "
+                    "something else"
+                )
+    both = sorted(config.custom.keys() & config.composite.keys())
+    if both:
+        raise ConfigError(f"env.custom and env.composite both have {', '.join(both)}")
+
+
+class _Making:
+    """Environments under construction, each made once."""
+
+    def __init__(
+        self,
+        config: EnvironmentsConfig,
+        device: str,
+        opening: Opening | None,
+        nodes: ClusterNodes | None,
+        say: Callable[[str], None] | None,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._opening = opening
+        self._nodes = nodes
+        self._say = say
+        self._made: dict[str, Environment] = {}
+
+    def made(self, name: str, inside: tuple[str, ...]) -> Environment:
+        """The environment of a name. `inside`: the composites on the way to it."""
+        name = "math" if name == "math_default" else name
+        if name not in self._made:
+            self._made[name] = self._make(name, inside)
+        return self._made[name]
+
+    def _make(self, name: str, inside: tuple[str, ...]) -> Environment:
+        config = self._config
+        if name in inside:
+            raise ConfigError(
+                f"env.composite: '{name}' is part of itself ({' -> '.join([*inside, name])})"
+            )
+        # What a configuration says of a name goes before what a program registered.
+        if name in config.custom:
+            return _checked(name, _called(f"env.custom.{name}", config.custom[name]))
+        if name in config.composite:
+            return self._composite(name, config.composite[name], inside)
+        if name in BUILT_IN:
+            path, key = BUILT_IN[name]
+            make = imported(path, f"environment '{name}'")
+            placed: dict[str, Any] = {}
+            if name == "reward_model":
+                placed = {"device": self._device, "opening": self._opening, "say": self._say}
+            elif name == "code":
+                placed = {"nodes": self._nodes}
+            return _checked(name, make(getattr(config, key), **placed))
+        if name in _registered:
+            return _checked(
+                name, _called(f"environment '{name}'", NamedCall(name=_registered[name]))
+            )
+        known = environment_names(config)
+        near = nearest(name, known)
+        raise ConfigError(
+            f"no environment is called '{name}'"
+            + (f"; did you mean '{near}'?" if near else ".")
+            + f" Known are {', '.join(known)}; "
+            "add your own under env.custom or with register_env()."
+        )
+
+    def _composite(
+        self, name: str, config: CompositeEnvironmentConfig, inside: tuple[str, ...]
+    ) -> Environment:
+        from laurel.environments.composite_environment import CompositeEnvironment
+
+        parts = {part.env: self.made(part.env, (*inside, name)) for part in config.parts}
+        return CompositeEnvironment(config, parts)
+
+    def undo(self) -> None:
+        """Shut down what was made."""
+        for environment in self._made.values():
+            environment.shutdown()
+
+
+def imported(path: str, where: str) -> Callable[..., Any]:
+    """What an import path names, which must be callable. `where` names the key in messages."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{where}: '{path}' is not of the form module.Class")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise ConfigError(f"{where}: there is no module '{error.name}' for '{path}'") from error
+    except AttributeError as error:
+        names = [name for name in vars(importlib.import_module(module_name)) if name[0] != "_"]
+        near = nearest(attribute, names)
+        raise ConfigError(
+            f"{where}: module '{module_name}' has no '{attribute}'"
+            + (f"; did you mean '{near}'?" if near else "")
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{where}: '{path}' is {type(found).__name__}, not a class")
+    made: Callable[..., Any] = found
+    return made
+
+
+def _called(where: str, call: NamedCall) -> Any:
+    make = imported(call.name, where)
+    try:
+        return make(**call.kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}: {call.name} cannot be called with {_spelled(call.kwargs)}: {error}"
+        ) from error
+
+
+def _spelled(kwargs: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "no arguments"
+
+
+def _checked(name: str, made: Any) -> Environment:
+    """What was made, if it can do what an environment must."""
+    missing = [method for method in _NEEDED if not callable(getattr(made, method, None))]
+    if missing:
+        raise ConfigError(
+            f"environment '{name}': {type(made).__name__} lacks {', '.join(missing)}; derive it "
+            "from laurel.environments.interface.EnvironmentInterface"
+        )
+    environment: Environment = made
+    judged_by(environment)
+    return environment

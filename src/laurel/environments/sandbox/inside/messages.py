@@ -1,0 +1,51 @@
+"""Messages between a job's monitor and whoever asks: a header in JSON, and bytes beside it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from typing import Any
+
+_LENGTH = struct.Struct("!I")
+_LARGEST = 1 << 28
+_AT_ONCE = 1 << 18
+
+
+def send(link: socket.socket, header: dict[str, Any], *parts: bytes) -> None:
+    """Send a message; OSError where the other end is gone."""
+    head = json.dumps({**header, "parts": [len(part) for part in parts]}).encode()
+    link.sendall(b"".join([_LENGTH.pack(len(head)), head, *parts]))
+
+
+def receive(
+    link: socket.socket, deadline: float | None = None
+) -> tuple[dict[str, Any], list[bytes]]:
+    """The next message.
+
+    Args:
+        link: The connection.
+        deadline: Until when to wait, by `time.monotonic`; None waits for ever.
+
+    Raises:
+        TimeoutError: There was none before the deadline.
+        ConnectionError: There will be none.
+    """
+    (length,) = _LENGTH.unpack(_exactly(link, _LENGTH.size, deadline))
+    header: dict[str, Any] = json.loads(_exactly(link, length, deadline))
+    return header, [_exactly(link, size, deadline) for size in header.pop("parts")]
+
+
+def _exactly(link: socket.socket, size: int, deadline: float | None) -> bytes:
+    if size > _LARGEST:
+        raise ConnectionError(f"a message of {size} bytes is no message")
+    received = bytearray()
+    while len(received) < size:
+        if deadline is not None:
+            link.settimeout(max(deadline - time.monotonic(), 1e-3))
+        part = link.recv(min(size - len(received), _AT_ONCE))
+        if not part:
+            raise ConnectionResetError("the process is gone")
+        received += part
+    return bytes(received)
