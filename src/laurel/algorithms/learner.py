@@ -1,39 +1,44 @@
-"""The one learner: micro-batches in, one optimizer step out.
+"""The learner: micro-batches in, one optimizer step out.
 
 It knows nothing of the algorithm. A micro-batch carries what the model reads and the labels that
 the loss reads; the loss counts its denominator over all micro-batches before the first of them is
-computed, so how a batch is cut into micro-batches changes nothing.
+computed, so how a batch is cut into micro-batches, and over how many ranks, changes nothing.
+
+`local_learner.LocalLearner` is one process, which may be one rank of many;
+`learner_group.LearnerGroup` is all the ranks, as the loops see them.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, SupportsFloat, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laurel.algorithms.losses import LossOutput
-from laurel.config.schema import Milestones, NamedCall
-from laurel.errors import ConfigError
-from laurel.types import PaddedRows, TokenForest
+from laurel.models.scoring import ScoringContract
+from laurel.types import PaddedRows, TokenForest, Weights
 
 Label = TypeVar("Label")
 LabelIn = TypeVar("LabelIn", contravariant=True)
+
+Inputs = TokenForest | PaddedRows
+Asked = Literal["model", "reference"]
+
+NOTHING_TO_LEARN = "no row of the batch teaches this loss anything"
+ELSEWHERE = "the loss of another rank is not finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch(Generic[Label]):
     """What one forward pass computes, and what its outputs are judged by."""
 
-    inputs: TokenForest | PaddedRows
+    inputs: Inputs
     labels: Sequence[Label]
     num_tokens: int
     """Tokens that are computed: distinct ones in a forest, padding included in rows."""
@@ -46,9 +51,12 @@ class Loss(Protocol[LabelIn]):
         """What the batch adds to the denominator."""
 
     def __call__(
-        self, outputs: Tensor, batch: Sequence[LabelIn], /, *, num_groups: float
+        self, outputs: Any, batch: Sequence[LabelIn], /, *, num_groups: float
     ) -> LossOutput:
-        """The loss of a micro-batch, already divided by the global denominator."""
+        """The loss of a micro-batch, already divided by the global denominator.
+
+        `outputs` is what the model gives: scores [N, K], or `TokenOutputs` of a policy.
+        """
 
     def metrics(self, sums: Mapping[str, SupportsFloat], /) -> dict[str, float]:
         """Figures from the totals of `LossOutput.sums`."""
@@ -62,34 +70,34 @@ class Update:
     """Those of the loss, `grad_norm` and `lr`."""
     failure: str | None = None
     """Why the step was not applied; None where it was."""
+    performance: dict[str, float] = field(default_factory=dict)
+    """How well the work was divided, where it was; logged as `performance/...`."""
 
 
-class Learner:
-    """A model with its optimizer and schedule."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """What one rank says of a step."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        optimizer: NamedCall,
-        scheduler: NamedCall | list[NamedCall | Milestones] | None = None,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        """Build the optimizer over every parameter that takes gradients.
+    sums: dict[str, Tensor]
+    """Of its own micro-batches."""
+    learning_rate: float
+    """That the step was taken with."""
+    grad_norm: float | None = None
+    """Of all ranks together; None where it was not measured."""
+    failure: str | None = None
+    """As in `Update`."""
 
-        Raises:
-            ConfigError: An optimizer or scheduler that torch does not have, or refuses.
-        """
-        self.model = model
-        self.max_grad_norm = max_grad_norm
-        self.named_parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self.optimizer = build_optimizer(optimizer, self.named_parameters)
-        self.scheduler = build_scheduler(scheduler, self.optimizer)
+
+class Learner(Protocol):
+    """A model with its optimizer and schedule, wherever they are."""
 
     @property
     def learning_rate(self) -> float:
         """That of the next step (of the first parameter group)."""
-        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def num_places(self) -> int:
+        """How many micro-batches are computed side by side."""
 
     def update(self, batch: Sequence[MicroBatch[Label]], loss: Loss[Label]) -> Update:
         """Take one optimizer step.
@@ -97,157 +105,134 @@ class Learner:
         The step is applied only if the loss and the gradient are finite. A batch that teaches
         nothing skips the optimizer too: Adam moves even with a gradient of zero.
         """
-        self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        denominator = sum(loss.count(micro_batch.labels) for micro_batch in batch)
-        if denominator == 0:
-            return Update(metrics={}, failure="no row of the batch teaches this loss anything")
-        totals: dict[str, Tensor] = {}
-        for micro_batch in batch:
-            outputs = self.model(micro_batch.inputs)
-            result = loss(outputs, micro_batch.labels, num_groups=denominator)
-            if not torch.isfinite(result.loss):
-                self.optimizer.zero_grad(set_to_none=True)
-                return Update(metrics={}, failure=f"the loss is {float(result.loss.detach())}")
-            result.loss.backward()  # type: ignore[no-untyped-call]
-            add_up(totals, result.sums)
-        metrics = loss.metrics(totals)
-        metrics["grad_norm"] = grad_norm = self._clip()
-        metrics["lr"] = self.learning_rate
-        if not math.isfinite(grad_norm):
-            self.optimizer.zero_grad(set_to_none=True)
-            return Update(metrics=metrics, failure=f"the norm of the gradient is {grad_norm}")
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        return Update(metrics=metrics)
 
-    def _clip(self) -> float:
-        parameters = [parameter for _, parameter in self.named_parameters]
-        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        return float(nn.utils.clip_grad_norm_(parameters, limit))
+    def outputs(
+        self,
+        batches: Sequence[Inputs],
+        *,
+        of: Asked = "model",
+        in_full_precision: bool = False,
+        temperature: float | None = None,
+    ) -> Iterator[Any]:
+        """What the model gives for each batch, in order, without gradients and dropout.
 
-    @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        """The model without dropout and gradients, and as it was afterwards."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                yield self.model
-        finally:
-            self.model.train(was_training)
+        Scores `[N, K]` of a reward model; of a policy `TokenOutputs` without entropy. Any number
+        of batches; those not asked for need not be computed.
+
+        Args:
+            batches: As in `MicroBatch.inputs`.
+            of: The model, or the policy as it was before its training.
+            in_full_precision: Compute in the dtype of the weights.
+            temperature: Of the log-probabilities; None: that of the run.
+        """
+
+    def named_weights(self, *, changing_only: bool = False) -> Iterable[tuple[str, Tensor]]:
+        """Names and values as `from_pretrained` knows them, adapters merged.
+
+        Nobody ever holds the whole model on the way. Copy what you keep.
+
+        Args:
+            changing_only: Leave out what training cannot change; see `merged_weights`.
+        """
+
+    def weights(self, version: int) -> Weights:
+        """The same for a generator.
+
+        Args:
+            version: Training steps taken so far.
+        """
+
+    def export(
+        self,
+        directory: Path,
+        card: str,
+        *,
+        contract: ScoringContract | None = None,
+        in_background: bool = False,
+    ) -> None:
+        """Write a directory that Hugging Face loads.
+
+        Args:
+            directory: Exists.
+            card: The README.
+            contract: Of reward models: what is saved as their scoring contract.
+            in_background: Come back when all that training changes has been copied to the host;
+                `written` tells the rest.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+
+    def save_state(
+        self, directory: Path, extra: Mapping[str, Any], *, in_background: bool = False
+    ) -> None:
+        """Write optimizer, schedule and random generators: see `models.training_state`.
+
+        `in_background` as in `export`.
+        """
+
+    def written(self, *, is_awaited: bool = False) -> float | None:
+        """What became of what was left to the background since this was last told.
+
+        Args:
+            is_awaited: Do not come back before all of it is written.
+
+        Returns:
+            Seconds that the writing took, of the slowest rank; None while it goes on. It may be
+            asked again, with the same answer.
+
+        Raises:
+            OSError: The disk refused. Nobody writes any more.
+        """
+
+    def load_state(self, directory: Path) -> dict[str, Any]:
+        """Put them back; returns `extra`."""
+
+    def resting(self) -> AbstractContextManager[None]:
+        """Give device memory back for a while; the model is not to be asked meanwhile."""
 
 
-def add_up(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
-    """Add the sums of one micro-batch to those of the batch."""
-    for name, value in sums.items():
-        totals[name] = totals[name] + value if name in totals else value
-
-
-def build_optimizer(
-    config: NamedCall, named_parameters: Sequence[tuple[str, nn.Parameter]]
-) -> torch.optim.Optimizer:
-    """The optimizer by its import path.
-
-    The fused kernel is used where torch has one and the configuration does not choose: it is the
-    same arithmetic in one pass over memory instead of a dozen.
-    """
-    make = _import("policy.optimizer.name", config.name, torch.optim.Optimizer)
-    if issubclass(make, torch.optim.SparseAdam) or _needs_argument(make.step):
-        raise ConfigError(
-            f"policy.optimizer.name={config.name}: it needs sparse gradients, or to compute the "
-            "loss several times a step, which training does not do; torch.optim.AdamW does well"
-        )
-    kwargs = {k: tuple(v) if isinstance(v, list) else v for k, v in config.kwargs.items()}
-    accepted = inspect.signature(make).parameters
-    if "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & set(
-        kwargs
-    ):
-        kwargs["fused"] = True
-    try:
-        return make(list(named_parameters), **kwargs)  # type: ignore[no-any-return]
-    except _REFUSALS as error:
-        raise ConfigError(
-            f"policy.optimizer: {config.name} refuses these kwargs ({error}). It takes: "
-            f"{', '.join(name for name in accepted if name != 'params')}."
-        ) from error
-
-
-def build_scheduler(
-    config: NamedCall | list[NamedCall | Milestones] | None, optimizer: torch.optim.Optimizer
-) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """One scheduler, several handing over at milestones, or none."""
-    if config is None:
-        return None
-    if isinstance(config, NamedCall):
-        return _scheduler(config, optimizer)
-    calls = [entry for entry in config if isinstance(entry, NamedCall)]
-    milestones = [entry.milestones for entry in config if isinstance(entry, Milestones)]
-    if len(calls) == 1 and milestones in ([], [[]]):
-        return _scheduler(calls[0], optimizer)
-    if not calls or len(milestones) != 1 or len(milestones[0]) != len(calls) - 1:
-        raise ConfigError(
-            f"policy.scheduler: a list of {len(calls)} schedulers needs one entry "
-            f"`milestones` with {max(len(calls) - 1, 0)} steps"
-            + ("" if calls else ", and a scheduler; null keeps the learning rate constant")
-        )
-    if any(a >= b for a, b in pairwise([0, *milestones[0]])):
-        raise ConfigError(
-            f"policy.scheduler: the milestones {milestones[0]} must be rising steps above 0"
-        )
-    return torch.optim.lr_scheduler.SequentialLR(
-        optimizer, [_scheduler(call, optimizer) for call in calls], milestones=milestones[0]
+def weights_of(learner: Learner, version: int, *, is_partly_frozen: bool) -> Weights:
+    """See `Learner.weights`; some of its parameters take no gradients, or all of them do."""
+    return Weights(
+        version=version,
+        tensors=learner.named_weights,
+        changing=partial(learner.named_weights, changing_only=True) if is_partly_frozen else None,
     )
 
 
-def _scheduler(
-    config: NamedCall, optimizer: torch.optim.Optimizer
-) -> torch.optim.lr_scheduler.LRScheduler:
-    make = _import("policy.scheduler.name", config.name, torch.optim.lr_scheduler.LRScheduler)
-    if _needs_argument(make.step):
-        raise ConfigError(
-            f"policy.scheduler.name={config.name}: it needs a metric at every step, and here the "
-            "learning rate follows the steps alone; choose another scheduler"
-        )
-    try:
-        return make(optimizer, **config.kwargs)  # type: ignore[no-any-return]
-    except _REFUSALS as error:
-        accepted = [name for name in inspect.signature(make).parameters if name != "optimizer"]
-        raise ConfigError(
-            f"policy.scheduler: {config.name} refuses these kwargs ({error}). It takes: "
-            f"{', '.join(accepted)}."
-        ) from error
+def denominator_of(batch: Iterable[MicroBatch[Label]], loss: Loss[Label]) -> float:
+    """What the loss of a batch is divided by."""
+    return sum(loss.count(micro_batch.labels) for micro_batch in batch)
 
 
-_REFUSALS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
-"""What constructors of torch raise at arguments that they cannot use."""
+def update_of(steps: Sequence[Step], loss: Loss[Any]) -> Update:
+    """What came of a step that the places of the data took together, in their order."""
+    first = steps[0]
+    failures = [step.failure for step in steps if step.failure is not None]
+    # Who only heard of it says less than who saw it.
+    failure = next((f for f in failures if f != ELSEWHERE), failures[0] if failures else None)
+    if first.grad_norm is None:
+        return Update(metrics={}, failure=failure)
+    totals: dict[str, Tensor] = {}
+    for step in steps:
+        add_up(totals, step.sums)
+    metrics = loss.metrics(totals)
+    metrics |= {"grad_norm": first.grad_norm, "lr": first.learning_rate}
+    return Update(metrics=metrics, failure=failure)
 
 
-def _needs_argument(step: Callable[..., object]) -> bool:
-    """Whether a method cannot be called without arguments."""
-    _self, *others = inspect.signature(step).parameters.values()
-    return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in others)
+def add_up(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
+    """Add the sums of one micro-batch to those of the batch.
 
-
-def _import(key: str, path: str, kind: type) -> Any:
-    """A class by its import path.
-
-    Raises:
-        ConfigError: Nothing there, or something else.
+    What is named `..._min` or `..._max` is no sum: the smallest, or the largest, is kept.
     """
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        home = torch.optim if kind is torch.optim.Optimizer else torch.optim.lr_scheduler
-        classes = {n: c for n, c in vars(home).items() if inspect.isclass(c) and n[0] != "_"}
-        known = sorted(n for n, c in classes.items() if issubclass(c, kind) and c is not kind)
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {home.__name__}.{near[0]}?" if near else ""
-        raise ConfigError(
-            f"{key}={path}: no such class.{hint} In {home.__name__}: {', '.join(known)}."
-        ) from error
-    if not (inspect.isclass(found) and issubclass(found, kind)):
-        raise ConfigError(f"{key}={path} is not a {kind.__name__}")
-    return found
+    for name, value in sums.items():
+        if name not in totals:
+            totals[name] = value
+        elif name.endswith("_min"):
+            totals[name] = torch.minimum(totals[name], value)
+        elif name.endswith("_max"):
+            totals[name] = torch.maximum(totals[name], value)
+        else:
+            totals[name] = totals[name] + value

@@ -187,8 +187,8 @@ class LossOutput:
     loss: Tensor
     """Scalar to differentiate, already divided by the global denominator: micro-batches add up."""
     sums: dict[str, Tensor]
-    """Detached scalars, not divided by anything: add them over micro-batches, ranks and batches,
-    then hand the totals to the `metrics` of the loss."""
+    """Detached scalars, not divided by anything: add them over micro-batches, ranks and batches
+    (`learner.add_up`, which knows about extremes), then hand the totals to the loss's `metrics`."""
 
 
 class RewardLoss:

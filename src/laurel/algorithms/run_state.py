@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from laurel.algorithms.learner import Learner
-from laurel.config.reward_training import RewardTrainingRun
 from laurel.errors import CheckpointError
-from laurel.models.export import model_card, save_reward_model
-from laurel.models.reward_model import RewardModel
-from laurel.models.scoring import ScoringContract
-from laurel.models.training_state import load_training_state, save_training_state
-from laurel.rewards.local import golden_scores, score_tokens
-from laurel.types import Group, PreferenceSample
+from laurel.models.save_under_way import Written
 
 TRAINING = "training"
 """Directory inside a checkpoint for what only resuming needs."""
@@ -27,9 +20,6 @@ RUN = "run.json"
 """In there: where the run logs, and the settings that make it this run."""
 TRAINING_DATA = "training data"
 CONFIG = "config.yaml"
-NUM_REFERENCE_GROUPS = 64
-"""Training groups that the reference statistics fall back to without a validation set."""
-NUM_GOLDEN_GROUPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,145 +43,107 @@ class Position:
         return replace(self, validated_at=self.step, metrics={**self.metrics, **metrics})
 
 
-class RunState:
+class RunState(ABC):
     """Writes and reads the checkpoints of one run."""
 
     def __init__(
         self,
+        learner: Learner,
         *,
-        model: RewardModel,
-        contract: ScoringContract,
-        train: Sequence[PreferenceSample],
-        golden: Sequence[Group],
         identity: Mapping[str, object],
         config_yaml: str,
-        card: Mapping[str, Any],
         run_dir: Path,
         save_optimizer: bool,
-        batch_tokens: int,
+        saves_in_background: bool = False,
     ) -> None:
         """Hold what does not change during the run.
 
         Args:
-            model: The model.
-            contract: The contract it scores by.
-            train: The training set.
-            golden: Groups whose scores are kept in the contract.
-            identity: See `settings_of`.
+            learner: The model with its optimizer.
+            identity: By dotted name, what must be the same when a run goes on, or it would be
+                another run.
             config_yaml: The resolved configuration.
-            card: `base_model`, `data` and `settings` of the model card.
             run_dir: Where this run logs.
             save_optimizer: Whether the run can be resumed.
-            batch_tokens: Token budget of a forward pass.
+            saves_in_background: Whether training goes on while a checkpoint is written.
         """
-        self.model = model
-        self.contract = contract
+        self.learner = learner
+        self.identity = identity
         self.run_dir = run_dir
-        self.identity = {**identity, TRAINING_DATA: fingerprint(train)}
-        self._train = train
-        self._golden = golden
+        self.saves_in_background = saves_in_background
         self._config_yaml = config_yaml
-        self._card = card
         self._save_optimizer = save_optimizer
-        self._batch_tokens = batch_tokens
-        self._reference: tuple[int, list[float]] = (-1, [])
 
-    def remember_reference(self, scores_BG: Sequence[Sequence[float]], *, step: int) -> None:
-        """Scores that the mean and standard deviation of the checkpoint of this step are of."""
-        self._reference = (step, [score for scores_G in scores_BG for score in scores_G])
+    @abstractmethod
+    def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
+        """Write the weights as a directory that Hugging Face loads: see `Learner.export`."""
 
-    def write(self, directory: Path, learner: Learner, position: Position) -> None:
-        """Fill a checkpoint directory: a Hugging Face model, and the state to go on."""
-        contract = self._signed_contract(position.step)
-        card = model_card(metrics=position.metrics, contract=contract, **self._card)
-        save_reward_model(directory, self.model, contract, card=card)
+    def more(self) -> dict[str, Any]:
+        """What the algorithm itself must remember; see `state_encoding.encode`."""
+        return {}
+
+    def take_back(self, more: Mapping[str, Any]) -> None:
+        """The same, from a checkpoint."""
+        assert not more, f"nothing here remembers {', '.join(more)}"
+
+    def write(self, directory: Path, position: Position, *, in_background: bool = False) -> Written:
+        """Fill a checkpoint directory: a Hugging Face model, and the state to go on.
+
+        Args:
+            directory: Exists and is empty.
+            position: Where the run is.
+            in_background: Only begin; training may go on meanwhile.
+
+        Returns:
+            Whom to ask for the end.
+        """
+        if not in_background:
+            self._write(directory, position, in_background=False)
+            return lambda is_awaited: 0.0
+        try:
+            self._write(directory, position, in_background=True)
+        except Exception:
+            # What was begun must not go on in a directory that is about to be deleted.
+            with suppress(Exception):
+                self.learner.written(is_awaited=True)
+            raise
+        return lambda is_awaited: self.learner.written(is_awaited=is_awaited)
+
+    def _write(self, directory: Path, position: Position, *, in_background: bool) -> None:
+        self.write_model(directory, position, in_background=in_background)
         (directory / CONFIG).write_text(self._config_yaml, encoding="utf-8")
-        if self._save_optimizer:
-            (directory / TRAINING).mkdir()
-            run = {"run_dir": str(self.run_dir), "identity": self.identity}
-            (directory / TRAINING / RUN).write_text(json.dumps(run, indent=1), encoding="utf-8")
-            save_training_state(
-                directory / TRAINING,
-                optimizer=learner.optimizer,
-                scheduler=learner.scheduler,
-                extra={
-                    "step": position.step,
-                    "bad_steps": position.bad_steps,
-                    "validated_at": position.validated_at,
-                    "metrics": dict(position.metrics),
-                },
-            )
+        if not self._save_optimizer:
+            return
+        (directory / TRAINING).mkdir()
+        run = {"run_dir": str(self.run_dir), "identity": self.identity}
+        (directory / TRAINING / RUN).write_text(json.dumps(run, indent=1), encoding="utf-8")
+        self.learner.save_state(
+            directory / TRAINING,
+            {
+                "step": position.step,
+                "bad_steps": position.bad_steps,
+                "validated_at": position.validated_at,
+                "metrics": dict(position.metrics),
+                "more": self.more(),
+            },
+            in_background=in_background,
+        )
 
-    def restore(self, directory: Path, learner: Learner) -> Position:
+    def restore(self, directory: Path) -> Position:
         """Put optimizer, schedule and random generators back; the weights are loaded already.
 
         Raises:
             CheckpointError: The checkpoint is of another run, or cannot be resumed.
         """
         check_same_run(directory, self.identity)
-        extra = load_training_state(
-            directory / TRAINING, optimizer=learner.optimizer, scheduler=learner.scheduler
-        )
+        extra = self.learner.load_state(directory / TRAINING)
+        self.take_back(extra.get("more", {}))
         return Position(
             step=extra["step"],
             bad_steps=extra["bad_steps"],
             validated_at=extra["validated_at"],
             metrics=extra["metrics"],
         )
-
-    def _signed_contract(self, step: int) -> ScoringContract:
-        """The contract with reference statistics and golden scores of the weights as they are.
-
-        Raises:
-            CheckpointError: The model scores nothing any more. An earlier checkpoint stays newest.
-        """
-        golden = golden_scores(self.model, self.contract, self._golden)
-        sound = tuple(g for g in golden if all(map(math.isfinite, g.values_K)))
-        if golden and not sound:
-            raise CheckpointError("the scores of the model are not finite, so it is of no use")
-        measured_at, scores = self._reference
-        if measured_at != step or not scores:
-            scores = self._score_some_training_groups()
-        scores = [score for score in scores if math.isfinite(score)]
-        return self.contract.with_rules(
-            mean=statistics.fmean(scores) if scores else None,
-            std=statistics.pstdev(scores) if scores else None,
-            num_reference=len(scores),
-            golden=sound,
-            golden_dtype=str(self.model.weights_dtype).removeprefix("torch."),
-            versions=library_versions(),
-        )
-
-    def _score_some_training_groups(self) -> list[float]:
-        tokens = [sample.tokens for sample in self._train[:NUM_REFERENCE_GROUPS]]
-        values_NK = score_tokens(
-            self.model, tokens, batch_tokens=self._batch_tokens,
-            pad_id=self.contract.rules.pad_id or 0,
-        )  # fmt: skip
-        return [self.contract.scalar(row) for row in values_NK.tolist()]
-
-
-def settings_of(config: RewardTrainingRun) -> dict[str, object]:
-    """What must be the same when a run goes on, by dotted name, or it would be another run.
-
-    Besides what makes the arithmetic, this holds what a checkpoint brings with it (tokenizer,
-    learning rate): a change of that would have no effect and must not pass in silence.
-    """
-    policy, data = config.policy, config.data
-    settings = {
-        "rm": config.rm.model_dump(mode="json", include={"seed", "loss"}),
-        "policy": policy.model_dump(
-            mode="json",
-            include={
-                "model_name", "scratch", "hf_config_overrides", "tokenizer", "reward_model_cfg",
-                "train_global_batch_size", "precision", "optimizer", "scheduler",
-            },
-        )
-        | {"dtensor_cfg": {"lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}},
-        "data": data.model_dump(mode="json", include={"shuffle", "truncation_side"})
-        | {"max_input_seq_length": data.max_input_seq_length or policy.max_total_sequence_length},
-    }  # fmt: skip
-    return dict(_leaves("", settings))
 
 
 def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
@@ -228,10 +180,11 @@ def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
         )
 
 
-def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """The entries of nested mappings, by dotted name."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _leaves(f"{name}.{key}" if name else str(key), inner)
+            yield from leaves(f"{name}.{key}" if name else str(key), inner)
     else:
         yield name, value
 
@@ -245,55 +198,14 @@ def read_run_dir(directory: Path) -> Path | None:
     return found if found.is_dir() else None
 
 
-def fingerprint(samples: Sequence[PreferenceSample]) -> str:
-    """A hash of the tokens and judgements of a training set, in order."""
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(sample.tokens.trunk_ids.tobytes())
-        for ids in sample.tokens.branches_ids_G:
-            digest.update(b"|" + ids.tobytes())
-        preference = sample.preference
-        judged = (preference.ranks_G, preference.margin, preference.target)
-        digest.update(repr((judged, preference.attributes_GK)).encode())
-    return digest.hexdigest()[:16]
-
-
-def write_bad_step(
-    run_dir: Path, step: int, samples: Sequence[PreferenceSample], reason: str
+def write_bad_rows(
+    run_dir: Path, step: int, rows: Iterable[Mapping[str, object]], *, reason: str
 ) -> Path:
-    """Keep the rows of a step that was not applied, for inspection."""
+    """Keep the rows of a step that was not applied, for inspection; JSON, a line each."""
     path = run_dir / "bad_steps" / f"step_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     # Half a surrogate pair, which UTF-8 cannot hold, becomes the JSON escape that can.
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for sample in samples:
-            group = sample.preference.group
-            row = {
-                "reason": reason,
-                "source": sample.preference.source,
-                "ranks": sample.preference.ranks_G,
-                "lengths": sample.tokens.lengths_G,
-                "prompt": [[m.role, m.content] for m in group.prompt],
-                "completions": [
-                    [[m.role, m.content] for m in completion.messages]
-                    for completion in group.completions_G
-                ],
-            }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for row in rows:
+            file.write(json.dumps({"reason": reason, **row}, ensure_ascii=False) + "\n")
     return path
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of what computes the scores."""
-    import tokenizers
-    import torch
-    import transformers
-
-    import laurel
-
-    return {
-        "laurel": laurel.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
-    }

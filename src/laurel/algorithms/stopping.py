@@ -1,4 +1,4 @@
-"""When a run ends before its last step: a signal, or a time budget."""
+"""When a run ends before its last step: a signal, a time budget, or nothing left to learn."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ SHARE_IN_RESERVE, LARGEST_RESERVE = 0.1, 60.0
 """Share of the budget, and seconds at most, kept for a save while none has been measured."""
 
 
+class NothingLeft(Exception):
+    """There is no further step; the message says why. What was learned so far is the result."""
+
+
 class StopRequest:
     """Turns the first signal into a flag that the loop reads between steps.
 
@@ -47,6 +51,7 @@ class StopRequest:
             leave: Called with the exit status at the second.
         """
         self.signal: signal.Signals | None = None
+        self._heard_at = math.inf
         self._on_signal = on_signal
         self._leave = leave
         self._stack = ExitStack()
@@ -73,6 +78,11 @@ class StopRequest:
     ) -> None:
         self._stack.close()
 
+    @property
+    def seconds(self) -> float:
+        """Since the first signal; 0 where there was none."""
+        return max(time.monotonic() - self._heard_at, 0.0)
+
     def _listen(self, source: socket.socket) -> None:
         """Read the numbers of signals, which the interpreter writes as they arrive."""
         with source:
@@ -85,6 +95,7 @@ class StopRequest:
         if self.signal is not None:
             self._leave(128 + number)
             return
+        self._heard_at = time.monotonic()
         self.signal = number
         self._on_signal(number.name)
 

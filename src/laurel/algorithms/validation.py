@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from laurel.algorithms.batches import Batcher
-from laurel.algorithms.learner import Learner, add_up
+from laurel.algorithms.learner import Learner, MicroBatch, add_up
 from laurel.algorithms.losses import RewardLoss
-from laurel.config.reward_training import RewardTrainingConfig
 from laurel.models.scoring import ScoringContract
 from laurel.observe.metrics import attribute_metrics, preference_metrics
-from laurel.types import PreferenceSample
+from laurel.types import Preference, PreferenceSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,18 +21,17 @@ class Validation:
 
     metrics: dict[str, float]
     """By bare name; what is undefined is absent."""
-    scores_BG: tuple[tuple[float, ...], ...]
-    """Scalar reward of every completion of every group."""
+    scores_BG: tuple[tuple[float, ...], ...] = ()
+    """Scalar reward of every completion of every group; of a policy there are none."""
 
 
 def validate(
     learner: Learner,
     samples: Sequence[PreferenceSample],
+    micro_batches: Sequence[MicroBatch[Preference]],
     *,
     loss: RewardLoss,
-    batcher: Batcher,
     contract: ScoringContract,
-    config: RewardTrainingConfig,
     on_groups: Callable[[int], None] = lambda done: None,
 ) -> Validation:
     """Score a validation set and measure how well the scores agree with the judgements.
@@ -42,26 +39,22 @@ def validate(
     Args:
         learner: Holds the model.
         samples: The set.
+        micro_batches: The same groups, cut up in any order.
         loss: Gives the validation loss.
-        batcher: Cuts the set into micro-batches.
         contract: Turns the outputs of a regression head into the scalar.
-        config: `val_batches` and `val_micro_batch_size`.
         on_groups: Called with the number of groups of each micro-batch when it is done.
     """
-    if config.val_batches > 0:
-        samples = samples[: config.val_batches * config.val_global_batch_size]
     totals: dict[str, Tensor] = {}
     values: dict[str, np.ndarray] = {}
-    with learner.evaluating() as model:
-        for micro_batch in batcher.cut(samples, micro_batch_size=config.val_micro_batch_size):
-            outputs_NK = model(micro_batch.inputs)
-            add_up(totals, loss(outputs_NK, micro_batch.labels, num_groups=1.0).sums)
-            rows_NK, first = outputs_NK.float().cpu().numpy(), 0
-            for preference in micro_batch.labels:
-                size = len(preference.ranks_G)
-                values[preference.group.id] = rows_NK[first : first + size]
-                first += size
-            on_groups(len(micro_batch.labels))
+    found = learner.outputs([micro_batch.inputs for micro_batch in micro_batches])
+    for micro_batch, outputs_NK in zip(micro_batches, found, strict=True):
+        add_up(totals, loss(outputs_NK, micro_batch.labels, num_groups=1.0).sums)
+        rows_NK, first = outputs_NK.float().cpu().numpy(), 0
+        for preference in micro_batch.labels:
+            size = len(preference.ranks_G)
+            values[preference.group.id] = rows_NK[first : first + size]
+            first += size
+        on_groups(len(micro_batch.labels))
     values_BGK = [values[sample.preference.group.id] for sample in samples]
     scores_BG = tuple(tuple(contract.scalar(row) for row in group.tolist()) for group in values_BGK)
     metrics = preference_metrics(

@@ -1,0 +1,379 @@
+"""GRPO: the loop.
+
+    tasks --> rollouts --> rewards --> advantages --> token forests --> log-probs --> loss --> step
+
+Everything it needs is made elsewhere (`cli/assemble_grpo.py`) and handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from laurel.algorithms.advantages import Advantages, compute_advantages
+from laurel.algorithms.batch_player import Batch
+from laurel.algorithms.batches import global_batches
+from laurel.algorithms.health_watch import HealthWatch
+from laurel.algorithms.learner import Asked, Update
+from laurel.algorithms.policy_labels import PolicyLabels
+from laurel.algorithms.policy_losses import PolicyLoss
+from laurel.algorithms.policy_parts import PolicyParts
+from laurel.algorithms.policy_run_state import GRPORunState, write_bad_rollouts
+from laurel.algorithms.policy_scores import policy_logprobs
+from laurel.algorithms.policy_validation import (
+    completion_rows,
+    validation_metrics,
+)
+from laurel.algorithms.reward_shaping import (
+    NO_DIVERGENCE,
+    divergence,
+    fail_without_divergence,
+    lacks_divergences,
+    mean_divergence,
+    shape_rewards,
+    slope,
+    subtract_divergences,
+)
+from laurel.algorithms.rollout_metrics import (
+    environment_metrics,
+    failures_with,
+    judging_metrics,
+    rollout_metrics,
+)
+from laurel.algorithms.run_state import Position
+from laurel.algorithms.selection import policy_goal
+from laurel.algorithms.training_loop import Outcome, Schedule, Surroundings, TrainingLoop
+from laurel.config.grpo_training import GRPORun
+from laurel.observe.completions import CompletionRow, print_completions, write_completions
+from laurel.observe.progress import Phase
+from laurel.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from laurel.types import LogProbs
+
+NUM_LOGGED = 32
+"""Completions of a validation that are kept with the metrics."""
+SHOWN = ("reward_mean", "accuracy", "avg_length", "truncation_rate", "num_failures")
+
+
+class GRPO(TrainingLoop):
+    """One GRPO run."""
+
+    state: GRPORunState
+
+    def __init__(
+        self, config: GRPORun, surroundings: Surroundings, parts: PolicyParts, *, total_steps: int
+    ) -> None:
+        has_validation = parts.validation is not None
+        schedule = Schedule.of(
+            config.grpo,
+            config.checkpointing,
+            total_steps=total_steps,
+            has_validation=has_validation,
+            goal=policy_goal(
+                config.grpo, has_validation=has_validation, environments=list(parts.environments)
+            ),
+        )
+        super().__init__(schedule, surroundings)
+        self.config = config
+        self.parts = parts
+        longest = config.policy.generation.max_new_tokens or config.policy.max_total_sequence_length
+        self.loss = PolicyLoss(config.loss_fn, max_length=longest)
+        self.health = HealthWatch(
+            self.state.alarms, run_dir=self.state.run_dir, say=self.progress.message
+        )
+
+    def run(self, position: Position) -> Outcome:
+        """See `TrainingLoop`."""
+        if position.step > 0:  # a new generator knows nothing of the steps before
+            self._hand_over(position.step)
+            self.health.resumed(position.step)
+        return super().run(position)
+
+    def alarm(self) -> str | None:
+        """See `TrainingLoop`."""
+        return self.health.reason_to_stop
+
+    # ------------------------------------------------------------------------------------- a step
+
+    def step(self, position: Position) -> Position:
+        """See `TrainingLoop`."""
+        time, grpo = self.timers.time, self.config.grpo
+        num_groups = None if grpo.use_dynamic_sampling else grpo.num_prompts_per_step
+        with time("total_step_time"):
+            with (
+                time("generation"),
+                self.parts.learner_at_rest(),
+                self.progress.phase("generating groups", num_groups, timed=True) as phase,
+            ):
+                batch = self.parts.source.take(
+                    position.step, while_waiting=partial(self._waited, phase)
+                )
+            with self.parts.generator_at_rest(self.timers):
+                with time("policy_and_reference_logprobs"):
+                    old, reference = self._logprobs(batch.groups)
+                with time("reward_calculation"):
+                    labels, advantages, figures = self._judge(batch, old, reference)
+                with (
+                    time("policy_training"),
+                    self.parts.judges_at_rest(),
+                    self.progress.phase("updating", timed=True),
+                ):
+                    updates = self._learn(batch.groups, labels)
+            with time("exposed_generation"), self.progress.phase("generating ahead", timed=True):
+                self.parts.source.settle(is_patient=self._is_patient)
+            if self.stop.signal is None:  # else nothing more is drawn
+                with time("prepare_for_generation/transfer_and_update_weights"):
+                    self._hand_over(position.step + 1)
+        figures |= _over_updates([u.metrics for u in updates if u.failure is None])
+        return self._report(position, batch, advantages, updates, figures)
+
+    def _is_patient(self) -> bool:
+        """Whether there is time to wait for what is ahead: a signal leaves little."""
+        return self.stop.seconds <= self.config.grpo.stop_patience_seconds
+
+    def _waited(self, phase: Phase, num_groups: int) -> None:
+        phase.advance(num_groups - phase.done)
+        self.heed()
+
+    def _judge(
+        self,
+        batch: Batch,
+        old: list[list[LogProbs]] | None,
+        reference: list[list[LogProbs]] | None,
+    ) -> tuple[list[PolicyLabels], Advantages, dict[str, float]]:
+        """From rewards to what the loss reads."""
+        config, kl_BG = self.config, list[list[float]]()
+        if config.loss_fn.use_kl_in_reward and reference is not None:
+            kl_BG = [
+                [
+                    divergence(r.logprobs_L, ref_L, r.mask_L, config.loss_fn)
+                    for r, ref_L in zip(group.rollouts_G, reference_GL, strict=True)
+                ]
+                for group, reference_GL in zip(batch.groups, reference, strict=True)
+            ]
+            batch.groups = fail_without_divergence(batch.groups, kl_BG)
+        groups = batch.groups
+        shaped = shape_rewards(groups, config.grpo, longest=config.policy.max_total_sequence_length)
+        rewards_BG = shaped.rewards_BG
+        figures = dict(shaped.metrics)
+        if kl_BG:
+            weight = config.loss_fn.reference_policy_kl_penalty
+            rewards_BG = subtract_divergences(rewards_BG, kl_BG, weight=weight)
+            figures |= mean_divergence(rewards_BG, kl_BG)
+        # Noise is measured of the rewards that environments give.
+        by_reward = slope(config.grpo.reward_scaling)
+        asked = {group.task.environment for group in groups}
+        noises = {name: by_reward * self.parts.noise_of(name) for name in asked}
+        noise_B = [noises[group.task.environment] for group in groups]
+        advantages = compute_advantages(
+            rewards_BG, config.grpo, noise=noise_B,
+            components_BG=[[r.components for r in g.rollouts_G] for g in groups],
+        )  # fmt: skip
+        labels = [
+            PolicyLabels(
+                masks_GL=tuple(r.mask_L for r in group.rollouts_G),
+                advantages_G=tuple(advantages.values_BG[b].tolist()),
+                used_G=tuple(reward is not None for reward in rewards_BG[b]),
+                behaviour_GL=tuple(r.logprobs_L for r in group.rollouts_G),
+                old_GL=None if old is None else tuple(old[b]),
+                reference_GL=None if reference is None else tuple(reference[b]),
+                rewards_G=tuple(r.reward for r in group.rollouts_G),
+            )
+            for b, group in enumerate(groups)
+        ]
+        return labels, advantages, figures
+
+    def _logprobs(
+        self, groups: Sequence[RolloutGroup]
+    ) -> tuple[list[list[LogProbs]] | None, list[list[LogProbs]] | None]:
+        """The old log-probabilities, where they are needed, and the reference's.
+
+        Of a single update they are not: what it computes itself are the old ones.
+        """
+        parts = self.parts
+        policy = self.config.policy
+        budget = policy.logprob_batch_size * policy.max_total_sequence_length
+
+        def of(asked: Asked) -> list[list[LogProbs]]:
+            return policy_logprobs(
+                partial(parts.learner.outputs, of=asked),
+                [group.tokens() for group in groups],
+                path=parts.batcher.path,
+                batch_tokens=budget,
+                pad_id=parts.pad_id,
+                share_prompts=policy.sequence_packing.share_prompts,
+                num_places=parts.learner.num_places,
+            )
+
+        is_repeated = self.config.updates_per_rollout > 1
+        is_needed = is_repeated and not self.config.loss_fn.force_on_policy_ratio
+        old = of("model") if is_needed else None
+        return old, of("reference") if parts.has_reference else None
+
+    def _learn(
+        self, groups: Sequence[RolloutGroup], labels: Sequence[PolicyLabels]
+    ) -> list[Update]:
+        """The optimizer steps of these rollouts; none where no completion beats another.
+
+        Adam would move the weights even with a gradient of zero.
+        """
+        learner, batcher, policy = self.parts.learner, self.parts.batcher, self.config.policy
+        tokens = [group.tokens() for group in groups]
+        batches = global_batches(
+            tokens, labels, PolicyLabels.subset, size=policy.train_global_batch_size
+        )
+        updates = []
+        for _ in range(self.config.grpo.num_iterations):
+            for part, part_labels in batches:
+                if not any(self.loss.has_signal(label) for label in part_labels):
+                    continue
+                micro_batches = batcher.cut(
+                    *batcher.divide(part, part_labels, PolicyLabels.subset),
+                    micro_batch_size=policy.train_micro_batch_size,
+                )
+                updates.append(learner.update(micro_batches, self.loss))
+        return updates
+
+    def _hand_over(self, version: int) -> None:
+        """Give the generator the new weights."""
+        weights = self.parts.learner.weights(version)
+        self.parts.source.wait_for(self.parts.generator.update_weights(weights))
+
+    # --------------------------------------------------------------------------------- validating
+
+    def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
+        """See `TrainingLoop`."""
+        validation = self.parts.validation
+        assert validation is not None
+        with (
+            self.progress.phase("validating", len(validation.chosen)) as phase,
+            self.timers.time("total_validation_time"),
+            self.parts.source.leaving_nothing(),
+            self.parts.learner_at_rest(),
+        ):
+            groups = validation.play(self.parts.source, while_waiting=partial(self._waited, phase))
+            figures = validation_metrics(groups, self.parts.environments)
+        seconds = self.timers.collect()["total_validation_time"]
+        self._show("validation", figures, step)
+        count = self.config.logger.num_val_samples_to_print
+        rows = completion_rows(groups, step=step)
+        if count:
+            print_completions(self.progress.console, f"validation, step {step}", rows[:count])
+        table = [row.cells for row in rows[: max(count, NUM_LOGGED)]]
+        self.logger.log_table("validation/completions", CompletionRow.columns(), table, step=step)
+        # What environments measure goes by their names, whoever asks.
+        logged = {f"validation/{k}": v for k, v in figures.items()}
+        self.health.validated(step, groups, logged)
+        logged["timing/validation/total_validation_time"] = seconds
+        keyed = {f"validation_{k}": v for k, v in figures.items()}
+        for name, own in validation.by_set(groups).items():
+            # Environments measure a batch once, and have.
+            of_set = validation_metrics(own, {})
+            self._show(f"validation-{name}", of_set, step)
+            logged |= {f"validation-{name}/{k}": v for k, v in of_set.items()}
+            keyed |= {f"validation-{name}_{k}": v for k, v in of_set.items()}
+        return logged, keyed
+
+    def _show(self, name: str, figures: Mapping[str, float], step: int) -> None:
+        shown = "  ".join(f"{k} {v:.4f}" for k, v in figures.items() if k in SHOWN or "/acc" in k)
+        self.progress.message(f"step {step}  {name}  {shown}")
+
+    # --------------------------------------------------------------------------------- reporting
+
+    def _report(
+        self,
+        position: Position,
+        batch: Batch,
+        advantages: Advantages,
+        updates: Sequence[Update],
+        figures: dict[str, float],
+    ) -> Position:
+        step, timing = position.step + 1, self.timers.collect()
+        self.deadline.took("step", timing["total_step_time"])
+        groups = batch.groups
+        bad_steps = self._bad_steps(updates, step, batch, position.bad_steps)
+        rollouts = failures_with(rollout_metrics(groups), batch.failures_left_out)
+        train = {**advantages.metrics, **rollouts, **figures}
+        train.setdefault("lr", self.parts.learner.learning_rate)  # where no update was made
+        train["bad_steps_in_a_row"] = float(bad_steps)
+        train["optimizer_steps"] = float(sum(u.failure is None for u in updates))
+        train["optimizer_steps_not_applied"] = len(updates) - train["optimizer_steps"]
+        train["scorer_noise"] = self.parts.noise
+        train["staleness"] = float(max(
+            (position.step - r.weight_version for g in groups for r in g.rollouts_G), default=0
+        ))  # fmt: skip
+        train["groups_replaced"] = float(batch.num_replaced)
+        if self.config.grpo.use_dynamic_sampling:
+            train["dynamic_sampling_num_gen_batches"] = float(batch.num_batches)
+            train["dynamic_sampling_num_discarded_valid_samples"] = float(
+                batch.num_discarded * self.config.grpo.num_generations_per_prompt
+            )
+            train["dynamic_sampling_num_without_signal"] = float(batch.num_without_signal)
+        num_tokens = train.get("total_num_tokens", 0.0)
+        num_completions = sum(len(group.rollouts_G) for group in groups)
+        logged = {f"train/{name}": value for name, value in train.items()}
+        with self.parts.source.measuring():
+            logged |= environment_metrics(groups, self.parts.environments)
+        logged |= {f"timing/train/{name}": value for name, value in timing.items()}
+        logged |= {
+            "timing/train/rollout/generation": batch.clock.generation,
+            **judging_metrics(batch.clock),
+            "performance/tokens_per_second": num_tokens / timing["total_step_time"],
+            "performance/generated_tokens_per_second": batch.clock.num_tokens
+            / max(batch.clock.generation, 1e-9),
+        }
+        divided = _over_updates([update.performance for update in updates])
+        logged |= {f"performance/{name}": value for name, value in divided.items()}
+        logged |= self.health.step(step, groups, logged)
+        self.logger.log(logged, step=step)
+        self.progress.step(step, logged, pairs=num_completions, tokens=int(num_tokens))
+        if self.config.logger.write_completions:
+            self._write_completions(step, groups, advantages)
+        train_metrics = {f"train_{name}": value for name, value in train.items()}
+        return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
+
+    def _write_completions(
+        self, step: int, groups: Sequence[RolloutGroup], advantages: Advantages
+    ) -> None:
+        path = self.state.run_dir / "completions" / f"step_{step:06d}.parquet"
+        rows = completion_rows(groups, step=step, advantages_BG=advantages.values_BG)
+        try:
+            write_completions(path, rows)
+        except OSError as error:  # a full disk must not cost the step that was taken
+            self.progress.message(f"step {step}: its completions could not be written: {error}")
+
+    def _bad_steps(self, updates: Sequence[Update], step: int, batch: Batch, before: int) -> int:
+        """Bad steps in a row after this one: those of which nothing was applied."""
+        reasons = [u.failure for u in updates if u.failure is not None]
+        if not updates and lacks_divergences(batch.groups):
+            reasons = [NO_DIVERGENCE]
+        if not reasons:
+            return 0
+        path = write_bad_rollouts(self.state.run_dir, step, batch.groups, reasons[0])
+        kept = f"Its rollouts are in {path}"
+        if len(reasons) < len(updates):
+            share = f"{len(reasons)} of its {len(updates)} updates"
+            self.progress.message(f"step {step}: {share} not applied: {reasons[0]}. {kept}")
+            return 0
+        self.progress.message(f"step {step} not applied: {reasons[0]}. {kept}")
+        update = Update(metrics={}, failure=reasons[0])
+        return self.bad_steps(update, before, where=f"step {step}", kept=kept)
+
+
+_COUNTS = ("global_valid_toks", "global_valid_seqs", "num_valid_samples", "num_extreme_ratios")
+
+
+def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Figures of the optimizer steps of a batch: extremes, totals of counts, means of the rest."""
+    figures: dict[str, float] = {}
+    for name in dict.fromkeys(name for metrics in updates for name in metrics):
+        values = [metrics[name] for metrics in updates if name in metrics]
+        if name.endswith("_min"):
+            figures[name] = min(values)
+        elif name.endswith("_max"):
+            figures[name] = max(values)
+        else:
+            figures[name] = sum(values) if name in _COUNTS else sum(values) / len(values)
+    return figures
