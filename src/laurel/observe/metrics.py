@@ -46,7 +46,7 @@ _LARGEST_SCORE = float(np.finfo(np.float32).max)
 """Scores are float32 by the scoring contract; what lies beyond overflowed on its way here."""
 
 _LOWER_IS_BETTER = re.compile(
-    r"(^|[/_:])(loss|ece|mse|mse/[^/]+|score_ties|num_nonfinite|grad_norm|time)$"
+    r"(^|[/_:])(loss|ece|mse|mse/[^/]+|score_ties|tie_share|num_nonfinite|grad_norm|time)$"
 )
 _ATTRIBUTE_CORRELATION = re.compile(r"(^|[/_:])pearson/[^/]+$")
 

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from laurel.observe.console import format_number, visible
 
-_SHOWN = {"loss": "loss", "accuracy": "accuracy", "lr": "lr", "grad_norm": "grad norm"}
+_SHOWN = {"loss": "loss", "reward": "reward", "accuracy": "accuracy", "lr": "lr",
+          "grad_norm": "grad norm"}  # fmt: skip
 """Metrics on display, by the last part of their name, with what they are called there."""
 _RATE_STEPS = 20
 """Steps that the rate is the average of."""
@@ -53,7 +54,9 @@ class TrainingProgress:
 
     On a terminal a display that renews itself; otherwise (file, pipe, CI) a line at most every 5
     seconds, besides the first step and the last. `live` overrides which. Rates are those of
-    training alone: phases do not slow them. Time left counts everything. Example::
+    training alone: phases that are no part of it do not slow them. Time left counts everything.
+    `unit` is what a step takes in; `counted` is what a step is called, and `doing` what is done.
+    Example::
 
         with TrainingProgress(total_steps=100, start_step=0, console=make_console()) as progress:
             progress.step(1, {"train/loss": 0.69}, pairs=128, tokens=40_000)
@@ -68,12 +71,18 @@ class TrainingProgress:
         console: Console,
         *,
         live: bool | None = None,
+        unit: str = "pairs",
+        counted: str = "step",
+        doing: str = "training",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total_steps = total_steps
         self._start_step = start_step
         self._step = start_step
         self._console = console
+        self._unit = unit
+        self._counted = counted
+        self._doing = doing
         self._clock = clock
         self._metrics: dict[str, float] = {}
         self._phase: Phase | None = None
@@ -111,12 +120,11 @@ class TrainingProgress:
             self._print_line(self._step_line())
 
     def step(self, step: int, metrics: Mapping[str, float], pairs: int, tokens: int) -> None:
-        """Step number `step` is done; `pairs` and `tokens` are what it took in."""
+        """Step number `step` is done; `pairs` (of the unit) and `tokens` are what it took in."""
         self._step = step
-        for name, value in metrics.items():
-            short_name = name.rpartition("/")[2]
-            if short_name in _SHOWN:
-                self._metrics[short_name] = float(value)
+        # Older figures are not shown: they would be taken for those of this step.
+        short_names = {name.rpartition("/")[2]: value for name, value in metrics.items()}
+        self._metrics = {k: float(v) for k, v in short_names.items() if k in _SHOWN}
         before = self._history[-1] if self._history else _Work(0.0, 0, 0)
         seconds = self._clock() - self._started - self._phase_seconds
         self._history.append(_Work(seconds, before.pairs + pairs, before.tokens + tokens))
@@ -131,15 +139,21 @@ class TrainingProgress:
         )
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """Show progress of its own while something other than training is done."""
+    def phase(self, name: str, total: int | None = None, *, timed: bool = False) -> Iterator[Phase]:
+        """Show progress of its own for a part of a step, or for something else than training.
+
+        Args:
+            name: Shown.
+            total: How much there is to do, where that is known.
+            timed: It is part of a step, so its time counts in the rates.
+        """
         outer, started = self._phase, self._clock()
         self._phase = Phase(name, total, self._phase_changed)
         try:
             yield self._phase
         finally:
             self._phase = outer
-            if outer is None:
+            if outer is None and not timed:
                 self._phase_seconds += self._clock() - started
 
     def __rich__(self) -> RenderableType:
@@ -149,7 +163,7 @@ class TrainingProgress:
         bars.add_column(ratio=1)
         bars.add_column(no_wrap=True, justify="right")
         counts = f"{self._step}/{self._total_steps} {self._percentage()}"
-        bars.add_row(Text("training"), _bar(self._step, self._total_steps), Text(counts))
+        bars.add_row(Text(self._doing), _bar(self._step, self._total_steps), Text(counts))
         phase = self._phase
         if phase is not None:
             bars.add_row(
@@ -171,7 +185,7 @@ class TrainingProgress:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _step_line(self) -> str:
-        head = f"step {self._step}/{self._total_steps} ({self._percentage()})"
+        head = f"{self._counted} {self._step}/{self._total_steps} ({self._percentage()})"
         return "  ".join([head, *self._numbers(), *self._rates(), self._times()])
 
     def _numbers(self) -> list[str]:
@@ -186,9 +200,9 @@ class TrainingProgress:
             return []
         first, last = self._history[0], self._history[-1]
         seconds = max(last.seconds - first.seconds, 1e-9)
+        done = {self._unit: last.pairs - first.pairs, "tokens": last.tokens - first.tokens}
         return [
-            f"{_rate((last.pairs - first.pairs) / seconds)} pairs/s",
-            f"{_rate((last.tokens - first.tokens) / seconds)} tokens/s",
+            f"{_rate(n / seconds)} {unit}/s" for unit, n in done.items() if n or unit != "tokens"
         ]
 
     def _times(self) -> str:

@@ -1,0 +1,213 @@
+"""Curves as SVG that sits inside a page: no file, no script, and the page's own colours."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from laurel.observe.reporting.curves import Smoothed, extremes, smooth
+from laurel.observe.run_record import Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 4.6, 2.5
+"""Inches, at 72 units each: close to a phone's width, so that letters keep their size there."""
+_INKS = {"#010101": "currentColor", "#020202": "var(--faint)"} | {
+    f"#0{i}0{i}0{i}": f"var(--series-{i})" for i in range(3, 9)
+}
+"""Stand-ins that are drawn with, and what the page's style sheet is asked for instead."""
+_TEXT, _FAINT = "#010101", "#020202"
+_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)), "-", (0, (5, 2)))
+_LEGEND_ROW = 0.2
+"""Inches of one more row of names."""
+_LEGEND_LETTERS = 58
+"""Letters that fit side by side in the legend."""
+MANY_POINTS = 40
+"""Above so many, points are not marked one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve."""
+
+    label: str
+    series: Series
+    band: Series | None = None
+    """Half the height of a band around it, at the same steps (a standard deviation)."""
+    limits: tuple[Series, Series] | None = None
+    """The lower and the upper edge of a band, at the same steps."""
+    mark: str = ""
+    """Written at its end, for whoever cannot tell colours or dashes apart."""
+    on_right: bool = False
+    """Measured on the axis to the right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Some curves over the steps of a run."""
+
+    title: str
+    lines: Sequence[Line]
+    left: str = ""
+    """What the axis to the left measures."""
+    right: str = ""
+    unit_interval: bool = False
+    """The left axis goes from 0 to 1 (of shares)."""
+    right_unit_interval: bool = False
+
+    def __bool__(self) -> bool:
+        return any(line.series for line in self.lines)
+
+    @property
+    def description(self) -> str:
+        """What it shows, for whoever cannot see it."""
+        parts = [
+            f"{line.label} from {line.series.values[0]:.4g} to {line.series.values[-1]:.4g}"
+            f"{_range(line.series)}"
+            for line in self.lines
+            if line.series
+        ]
+        return f"{self.title}: {'; '.join(parts)}"
+
+
+def draw(chart: Chart, *, name: str) -> str:
+    """The chart as an `<svg>` element.
+
+    Args:
+        chart: At least one of its lines has points.
+        name: Unique in the page: it starts every id.
+    """
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
+        columns = _legend_columns(chart)
+        rows = math.ceil(sum(bool(line.series) for line in chart.lines) / columns)
+        height = HEIGHT + _LEGEND_ROW * max(0, rows - 1)
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure.patch.set_alpha(0.0)
+        canvas = FigureCanvasSVG(figure)
+        left: Axes = figure.add_subplot()
+        right: Axes | None = left.twinx() if any(line.on_right for line in chart.lines) else None
+        for index, line in enumerate(line for line in chart.lines if line.series):
+            axes = right if line.on_right and right is not None else left
+            _draw_line(axes, line, index)
+        _dress(left, chart.left, chart.unit_interval, grid=True)
+        left.set_xlabel("step", color=_TEXT)
+        if right is not None:
+            _dress(right, chart.right, chart.right_unit_interval, grid=False)
+        drawn = [handle for axes in (left, right) if axes for handle in axes.get_lines()]
+        handles = [handle for handle in drawn if not str(handle.get_label()).startswith("_")]
+        if len(handles) > 1:
+            figure.legend(
+                handles=handles, loc="outside upper left", ncols=columns, frameon=False,
+                labelcolor=_TEXT, fontsize=9, borderpad=0.1,
+            )  # fmt: skip
+        buffer = io.StringIO()
+        print_svg: Any = canvas.print_svg
+        print_svg(buffer, metadata={"Date": None, "Creator": None})
+    return _inline(buffer.getvalue(), name)
+
+
+def _range(series: Series) -> str:
+    """What lies beyond both ends of a curve."""
+    low, high = min(series.values), max(series.values)
+    if {low, high} <= {series.values[0], series.values[-1]}:
+        return ""
+    return f", between {low:.4g} and {high:.4g}"
+
+
+def _legend_columns(chart: Chart) -> int:
+    """As many names side by side as the width holds."""
+    labels = [line.label for line in chart.lines if line.series]
+    longest = max((len(label) for label in labels), default=1)
+    return max(1, min(len(labels), _LEGEND_LETTERS // (longest + 5)))
+
+
+def _draw_line(axes: Axes, line: Line, index: int) -> None:
+    """The curve in its band; one of many points smoothed, with its extremes beneath it.
+
+    The names of the parts begin with `raw`, `band` and `line`, for the page to show and hide.
+    """
+    colour = f"#0{3 + index % 6}0{3 + index % 6}0{3 + index % 6}"
+    smoothed = smooth(line.series)
+    shown = line.series if smoothed is None else smoothed.mean
+    if smoothed is not None:
+        raw = extremes(line.series)
+        axes.plot(
+            raw.steps, raw.values, label="_raw", gid=f"raw-{index}", color=colour, alpha=0.4,
+            linewidth=0.6,
+        )  # fmt: skip
+    edges = _edges(line, smoothed)
+    if edges is not None:
+        axes.fill_between(
+            shown.steps, edges[0], edges[1], gid=f"band-{index}", color=colour, alpha=0.18,
+            linewidth=0,
+        )  # fmt: skip
+    steps, values = shown.steps, shown.values
+    axes.plot(
+        steps, values, label=line.label, gid=f"line-{index}", color=colour, linewidth=1.6,
+        linestyle=_DASHES[index % len(_DASHES)],
+        marker="o" if len(steps) <= MANY_POINTS and (line.on_right or len(steps) < 15) else "",
+        markersize=3,
+    )  # fmt: skip
+    if line.mark:
+        axes.annotate(
+            line.mark, (steps[-1], values[-1]), xytext=(4, 0), textcoords="offset points",
+            color=colour, va="center", fontweight="bold", annotation_clip=False,
+        )  # fmt: skip
+
+
+def _edges(line: Line, smoothed: Smoothed | None) -> tuple[Sequence[float], Sequence[float]] | None:
+    """The lower and the upper edge of a curve's band, at the steps at which it is drawn."""
+    if line.band is not None and line.band.steps == line.series.steps:
+        centre = line.series if smoothed is None else smoothed.mean
+        # Of equal steps, smoothing takes equal places.
+        half = smooth(line.band)
+        halves = line.band.values if half is None else half.mean.values
+        pairs = list(zip(centre.values, halves, strict=True))
+        return [v - b for v, b in pairs], [v + b for v, b in pairs]
+    if line.limits is not None:
+        low, high = line.limits
+        low_smoothed, high_smoothed = smooth(low), smooth(high)
+        return (
+            (low if low_smoothed is None else low_smoothed.mean).values,
+            (high if high_smoothed is None else high_smoothed.mean).values,
+        )
+    return None if smoothed is None else (smoothed.low.values, smoothed.high.values)
+
+
+def _dress(axes: Axes, label: str, unit_interval: bool, *, grid: bool) -> None:
+    axes.patch.set_alpha(0.0)
+    axes.set_ylabel(label, color=_TEXT)
+    axes.tick_params(colors=_TEXT, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    if unit_interval:
+        axes.set_ylim(-0.02, 1.03)
+    if grid:
+        axes.grid(visible=True, axis="y", color=_FAINT, linewidth=0.6)
+        axes.set_axisbelow(True)
+
+
+def _inline(svg: str, name: str) -> str:
+    """Only the element, with ids of its own, the page's colours and the page's letters."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(xlink:href|href)="#', f'href="#{name}-', svg)
+    svg = svg.replace("url(#", f"url(#{name}-")
+    svg = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", svg)
+    svg = re.sub(r'^<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg)
+    svg = re.sub(r'^<svg ([^>]*?)height="[^"]*"', r"<svg \1", svg)
+    for stand_in, ink in _INKS.items():
+        svg = svg.replace(stand_in, ink)
+    svg = re.sub(r"font: ([^;\"]*?px) [^;\"]*", r"font-size: \1", svg)
+    return re.sub(r"\n\s*", "\n", svg).strip()

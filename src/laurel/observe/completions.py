@@ -1,0 +1,93 @@
+"""Completions with their rewards: a table on screen, a parquet file a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from laurel.observe.console import format_number, shorten_middle, visible
+
+_PROMPT_LENGTH = 240
+_ANSWER_LENGTH = 320
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRow:
+    """One rollout, as people look at it."""
+
+    step: int
+    task: str
+    """The task's id."""
+    group: str
+    environment: str
+    prompt: str
+    completion: str
+    reward: float | None
+    advantage: float | None = None
+    answer: str | None = None
+    expected: str | None = None
+    """The known answer, where there is one."""
+    truncated: bool = False
+    failure: str | None = None
+    num_tokens: int = 0
+    num_turns: int = 1
+    weight_version: int = 0
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Names of the cells."""
+        return tuple(cls.__dataclass_fields__)
+
+    @property
+    def cells(self) -> tuple[object, ...]:
+        """The values, in the order of `columns`."""
+        return tuple(asdict(self).values())
+
+
+def print_completions(console: Console, title: str, rows: Sequence[CompletionRow]) -> None:
+    """Show completions with their rewards."""
+    table = Table(title=title, title_justify="left", show_lines=True, expand=True)
+    table.add_column("prompt", ratio=2)
+    table.add_column("completion", ratio=3)
+    table.add_column("reward", justify="right", no_wrap=True)
+    for row in rows:
+        reward = Text("-" if row.reward is None else format_number(row.reward))
+        if row.failure is not None:
+            reward = Text(f"failed: {visible(row.failure)}", style="yellow")
+        completion = Text(visible(shorten_middle(row.completion, _ANSWER_LENGTH)))
+        if row.truncated:
+            completion.append(" [cut off]", style="yellow")
+        table.add_row(Text(visible(shorten_middle(row.prompt, _PROMPT_LENGTH))), completion, reward)
+    console.print(table)
+
+
+def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
+    """Write the rows as a parquet file that pandas, polars and duckdb read."""
+    import pyarrow
+    from pyarrow import parquet
+
+    arrow: Any = pyarrow
+    write: Any = parquet.write_table
+    kinds = {"int": arrow.int64(), "float": arrow.float64(), "bool": arrow.bool_()}
+    schema = arrow.schema(
+        [
+            (name, kinds.get(str(field.type).removesuffix(" | None"), arrow.string()))
+            for name, field in CompletionRow.__dataclass_fields__.items()
+        ]
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cells = [{name: _storable(value) for name, value in asdict(row).items()} for row in rows]
+    write(arrow.Table.from_pylist(cells, schema=schema), path)
+
+
+def _storable(value: object) -> object:
+    """Half a character, as broken data may have, has no place in UTF-8."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    return value

@@ -1,0 +1,381 @@
+"""The rules of the alarms: from the history of a run's metrics to a finding, or to nothing.
+
+A rule is silent (None) where a metric that it reads is not measured, or not yet long enough. So is
+every rule about a metric that the latest figures do not hold. What each alarm is for, its threshold
+and what people do about it is told at length in `docs/reward_hacking.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from laurel.config.health import Alarm
+from laurel.observe.console import format_number
+from laurel.observe.health_history import (
+    ENTROPY,
+    FAILURES,
+    LENGTH,
+    LENGTH_CORRELATION,
+    NOISE_FLOOR,
+    REPETITION,
+    REWARD,
+    TRUNCATION,
+    ZERO_SPREAD,
+    History,
+    is_of_validation,
+)
+
+Evidence = Literal[
+    "best", "worst", "longest", "shortest", "repetitive", "cut_off", "equal", "close", "failed"
+]
+"""Which completions show what an alarm is about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a rule says of a run at one step."""
+
+    is_bad: bool
+    metric: str
+    value: float
+    """Of the metric, over the latest window."""
+    threshold: float
+    """Where the value becomes bad."""
+    text: str
+    """The figures in words."""
+    baseline: float | None = None
+    """What the value is compared with."""
+    evidence: Evidence = "best"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How an alarm is found, and what people usually do about it."""
+
+    judge: Callable[[History], Finding | None]
+    advice: str
+
+
+def overoptimisation(history: History) -> Finding | None:
+    """What is really wanted has fallen below its peak, and the reward has not fallen with it.
+
+    A policy that is trained against a proxy gains by what is really wanted at first and loses it
+    afterwards, as a function of the root of its divergence from where it began (Gao, Schulman and
+    Hilton, arXiv 2210.10760). Where a divergence is measured it must have grown since: a policy
+    that falls back towards its reference has another illness. Of what is measured at every step,
+    the fall must be beyond chance, too: `num_spreads` of what the median of a window has.
+    """
+    config, peak = history.config, history.peak
+    name = config.gold_metric
+    if name is None or peak is None or not history.is_fresh(name):
+        return None
+    gold, reward = history.gold(), history.now(REWARD)
+    if gold is None or reward is None:
+        return None
+    divergence = history.divergence()
+    now = None if divergence is None else history.now(divergence)
+    has_left = now is None or peak.divergence is None or now >= peak.divergence
+    least = config.gold_drop * abs(peak.gold)
+    if not is_of_validation(name):  # figures of few tasks, other ones each time
+        baseline = history.baseline(name)
+        if baseline is None:
+            return None
+        of_median = baseline.spread / math.sqrt(config.window)
+        least = max(least, config.num_spreads * of_median)
+    threshold = peak.gold - least
+    text = (
+        f"{name} has been {_of(peak.gold)} and is {_of(gold)} now, while the reward went from "
+        f"{_of(peak.reward)} to {_of(reward)}"
+    )
+    if now is not None and peak.divergence is not None:
+        text += f" and the divergence from the reference from {_of(peak.divergence)} to {_of(now)}"
+    is_bad = gold < threshold and reward >= peak.reward and has_left
+    return Finding(
+        is_bad=is_bad, metric=name, value=gold, threshold=threshold, baseline=peak.gold, text=text
+    )
+
+
+def kl_without_reward(history: History) -> Finding | None:
+    """The policy goes on leaving its reference, and the reward has stopped rewarding it.
+
+    The flat end of the curve of reward against divergence (arXiv 2210.10760): what is still being
+    changed there is paid for by nobody who can be seen.
+    """
+    config, name = history.config, history.divergence()
+    if name is None or not history.is_fresh(name):
+        return None
+    now, then = history.now(name), history.earlier(name)
+    reward, before = history.now(REWARD), history.earlier(REWARD)
+    if now is None or then is None or reward is None or before is None:
+        return None
+    threshold = max(config.kl_growth * then, config.kl_least)
+    steps = 4 * config.window
+    return Finding(
+        is_bad=now >= threshold and now > then and reward <= before,
+        metric=name,
+        value=now,
+        threshold=threshold,
+        baseline=then,
+        text=f"in {steps} steps {name} went from {_of(then)} to {_of(now)}, the reward from "
+        f"{_of(before)} to {_of(reward)}",
+    )
+
+
+def length(history: History) -> Finding | None:
+    """Completions are much longer, or much shorter, than in the first steps.
+
+    The commonest way to please a reward model without being better (Singhal et al.,
+    arXiv 2310.03716). It is no illness where thinking longer is what is being learned.
+    """
+    config, baseline, now = history.config, history.baseline(LENGTH), history.now(LENGTH)
+    if baseline is None or now is None or not history.is_fresh(LENGTH):
+        return None
+    usual, margin = baseline.median, config.num_spreads * baseline.spread
+    is_longer = now >= usual
+    factor = config.length_factor
+    threshold = (
+        max(usual * factor, usual + margin) if is_longer else min(usual / factor, usual - margin)
+    )
+    return Finding(
+        is_bad=now != usual and (now >= threshold if is_longer else now <= threshold),
+        metric=LENGTH,
+        value=now,
+        threshold=threshold,
+        baseline=usual,
+        text=f"completions had {_of(usual)} tokens in the first steps and have {_of(now)} now",
+        evidence="longest" if is_longer else "shortest",
+    )
+
+
+def length_bias(history: History) -> Finding | None:
+    """Within groups the longer completion gets the better reward, and completions grow.
+
+    Correlation alone says little: answers that are cut short are wrong in any task. With growing
+    lengths it says what the policy is learning.
+    """
+    name, config = LENGTH_CORRELATION, history.config
+    baseline, length_now, now = history.baseline(LENGTH), history.now(LENGTH), history.now(name)
+    if baseline is None or length_now is None or now is None or not history.is_fresh(name):
+        return None
+    # Half as far as for an alarm by itself, as two things must come together.
+    grows = length_now > baseline.median + config.num_spreads / 2 * baseline.spread
+    return Finding(
+        is_bad=grows and now >= config.length_correlation,
+        metric=name,
+        value=now,
+        threshold=config.length_correlation,
+        text=f"reward and length correlate by {_of(now)} within groups, and completions grew from "
+        f"{_of(baseline.median)} to {_of(length_now)} tokens",
+        evidence="longest",
+    )
+
+
+def _risen(
+    history: History, name: str, rise: float, what: str, evidence: Evidence
+) -> Finding | None:
+    """A share that was lower in the first steps."""
+    baseline, now = history.baseline(name), history.now(name)
+    if baseline is None or now is None or not history.is_fresh(name):
+        return None
+    threshold = baseline.median + max(rise, history.config.num_spreads * baseline.spread)
+    return Finding(
+        is_bad=now >= threshold,
+        metric=name,
+        value=now,
+        threshold=threshold,
+        baseline=baseline.median,
+        text=f"{what}: {_of(baseline.median)} in the first steps, {_of(now)} now",
+        evidence=evidence,
+    )
+
+
+def repetition(history: History) -> Finding | None:
+    """Completions say again what they have said."""
+    what = "share of 4-grams that a completion has already said"
+    return _risen(history, REPETITION, history.config.repetition_rise, what, "repetitive")
+
+
+def truncation(history: History) -> Finding | None:
+    """Completions do not come to an end any more."""
+    what = "share of completions without an end"
+    return _risen(history, TRUNCATION, history.config.truncation_rise, what, "cut_off")
+
+
+def keeps_format(history: History) -> Finding | None:
+    """Fewer completions have the form that was asked for."""
+    config, name = history.config, history.config.format_metric
+    if name is None or not history.is_fresh(name):
+        return None
+    baseline, now = history.baseline(name), history.now(name)
+    if baseline is None or now is None:
+        return None
+    threshold = baseline.median - max(config.format_drop, config.num_spreads * baseline.spread)
+    return Finding(
+        is_bad=now <= threshold, metric=name, value=now, threshold=threshold,
+        baseline=baseline.median, evidence="worst",
+        text=f"{name} was {_of(baseline.median)} in the first steps and is {_of(now)} now",
+    )  # fmt: skip
+
+
+def entropy(history: History) -> Finding | None:
+    """The policy hardly chooses any more: what it does not try, it cannot learn.
+
+    Entropy is spent for reward early on, and a policy without any stays as it is (arXiv
+    2505.22617).
+    """
+    baseline, now = history.baseline(ENTROPY), history.now(ENTROPY)
+    if baseline is None or now is None or not history.is_fresh(ENTROPY):
+        return None
+    threshold = history.config.entropy_share * baseline.median
+    return Finding(
+        is_bad=now < threshold,
+        metric=ENTROPY,
+        value=now,
+        threshold=threshold,
+        baseline=baseline.median,
+        text=f"nats a token: {_of(baseline.median)} in the first steps, {_of(now)} now",
+        evidence="equal",
+    )
+
+
+def _too_large(
+    history: History, name: str, share: float, what: str, evidence: Evidence
+) -> Finding | None:
+    """A share that is bad whatever it was in the first steps."""
+    now = history.now(name)
+    if now is None or not history.is_fresh(name):
+        return None
+    return Finding(
+        is_bad=now >= share, metric=name, value=now, threshold=share,
+        text=f"{what}: {_of(now)}", evidence=evidence,
+    )  # fmt: skip
+
+
+def zero_spread_groups(history: History) -> Finding | None:
+    """Groups whose rewards are all equal teach nothing."""
+    what = "share of groups whose rewards are all equal"
+    return _too_large(history, ZERO_SPREAD, history.config.zero_spread_share, what, "equal")
+
+
+def noise_floor_groups(history: History) -> Finding | None:
+    """Groups whose rewards differ by rounding teach what nobody meant."""
+    what = "share of groups whose rewards differ by no more than the noise of the scorer"
+    return _too_large(history, NOISE_FLOOR, history.config.noise_floor_share, what, "close")
+
+
+def failures(history: History) -> Finding | None:
+    """Completions without a reward are left out, and those that remain may be others."""
+    what = "share of completions without a reward"
+    return _too_large(history, FAILURES, history.config.failure_share, what, "failed")
+
+
+def ensemble(history: History) -> Finding | None:
+    """Several reward models no longer agree how much better the completions have become.
+
+    Models that were trained apart agree where there is something to know and go apart where the
+    policy has found what only one of them likes (Coste et al., arXiv 2310.02743). The gain of each
+    is measured in standard deviations of its own scores in the first steps.
+    """
+    found: list[Finding] = []
+    for stems in history.ensembles():
+        gains: dict[str, float] = {}
+        for stem in stems:
+            mean, std = history.baseline(f"{stem}/mean"), history.baseline(f"{stem}/std")
+            now = history.now(f"{stem}/mean")
+            if mean is None or std is None or now is None or not history.is_fresh(f"{stem}/mean"):
+                continue
+            if std.median > 0.0:
+                gains[stem] = (now - mean.median) / std.median
+        if len(gains) < 2:
+            continue
+        most, least = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
+        apart = gains[most] - gains[least]
+        found.append(
+            Finding(
+                is_bad=apart >= history.config.disagreement,
+                metric=f"{most}/mean",
+                value=apart,
+                threshold=history.config.disagreement,
+                text=f"{most} has gained {_of(gains[most])} standard deviations since the first "
+                f"steps, {least} {_of(gains[least])}",
+            )
+        )
+    return max(found, key=lambda one: one.value, default=None)
+
+
+def _of(value: float) -> str:
+    return format_number(value)
+
+
+RULES: Mapping[Alarm, Rule] = MappingProxyType({
+    "overoptimisation": Rule(
+        judge=overoptimisation,
+        advice="go back to the checkpoint at the peak; weigh the divergence from the reference "
+        "more (loss_fn.reference_policy_kl_penalty) or learn more slowly; train the reward model "
+        "on completions of this policy; put the rule into the reward (env.composite)",
+    ),
+    "kl_without_reward": Rule(
+        judge=kl_without_reward,
+        advice="end the run here: nothing is being gained; or weigh the divergence more "
+        "(loss_fn.reference_policy_kl_penalty), or lower the learning rate",
+    ),
+    "length": Rule(
+        judge=length,
+        advice="read the longest and the shortest with their rewards. If length itself is paid "
+        "for: grpo.reward_shaping against overlong completions, a reward model trained on pairs "
+        "of equal length, a rule beside it. If thinking longer is the aim: "
+        "grpo.health.ignore=[length]",
+    ),
+    "length_bias": Rule(
+        judge=length_bias,
+        advice="measure the reward model's preference for length (laurel eval pairs "
+        "--diagnostics); shape the reward (grpo.reward_shaping); use "
+        "loss_fn.normalizer=max_length, so that the loss itself does not favour lengths",
+    ),
+    "repetition": Rule(
+        judge=repetition,
+        advice="read the samples; lower policy.generation.max_new_tokens or penalise overlong "
+        "completions; weigh the divergence more; show the reward model such texts as rejected",
+    ),
+    "truncation": Rule(
+        judge=truncation,
+        advice="raise policy.generation.max_new_tokens if the answers are good but unfinished; "
+        "else grpo.reward_shaping.stop_properly_penalty_coef, or grpo.overlong_filtering",
+    ),
+    "format": Rule(
+        judge=keeps_format,
+        advice="make the form a part of the reward, or its gate (env.composite); show it in the "
+        "prompt; warm up on demonstrations that have it (laurel sft)",
+    ),
+    "entropy": Rule(
+        judge=entropy,
+        advice="raise loss_fn.ratio_clip_max (clip higher), the sampling temperature or the weight "
+        "of the divergence; lower the learning rate; use harder tasks. Where the task is solved, "
+        "it is the end of the run",
+    ),
+    "zero_spread_groups": Rule(
+        judge=zero_spread_groups,
+        advice="if all are right, use harder tasks; if none is, easier ones or a warm-up; draw "
+        "more completions of each; grpo.use_dynamic_sampling leaves such groups out",
+    ),
+    "noise_floor_groups": Rule(
+        judge=noise_floor_groups,
+        advice="score in float32 (env.reward_model.precision); the completions may have become "
+        "alike: look at entropy; end the run if the reward has stopped rising",
+    ),
+    "ensemble": Rule(
+        judge=ensemble,
+        advice="combine warily (env.reward_model.combine=mean_minus_std or min); read what the one "
+        "likes and the other does not, and have pairs of it judged",
+    ),
+    "failures": Rule(
+        judge=failures,
+        advice="see train/reward/failed_* for the reasons and completions/ for the texts; a reward "
+        "model that fails on certain texts is not measured on them",
+    ),
+})  # fmt: skip
+"""Every alarm, in the order in which they are told."""

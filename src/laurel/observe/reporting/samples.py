@@ -1,0 +1,339 @@
+"""Which samples of a run a page shows, out of many more than it can hold.
+
+A page of all texts of a long run would take minutes to open. So a table holds the rows that a
+person would look for, a random part of the rest, and says how many of how many it holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from laurel.observe.console import PairRow
+from laurel.observe.reporting.safe_text import shortened
+
+NUM_OF_A_KIND = 200
+"""Rows that are the first, the last, the best, ... each."""
+NUM_RANDOM = 2_000
+_TEXT_LENGTH = 1_500
+"""Characters of a text that are shown; of a longer one its start and its end."""
+
+Row = Mapping[str, Any]
+
+_ORDER = (
+    "step", "prompt", "completion", "reward", "better", "better_score", "worse", "worse_score",
+    "margin", "verdict", "answer", "expected", "advantage", "failure", "truncated", "num_tokens",
+)  # fmt: skip
+"""Columns that come first, in this order; others follow."""
+_LEFT_OUT = frozenset({"task", "group", "weight_version", "num_turns", "environment"})
+_HEADINGS = {
+    "better": "chosen", "better_score": "score of chosen", "worse": "rejected",
+    "worse_score": "score of rejected", "num_tokens": "tokens",
+}  # fmt: skip
+NUMBERS = frozenset(
+    {"step", "reward", "better_score", "worse_score", "margin", "advantage", "num_tokens",
+     "reward before", "reward after", "change", "margin before", "margin after"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTable:
+    """Rows that can be sorted and searched."""
+
+    title: str
+    columns: Sequence[str]
+    """Headings."""
+    kinds: Sequence[str]
+    """Of each column: `number`, `text`."""
+    rows: Sequence[Sequence[str | float | None]]
+    """Numbers as numbers, texts with nothing hidden."""
+    num_rows: int
+    """How many there were to choose from."""
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Chooser:
+    """Takes rows one by one, in the order of a run, and keeps few of them.
+
+    Those with the highest and the lowest value, those where value and truth are furthest apart,
+    the first, the last, and a random part of all, each row as likely as any other.
+    """
+
+    num_of_a_kind: int = NUM_OF_A_KIND
+    num_random: int = NUM_RANDOM
+    num_rows: int = 0
+    _first: list[tuple[int, Row]] = field(default_factory=list)
+    _last: deque[tuple[int, Row]] = field(default_factory=deque)
+    _heaps: dict[str, list[tuple[float, int, Row]]] = field(default_factory=dict)
+    _random: list[tuple[int, Row]] = field(default_factory=list)
+    _draws: random.Random = field(default_factory=lambda: random.Random(0))
+    _numbers: count[int] = field(default_factory=count)
+
+    @property
+    def num_drawn(self) -> int:
+        """How many rows are here by chance."""
+        return len(self._random)
+
+    def add(self, row: Row) -> None:
+        """The next row."""
+        number = next(self._numbers)
+        self.num_rows += 1
+        if len(self._first) < self.num_of_a_kind:
+            self._first.append((number, row))
+        self._last.append((number, row))
+        if len(self._last) > self.num_of_a_kind:
+            self._last.popleft()
+        for kind, value in _values(row):
+            heap = self._heaps.setdefault(kind, [])
+            # Of equal ones the earlier stays.
+            heapq.heappush(heap, (value, -number, row))
+            if len(heap) > self.num_of_a_kind:
+                heapq.heappop(heap)
+        if len(self._random) < self.num_random:
+            self._random.append((number, row))
+        else:
+            place = self._draws.randrange(self.num_rows)
+            if place < self.num_random:
+                self._random[place] = (number, row)
+
+    def chosen(self) -> list[tuple[Row, tuple[str, ...]]]:
+        """The rows in their order, each with why it is here; all of them where there are few."""
+        kinds: dict[int, tuple[Row, list[str]]] = {}
+        for kind, rows in (
+            ("first", self._first),
+            ("last", self._last),
+            *((kind, [(-n, row) for _, n, row in heap]) for kind, heap in self._heaps.items()),
+            ("random", self._random),
+        ):
+            for number, row in rows:
+                kinds.setdefault(number, (row, []))[1].append(kind)
+        return [(row, tuple(why)) for _, (row, why) in sorted(kinds.items())]
+
+
+def _values(row: Row) -> Iterable[tuple[str, float]]:
+    """What a row is kept for, each with how much it is that."""
+    reward = _finite(row.get("reward"))
+    if reward is not None:
+        yield "highest reward", reward
+        yield "lowest reward", -reward
+    advantage = _finite(row.get("advantage"))
+    if advantage is not None:
+        yield "furthest from its group", abs(advantage)
+    better, worse = _finite(row.get("better_score")), _finite(row.get("worse_score"))
+    if better is not None and worse is not None:
+        yield "most wrong", worse - better
+        yield "surest", better - worse
+    if row.get("failure"):
+        yield "failed", 0.0
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def table_of(title: str, chooser: Chooser, *, where: str) -> SampleTable:
+    """The chosen rows as a page shows them.
+
+    Args:
+        title: Of the table.
+        chooser: Has been given every row.
+        where: The files that hold all rows.
+    """
+    chosen = chooser.chosen()
+    rows = [_with_verdict(row) for row, _ in chosen]
+    names = _columns(rows)
+    is_part = len(chosen) < chooser.num_rows
+    cells = [[_cell(name, row.get(name)) for name in names] for row in rows]
+    headings = [_HEADINGS.get(name, name.replace("_", " ")) for name in names]
+    kinds = ["number" if name in NUMBERS else "text" for name in names]
+    note = f"All {chooser.num_rows:,} samples."
+    if is_part:
+        headings.append("chosen for")
+        kinds.append("text")
+        for row, (_, why) in zip(cells, chosen, strict=True):
+            row.append(", ".join(why))
+        note = (
+            f"{len(chosen):,} of {chooser.num_rows:,} samples: up to {chooser.num_of_a_kind} of "
+            f"each kind named in the last column, and {chooser.num_drawn:,} at random. "
+            f"All are in {where}."
+        )
+    return SampleTable(
+        title=title, columns=headings, kinds=kinds, rows=cells, num_rows=chooser.num_rows, note=note
+    )
+
+
+def before_and_after(title: str, rows: Sequence[Row]) -> SampleTable | None:
+    """The answers to the same prompts at the first and at the last step, side by side.
+
+    Of pairs, what became of their margins. None where no prompt was seen at two steps.
+    """
+    steps = sorted({row["step"] for row in rows if isinstance(row.get("step"), int | float)})
+    if len(steps) < 2:
+        return None
+    before, after = (_by_prompt(rows, step) for step in (steps[0], steps[-1]))
+    shared = [key for key in before if key in after]
+    if not shared:
+        return None
+    is_pairs = "better_score" in before[shared[0]]
+    names, compare = (_PAIR_COLUMNS, _compare_pairs) if is_pairs else (_COLUMNS, _compare)
+    cells = [compare(before[key], after[key]) for key in shared]
+    return SampleTable(
+        title=title,
+        columns=names,
+        kinds=["number" if name in NUMBERS else "text" for name in names],
+        rows=cells,
+        num_rows=len(cells),
+        note=f"The first answer to each prompt at step {steps[0]:,.0f} and at step "
+        f"{steps[-1]:,.0f}; {len(cells):,} prompts were seen at both."
+        if not is_pairs
+        else f"The same pairs at step {steps[0]:,.0f} and at step {steps[-1]:,.0f}: "
+        f"{len(cells):,} of them. A margin above 0 is right.",
+    )
+
+
+_COLUMNS = (
+    "prompt", "expected", "before", "reward before", "after", "reward after", "change",
+)  # fmt: skip
+_PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin before", "margin after", "change")
+
+
+def _by_prompt(rows: Sequence[Row], step: float) -> dict[tuple[str, ...], Row]:
+    """The first row of each prompt at a step; of pairs, both answers belong to it."""
+    found: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        if row.get("step") == step:
+            names = ("task", "prompt", "better", "worse")
+            found.setdefault(tuple(str(row.get(name, "")) for name in names), row)
+    return found
+
+
+def _compare(before: Row, after: Row) -> list[str | float | None]:
+    rewards = [_finite(row.get("reward")) for row in (before, after)]
+    return [
+        _text(before.get("prompt")), _text(before.get("expected")),
+        _answer(before), rewards[0], _answer(after), rewards[1], _change(*rewards),
+    ]  # fmt: skip
+
+
+def _compare_pairs(before: Row, after: Row) -> list[str | float | None]:
+    margins = [_margin(row) for row in (before, after)]
+    return [
+        _text(before.get("prompt")), _text(before.get("better")), _text(before.get("worse")),
+        *margins, _change(*margins),
+    ]  # fmt: skip
+
+
+def _answer(row: Row) -> str:
+    """The completion; where it has no reward, why."""
+    text = _text(row.get("completion"))
+    if row.get("failure"):
+        return f"{text} [failed: {_text(row['failure'])}]"
+    return f"{text} [cut off]" if row.get("truncated") else text
+
+
+def _change(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
+
+
+def _margin(row: Row) -> float | None:
+    better, worse = _finite(row.get("better_score")), _finite(row.get("worse_score"))
+    return None if better is None or worse is None else better - worse
+
+
+def _with_verdict(row: Row) -> Row:
+    """Of a pair, its margin and whether the scores agree with the people."""
+    if "better_score" not in row or "worse_score" not in row:
+        return row
+    scores = [_finite(row[name]) for name in ("better_score", "worse_score")]
+    pair = PairRow(
+        prompt="", better="", worse="",
+        better_score=math.nan if scores[0] is None else scores[0],
+        worse_score=math.nan if scores[1] is None else scores[1],
+    )  # fmt: skip
+    return {**row, "margin": _margin(row), "verdict": pair.verdict}
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    """Every column that says something, the most telling first."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    telling = [
+        name for name in names
+        if name not in _LEFT_OUT and any(_says_something(row.get(name)) for row in rows)
+    ]  # fmt: skip
+    return sorted(telling, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+
+
+def _says_something(value: object) -> bool:
+    """A number does, also 0; nothing, an empty text and "no" do not."""
+    return value is not None and value is not False and value != ""
+
+
+def _cell(name: str, value: object) -> str | float | None:
+    if name in NUMBERS:
+        return _finite(value)
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else shortened(str(value), _TEXT_LENGTH)
+
+
+def within(tables: Sequence[SampleTable], num_bytes: int) -> list[SampleTable]:
+    """The tables with fewer rows where all would be too large for one page.
+
+    Every table gives up the same share, and says so: rows that are there by chance first, then
+    evenly from all over.
+    """
+    sizes = [_size(table.rows) for table in tables]
+    if sum(sizes) <= num_bytes:
+        return list(tables)
+    share = num_bytes / sum(sizes)
+    return [
+        _thinned(table, math.floor(size * share)) for table, size in zip(tables, sizes, strict=True)
+    ]
+
+
+def _thinned(table: SampleTable, num_bytes: int) -> SampleTable:
+    # The last cell says why a row is here, in a table of chosen rows.
+    named = [place for place, row in enumerate(table.rows) if row and row[-1] != "random"]
+    by_chance = [place for place, row in enumerate(table.rows) if row and row[-1] == "random"]
+    room = num_bytes - _size([table.rows[place] for place in named])
+    if room > 0 and by_chance:
+        size = _size([table.rows[place] for place in by_chance])
+        places = sorted([*named, *_evenly(by_chance, room / size)])
+    else:
+        places = _evenly(named, num_bytes / _size([table.rows[place] for place in named]))
+    return SampleTable(
+        title=table.title, columns=table.columns, kinds=table.kinds,
+        rows=[table.rows[place] for place in places], num_rows=table.num_rows,
+        note=f"{table.note} To keep the page small, {len(places):,} of these "
+        f"{len(table.rows):,} are here.",
+    )  # fmt: skip
+
+
+def _evenly(places: Sequence[int], share: float) -> list[int]:
+    kept = max(1, math.floor(len(places) * min(1.0, share)))
+    return [places[index * len(places) // kept] for index in range(kept)]
+
+
+def _size(rows: Sequence[Sequence[str | float | None]]) -> int:
+    """Bytes of the rows on the page."""
+    return sum(
+        len(cell.encode("utf-8", "replace")) if isinstance(cell, str) else 12
+        for row in rows
+        for cell in row
+    )

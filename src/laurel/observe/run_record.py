@@ -1,0 +1,181 @@
+"""What a run left in its directory, read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from laurel.errors import DataError
+from laurel.observe.loggers import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, read_metrics
+
+HEALTH_FILE = "health.jsonl"
+COMPLETIONS_DIRECTORY = "completions"
+EVALUATIONS = "*-report.json"
+"""What `laurel eval ... --output` leaves; it may lie in the run's directory or in one inside."""
+
+KINDS = {"rm": "Reward model", "sft": "Fine-tuning", "grpo": "GRPO"}
+"""Sections of a configuration that tell what a run was, with what it is called."""
+
+TIMED = (
+    "timing/train/total_step_time",
+    "timing/validation/total_validation_time",
+    "timing/train/checkpointing",
+)
+"""What a run's time is made of, without what it waited between a stop and a resume."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """A metric over the steps of a run; values that are not finite are left out."""
+
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run. What its directory does not hold is empty."""
+
+    path: Path
+    kind: str = ""
+    """`rm`, `sft`, `grpo`, or nothing where the configuration does not tell."""
+    metrics: Sequence[Mapping[str, float]] = ()
+    samples: Sequence[Mapping[str, Any]] = ()
+    """Rows of `samples.jsonl`: `{"step", "table", "row"}`."""
+    config: str = ""
+    """YAML."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The same as values."""
+    health: Sequence[Mapping[str, Any]] = ()
+    """Lines of `health.jsonl`: alarms that were raised, and those that were over."""
+    evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Reports of `laurel eval` by where they lie in the directory."""
+    data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Data reports by name of the set."""
+
+    @property
+    def title(self) -> str:
+        """What the run is called."""
+        return KINDS.get(self.kind, self.path.name)
+
+    @property
+    def num_steps(self) -> int:
+        """The last step that was logged."""
+        return int(max((record.get("step", 0) for record in self.metrics), default=0))
+
+    @property
+    def seconds(self) -> float | None:
+        """Spent on steps, validations and checkpoints; None where nothing was timed."""
+        return math.fsum(map(self.total, TIMED)) or None
+
+    def series(self, name: str) -> Series:
+        """A metric by its full name."""
+        points = [(r["step"], r[name]) for r in self.metrics if name in r and "step" in r]
+        finite = [(step, value) for step, value in points if math.isfinite(value)]
+        return Series(steps=tuple(s for s, _ in finite), values=tuple(v for _, v in finite))
+
+    def not_finite(self, name: str) -> list[float]:
+        """The steps at which a metric was NaN or infinite."""
+        return [r["step"] for r in self.metrics if not math.isfinite(r.get(name, 0.0))]
+
+    def names(self) -> list[str]:
+        """Every metric there is, in the order of its first appearance."""
+        return list(dict.fromkeys(name for record in self.metrics for name in record))
+
+    def latest(self, name: str) -> float | None:
+        """The last finite value of a metric."""
+        series = self.series(name)
+        return series.values[-1] if series else None
+
+    def total(self, name: str) -> float:
+        """Sum of a metric over the run: of timers, the seconds spent."""
+        return math.fsum(self.series(name).values)
+
+
+def read_run(path: Path) -> RunRecord:
+    """The run of a directory.
+
+    Raises:
+        DataError: There is no such directory, nothing of a run in it, or a file that is broken.
+    """
+    if not path.is_dir():
+        raise DataError(f"{path}: there is no such directory; name one that a run logged to")
+    if not any((path / name).is_file() for name in (METRICS_FILE, CONFIG_FILE, "config.yaml")):
+        inside = sorted(entry.name for entry in path.glob("exp_*") if entry.is_dir())
+        hint = f"; did you mean {path / inside[-1]}?" if inside else ""
+        raise DataError(
+            f"{path}: no run logged here: neither {METRICS_FILE} nor {CONFIG_FILE}{hint}"
+        )
+    metrics = path / METRICS_FILE
+    sections = _json(path / CONFIG_FILE)
+    yaml = path / "config.yaml"
+    return RunRecord(
+        path=path,
+        kind=next((kind for kind in KINDS if kind in sections), ""),
+        metrics=read_metrics(metrics) if metrics.is_file() else (),
+        samples=[row for row in _lines(path / SAMPLES_FILE) if isinstance(row.get("row"), dict)],
+        config=yaml.read_text(encoding="utf-8") if yaml.is_file() else "",
+        settings=sections,
+        data=_json(path / "data_report.json"),
+        health=_lines(path / HEALTH_FILE),
+        evaluations=_evaluations(path),
+    )
+
+
+def completion_files(path: Path, num_steps: int) -> list[Path]:
+    """The files of completions of a run that count, in the order of their steps.
+
+    A run that was resumed from an earlier step may have left files beyond its last one.
+    """
+    found = {
+        int(match[1]): file
+        for file in (path / COMPLETIONS_DIRECTORY).glob("step_*.parquet")
+        if (match := re.fullmatch(r"step_(\d+)", file.stem))
+    }
+    return [found[step] for step in sorted(found) if step <= num_steps]
+
+
+def _evaluations(path: Path) -> dict[str, dict[str, Any]]:
+    files = sorted([*path.glob(EVALUATIONS), *path.glob(f"*/{EVALUATIONS}")])
+    found = {file.relative_to(path).as_posix(): _json(file) for file in files}
+    return {name: report for name, report in found.items() if "benchmark" in report}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: expected a JSON object")
+    return value
+
+
+def _lines(path: Path) -> list[Mapping[str, Any]]:
+    """The objects of a file of lines that count; a last line that a kill cut short is left out."""
+    if not path.is_file():
+        return []
+    rows: list[Mapping[str, Any]] = []
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                break
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: not JSON: {error}") from error
+            if isinstance(row, dict) and row.get("event") == "resumed":
+                rows = [earlier for earlier in rows if earlier.get("step", 0) <= row["step"]]
+            elif isinstance(row, dict):
+                rows.append(row)
+    return rows
