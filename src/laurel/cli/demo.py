@@ -1,124 +1,122 @@
-"""`laurel demo`: the main job on data made here, from nothing to a scored conversation."""
+"""`laurel demo`: the whole method on data made here, from nothing to a better policy."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from laurel.cli.assemble import train_reward_model
-from laurel.config.load import load_config, to_yaml
-from laurel.config.reward_training import RewardTrainingRun
-from laurel.data.synthetic import errands
+from laurel.cli.assemble_grpo import train_policy
+from laurel.cli.assemble_sft import fine_tune
+from laurel.cli.demo_settings import Files, grpo_run, measuring_run, rm_run, sft_run
+from laurel.cli.measure import Measurement, measure_policy
+from laurel.data.number_words import (
+    NUM_HELD_OUT,
+    demonstrations,
+    held_out_tasks,
+    preferences,
+    prompts,
+)
 from laurel.errors import CheckpointError, TrainingError
-from laurel.observe.console import make_console, print_metrics, print_scores
-from laurel.types import Group, Message, group_of
+from laurel.observe.comparison import Answer, Comparison, print_comparisons
+from laurel.observe.console import make_console
+from laurel.types import group_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-NUM_TRAIN, NUM_HELD_OUT = 40_000, 400
-REQUIRED_ACCURACY = 0.95
+    from laurel.algorithms.training_loop import Outcome
 
-SETTINGS = (
-    "policy.model_name=null",
-    "policy.scratch.hidden_size=64",
-    "policy.scratch.num_layers=2",
-    "policy.scratch.vocab_size=600",
-    "policy.precision=float32",
-    "policy.max_total_sequence_length=256",
-    "policy.train_micro_batch_size=16",
-    "policy.train_global_batch_size=64",
-    "policy.optimizer.kwargs.lr=3e-3",
-    "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, "
-    "total_iters: 50}}, {name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 1.0, "
-    "end_factor: 0.02, total_iters: 650}}, {milestones: [50]}]",
-    "rm.max_num_epochs=10",
-    "cluster.cpu_threads=1",  # a second thread brings a model this small nothing, and can stall it
-    "rm.max_num_steps=700",
-    "rm.val_period=100",
-    "checkpointing.save_period=350",
-    "checkpointing.metric_name=null",  # the last one: choosing by the held-out set would flatter it
-    "checkpointing.keep_top_k=1",
-    "logger.num_val_samples_to_print=0",
-)
-"""The demo's configuration, in the form of the command line."""
-
-CONVERSATIONS = (
-    (
-        "Please bring me the kettle from the cellar.",
-        (
-            "Here is the kettle from the cellar.",
-            "Here is the kettle from the barn.",
-            "Here is the fiddle from the cellar.",
-            "Get the kettle yourself.",
-        ),
-    ),
-    (
-        "I need the ladder; it is in the garden.",
-        (
-            "I went to the garden and got the ladder.",
-            "I went to the library and got the ladder.",
-            "I do not feel like going to the garden.",
-        ),
-    ),
-)
-"""Prompts that are in no training row, each with a good answer first."""
+NUM_DEMONSTRATIONS, NUM_PREFERENCES, NUM_PROMPTS = 16_000, 25_600, 3_840
+NUM_HELD_OUT_PREFERENCES = 400
+SHARE_WRONG = 0.55
+NUM_STAGES = 6
+NUM_SHOWN = 8
+MOST_BEFORE, LEAST_AFTER, LEAST_ACCURACY = 0.6, 0.9, 0.95
 
 
-def run_demo(directory: Path) -> None:
-    """Make data and a model, train, evaluate, save, reload and score.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a demo came to."""
+
+    rate_before: float
+    rate_after: float
+    reward_accuracy: float
+
+    def missed(self) -> list[str]:
+        """What is not as it should be, in words."""
+        return [
+            text
+            for text, is_missed in (
+                (f"the warm-up reached {self.rate_before:.1%} and should reach at most "
+                 f"{MOST_BEFORE:.0%}", self.rate_before > MOST_BEFORE),
+                (f"the reward model is right on {self.reward_accuracy:.1%} of held-out pairs and "
+                 f"should be on {LEAST_ACCURACY:.0%}", self.reward_accuracy < LEAST_ACCURACY),
+                (f"GRPO reached {self.rate_after:.1%} and should reach {LEAST_AFTER:.0%}",
+                 self.rate_after < LEAST_AFTER),
+            )
+            if is_missed
+        ]  # fmt: skip
+
+
+def run_demo(directory: Path, *, seed: int = 0) -> Result:
+    """Make data and a model, warm it up, train a reward model, learn from it, and report.
 
     Raises:
         CheckpointError: The directory holds something that is not a demo.
-        TrainingError: The model did not learn.
+        TrainingError: A model did not learn what it should.
     """
-    console = make_console()
     started = time.monotonic()
+    console = make_console()
     _prepare(directory)
-    data = _write_data(directory)
-    console.rule("1. Data")
+    files = Files(directory)
+    _stage(console, 1, "Data")
+    _write_data(files, seed)
     console.print(
-        f"{NUM_TRAIN:,} errands, each with a good and a bad answer, and {NUM_HELD_OUT} whose "
-        "prompts are in no training row"
+        "The task: numbers in words, to be written in digits inside \\boxed{}.\n"
+        f"{NUM_DEMONSTRATIONS:,} demonstrations, {SHARE_WRONG:.0%} of them with a wrong digit; "
+        f"{NUM_PREFERENCES:,} preference pairs; {NUM_PROMPTS:,} prompts.\n"
+        f"{NUM_HELD_OUT} numbers are in no training row: everything below is measured on them.",
+        markup=False, highlight=False,
+    )  # fmt: skip
+    _stage(console, 2, "Warm-up: fine-tuning a new model on the noisy demonstrations")
+    fine_tuned = _finished(fine_tune(sft_run(files, seed), console=console), console)
+    before = measure_policy(measuring_run(files, seed, fine_tuned), console=console)
+    _say_rate(console, "after the warm-up", before)
+    _stage(console, 3, "A Bradley-Terry reward model, from preferences")
+    rewarding = train_reward_model(rm_run(files, seed, fine_tuned), console=console)
+    reward_model = _finished(rewarding, console)
+    accuracy = rewarding.metrics["validation-held-out/accuracy"]
+    console.print(f"right on {accuracy:.1%} of the held-out pairs", highlight=False)
+    _stage(console, 4, "GRPO: the policy learns from the reward model alone")
+    run = grpo_run(files, seed, fine_tuned, reward_model)
+    trained = _finished(train_policy(run, console=console), console)
+    _stage(console, 5, "The truth, before and after, on held-out tasks")
+    after = measure_policy(measuring_run(files, seed, trained), console=console)
+    comparisons = _compare(before, after, reward_model, console)
+    print_comparisons(console, _some(comparisons, NUM_SHOWN))
+    _say_rate(console, "before GRPO", before)
+    _say_rate(console, "after GRPO ", after)
+    _stage(console, NUM_STAGES, "Report")
+    result = Result(
+        rate_before=before.success_rate, rate_after=after.success_rate, reward_accuracy=accuracy
     )
-    overrides = [
-        *SETTINGS,
-        "data.dataset_name=BinaryPreferenceDataset",
-        f"data.train_data_path={data['train']}",
-        f"data.val_data_paths={{held-out: {json.dumps(str(data['held-out']))}}}",
-        f"checkpointing.checkpoint_dir={directory / 'checkpoints'}",
-        f"logger.log_dir={directory / 'logs'}",
-    ]
-    config = load_config(RewardTrainingRun, None, overrides).config
-    (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    console.rule("2. Training a Bradley-Terry reward model")
-    outcome = train_reward_model(config, console=console)
-    if outcome.ended != "finished" or outcome.latest is None:
-        console.print("stopped before the end; run `laurel demo` again to start over")
-        raise SystemExit(130)
-    console.rule("3. Held-out pairs")
-    print_metrics(console, "validation-held-out, last step", outcome.metrics)
-    console.rule("4. Saved, loaded again, and asked")
-    accuracy = _ask(outcome.latest, data["held-out"], console)
-    console.rule("Done")
-    console.print(f"held-out accuracy of the reloaded model: {accuracy:.1%}")
-    console.print(f"everything took {time.monotonic() - started:.0f} s and lies in {directory}:")
-    for path, what in (
-        ("config.yaml", "the whole configuration; laurel rm --config it runs this again"),
-        ("data", "the preference pairs"),
-        (outcome.latest.relative_to(directory), "the reward model, a Hugging Face directory"),
-        ("logs", "metrics.jsonl and TensorBoard events"),
-    ):
-        console.print(f"  {directory / path!s:44} {what}", soft_wrap=True)
-    console.print(f"score your own: laurel score --model {outcome.latest} FILE", soft_wrap=True)
-    if accuracy < REQUIRED_ACCURACY:
+    _report(files, result, comparisons)
+    _say_where(console, files, reward_model, trained)
+    console.print(f"everything took {time.monotonic() - started:.0f} s")
+    if missed := result.missed():
         raise TrainingError(
-            f"the demo's reward model reached {accuracy:.1%} on held-out pairs and should reach "
-            f"{REQUIRED_ACCURACY:.0%}; please report this with your `laurel doctor`"
+            f"the demo missed its aim: {'; '.join(missed)}. Please report this with your "
+            "`laurel doctor`"
         )
+    return result
+
+
+# ------------------------------------------------------------------------------------------ stages
 
 
 def _prepare(directory: Path) -> None:
@@ -136,50 +134,108 @@ def _prepare(directory: Path) -> None:
     marker.touch()
 
 
-def _write_data(directory: Path) -> dict[str, Path]:
-    paths = {name: directory / "data" / f"{name}.jsonl" for name in ("train", "held-out")}
-    (directory / "data").mkdir()
-    for name, count in (("train", NUM_TRAIN), ("held-out", NUM_HELD_OUT)):
-        with paths[name].open("w", encoding="utf-8") as file:
-            for row in errands(count, seed=0, held_out=name == "held-out"):
-                file.write(json.dumps(row) + "\n")
-    return paths
+def _write_data(files: Files, seed: int) -> None:
+    sets: dict[str, Iterable[Mapping[str, Any]]] = {
+        "demonstrations": demonstrations(NUM_DEMONSTRATIONS, seed=seed, share_wrong=SHARE_WRONG),
+        "preferences": preferences(NUM_PREFERENCES, seed=seed),
+        "held-out-preferences": preferences(NUM_HELD_OUT_PREFERENCES, seed=seed, held_out=True),
+        "prompts": prompts(NUM_PROMPTS, seed=seed),
+        "held-out-tasks": held_out_tasks(),
+    }
+    (files.directory / "data").mkdir()
+    for name, rows in sets.items():
+        with files.data(name).open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _ask(checkpoint: Path, held_out: Path, console: Console) -> float:
-    """Load the model from its directory, score conversations, and return its accuracy."""
-    from laurel.cli.load_scorer import open_scorer
+def _finished(outcome: Outcome, console: Console) -> Path:
+    """The model of a run, or the end of the demo where the run was stopped."""
+    if outcome.ended != "finished" or outcome.latest is None:
+        console.print("stopped before the end; run `laurel demo` again to start over")
+        raise SystemExit(130)
+    return outcome.latest
 
-    scorer = open_scorer(str(checkpoint), say=lambda text: console.print(text, soft_wrap=True))
-    groups = [
-        group_of((Message("user", prompt),), answers, group_id=str(index))
-        for index, (prompt, answers) in enumerate(CONVERSATIONS)
+
+def _compare(
+    before: Measurement, after: Measurement, reward_model: Path, console: Console
+) -> list[Comparison]:
+    """The first answer to every held-out task, before and after, with its score and the truth."""
+    from laurel.rewards.load import open_scorer
+
+    scorer = open_scorer(str(reward_model), say=lambda text: console.print(text, soft_wrap=True))
+    pairs = list(zip(before.groups, after.groups, strict=True))
+    texts = [
+        ["".join(m.content for m in group.rollouts_G[0].messages) for group in pair]
+        for pair in pairs
     ]
-    scores = scorer.score_now(groups)
-    print_scores(
-        console,
+    scores = scorer.score_now(
         [
-            (group.conversation(index), score)
-            for group, scores_G in zip(groups, scores, strict=True)
-            for index, score in enumerate(scores_G)
-        ],
+            group_of(old.task.prompt, answers, group_id=old.task.id)
+            for (old, _), answers in zip(pairs, texts, strict=True)
+        ]
     )
-    return _accuracy(scorer.score_now(_pairs(held_out)))
-
-
-def _pairs(path: Path) -> list[Group]:
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
-        group_of(
-            (Message("user", row["prompt"]),), (row["chosen"], row["rejected"]), group_id=str(i)
+        Comparison(
+            prompt="\n".join(message.content for message in pair[0].task.prompt),
+            expected=str(pair[0].task.metadata.get("ground_truth", "")),
+            before=_answer(pair[0].rollouts_G[0].reward, answers[0], scores_G[0].value),
+            after=_answer(pair[1].rollouts_G[0].reward, answers[1], scores_G[1].value),
         )
-        for i, row in enumerate(rows)
+        for pair, answers, scores_G in zip(pairs, texts, scores, strict=True)
     ]
 
 
-def _accuracy(scores_BG: Sequence[Sequence[object]]) -> float:
-    values = [[getattr(score, "value", None) for score in scores_G] for scores_G in scores_BG]
-    right = sum(
-        1 for better, worse in values if better is not None and worse is not None and better > worse
+def _some(comparisons: Sequence[Comparison], count: int) -> list[Comparison]:
+    """So many of them, from all over; the data is in the order of the numbers."""
+    return [comparisons[i * len(comparisons) // count + i % 3] for i in range(count)]
+
+
+def _answer(truth: float | None, text: str, score: float | None) -> Answer:
+    return Answer(text=text, score=score, is_right=None if truth is None else truth > 0.5)
+
+
+def _report(files: Files, result: Result, comparisons: list[Comparison]) -> None:
+    from laurel.observe.report import Fact, write_report
+
+    runs = [next(iter(sorted(files.logs(stage).iterdir()))) for stage in ("sft", "rm", "grpo")]
+    write_report(
+        files.report,
+        runs,
+        title="Laurel demo: numbers in words, written in digits",
+        facts=[
+            Fact("True success before GRPO", f"{result.rate_before:.1%}",
+                 "held-out numbers, sampled at temperature 1, judged by the math environment"),
+            Fact("True success after GRPO", f"{result.rate_after:.1%}",
+                 "the same tasks; the policy was rewarded by the reward model only"),
+            Fact("Reward model", f"{result.reward_accuracy:.1%}", "of held-out pairs right"),
+        ],
+        comparisons=comparisons[:NUM_SHOWN * 3],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------- what is said
+
+
+def _stage(console: Console, number: int, title: str) -> None:
+    console.rule(f"{number} of {NUM_STAGES}. {title}", style="dim")
+
+
+def _say_rate(console: Console, when: str, measured: Measurement) -> None:
+    num_samples = sum(len(group.rollouts_G) for group in measured.groups)
+    console.print(
+        f"true success {when}: {measured.success_rate:.1%} of {num_samples} answers to "
+        f"{len(measured.groups)} held-out prompts",
+        highlight=False,
     )
-    return right / len(values)
+
+
+def _say_where(console: Console, files: Files, reward_model: Path, policy: Path) -> None:
+    for path, what in (
+        (files.directory / "data", "the data sets"),
+        (files.directory / "configs", "the configurations: laurel grpo --config FILE runs one"),
+        (reward_model, "the reward model, a Hugging Face directory"),
+        (policy, "the policy, a Hugging Face directory"),
+        (files.directory / "logs", "metrics, samples and completions of every run"),
+        (files.report, "the report: open it in a browser"),
+    ):
+        console.print(f"  {path!s:44} {what}", soft_wrap=True, markup=False, highlight=False)

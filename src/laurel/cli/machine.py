@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 DISTRIBUTION = "laurel-rl"
-FOR_LATER = ("vllm", "ray")
-"""Libraries that parts still to come will use."""
 FAST_TYPES = ("avx512_bf16", "amx_bf16", "bf16")
 """What a CPU calls its own bfloat16 arithmetic (the last one on ARM)."""
 GIB = 2**30
@@ -91,12 +90,6 @@ def extras() -> Finding:
             lines.append(f"{extra:8} {', '.join(f'{n} {v}' for n, v in found.items())}")
         else:
             lines.append(f"{extra:8} without {', '.join(absent)}: {command}")
-    for name in FOR_LATER:
-        if name in packages:
-            continue
-        version = _installed(name)
-        facts[name] = {"packages": {name: version}, "install": None}
-        lines.append(f"{name:8} {version or 'not installed'} (not used yet)")
     return Finding(facts=facts, lines=tuple(lines))
 
 
@@ -187,10 +180,8 @@ def hub() -> Finding:
 
 
 def sandbox() -> Finding:
-    """The program that code of models would be locked in with."""
-    path = shutil.which("bwrap")
-    found = f"bubblewrap at {path}" if path else "bubblewrap (bwrap) is not installed"
-    return Finding(facts={"bubblewrap": path}, lines=(f"{found}; not used yet",))
+    """Where to learn how far programs that a model wrote can be held."""
+    return Finding(facts={}, lines=("laurel sandbox check tries what holds here",))
 
 
 def speed(seconds: float = 0.2) -> Finding:
@@ -265,10 +256,10 @@ def _requirements() -> Iterator[tuple[str, Requirement]]:
 
 
 def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    for distribution in (name, f"{name}-cpu"):  # the build of vLLM for CPUs has a name of its own
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(distribution)
+    return None
 
 
 def _in_rows(words: list[str], each: int = 5) -> Iterable[str]:

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from laurel import __version__
+from laurel.cli.eval_commands import eval_app
+from laurel.cli.export_command import export
+from laurel.cli.options import (
+    AdminKeyOption,
+    ApiKeyOption,
+    BatchTokensOption,
+    ConfigOption,
+    DeviceOption,
+    MaxLengthOption,
+    ModelOption,
+    Overrides,
+    PrecisionOption,
+    SettingsOption,
+    ThreadsOption,
+)
 from laurel.errors import LaurelError
 
 app = typer.Typer(
@@ -20,18 +36,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", help="YAML file; without it, the defaults.", metavar="FILE"),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Changes to the configuration: a.b=c sets, +a.b=c adds, ++a.b=c either, ~a.b deletes.",
-    ),
-]
 
 
 def _version(wanted: bool) -> None:
@@ -55,9 +59,31 @@ def train_reward_model(config: ConfigOption = None, overrides: Overrides = None)
 
     Example: laurel rm --config examples/configs/rm.yaml policy.model_name=Qwen/Qwen3-0.6B
     """
-    from laurel.cli.train import run_reward_training
+    from laurel.cli.train import run_training
 
-    run_reward_training(config, overrides or [])
+    run_training("rm", config, overrides or [])
+
+
+@app.command("sft")
+def fine_tune(config: ConfigOption = None, overrides: Overrides = None) -> None:
+    """Fine-tune a model on conversations: it learns what the assistant says.
+
+    Example: laurel sft --config examples/configs/sft.yaml data.train_data_path=chats.jsonl
+    """
+    from laurel.cli.train import run_training
+
+    run_training("sft", config, overrides or [])
+
+
+@app.command("grpo")
+def train_policy(config: ConfigOption = None, overrides: Overrides = None) -> None:
+    """Train a policy against environments: math checkers, reward models, your own.
+
+    Example: laurel grpo --config examples/configs/grpo_rm_1B.yaml grpo.max_num_steps=100
+    """
+    from laurel.cli.train import run_training
+
+    run_training("grpo", config, overrides or [])
 
 
 @app.command("config")
@@ -67,15 +93,66 @@ def show_config(
     describe: Annotated[
         bool, typer.Option("--describe", help="Write what each key means above it.")
     ] = False,
+    kind: Annotated[
+        Literal["rm", "sft", "grpo"], typer.Option("--for", help="The command it is for.")
+    ] = "rm",
 ) -> None:
     """Print the configuration of a run with every default, as YAML."""
+    from laurel.cli.train import SCHEMAS
     from laurel.config.load import load_config, to_yaml
-    from laurel.config.reward_training import RewardTrainingRun
 
-    loaded = load_config(RewardTrainingRun, config, overrides or [])
+    loaded = load_config(SCHEMAS[kind], config, overrides or [])
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     sys.stdout.write(to_yaml(loaded.config, describe=describe))
+
+
+@app.command("plan")
+def plan(
+    config: ConfigOption = None,
+    overrides: Overrides = None,
+    kind: Annotated[
+        Literal["rm", "sft", "grpo"] | None,
+        typer.Option("--for", help="The command it is for; else told from the file's sections."),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Plan for so many nodes: cluster.num_nodes.")
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Slots of each: cluster.gpus_per_node.")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of each device, e.g. 80GiB.")
+    ] = None,
+    policy_shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="The policy, where its configuration cannot be read: num_parameters=70B,"
+            "hidden_size=8192,num_layers=80,intermediate_size=28672,num_heads=64,num_kv_heads=8,"
+            "vocab_size=128256.",
+        ),
+    ] = None,
+    reward_shape: Annotated[
+        str | None,
+        typer.Option(metavar="KEY=VALUE,...", help="The same of the reward model that judges."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say where everything of a run would go and what it would take; nothing is loaded or started.
+
+    The exit code is 2 where it does not fit; every misfit is told, with changes that mend it.
+
+    Example: laurel plan -c examples/configs/grpo_rm_1B.yaml --nodes 4 --gpus-per-node 8
+    """
+    from laurel.cli.plan import PlanOptions, run_plan
+
+    options = PlanOptions(
+        kind=kind, num_nodes=nodes, slots_per_node=gpus_per_node, device_memory=device_memory,
+        policy_shape=policy_shape, reward_shape=reward_shape, as_json=as_json,
+    )  # fmt: skip
+    if not run_plan(config, overrides or [], options):
+        raise typer.Exit(2)
 
 
 @app.command("score")
@@ -83,35 +160,17 @@ def score(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="JSON lines of conversations; - is stdin.")
     ] = "-",
-    model: Annotated[
-        str, typer.Option("--model", "-m", metavar="MODEL", help="A directory or a hub name.")
-    ] = "",
+    model: ModelOption = "",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write JSON lines here.", metavar="FILE")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines, no table.")] = False,
-    max_length: Annotated[
-        int | None,
-        typer.Option(min=2, help="Longest conversation, for a model without scoring.json."),
-    ] = None,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass.")] = 8192,
-    precision: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of the weights and the arithmetic.")
-    ] = "float32",
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")
-    ] = "auto",
-    cpu_threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads on a CPU; default: one per core.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A key of the policy section, e.g. tokenizer.pad_token=auto.",
-        ),
-    ] = None,
+    max_length: MaxLengthOption = None,
+    batch_tokens: BatchTokensOption = 8192,
+    precision: PrecisionOption = "float32",
+    device: DeviceOption = "auto",
+    cpu_threads: ThreadsOption = None,
+    settings: SettingsOption = None,
 ) -> None:
     """Score conversations with a reward model.
 
@@ -119,16 +178,78 @@ def score(
     data set. A prompt is a text or a list of messages. The exit code is 1 where a completion got no
     score.
     """
-    from laurel.cli.load_scorer import ScorerOptions
     from laurel.cli.score import run_score
+    from laurel.rewards.load import ScorerOptions
 
     options = ScorerOptions(
-        max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device,
-        cpu_threads=cpu_threads, settings=tuple(settings or ()),
+        max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device
+    )
+    exit_code = run_score(
+        file, model=model, output=output, as_json=as_json, options=options,
+        settings=settings or (), cpu_threads=cpu_threads,
     )  # fmt: skip
-    exit_code = run_score(file, model=model, output=output, as_json=as_json, options=options)
     if exit_code:
         raise typer.Exit(exit_code)
+
+
+app.command("export")(export)
+
+
+@app.command("serve")
+def serve(
+    model: ModelOption = "",
+    null: Annotated[
+        bool, typer.Option("--null", help="Serve no model but trivial scores, for load tests.")
+    ] = False,
+    replicas: Annotated[
+        int, typer.Option(metavar="N", help="Processes with the model; 1: this one.")
+    ] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8000,
+    engine: Annotated[
+        Literal["laurel", "vllm"], typer.Option(help="What computes the scores.")
+    ] = "laurel",
+    api_key_env: ApiKeyOption = None,
+    admin_key_env: AdminKeyOption = None,
+    no_api_key: Annotated[
+        bool, typer.Option("--no-api-key", help="Need no key; on loopback only.")
+    ] = False,
+    precision: PrecisionOption = "float32",
+    device: DeviceOption = "auto",
+    cpu_threads: ThreadsOption = None,
+    max_length: MaxLengthOption = None,
+    batch_tokens: BatchTokensOption = 8192,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Completions that may wait; further requests get 429.")
+    ] = 2000,
+    request_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Of one request; then it gets 503.")
+    ] = 120.0,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="What was accepted may take when the server is ended.")
+    ] = 30.0,
+    access_log: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="JSON lines of requests; - is stderr, none is none."),
+    ] = "-",
+    log_texts: Annotated[
+        bool, typer.Option("--log-texts", help="Put what is asked into the access log.")
+    ] = False,
+) -> None:
+    """Serve a reward model over HTTP: to Laurel, vLLM's, SGLang's, OpenRLHF's and slime's clients.
+
+    Example: laurel serve --model results/rm --replicas 2 --port 8000
+    """
+    from laurel.cli.serve import ServeOptions, run_serve
+
+    options = ServeOptions(
+        model=model, null=null, replicas=replicas, host=host, port=port, engine=engine,
+        api_key_env=api_key_env, admin_key_env=admin_key_env, no_api_key=no_api_key,
+        precision=precision, device=device, cpu_threads=cpu_threads, max_length=max_length,
+        batch_tokens=batch_tokens, max_waiting=max_waiting, request_seconds=request_seconds,
+        drain_seconds=drain_seconds, access_log=access_log, log_texts=log_texts,
+    )  # fmt: skip
+    run_serve(options)
 
 
 @app.command("doctor")
@@ -146,11 +267,75 @@ def demo(
     directory: Annotated[
         Path, typer.Option("--directory", "-d", help="Where everything goes.")
     ] = Path("demo"),
+    seed: Annotated[int, typer.Option(min=0, help="Of the data, the model and the draws.")] = 0,
 ) -> None:
-    """Make data and a small model, train a reward model, prove it and use it: offline, minutes."""
+    """Make data, a model and a reward model, and learn from it with GRPO: offline, minutes."""
     from laurel.cli.demo import run_demo
 
-    run_demo(directory)
+    run_demo(directory, seed=seed)
+
+
+@app.command("report")
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories that runs logged to.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE")
+    ] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Its heading.")] = "Laurel report",
+    is_followed: Annotated[
+        bool, typer.Option("--follow", help="Write no file: serve the page while the run goes on.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of --follow, on loopback; 0: any that is free.")
+    ] = 0,
+) -> None:
+    """Write one HTML page about runs: what to look at first, curves, samples, configuration.
+
+    Example: laurel report logs/exp_001 logs/exp_002 --output report.html
+    """
+    if is_followed:
+        from laurel.observe.reporting.live import follow
+
+        follow(runs, title=title, port=port, say=partial(print, flush=True))
+        return
+    from laurel.observe.report import write_report
+
+    write_report(output, runs, title=title)
+    print(output)
+
+
+sandbox_app = typer.Typer(
+    help="Where programs that a model wrote are run.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(eval_app, name="eval")
+
+
+@sandbox_app.callback()
+def sandbox() -> None:
+    """Where programs that a model wrote are run."""
+
+
+@sandbox_app.command("check")
+def check_sandbox(
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LAYER", help="Try without namespaces, landlock or seccomp. May be repeated."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Lock hostile programs in and say what holds on this machine, what is lost, and the remedy.
+
+    The exit code is 1 where a run would be refused unless it is told to accept less.
+    """
+    from laurel.cli.sandbox_check import run_check
+
+    if not run_check(without=frozenset(without or ()), as_json=as_json):
+        raise typer.Exit(1)
 
 
 def main() -> None:

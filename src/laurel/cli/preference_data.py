@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from laurel.config.preference_data import DatasetConfig
 from laurel.config.reward_training import RewardTrainingRun
-from laurel.config.schema import DatasetConfig
 from laurel.data.preferences import hold_out, load_preferences, own_validation
 from laurel.data.report import DataReport
 from laurel.errors import DataError
+from laurel.evaluation.benchmark_sets import BenchmarkSet
 from laurel.types import Preference
 
 if TYPE_CHECKING:
@@ -29,6 +30,14 @@ class PreferenceData:
     train: list[Preference]
     validation: dict[str, list[Preference]]
     reports: dict[str, DataReport]
+    benchmarks: dict[str, BenchmarkSet] = field(default_factory=dict)
+    """What is validated on besides."""
+
+    @property
+    def all_reports(self) -> dict[str, DataReport | BenchmarkSet]:
+        """What was read, by name."""
+        named = {f"validation-{name}": benchmark for name, benchmark in self.benchmarks.items()}
+        return {**self.reports, **named}
 
 
 def load_data(config: RewardTrainingRun) -> PreferenceData:
@@ -48,6 +57,8 @@ def load_data(config: RewardTrainingRun) -> PreferenceData:
         reports.append(report)
     train = train[: data.max_samples]
     loaded = PreferenceData(train=train, validation={}, reports={})
+    for name, benchmark in data.benchmark_sets().items():
+        loaded.benchmarks[name] = BenchmarkSet.load(name, benchmark)
     loaded.reports["train"] = reports[0] if len(reports) == 1 else DataReport.merge(
         reports, name="train"
     )  # fmt: skip

@@ -24,10 +24,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from laurel.cli.load_scorer import Say, ScorerOptions, check_files, find_model, load_scorer
+from laurel.cli.local_scorer import check_named, find_local, open_local, say_on
 from laurel.cli.output_file import check_output, replace_file
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
-from laurel.observe.console import make_console, print_scores, visible
+from laurel.observe.console import make_console, print_scores
+from laurel.rewards.load import Say, ScorerOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,20 +50,23 @@ def run_score(
     output: Path | None,
     as_json: bool,
     options: ScorerOptions,
+    settings: Sequence[str] = (),
+    cpu_threads: int | None = None,
     stdin: IO[bytes] | None = None,
 ) -> int:
     """Score every row of a file or of standard input, in order.
 
-    Scores go to standard output (as a table, or as JSON lines), or to a file that is there whole or
-    not at all; everything else is said on standard error. What can be told wrong without loading
-    the model is told first.
+    Scores go to standard output, as a table or JSON lines, or to a file that is whole or not there;
+    all else to standard error. What needs no model is checked first.
 
     Args:
         file: Rows; `-` is standard input. See `data.conversations`.
-        model: A directory or a hub name. See `load_scorer.find_model`.
+        model: A directory or a hub name. See `rewards.load.find_model`.
         output: Write JSON lines here.
         as_json: Print JSON lines.
         options: How the model is loaded and scores.
+        settings: What `--set` says; see `policy_of_settings`.
+        cpu_threads: On CPU; None is one per core.
         stdin: Stands in for the standard input of this process.
 
     Returns:
@@ -73,19 +77,15 @@ def run_score(
     """
     messages = make_console(stderr=True)
 
-    def say(text: str) -> None:
-        messages.print(Text("\n".join(map(visible, text.split("\n")))), soft_wrap=True)
-
-    place = find_model(model)
+    say = say_on(messages)
+    check_named(model)
+    place = find_local(model)
     if output is not None:
         check_output(output, read_from=file)
     rows, num_rows = _open_rows(file, stdin, say)
-    for note in place.notes:
-        say(note)
-    with messages.status("checking the files of the model"):
-        check_files(place)
-    with messages.status("loading torch and the model"):
-        scorer = load_scorer(place, options, say=say)
+    scorer = open_local(
+        place, options, settings=settings, cpu_threads=cpu_threads, console=messages
+    )
     rules = scorer.contract.rules
     tally = Tally(max_length=rules.max_length)
     with ExitStack() as stack:

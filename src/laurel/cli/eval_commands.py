@@ -1,0 +1,243 @@
+"""The commands of `laurel eval`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from laurel.cli.eval_options import (
+    CompatibilityOption,
+    DiagnosticOptions,
+    NeededRowOptions,
+    OneBenchmarkOptions,
+    RowOptions,
+    ScoringOptions,
+    ZeroSpreadOption,
+)
+from laurel.cli.option_groups import with_option_groups
+from laurel.cli.options import ConfigOption, ModelOption, Overrides
+
+if TYPE_CHECKING:
+    from laurel.cli.eval_request import Request
+    from laurel.config.benchmarks import BenchmarkName
+
+eval_app = typer.Typer(
+    help="Measure how good a model is.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@eval_app.callback()
+def evaluate() -> None:
+    """Measure how good a model is."""
+
+
+@eval_app.command("policy")
+def eval_policy(
+    config: ConfigOption = None,
+    overrides: Overrides = None,
+    model: ModelOption = "",
+    environment: Annotated[
+        str, typer.Option("--environment", "-e", help="Who judges; default: as the data says.")
+    ] = "",
+    dataset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Tasks, such as GSM8K, HumanEval or MBPP.")
+    ] = None,
+    data_path: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Where they lie, if not on the hub.")
+    ] = None,
+    num_generations: Annotated[
+        int, typer.Option("-n", "--num-generations", min=1, help="Completions of each task.")
+    ] = 1,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0, help="Default: 0 for one completion, else as the configuration says."),
+    ] = None,
+    max_samples: Annotated[int | None, typer.Option(min=1, help="Tasks at most.")] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Longest completion of one turn; default: what there is room for."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write JSON here.", metavar="FILE")
+    ] = None,
+    samples: Annotated[
+        Path | None, typer.Option(help="Write the completions here, as parquet.", metavar="FILE")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
+) -> None:
+    """Measure a model on an environment: mean reward, pass@k, failures.
+
+    The tasks are those of --dataset, or the validation tasks of a GRPO configuration. The exit code
+    is 1 where a completion could not be judged.
+
+    Example: laurel eval policy -m results/grpo/best -e code --dataset HumanEval -n 4
+    """
+    from laurel.cli.eval_policy import EvalOptions, run_eval
+
+    options = EvalOptions(
+        model=model, environment=environment, dataset=dataset, data_path=data_path,
+        num_generations=num_generations, temperature=temperature, max_samples=max_samples,
+        max_new_tokens=max_new_tokens, output=output, samples=samples, as_json=as_json,
+    )  # fmt: skip
+    if exit_code := run_eval(config, overrides or [], options):
+        raise typer.Exit(exit_code)
+
+
+@eval_app.command("reward-bench")
+@with_option_groups
+def eval_reward_bench(
+    rows: RowOptions,
+    prior: Annotated[
+        bool, typer.Option("--prior", help="Score the four prior sets, too, from the hub.")
+    ] = False,
+    compatibility: CompatibilityOption = None,
+    *,
+    how: OneBenchmarkOptions,
+) -> None:
+    """RewardBench: subsets, four sections, the final score.
+
+    The exit code is 1 where a completion could not be scored.
+
+    Example: laurel eval reward-bench -m Skywork/Skywork-Reward-V2-Qwen3-8B -o results
+    """
+    _run("reward-bench", rows, how, prior=prior, compatibility=compatibility)
+
+
+@eval_app.command("reward-bench-2")
+@with_option_groups
+def eval_reward_bench_2(
+    rows: RowOptions,
+    zero_spread: ZeroSpreadOption = "limit",
+    compatibility: CompatibilityOption = None,
+    *,
+    how: OneBenchmarkOptions,
+) -> None:
+    """RewardBench 2: best of four in five domains, and Ties.
+
+    Example: laurel eval reward-bench-2 -m results/rm/best -d best_of_4.jsonl.gz
+    """
+    _run("reward-bench-2", rows, how, zero_spread=zero_spread, compatibility=compatibility)
+
+
+@eval_app.command("rm-bench")
+@with_option_groups
+def eval_rm_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
+    """RM-Bench: three styles each against each: easy, normal, hard."""
+    _run("rm-bench", rows, how)
+
+
+@eval_app.command("judge-bench")
+@with_option_groups
+def eval_judge_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
+    """JudgeBench: pairs of which one answer is known to be right."""
+    _run("judge-bench", rows, how)
+
+
+@eval_app.command("pairs")
+@with_option_groups
+def eval_pairs(
+    rows: NeededRowOptions,
+    dataset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The class that reads them; default: told.")
+    ] = None,
+    *,
+    also: DiagnosticOptions,
+    how: OneBenchmarkOptions,
+) -> None:
+    """Any preferences: how often the model prefers what people preferred.
+
+    Example: laurel eval pairs -m results/rm/best -d validation.jsonl.gz
+    """
+    _run(
+        "pairs", rows, how, dataset=dataset, diagnostics=also.diagnostics,
+        margin_key=also.margin_key, train_data=tuple(also.train_data or ()),
+        sensitivity=also.sensitivity, other_language=also.other_language,
+        members=tuple(also.member or ()),
+    )  # fmt: skip
+
+
+@eval_app.command("best-of-n")
+@with_option_groups
+def eval_best_of_n(rows: NeededRowOptions, how: OneBenchmarkOptions) -> None:
+    """Lists with known verdicts: how often the best-scored answer is right.
+
+    Example: laurel eval best-of-n -m results/rm/best -d groups.jsonl.gz
+    """
+    _run("best-of-n", rows, how)
+
+
+@eval_app.command("all")
+@with_option_groups
+def eval_all(
+    rows: NeededRowOptions,
+    hub: Annotated[
+        bool,
+        typer.Option("--hub", help="Read benchmarks without rows from their places on the hub."),
+    ] = False,
+    zero_spread: ZeroSpreadOption = "limit",
+    *,
+    how: ScoringOptions,
+) -> None:
+    """Every benchmark whose rows are at hand, and a summary of all.
+
+    Which benchmark a file belongs to is told from its columns. The model is loaded once.
+
+    Example: laurel eval all -m results/rm/best -d llmbar.jsonl.gz -d best_of_4.jsonl.gz
+    """
+    from laurel.cli.eval_all import run_all
+
+    if exit_code := run_all(_request(rows, how, zero_spread=zero_spread), hub=hub):
+        raise typer.Exit(exit_code)
+
+
+def _run(
+    name: BenchmarkName,
+    rows: RowOptions,
+    how: OneBenchmarkOptions,
+    *,
+    compatibility: CompatibilityOption = None,
+    **said: Any,
+) -> None:
+    if how.compare is not None:
+        from laurel.cli.eval_compare import run_compare
+
+        exit_code = run_compare(name, *how.compare, as_json=how.as_json)
+    else:
+        from laurel.cli.eval_run import run_benchmark
+
+        reproduces = None if compatibility is None else name
+        exit_code = run_benchmark(name, _request(rows, how, reproduces=reproduces, **said))
+    if exit_code:
+        raise typer.Exit(exit_code)
+
+
+def _request(
+    rows: RowOptions, how: ScoringOptions, *, reproduces: BenchmarkName | None = None, **said: Any
+) -> Request:
+    """What the options say; `reproduces` is the benchmark of a program whose tokens are wanted."""
+    from laurel.cli.eval_request import Request
+    from laurel.cli.eval_scoring import EvalScorer
+    from laurel.models.rewardbench_format import FORMATS, MAX_LENGTH
+    from laurel.rewards.load import ScorerOptions
+
+    form = None
+    if reproduces is not None:
+        form = replace(FORMATS[reproduces], max_length=how.max_length or MAX_LENGTH)
+    scorer = EvalScorer(
+        model=rows.model,
+        options=ScorerOptions(
+            max_length=how.max_length, batch_tokens=how.batch_tokens, precision=how.precision,
+            device=how.device,
+        ),
+        settings=tuple(how.settings or ()), cpu_threads=how.cpu_threads,
+        api_key_env=how.api_key_env, reproduces=form,
+    )  # fmt: skip
+    return Request(
+        scorer=scorer, data=tuple(rows.data or ()), split=rows.split, max_samples=how.max_samples,
+        output=how.output, as_json=how.as_json, **said,
+    )  # fmt: skip

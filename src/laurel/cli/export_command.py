@@ -1,0 +1,70 @@
+"""The command line of `laurel export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from laurel.cli.options import (
+    DeviceOption,
+    MaxLengthOption,
+    ModelOption,
+    SettingsOption,
+    ThreadsOption,
+)
+
+
+def export(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")
+    ],
+    model: ModelOption = "",
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Of a run: this checkpoint, not the best.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of the weights that are written.")
+    ] = "float32",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model that is there.")
+    ] = False,
+    evaluations: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--eval", metavar="DIR", help="What laurel eval ... -o wrote, for the model card."
+        ),
+    ] = None,
+    without_conversations: Annotated[
+        bool,
+        typer.Option(
+            "--without-conversations", help="Leave no conversation of the data in scoring.json."
+        ),
+    ] = False,
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Then bring it to the hub: USER/MODEL.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="A repository that is made there is private.")
+    ] = False,
+    max_length: MaxLengthOption = None,
+    device: DeviceOption = "auto",
+    cpu_threads: ThreadsOption = None,
+    settings: SettingsOption = None,
+) -> None:
+    """Write a model as a Hugging Face directory that needs nothing of Laurel, and test it.
+
+    Reward models of OpenRLHF and LLaMA-Factory are understood, too.
+
+    Example: laurel export --model results/rm --output exported --eval results/last
+    """
+    from laurel.cli.export import ExportOptions, run_export
+
+    options = ExportOptions(
+        model=model, output=output, step=step, dtype=dtype, overwrite=overwrite,
+        evaluations=evaluations or (), without_conversations=without_conversations,
+        push_to_hub=push_to_hub, private=private, max_length=max_length, device=device,
+        cpu_threads=cpu_threads, settings=settings or (),
+    )  # fmt: skip
+    run_export(options)

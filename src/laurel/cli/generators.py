@@ -1,0 +1,203 @@
+"""Which engine draws the completions of a run, and where."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from laurel.cli.places import Places
+from laurel.config.grpo_training import GRPORun
+from laurel.config.schema import PolicyConfig
+from laurel.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from laurel.algorithms.learner import Learner
+    from laurel.cli.trained_model import TrainedModel
+    from laurel.engines.load_engine import EngineMaker
+    from laurel.models.chat import ChatFormat
+    from laurel.models.decoder import Path as ModelPath
+    from laurel.protocols import Generator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartingPoint:
+    """What a policy is loaded from once more, where it is drawn from in other processes."""
+
+    texts: tuple[str, ...] = ()
+    """What a tokenizer from scratch learns from."""
+    checkpoint: Path | None = None
+    """Of the run that goes on."""
+
+
+def make_generator(
+    config: GRPORun,
+    model: TrainedModel,
+    chat: ChatFormat,
+    places: Places,
+    starts_from: StartingPoint,
+) -> Generator:
+    """The generator of `policy.generation.backend`.
+
+    Raises:
+        ConfigError: It cannot draw what the configuration asks for.
+    """
+    facts = model.facts
+    size = facts.vocab_size
+    odd = [i for i in config.policy.generation.stop_token_ids or () if not 0 <= i < size]
+    if odd:
+        raise ConfigError(
+            f"policy.generation.stop_token_ids: {', '.join(map(str, odd))} not in the model's "
+            f"vocabulary of {size} tokens"
+        )
+    backend = config.policy.generation.backend
+    if backend == "auto":
+        has_vllm = importlib.util.find_spec("vllm") is not None
+        backend = "vllm" if has_vllm and facts.device == "cuda" else "transformers"
+    if backend == "transformers" and (
+        facts.path == "padded" and not config.policy.sequence_packing.enabled
+    ):
+        raise ConfigError(
+            "policy.sequence_packing.enabled=false: the transformers engine reads token forests; "
+            "leave packing on, or set policy.generation.backend=vllm"
+        )
+    if places.are_remote:
+        return _replicas(config, model, chat, places, starts_from, uses_vllm=backend == "vllm")
+    if backend == "vllm":
+        return _vllm(config, model, chat)
+    from laurel.engines.transformers_engine import TransformersEngine
+
+    assert model.in_process is not None
+    return TransformersEngine(
+        model.in_process,
+        facts.tokenizer,
+        end_ids=chat.end_ids,
+        max_concurrent=config.policy.generation.max_concurrent,
+        # Only a copy can draw from old weights while the learner makes new ones.
+        shares_weights=config.grpo.max_staleness == 0,
+    )
+
+
+def _vllm(config: GRPORun, model: TrainedModel, chat: ChatFormat) -> Generator:
+    """vLLM, started from a directory with the policy's weights as they are now."""
+    from laurel.engines.vllm_engine import VllmEngine
+
+    policy = config.policy
+    with tempfile.TemporaryDirectory(prefix="laurel-policy-") as directory:
+        model.learner.export(Path(directory), "")
+        return VllmEngine(
+            directory,
+            generation=policy.generation,
+            max_length=policy.max_total_sequence_length,
+            precision=policy.precision,
+            end_ids=chat.end_ids,
+            probe=probe_of(model.learner, model.facts.path),
+            seed=config.grpo.seed,
+        )
+
+
+def _replicas(
+    config: GRPORun,
+    model: TrainedModel,
+    chat: ChatFormat,
+    places: Places,
+    starts_from: StartingPoint,
+    *,
+    uses_vllm: bool,
+) -> Generator:
+    """An engine in every slot of the role `generation`."""
+    from laurel.engines.engine_worker import EngineWorker
+    from laurel.engines.replicas import GeneratorReplicas
+    from laurel.types import Weights
+
+    def current() -> Weights | None:
+        # It must not be asked while it trains, nor while its shares are off the GPUs.
+        if config.grpo.max_staleness > 0 or (
+            places.take_turns("generation") and model.facts.device == "cuda"
+        ):
+            return None
+        return model.learner.weights(replicas.weight_version)
+
+    with ExitStack() as stack:
+        if uses_vllm:
+            make = _vllm_maker(config, model, chat, starts_from, stack)
+        else:
+            make = _transformers_maker(config, chat, starts_from)
+        replicas = GeneratorReplicas(
+            lambda number: places.group("generation", EngineWorker, make, ranks=[number]),
+            places.num_slots("generation"),
+            current_weights=current,
+            probe=probe_of(model.learner, model.facts.path),
+        )
+    return replicas
+
+
+def _transformers_maker(
+    config: GRPORun, chat: ChatFormat, starts_from: StartingPoint
+) -> EngineMaker:
+    from laurel.engines.load_engine import TransformersMaker, from_directory
+
+    policy: PolicyConfig = config.policy
+    if starts_from.checkpoint is not None:
+        policy = from_directory(policy, starts_from.checkpoint)
+    return TransformersMaker(
+        policy=policy,
+        cluster=config.cluster,
+        seed=config.grpo.seed,
+        end_ids=tuple(chat.end_ids),
+        max_length=policy.max_total_sequence_length,
+        max_concurrent=config.policy.generation.max_concurrent,
+        texts=starts_from.texts,
+    )
+
+
+def _vllm_maker(
+    config: GRPORun,
+    model: TrainedModel,
+    chat: ChatFormat,
+    starts_from: StartingPoint,
+    stack: ExitStack,
+) -> EngineMaker:
+    """vLLM reads a directory, which every node must see: the checkpoint, or the model's own."""
+    from laurel.engines.load_engine import VllmMaker
+
+    policy = config.policy
+    vllm = policy.generation.vllm_cfg
+    if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "policy.generation.vllm_cfg.tensor_parallel_size: on Ray a replica of vLLM has one "
+            "slot in this version; set it and pipeline_parallel_size to 1"
+        )
+    directory = str(starts_from.checkpoint or policy.model_name)
+    if policy.scratch is not None and starts_from.checkpoint is None:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="laurel-policy-"))
+        model.learner.export(Path(directory), "")
+    return VllmMaker(
+        directory=directory,
+        generation=policy.generation,
+        max_length=policy.max_total_sequence_length,
+        precision=policy.precision,
+        end_ids=tuple(chat.end_ids),
+        seed=config.grpo.seed,
+    )
+
+
+def probe_of(learner: Learner, path: ModelPath) -> Callable[[Sequence[int]], np.ndarray]:
+    """What the learner says of a sequence: see `engines.weight_probe.Probe`."""
+    return partial(_probe, learner, path)
+
+
+def _probe(learner: Learner, path: ModelPath, ids: Sequence[int]) -> np.ndarray:
+    import numpy as np
+
+    from laurel.engines.weight_probe import batch_of
+
+    (outputs,) = learner.outputs([batch_of(ids, path)], temperature=1.0)
+    return np.asarray(outputs.logprobs_M.cpu().numpy())

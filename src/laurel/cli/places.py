@@ -1,0 +1,206 @@
+"""Where the roles of a run work: in this process, or in the slots of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from laurel.distributed.claims import Run
+from laurel.distributed.launch import (
+    backend_of,
+    device_of,
+    open_cluster,
+    plan_to_run,
+    reserve_roles,
+    whole_units,
+)
+from laurel.distributed.plan import Plan
+from laurel.distributed.reservations import Resources
+from laurel.distributed.roles import RoleName, where
+from laurel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.distributed.ray_cluster import Reservation
+    from laurel.distributed.ray_group import RayGroup
+    from laurel.models.parallel import ParallelShape
+    from laurel.protocols import WorkerGroup
+
+BESIDE_GPUS = Resources(cpus=0.1)
+"""What a worker takes that has no slot, where the slots are GPUs."""
+BESIDE_CPUS = Resources(cpus=0, others={"memory": 2**28})
+"""The same where roles may have all CPUs. Ray spreads only what takes anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedPlaces:
+    """A run whose roles all have their slots, on paper."""
+
+    config: Run
+    plan: Plan
+    are_remote: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Places:
+    """Slots that the roles of a run have."""
+
+    plan: Plan | None = None
+    reservations: Mapping[RoleName, Reservation] = field(default_factory=dict)
+    """Empty: everything is in this process."""
+    stack: ExitStack | None = None
+    """Ends the groups."""
+
+    @classmethod
+    def of_this_process(cls) -> Places:
+        """Everything here."""
+        return cls()
+
+    @property
+    def are_remote(self) -> bool:
+        """Whether roles work in processes of their own."""
+        return bool(self.reservations)
+
+    def num_slots(self, role: RoleName) -> int:
+        """Of a role that is remote."""
+        return self.reservations[role].size
+
+    def take_turns(self, role: RoleName) -> bool:
+        """Whether a role that is remote has the policy's own slots."""
+        found = self.plan.role(role) if self.plan is not None else None
+        return self.are_remote and found is not None and found.shares_with == "policy"
+
+    def shape_of(self, role: RoleName) -> ParallelShape:
+        """How the ranks of a role are arranged.
+
+        A model that is trained is sharded over its data-parallel ranks; one that judges is whole
+        on each of them.
+        """
+        from laurel.models.parallel import ParallelShape
+
+        assert self.plan is not None
+        found = self.plan.role(role)
+        assert found is not None, f"{role} has no place"
+        mesh = found.mesh
+        if role == "policy":
+            return ParallelShape(dp_shard=mesh.dp, tp=mesh.tp)
+        return ParallelShape(dp_replicate=mesh.dp, tp=mesh.tp)
+
+    def group(
+        self,
+        role: RoleName,
+        worker_class: Callable[..., Any],
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        share: float = 1.0,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> WorkerGroup:
+        """A group in the slots of a role; it ends with the run.
+
+        Args:
+            role: Whose slots.
+            worker_class: See `RayGroup`.
+            args: For the class.
+            ranks: Which of the slots; None: all.
+            share: Part of what the role has of each slot.
+            name: What the workers are, for messages; None: the role.
+            kwargs: For the class.
+        """
+        from laurel.distributed.ray_group import RayGroup
+
+        slots = self.reservations[role]
+        title = name or role
+        if ranks is not None:
+            title = f"{title} {','.join(map(str, ranks))}"
+        chosen = range(slots.size) if ranks is None else ranks
+        part = slots.part(title, chosen, share=whole_units(slots.share * share))
+        return self._kept(RayGroup(part, worker_class, *args, **kwargs))
+
+    def group_of_one(
+        self, role: str, worker_class: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> WorkerGroup:
+        """A worker without a slot, spread over the nodes of the cluster with others of its kind.
+
+        It ends with the run.
+
+        Args:
+            role: What it is.
+            worker_class: See `SpreadGroup`.
+            args: For the class.
+            kwargs: Likewise.
+        """
+        from laurel.distributed.ray_actor import SpreadGroup
+
+        slot = next(iter(self.reservations.values())).each
+        each = BESIDE_GPUS if slot.gpus else BESIDE_CPUS
+        return self._kept(SpreadGroup(role, each, worker_class, *args, **kwargs))
+
+    def _kept(self, group: RayGroup) -> WorkerGroup:
+        assert self.stack is not None
+        self.stack.callback(group.shutdown)
+        return group
+
+    def describe(self) -> list[str]:
+        """Who is where, in words; nothing where all is here."""
+        if self.plan is None or not self.are_remote:
+            return []
+        return [
+            f"{role.name}: {where(role.slots)}"
+            + (f", in turns with {role.shares_with}" if role.shares_with else "")
+            for role in self.plan.roles
+        ]
+
+
+def plan_places(config: Run) -> PlannedPlaces:
+    """Where everything will go; nothing is started.
+
+    Raises:
+        ConfigError: Everything that does not fit, with what would mend it.
+    """
+    plan = plan_to_run(config)
+    _refuse_unbuilt(config, plan)
+    return PlannedPlaces(
+        config=config, plan=plan, are_remote=backend_of(plan, config.cluster) == "ray"
+    )
+
+
+def open_places(planned: PlannedPlaces, stack: ExitStack, console: Console) -> Places:
+    """Start or join the cluster, and reserve every slot before anything is loaded.
+
+    Raises:
+        ConfigError: It cannot be had; the message says what is free and who holds the rest.
+        MissingDependencyError: Ray is not installed.
+    """
+    if not planned.are_remote:
+        return Places.of_this_process()
+    plan, settings = planned.plan, planned.config.cluster
+    with console.status("reserving slots"):
+        cluster = stack.enter_context(open_cluster(plan, settings))
+        reservations = reserve_roles(
+            plan, cluster, device_of(settings, cluster), patience=settings.patience_seconds
+        )
+    return Places(plan=plan, reservations=reservations, stack=stack)
+
+
+def _refuse_unbuilt(config: Run, plan: Plan) -> None:
+    """Refuse ways to spread a model that can be planned and are not built.
+
+    Raises:
+        ConfigError: The first of them.
+    """
+    parallel, where = config.policy.dtensor_cfg, "policy.dtensor_cfg"
+    if parallel.context_parallel_size > 1:
+        raise ConfigError(
+            f"{where}.context_parallel_size={parallel.context_parallel_size}: this version does "
+            "not divide a sequence over ranks; set it to 1"
+        )
+    policy = plan.role("policy")
+    if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
+        raise ConfigError(
+            f"{where}.cpu_offload=true: shares of a spread model can be kept on the host, and the "
+            "policy has one rank; set it to false, or give it more slots (cluster.gpus_per_node)"
+        )

@@ -1,0 +1,137 @@
+"""`laurel plan`: where everything of a run would go, without loading or starting anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from laurel.cli.plan_report import as_facts, as_text
+from laurel.cli.train import SCHEMAS, Kind
+from laurel.config.grpo_training import GRPORun
+from laurel.config.load import load_config
+from laurel.config.schema import PolicyConfig
+from laurel.config.scorers import ScorerSource
+from laurel.config.source import read_file
+from laurel.distributed.claims import Run, uses_reward_model
+from laurel.distributed.fitting import fit
+from laurel.distributed.memory import Shapes
+from laurel.distributed.model_shape import ModelShape, decoder_shape, parse_bytes, parse_shape
+from laurel.errors import CheckpointError, ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the command line says besides the configuration."""
+
+    kind: Kind | None = None
+    num_nodes: int | None = None
+    slots_per_node: int | None = None
+    device_memory: str | None = None
+    policy_shape: str | None = None
+    reward_shape: str | None = None
+    as_json: bool = False
+
+
+def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) -> bool:
+    """Print the plan; whether it fits.
+
+    Raises:
+        ConfigError: The configuration or an option cannot be read. What does not fit is printed.
+    """
+    sizes = {"num_nodes": options.num_nodes, "gpus_per_node": options.slots_per_node}
+    cluster = [f"cluster.{key}={size}" for key, size in sizes.items() if size is not None]
+    device_memory = parse_bytes(options.device_memory) if options.device_memory else None
+    loaded = load_config(SCHEMAS[options.kind or kind_of(path)], path, [*overrides, *cluster])
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    config = cast(Run, loaded.config)
+    shapes, notes = shapes_of(config, options)
+    fitted = fit(config, shapes, device_memory=device_memory)
+    if options.as_json:
+        facts = as_facts(fitted, shapes, notes, device_memory=device_memory)
+        json.dump(facts, sys.stdout, indent=1)
+        print()
+    else:
+        print(as_text(config, fitted, shapes, notes, device_memory=device_memory))
+    return fitted.fits
+
+
+def kind_of(path: Path | None) -> Kind:
+    """The command that a file is for, by its sections."""
+    sections = read_file(path).value if path is not None else {}
+    kinds: tuple[Kind, ...] = ("grpo", "sft")
+    for kind in kinds:
+        if isinstance(sections, dict) and kind in sections:
+            return kind
+    return "rm"
+
+
+# ------------------------------------------------------------------------------------------ shapes
+
+
+def shapes_of(config: Run, options: PlanOptions) -> tuple[Shapes, list[str]]:
+    """The shapes of the models, and why one is not known."""
+    notes: list[str] = []
+    policy = _policy_shape(config.policy, options.policy_shape, notes)
+    judges: tuple[ModelShape, ...] = ()
+    if isinstance(config, GRPORun) and uses_reward_model(config):
+        loaded = config.env.reward_model.loaded
+        found = [_judge_shape(judge, options.reward_shape, notes) for judge in loaded]
+        known = tuple(shape for shape in found if shape is not None)
+        judges = known if len(known) == len(found) else ()
+    return Shapes(policy=policy, reward_models=judges), notes
+
+
+def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -> ModelShape | None:
+    has_head = not policy.reward_model_cfg.enabled
+    if written is not None:
+        return parse_shape(written, has_language_head=has_head)
+    scratch = policy.scratch
+    if scratch is not None:
+        shape = decoder_shape(
+            hidden_size=scratch.hidden_size, num_layers=scratch.num_layers,
+            intermediate_size=scratch.intermediate_size or 4 * scratch.hidden_size,
+            num_heads=scratch.num_heads, num_kv_heads=scratch.num_kv_heads,
+            vocab_size=scratch.vocab_size, has_language_head=has_head,
+        )  # fmt: skip
+        return replace(shape, normalises_heads=scratch.architecture == "qwen3")
+    return _read(policy, str(policy.model_name), has_head, "policy", notes)
+
+
+def _judge_shape(judge: ScorerSource, written: str | None, notes: list[str]) -> ModelShape | None:
+    if written is not None:
+        return parse_shape(written, has_language_head=False)
+    name = judge.checkpoint_path or judge.model_name
+    if name is None:
+        notes.append("env.reward_model.model_name is not said: its memory is not estimated")
+        return None
+    from laurel.rewards.load import find_model
+
+    try:
+        name = find_model(name).name
+    except (ModelError, CheckpointError) as error:
+        notes.append(f"the reward model's memory is not estimated: {error}")
+        return None
+    policy = PolicyConfig(trust_remote_code=judge.trust_remote_code)
+    return _read(policy, name, False, "reward", notes)
+
+
+def _read(
+    policy: PolicyConfig, name: str, has_head: bool, option: str, notes: list[str]
+) -> ModelShape | None:
+    from laurel.models.shapes import read_shape
+    from laurel.rewards.load import quiet_libraries
+
+    quiet_libraries()
+    try:
+        return read_shape(policy, name, has_language_head=has_head)
+    except ModelError as error:
+        said = str(error)
+        if option == "reward":
+            said = said.replace("policy.model_name", "env.reward_model.model_name")
+        notes.append(f"memory is not estimated; --{option}-shape would tell it: {said}")
+        return None

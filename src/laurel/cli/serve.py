@@ -1,0 +1,300 @@
+"""`laurel serve`: a reward model for whoever may ask, until somebody ends it."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import secrets
+import stat
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from laurel.cli.scorer_settings import in_terms_of_options
+from laurel.errors import ConfigError, MissingDependencyError, ModelError
+from laurel.rewards.load import Precision, reworded
+from laurel.rewards.server.access_log import AccessLog
+from laurel.rewards.server.keys import is_loopback
+from laurel.rewards.server.serving import RewardService, ServedModel
+from laurel.rewards.server.serving_model import ModelSettings, check_settings, open_served
+
+if TYPE_CHECKING:
+    from laurel.rewards.server.gate import App
+
+DEFAULT_KEY_ENV = "LAUREL_API_KEY"
+DEFAULT_ADMIN_KEY_ENV = "LAUREL_ADMIN_KEY"
+_SHORTEST_KEY = 32
+"""Letters: nobody guesses 32 that were drawn at random, however often they may try."""
+_MOST_REPLICAS = 256
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What the command line says; see `laurel serve --help`."""
+
+    model: str
+    null: bool
+    replicas: int
+    host: str
+    port: int
+    engine: Literal["laurel", "vllm"]
+    api_key_env: str | None
+    admin_key_env: str | None
+    no_api_key: bool
+    precision: Precision
+    device: Literal["auto", "cpu", "cuda"]
+    cpu_threads: int | None
+    max_length: int | None
+    batch_tokens: int
+    max_waiting: int
+    request_seconds: float
+    drain_seconds: float
+    access_log: str
+    log_texts: bool
+
+    def settings(self) -> ModelSettings:
+        """Of the model."""
+        return ModelSettings(
+            model=self.model, engine=self.engine, precision=self.precision, device=self.device,
+            max_length=self.max_length, batch_tokens=self.batch_tokens,
+            max_waiting=self.max_waiting, cpu_threads=self.cpu_threads,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key, and where it is from."""
+
+    value: str | None
+    source: str
+    header: str = ""
+    """How a shell writes it, for curl."""
+
+
+def run_serve(options: ServeOptions) -> None:
+    """Serve until SIGTERM or SIGINT. What needs no model is checked first.
+
+    Raises:
+        UserError: An option, a port, a model or a key that cannot be used.
+    """
+    _check(options)
+    from laurel.rewards.server.run import ServerRun, listen
+
+    key, admin_key = _api_key(options), _admin_key(options)
+    if key is not None and key.value is not None and key.value == admin_key.value:
+        raise ConfigError(
+            f"the admin key is the API key: {admin_key.header[1:]} has to hold another one, or none"
+        )
+    with reworded(in_terms_of_options):
+        check_settings(options.settings())
+    access_log = _open_log(options.access_log)
+    listener = listen(options.host, options.port)
+    port = listener.getsockname()[1]
+    key = key or _key_of_file(port)
+    _raise_file_limit()
+
+    async def open_model(model: str = "") -> ServedModel:
+        return await _open(replace(options, model=model or options.model))
+
+    async def load(model: str) -> ServedModel:
+        if not Path(model).is_dir():
+            raise ModelError(f"{model!r} is no directory of this machine")
+        with reworded(lambda message: message.replace("policy.model_name=", "")):
+            served = await open_model(model)
+        say(f"serving {model} from now on, version {served.version}")
+        return served
+
+    service = RewardService(
+        open_model=None if options.null else load, request_seconds=options.request_seconds
+    )
+    app = _app(service, options, key, admin_key, access_log)
+    url = f"http://{_in_url(options.host)}:{port}"
+    say(f"serving {options.model or 'trivial scores (--null)'} on {url}; it is being loaded")
+    run = ServerRun(app, service, listener, drain_seconds=options.drain_seconds)
+    try:
+        with reworded(in_terms_of_options):
+            run.run(open_model, on_ready=lambda served: _greet(served, url, key, admin_key))
+    finally:
+        if access_log is not None:
+            access_log.close()
+    if run.left_some:
+        say(f"ended; after {options.drain_seconds:g} s some requests were left without an answer")
+    else:
+        say("ended; everything that was accepted was answered")
+    gc.freeze()  # all is done: looking through what is left for garbage would take a second
+
+
+def say(text: str) -> None:
+    """Write a line to standard error; nothing happens where that is full or closed."""
+    with suppress(OSError):
+        os.write(2, (text + "\n").encode())
+
+
+def _check(options: ServeOptions) -> None:
+    for package in _NEEDED:
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError.of(package, extra="serve", purpose="laurel serve")
+    if not 1 <= options.replicas <= _MOST_REPLICAS:
+        raise ConfigError(f"--replicas {options.replicas}: from 1 to {_MOST_REPLICAS}")
+    if not 0 <= options.port < 2**16:
+        raise ConfigError(f"--port {options.port}: from 0 to 65535")
+    if bool(options.model) == options.null:
+        raise ConfigError(
+            "name either a reward model (--model with a directory or a name on the Hugging Face "
+            "hub) or --null, which serves trivial scores"
+        )
+    if options.no_api_key and not _is_loopback(options.host):
+        raise ConfigError(
+            f"--no-api-key is for this machine alone, and --host {options.host} is for others; "
+            "leave one of them out"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or is_loopback(host)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _api_key(options: ServeOptions) -> Key | None:
+    """The API key, if the command line or the environment settles it."""
+    if options.no_api_key:
+        return Key(value=None, source="none is needed")
+    return _key_of_environment(DEFAULT_KEY_ENV, options.api_key_env, option="--api-key-env")
+
+
+def _admin_key(options: ServeOptions) -> Key:
+    """That of `/admin`; without a value it is the API key."""
+    name = options.admin_key_env
+    found = _key_of_environment(DEFAULT_ADMIN_KEY_ENV, name, option="--admin-key-env")
+    return found or Key(value=None, source="")
+
+
+def _key_of_environment(default: str, chosen: str | None, *, option: str) -> Key | None:
+    name = chosen or default
+    value = os.environ.pop(name, "")  # processes that are started from here need not know
+    if not value:
+        if chosen is not None:
+            raise ConfigError(f"{option} {name}: there is no such variable, or it is empty")
+        return None
+    if len(value) < _SHORTEST_KEY or not value.isascii() or any(not "!" <= c <= "~" for c in value):
+        raise ConfigError(
+            f"the key in {name} has to have at least {_SHORTEST_KEY} letters of ASCII, without "
+            "blanks. `openssl rand -hex 32` makes one"
+        )
+    return Key(value=value, source=f"that of the variable {name}", header=f"${name}")
+
+
+def _key_of_file(port: int) -> Key:
+    """A key that is made, and kept for the next time, in a file that only its owner reads."""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    directory = Path(state) / "laurel"
+    path = directory / f"serve-{port}.key"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        value = _kept_key(path)
+        if value is None:
+            value = secrets.token_urlsafe(32)
+            path.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with os.fdopen(os.open(path, flags, 0o600), "w") as file:
+                file.write(value)
+    except OSError as error:
+        raise ConfigError(
+            f"the API key cannot be kept in {path} ({error.strerror}); put one into the variable "
+            f"{DEFAULT_KEY_ENV}"
+        ) from error
+    return Key(value=value, source=f"in {path}", header=f"$(cat {path})")
+
+
+def _kept_key(path: Path) -> str | None:
+    """A key that was made before, if nobody else can have read or written it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(descriptor) as file:
+        about = os.fstat(descriptor)
+        is_ours = about.st_uid == os.getuid() and stat.S_IMODE(about.st_mode) == 0o600
+        value = file.read(256) if is_ours and stat.S_ISREG(about.st_mode) else ""
+    return value if len(value) >= 32 and value.isascii() and value.isprintable() else None
+
+
+def _open_log(target: str) -> AccessLog | None:
+    if target == "none":
+        return None
+    try:
+        return AccessLog(target, say=say)
+    except OSError as error:
+        raise ConfigError(f"--access-log {target}: {error.strerror}") from error
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the machine allows; the shell's limit is often 1,024."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
+
+
+def _app(
+    service: RewardService,
+    options: ServeOptions,
+    key: Key,
+    admin_key: Key,
+    log: AccessLog | None,
+) -> App:
+    from laurel.rewards.server.app import make_app
+    from laurel.rewards.server.gate import GateOptions
+
+    hosts = {"localhost", "127.0.0.1", "[::1]", _in_url(options.host).lower()}
+    gate = GateOptions(
+        api_key=key.value,
+        admin_key=admin_key.value,
+        hosts=tuple(hosts) if _is_loopback(options.host) else None,
+        log_texts=options.log_texts,
+    )
+    return make_app(service, gate, access_log=log)
+
+
+async def _open(options: ServeOptions) -> ServedModel:
+    """The model, in this process or in others."""
+    from laurel.rewards.server.run import in_thread
+
+    settings = options.settings()
+    if options.replicas == 1:
+        return await in_thread(lambda: open_served(settings, say=say), name="loading")
+    from laurel.rewards.remote.router_options import RouterOptions
+    from laurel.rewards.server.replica_processes import ReplicaProcesses
+    from laurel.rewards.server.served_replicas import ServedReplicas
+
+    routing = RouterOptions(
+        timeout=options.request_seconds,
+        attempt_timeout=min(RouterOptions().attempt_timeout, options.request_seconds),
+    )
+    replicas = await in_thread(
+        lambda: ReplicaProcesses(settings, options.replicas, say=say, options=routing),
+        name="loading",
+    )
+    scorer = ServedReplicas(replicas, max_waiting=options.max_waiting)
+    return ServedModel(name=replicas.model, version=replicas.version, scorer=scorer)
+
+
+def _greet(served: ServedModel, url: str, key: Key, admin_key: Key) -> None:
+    """What whoever started the server wants to know."""
+    header = f' -H "Authorization: Bearer {key.header}"' if key.value else ""
+    of_admin = f"\nadmin   {admin_key.source}" if admin_key.value else ""
+    said = '{"groups": [{"id": "1", "prompt": "2 + 2?", "completions": ["4", "5"]}]}'
+    say(
+        f"ready   {url}\n"
+        f"model   {served.name}\n"
+        f"version {served.version}\n"
+        f"key     {key.source}{of_admin}\n"
+        f"try     curl {url}/v1/score{header} -H 'Content-Type: application/json' -d '{said}'"
+    )

@@ -1,0 +1,108 @@
+"""From loaded tasks to tasks that can be run: environments, known answers, prompt lengths."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from laurel.cli.judge_setup import opening_on
+from laurel.cli.places import Places
+from laurel.cli.program_nodes import nodes_of
+from laurel.config.environments import EnvironmentsConfig
+from laurel.config.grpo_training import GRPORun
+from laurel.data.tasks import TaskData
+from laurel.environments.registry import create_environments
+from laurel.errors import DataError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.models.chat import ChatFormat
+    from laurel.protocols import Environment
+
+
+NUM_CHECKED = 2000
+"""Tasks whose known answers are checked before a run: a minute at most."""
+
+
+def need_answers(config: EnvironmentsConfig) -> list[str]:
+    """The environments that judge against a known answer."""
+    direct = ["math", "math_default"]
+    if config.reward_model.transform.subtract_reference:
+        direct.append("reward_model")
+    found = set(direct)
+    for _ in config.composite:  # composites of composites
+        found |= {
+            name
+            for name, composite in config.composite.items()
+            if found & {part.env for part in composite.parts}
+        }
+    return sorted(found)
+
+
+def environments_of(
+    data: TaskData, config: GRPORun, stack: ExitStack, places: Places, console: Console
+) -> dict[str, Environment]:
+    """The environments that the tasks ask for, each started once."""
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    names = sorted({task.environment for task in (*data.train, *data.validation)})
+    opening = opening_on(places, config, say) if places.are_remote else None
+    environments = create_environments(
+        names, config.env, device=config.cluster.device, opening=opening, nodes=nodes_of(places),
+        say=say,
+    )  # fmt: skip
+    for environment in environments.values():
+        stack.callback(environment.shutdown)
+    return environments
+
+
+def check_answers(data: TaskData, environments: dict[str, Environment], console: Console) -> None:
+    """Leave out tasks whose own answer would not earn the reward, and say so in the report."""
+    for name, tasks in (("train", data.train), ("validation", data.validation)):
+        for env_name, environment in environments.items():
+            validate = getattr(environment, "validate", None)
+            own = [task for task in tasks if task.environment == env_name][:NUM_CHECKED]
+            if validate is None or not own:
+                continue
+            with console.status(f"checking the known answers of {name}"):
+                rejected = validate(own)
+            bad = {rejection.task.id for rejection in rejected}
+            for rejection in rejected:
+                data.reports[name].drop(
+                    "answer refused", rejection.task.source, kind=rejection.reason
+                )
+            tasks[:] = [task for task in tasks if task.id not in bad]
+            data.reports[name].describe(tasks)
+            if rejected and not tasks:
+                raise DataError(
+                    f"{name}: the environment {env_name!r} accepts none of the known answers; the "
+                    f"first: {rejected[0].task.source}: {rejected[0].reason}"
+                )
+
+
+def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
+    """Leave out prompts that are too long for an answer to fit, and count them in the report."""
+    room = config.policy.max_total_sequence_length - 1
+    longest = min(config.data.max_input_seq_length or room, room)
+    key = "policy.max_total_sequence_length" if longest == room else "data.max_input_seq_length"
+    for name, tasks in (("train", data.train), ("validation", data.validation)):
+        if not tasks:
+            continue
+        ids = chat.prompts_ids(
+            [task.prompt for task in tasks], sources=[task.source for task in tasks]
+        )
+        lengths = [len(row) for row in ids]
+        fits = [length <= longest for length in lengths]
+        kept = [task for task, it_fits in zip(tasks, fits, strict=True) if it_fits]
+        long = {task.source for task, it_fits in zip(tasks, fits, strict=True) if not it_fits}
+        for source in sorted(long):  # a row may make several tasks
+            data.reports[name].drop("over-long", source)
+        if not kept:
+            raise DataError(
+                f"{name}: all {len(tasks)} prompts are longer than {longest} tokens (the shortest "
+                f"has {min(lengths)}); raise {key}"
+            )
+        data.reports[name].describe(kept)
+        data.reports[name].set_lengths([length for length in lengths if length <= longest])
+        tasks[:] = kept

@@ -1,0 +1,131 @@
+"""The model that a run trains: in this process, or spread over the ranks of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laurel.cli.places import Places
+from laurel.config.schema import ClusterConfig, PolicyConfig
+from laurel.rewards.load import quiet_libraries
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from laurel.algorithms.learner import Learner
+    from laurel.algorithms.learner_worker import Load, ModelFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainedModel:
+    """A model with its optimizer, wherever it is."""
+
+    learner: Learner
+    facts: ModelFacts
+    in_process: Any | None
+    """The model itself; None where other processes hold it."""
+
+
+def load_trained_model(
+    policy: PolicyConfig,
+    cluster: ClusterConfig,
+    places: Places,
+    *,
+    load: Load,
+    seed: int,
+    identity: Mapping[str, object],
+    resume_from: Path | None,
+    console: Console,
+    load_reference: Load | None = None,
+    with_entropy: bool = False,
+    check_room: Callable[[torch.device], None] | None = None,
+) -> TrainedModel:
+    """Load the model, check it, and build its optimizer.
+
+    Args:
+        policy: The policy section.
+        cluster: Device and threads.
+        places: Where the role `policy` works.
+        load: See `LearnerWorker`.
+        seed: Likewise.
+        identity: See `RunState.identity`.
+        resume_from: Checkpoint of the same run.
+        console: Shows that something is going on.
+        load_reference: See `LearnerWorker`.
+        with_entropy: Likewise.
+        check_room: Called with the device before a model is loaded into this process.
+    """
+    with console.status("loading torch and the model"):
+        from torch import nn
+
+        from laurel.algorithms.learner_worker import LearnerWorker
+        from laurel.algorithms.run_state import check_same_run
+        from laurel.distributed.process import choose_device
+        from laurel.distributed.rendezvous import Place
+
+        quiet_libraries()
+        if resume_from:
+            check_same_run(resume_from, identity)
+        check_optimizer(policy, nn.Linear(1, 1))
+        settings: dict[str, Any] = {
+            "policy": policy, "cluster": cluster, "seed": seed,
+            "load_reference": load_reference, "with_entropy": with_entropy,
+        }  # fmt: skip
+        if not places.are_remote:
+            from laurel.models.parallel import ParallelShape
+
+            if check_room is not None:
+                check_room(choose_device(cluster.device))
+            worker = LearnerWorker(Place(role="policy"), load, shape=ParallelShape(), **settings)
+            return TrainedModel(
+                learner=worker.learner, facts=worker.describe(), in_process=worker.learner.model
+            )
+    return _spread(places, load, settings, console)
+
+
+def _spread(
+    places: Places, load: Load, settings: Mapping[str, Any], console: Console
+) -> TrainedModel:
+    from laurel.algorithms.learner_group import LearnerGroup
+    from laurel.algorithms.learner_worker import LearnerWorker
+
+    shape = places.shape_of("policy")
+    with console.status(f"starting {shape.num_ranks} ranks of the policy"):
+        group = places.group("policy", LearnerWorker, load, shape=shape, **settings)
+        learner = LearnerGroup(group, shape)
+    return TrainedModel(learner=learner, facts=learner.facts, in_process=None)
+
+
+def check_optimizer(policy: PolicyConfig, model: Any) -> None:
+    """What torch refuses is told before anything is loaded.
+
+    Raises:
+        ConfigError: An optimizer or scheduler that torch does not have, or refuses.
+    """
+    from laurel.algorithms.optimizers import build_optimizer, build_scheduler
+
+    optimizer = build_optimizer(policy.optimizer, list(model.named_parameters()))
+    build_scheduler(policy.scheduler, optimizer)
+
+
+def describe_model(
+    kind: str, facts: ModelFacts, policy: PolicyConfig, places: Places, console: Console
+) -> None:
+    """Say what was loaded, and where it is."""
+    trained = f", {facts.num_trained / 1e6:.2f}M trained"
+    console.print(
+        f"{kind:<7} {facts.class_name} from {facts.base_model}: "
+        f"{facts.num_parameters / 1e6:.1f}M parameters"
+        + (trained if facts.num_trained != facts.num_parameters else "")
+        + f", {policy.precision} on {facts.device}"
+    )
+    for line in places.describe():
+        console.print(f"places  {line}")
+    if facts.path == "forest":
+        check = f"self-check against one-by-one: {facts.self_check:.1e}"
+        console.print(f"path    token forest; {check}")
+    for note in facts.notes:
+        console.print(f"note    {note}")
