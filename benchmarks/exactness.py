@@ -1,10 +1,11 @@
-"""Are scores and gradients of the token forest those of one-by-one scoring? In float32.
+"""Are scores, log-probabilities and gradients of the token forest those of one by one? In float32.
 
     python benchmarks/exactness.py
+    python benchmarks/exactness.py --of policies
 
-The reference is the Hugging Face classifier with its own attention, each whole sequence in a
-forward pass of its own. Two more columns say how large rounding is by itself: how far either is
-from the same model in float64.
+The reference is the Hugging Face class with its own attention, each whole sequence in a forward
+pass of its own. Two more columns say how large rounding is by itself: how far either is from the
+same model in float64.
 """
 
 from __future__ import annotations
@@ -20,12 +21,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import torch
-from material import TINY_SHAPE, TRAINING_SHAPE, Shape, classifier, qwen3_config
+from material import (
+    TINY_SHAPE,
+    TRAINING_SHAPE,
+    Shape,
+    classifier,
+    language_model,
+    qwen3_config,
+)
 from rounds import machine, table, write_json
 from torch import Tensor
 
 from laurel.data.forest import plant
+from laurel.engines.cpu_products import quick_products
 from laurel.models.attention import FOREST, register
+from laurel.models.policy import PolicyModel
 from laurel.models.reward_model import RewardModel
 from laurel.types import TokenGroup
 
@@ -34,7 +44,9 @@ PROMPT_LENGTHS = (1, 2, 5, 16, 63, 128, 255, 512)
 LONGEST_COMPLETION = 96
 ROUNDING_SEQUENCES = 6
 """Of each forest, for the columns about rounding."""
-SCORE_TARGET, GRADIENT_TARGET = 1e-6, 1e-5
+SCORE_TARGET, LOSS_TARGET, GRADIENT_TARGET = 1e-6, 1e-6, 1e-5
+POLICY_PROMPT_LENGTHS = (1, 16, 128, 512)
+POLICY_GROUP_SIZES = (1, 2, 3, 5, 8)
 
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,20 +75,25 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     register()
     shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
+    parts = [part for part in ("reward-models", "policies") if options.of in (part, "all")]
+    measure = {"reward-models": reward_models, "policies": policies}
+    results = {part: measure[part](shape, as_markdown=options.markdown) for part in parts}
+    rows = {part: part_rows for part, (part_rows, _) in results.items()}
+    write_json(options.json, {"machine": machine(), "options": vars(options), "rows": rows})
+    sys.exit(0 if all(holds for _, holds in results.values()) else 1)
+
+
+def reward_models(shape: Shape, *, as_markdown: bool) -> tuple[list[dict[str, Any]], bool]:
+    """The tables of scores; and whether the targets hold."""
     main_rows = by_prompt_length(shape)
     architecture_rows = [
         {"what": name, **by_architecture(model_type, special)}
         for name, (model_type, special) in ARCHITECTURES.items()
     ]
-    parameters = shape.linear_parameters / 1e6
-    print(
-        f"\nQwen3, {shape.layers} layers of {shape.hidden}, {parameters:.1f}M parameters without "
-        f"embeddings; groups of {', '.join(map(str, GROUP_SIZES))}; completions of 1 to "
-        f"{LONGEST_COMPLETION} tokens\n"
-    )
-    print(show("prompt tokens", main_rows, as_markdown=options.markdown))
+    print(f"\nscores: {described(shape, GROUP_SIZES)}\n")
+    print(show("prompt tokens", main_rows, as_markdown=as_markdown))
     print("\nother architectures, tiny; prompts of 1 to 128 tokens, groups of 1 to 5\n")
-    print(show("architecture", architecture_rows, as_markdown=options.markdown))
+    print(show("architecture", architecture_rows, as_markdown=as_markdown))
     everything = [*main_rows, *architecture_rows]
     worst_score = max(row["score"] for row in everything)
     worst_gradient = max(row["gradient"] for row in everything)
@@ -85,15 +102,52 @@ def main() -> None:
         f"\nlargest: score {worst_score:.1e} (target {SCORE_TARGET:.0e}), gradient "
         f"{worst_gradient:.1e} (target {GRADIENT_TARGET:.0e}): {'met' if holds else 'MISSED'}"
     )
-    result = {"machine": machine(), "options": vars(options), "rows": everything}
-    write_json(options.json, result)
-    sys.exit(0 if holds else 1)
+    return everything, holds
+
+
+def policies(shape: Shape, *, as_markdown: bool) -> tuple[list[dict[str, Any]], bool]:
+    """The table of log-probabilities; and whether the targets hold."""
+    rows = []
+    for length in POLICY_PROMPT_LENGTHS:
+        reference = language_model(qwen3_config(shape), seed=length)
+        shapes = [(length, size) for size in POLICY_GROUP_SIZES]
+        groups = random_groups(shapes, shape.vocabulary, length)
+        rows.append({"what": str(length), **compare_policies(reference, groups)})
+        print(f"  policy, prompts of {length} tokens: done", file=sys.stderr)
+    print(f"\nlog-probabilities: {described(shape, POLICY_GROUP_SIZES)}\n")
+    header = ["prompt tokens", "completions", "completion tokens", "lowest log-probability",
+              "max difference of a token", "difference of the loss",
+              "max relative gradient difference", "one by one to float64",
+              "forest to float64"]  # fmt: skip
+    columns = ("logprob", "loss", "gradient", "rounding", "own_rounding")
+    cells = [
+        [row["what"], str(row["sequences"]), str(row["tokens"]), f"{row['lowest']:.1f}"]
+        + [f"{row[column]:.1e}" for column in columns]
+        for row in rows
+    ]
+    print(table(header, cells, as_markdown=as_markdown))
+    loss, gradient = (max(row[column] for row in rows) for column in ("loss", "gradient"))
+    holds = loss <= LOSS_TARGET and gradient <= GRADIENT_TARGET
+    print(
+        f"\nlargest: loss {loss:.1e} (target {LOSS_TARGET:.0e}), gradient {gradient:.1e} (target "
+        f"{GRADIENT_TARGET:.0e}): {'met' if holds else 'MISSED'}"
+    )
+    return rows, holds
+
+
+def described(shape: Shape, group_sizes: Sequence[int]) -> str:
+    return (
+        f"Qwen3, {shape.layers} layers of {shape.hidden}, {shape.linear_parameters / 1e6:.1f}M "
+        f"parameters without embeddings; groups of {', '.join(map(str, group_sizes))}; completions "
+        f"of 1 to {LONGEST_COMPLETION} tokens"
+    )
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--of", choices=["all", "reward-models", "policies"], default="all")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("benchmark_results/exactness.json"))
     return parser.parse_args()
@@ -177,13 +231,7 @@ def compare(reference: Any, groups: Sequence[TokenGroup]) -> dict[str, Any]:
             reference.set_experts_implementation("eager")  # the grouped product has no float64
         reference.double()
         exact_N = torch.cat([score_alone(reference, ids) for ids in few])
-    gradients = {
-        name: relative(parameter.grad, wanted.grad)
-        for (name, parameter), (_, wanted) in zip(
-            copied.named_parameters(), alone.named_parameters(), strict=True
-        )
-        if wanted.grad is not None
-    }
+    gradients = gradient_differences(copied, alone)
     return {
         "sequences": len(whole),
         "size": float(alone_N.abs().max()),
@@ -192,6 +240,65 @@ def compare(reference: Any, groups: Sequence[TokenGroup]) -> dict[str, Any]:
         "gradient_of": max(gradients, key=lambda name: gradients[name]),
         "rounding": largest(single_N, exact_N),
         "own_rounding": largest(scores_N[: len(few)], exact_N),
+    }
+
+
+def compare_policies(reference: Any, groups: Sequence[TokenGroup]) -> dict[str, Any]:
+    """Log-probabilities and gradients both ways, from the same weights.
+
+    The loss is that of a first GRPO step without its sign: every completion has a random advantage,
+    all its tokens share it, and the sum is divided by the number of tokens.
+    """
+    alone = copy.deepcopy(reference)
+    copied = copy.deepcopy(alone)
+    copied.set_attn_implementation(FOREST)
+    forest = PolicyModel(copied, path="forest", precision=torch.float32)
+    pairs = [(group.trunk_ids, ids) for group in groups for ids in group.branches_ids_G]
+    lengths_N = torch.tensor([len(ids) for _, ids in pairs])
+    generator = torch.Generator().manual_seed(0)
+    advantages_N = torch.randn(len(pairs), generator=generator) / lengths_N.sum()
+    weights_M = advantages_N.repeat_interleave(lengths_N)
+
+    with quick_products(forest):  # as a policy's updates compute
+        logprobs_M = backward(lambda: forest(plant(groups)).logprobs_M, weights_M)
+    pieces = [
+        backward(lambda pair=pair: logprobs_alone(alone, *pair), weights)
+        for pair, weights in zip(pairs, weights_M.split(lengths_N.tolist()), strict=True)
+    ]
+    alone_M = torch.cat(pieces)
+    few = pairs[:ROUNDING_SEQUENCES]
+    with torch.inference_mode():
+        single_M = torch.cat([logprobs_alone(reference, *pair) for pair in few])
+        reference.double()
+        exact_M = torch.cat([logprobs_alone(reference, *pair) for pair in few])
+    gradients = gradient_differences(copied, alone)
+    losses = [float((found_M.double() * weights_M).sum()) for found_M in (logprobs_M, alone_M)]
+    return {
+        "sequences": len(pairs),
+        "tokens": len(alone_M),
+        "lowest": float(alone_M.min()),
+        "logprob": largest(logprobs_M, alone_M),
+        "loss": abs(losses[0] - losses[1]),
+        "gradient": max(gradients.values()),
+        "gradient_of": max(gradients, key=lambda name: gradients[name]),
+        "rounding": largest(single_M, exact_M),
+        "own_rounding": largest(logprobs_M[: len(exact_M)], exact_M),
+    }
+
+
+def logprobs_alone(model: Any, prompt: np.ndarray, completion: np.ndarray) -> Tensor:
+    ids_L = torch.from_numpy(np.concatenate((prompt, completion))).long()
+    logits_LV: Tensor = model(input_ids=ids_L[None]).logits[0, len(prompt) - 1 : -1]
+    return logits_LV.log_softmax(-1).gather(1, ids_L[len(prompt) :, None])[:, 0]
+
+
+def gradient_differences(found: Any, wanted: Any) -> dict[str, float]:
+    """By parameter."""
+    pairs = zip(found.named_parameters(), wanted.named_parameters(), strict=True)
+    return {
+        name: relative(ours.grad, theirs.grad)
+        for (name, ours), (_, theirs) in pairs
+        if theirs.grad is not None
     }
 
 

@@ -104,15 +104,54 @@ def classifier(config: Any, *, seed: int = 0) -> Any:
     return make.from_config(config, dtype=torch.float32)
 
 
+def language_model(config: Any, *, seed: int = 0) -> Any:
+    """A causal language model with transformers' own initialisation."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    make: Any = AutoModelForCausalLM
+    return make.from_config(config, dtype=torch.float32)
+
+
 def save_model(directory: Path, shape: Shape, texts: Iterable[str]) -> None:
     """A classifier with random weights and a byte-level BPE tokenizer of these texts."""
     from laurel.models.scratch import train_tokenizer
 
-    tokenizer = train_tokenizer(texts, vocab_size=shape.vocabulary)
+    save_classifier(directory, shape, train_tokenizer(texts, vocab_size=shape.vocabulary))
+
+
+def save_classifier(directory: Path, shape: Shape, tokenizer: Any) -> None:
+    """A classifier with random weights, and its tokenizer."""
     config = qwen3_config(
         shape, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
     )
     classifier(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def save_policy(directory: Path, shape: Shape, tokenizer: Any) -> None:
+    """A causal language model with random weights that never ends its turn.
+
+    One number of every hidden state is kept for it: each embedding says 0.2 there, no layer writes
+    to it, and in the embedding of the end token, which the head multiplies with, it is so negative
+    that the token is never drawn. Completions are then as long as they may be, under any program
+    and without its help.
+    """
+    import torch
+
+    config = qwen3_config(
+        shape, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
+    )
+    model = language_model(config)
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings().weight
+        embeddings[:, 0] = 0.2
+        embeddings[tokenizer.eos_token_id, 0] = -100.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
@@ -126,7 +165,7 @@ def missing_data(names: Iterable[str]) -> list[str]:
 
 def load_rows(dataset: DataSet) -> list[Preference]:
     """The usable training rows of a data set."""
-    from laurel.config.schema import DatasetConfig
+    from laurel.config.preference_data import DatasetConfig
     from laurel.data.preferences import load_preferences
 
     preferences, _ = load_preferences(

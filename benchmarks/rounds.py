@@ -88,10 +88,11 @@ def run_rounds(
 ) -> None:
     """Warm every worker up with the same steps, then measure them in turn.
 
-    `rounds` says how often each is measured; the first rounds measure all of them.
+    `rounds` says how often each is measured; the first rounds measure all of them. Who goes first
+    changes from round to round, so that none always follows another.
     """
     for index in range(max(rounds.values()) + 1):
-        for worker in workers:
+        for worker in workers if index % 2 else reversed(workers):
             if index > rounds[worker.name]:
                 continue
             cost = worker.ask(log_dir, do="steps", count=steps)

@@ -21,7 +21,8 @@ import transformers  # noqa: E402
 
 import laurel  # noqa: E402
 from laurel.algorithms.batches import Batcher  # noqa: E402
-from laurel.algorithms.learner import Learner  # noqa: E402
+from laurel.algorithms.learner import MicroBatch  # noqa: E402
+from laurel.algorithms.local_learner import LocalLearner  # noqa: E402
 from laurel.algorithms.losses import RewardLoss  # noqa: E402
 from laurel.config.reward_training import LossConfig  # noqa: E402
 from laurel.config.schema import ClusterConfig, PolicyConfig  # noqa: E402
@@ -70,6 +71,16 @@ def encode(contract: ScoringContract, rows: list[Preference]) -> list[Preference
     ]
 
 
+def cut(
+    batcher: Batcher, samples: list[PreferenceSample], micro_batch_size: int
+) -> list[MicroBatch[Preference]]:
+    return batcher.cut(
+        [sample.tokens for sample in samples],
+        [sample.preference for sample in samples],
+        micro_batch_size=micro_batch_size,
+    )
+
+
 def main() -> None:
     policy = PolicyConfig.model_validate(
         {
@@ -87,16 +98,18 @@ def main() -> None:
         policy, seed=SEED, max_length=LONGEST, truncation_side="left", device=device
     )
     samples = encode(loaded.contract, read_rows(Path(SETTINGS["rows"])))
-    learner = Learner(loaded.model, optimizer=policy.optimizer, max_grad_norm=policy.max_grad_norm)
+    learner = LocalLearner(
+        loaded.model, optimizer=policy.optimizer, max_grad_norm=policy.max_grad_norm
+    )
     loss = RewardLoss(LossConfig())
-    batcher = Batcher(loaded.model, policy, pad_id=loaded.contract.rules.pad_id or 0)
+    batcher = Batcher(loaded.model.path, policy, pad_id=loaded.contract.rules.pad_id or 0)
     micro_batch = SETTINGS["micro_batch_pairs"]
 
     def first_loss(num_pairs: int) -> float:
-        batch = batcher.cut(samples[:num_pairs], micro_batch_size=micro_batch)
-        with learner.evaluating() as model:
-            parts = [loss(model(b.inputs), b.labels, num_groups=num_pairs).loss for b in batch]
-        return float(sum(parts))
+        batch = cut(batcher, samples[:num_pairs], micro_batch)
+        outputs = learner.outputs([b.inputs for b in batch])
+        pairs = zip(outputs, batch, strict=True)
+        return float(sum(loss(o, b.labels, num_groups=num_pairs).loss for o, b in pairs))
 
     order = StepOrder(len(samples), SETTINGS["batch_pairs"], shuffle=True, seed=SEED)
     steps = iter(range(sys.maxsize))
@@ -104,7 +117,7 @@ def main() -> None:
 
     def step() -> None:
         chosen = [samples[row] for row in order.rows(next(steps))]
-        batch = batcher.cut(chosen, micro_batch_size=micro_batch)
+        batch = cut(batcher, chosen, micro_batch)
         computed.append(sum(micro.num_tokens for micro in batch))
         update = learner.update(batch, loss)
         assert update.failure is None, update.failure
