@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from laurel.algorithms.batches import Batcher
-from laurel.algorithms.learner import Learner, MicroBatch
+from laurel.algorithms.learner import MicroBatch
+from laurel.algorithms.local_learner import LocalLearner
 from laurel.algorithms.losses import RewardLoss
 from laurel.config.reward_training import LossConfig
 from laurel.config.schema import NamedCall, PolicyConfig
@@ -54,8 +55,13 @@ def cut(
     path: str, *, micro_batch_size: int = 1, **changes: Any
 ) -> tuple[RewardModel, list[MicroBatch[Preference]]]:
     model = model_of(path)
-    batcher = Batcher(model, policy(**changes), pad_id=PAD)
-    return model, batcher.cut(samples(), micro_batch_size=micro_batch_size)
+    batcher = Batcher(model.path, policy(**changes), pad_id=PAD)
+    rows = samples()
+    return model, batcher.cut(
+        [row.tokens for row in rows],
+        [row.preference for row in rows],
+        micro_batch_size=micro_batch_size,
+    )
 
 
 def ids(batch: list[MicroBatch[Preference]]) -> list[list[int]]:
@@ -121,7 +127,7 @@ def step(path: str, changes: dict[str, Any], size: int) -> tuple[dict[str, float
     """The figures and the gradients (as the change of a step of plain descent)."""
     model, batch = cut(path, micro_batch_size=size, **changes)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    learner = Learner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0}))
+    learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0}))
     update = learner.update(batch, RewardLoss(LossConfig()))
     assert update.failure is None
     return update.metrics, {n: before[n] - p.detach() for n, p in model.named_parameters()}

@@ -14,7 +14,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from laurel.algorithms.learner import Learner, MicroBatch
+from laurel.algorithms.learner import MicroBatch
+from laurel.algorithms.local_learner import LocalLearner, evaluating
 from laurel.algorithms.losses import LossOutput, RewardLoss
 from laurel.config.reward_training import LossConfig
 from laurel.config.schema import Milestones, NamedCall
@@ -67,7 +68,7 @@ def batch_of(*rows: Sequence[float], labels: Sequence[float] = ()) -> MicroBatch
     return MicroBatch(inputs=inputs, labels=labels or [1.0] * len(rows), num_tokens=len(rows))
 
 
-def weights(learner: Learner) -> list[float]:
+def weights(learner: LocalLearner) -> list[float]:
     return [float(w) for _, p in learner.named_parameters for w in p.detach().flatten()]
 
 
@@ -75,7 +76,7 @@ def weights(learner: Learner) -> list[float]:
 
 
 def test_a_step_of_two_micro_batches_by_hand() -> None:
-    learner = Learner(weights_only(1.0, 2.0), optimizer=sgd(lr=0.5))
+    learner = LocalLearner(weights_only(1.0, 2.0), optimizer=sgd(lr=0.5))
     loss = Mean()
     update = learner.update([batch_of((1.0, 0.0), (3.0, 2.0)), batch_of((2.0, 4.0))], loss)
     # Outputs 1, 7, 10: mean 6. Gradient: the mean row, (2, 2), of norm sqrt 8. Step: 0.5 of it.
@@ -89,14 +90,14 @@ def test_a_step_of_two_micro_batches_by_hand() -> None:
 
 def test_the_denominator_is_that_of_the_whole_step() -> None:
     """The second micro-batch counts for nothing and the first for three; 3 divides both."""
-    learner = Learner(weights_only(0.0), optimizer=sgd())
+    learner = LocalLearner(weights_only(0.0), optimizer=sgd())
     batch = [batch_of((3.0,), (6.0,), labels=[1.0, 2.0]), batch_of((9.0,), labels=[0.0])]
     learner.update(batch, Mean())
     assert weights(learner) == [-(3.0 + 2 * 6.0) / 3]
 
 
 def test_gradients_of_the_step_before_do_not_count() -> None:
-    learner = Learner(weights_only(0.0), optimizer=sgd())
+    learner = LocalLearner(weights_only(0.0), optimizer=sgd())
     for _ in range(2):
         learner.update([batch_of((1.0,))], Mean())
     assert weights(learner) == [-2.0]
@@ -127,8 +128,8 @@ LOSSES = [
 ]
 
 
-def update_by_cut(config: LossConfig, cut: Sequence[Sequence[int]]) -> tuple[Learner, Any]:
-    learner = Learner(scorer(), optimizer=sgd(lr=0.1), max_grad_norm=0.5)
+def update_by_cut(config: LossConfig, cut: Sequence[Sequence[int]]) -> tuple[LocalLearner, Any]:
+    learner = LocalLearner(scorer(), optimizer=sgd(lr=0.1), max_grad_norm=0.5)
     batch = []
     for part in cut:
         inputs: Any = torch.cat([ROWS[i][0] for i in part])
@@ -161,7 +162,7 @@ def test_any_cut_into_micro_batches_is_the_same_step(
 # ---------------------------------------------------------------------------------- refused steps
 
 
-def state_of(learner: Learner) -> Any:
+def state_of(learner: LocalLearner) -> Any:
     scheduler = learner.scheduler and learner.scheduler.state_dict()
     return copy.deepcopy((learner.model.state_dict(), learner.optimizer.state_dict(), scheduler))
 
@@ -181,10 +182,10 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def warmed_up() -> Learner:
+def warmed_up() -> LocalLearner:
     """A learner whose optimizer and schedule have a state that a step would change."""
     schedule = NamedCall(name="torch.optim.lr_scheduler.ExponentialLR", kwargs={"gamma": 0.5})
-    learner = Learner(weights_only(1.0, 2.0), optimizer=ADAMW, scheduler=schedule)
+    learner = LocalLearner(weights_only(1.0, 2.0), optimizer=ADAMW, scheduler=schedule)
     learner.update([batch_of((1.0, 3.0))], Mean())
     return learner
 
@@ -254,7 +255,7 @@ def test_a_batch_that_teaches_nothing_moves_nothing() -> None:
     ],
 )
 def test_gradients_are_scaled_down_to_the_limit(limit: float | None, expected: Any) -> None:
-    learner = Learner(weights_only(0.0, 0.0), optimizer=sgd(), max_grad_norm=limit)
+    learner = LocalLearner(weights_only(0.0, 0.0), optimizer=sgd(), max_grad_norm=limit)
     update = learner.update([batch_of((30.0, 40.0))], Mean())
     assert update.metrics["grad_norm"] == 50.0
     assert weights(learner) == expected
@@ -264,7 +265,7 @@ def test_frozen_weights_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     model[0].weight.requires_grad_(False)
     before = float(model[0].weight)
-    learner = Learner(model, optimizer=ADAMW)
+    learner = LocalLearner(model, optimizer=ADAMW)
     assert [name for name, _ in learner.named_parameters] == ["1.weight"]
     learner.update([batch_of((1.0,))], Mean())
     assert float(model[0].weight) == before
@@ -292,7 +293,7 @@ def test_frozen_weights_are_left_out() -> None:
     ],
 )
 def test_any_optimizer_of_torch(name: str, kwargs: dict[str, Any]) -> None:
-    learner = Learner(
+    learner = LocalLearner(
         weights_only(1.0, 2.0), optimizer=NamedCall(name=f"torch.optim.{name}", kwargs=kwargs)
     )
     assert type(learner.optimizer).__name__ == name
@@ -311,7 +312,7 @@ def test_the_fused_kernel_unless_the_configuration_chooses(
     chosen: dict[str, Any], fused: bool | None
 ) -> None:
     call = NamedCall(name="torch.optim.AdamW", kwargs={"lr": 0.1, **chosen})
-    assert Learner(weights_only(1.0), optimizer=call).optimizer.defaults["fused"] is fused
+    assert LocalLearner(weights_only(1.0), optimizer=call).optimizer.defaults["fused"] is fused
 
 
 @pytest.mark.parametrize(
@@ -331,7 +332,7 @@ def test_the_fused_kernel_unless_the_configuration_chooses(
 )
 def test_optimizers_that_cannot_be_used(name: str, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refusal:
-        Learner(weights_only(1.0), optimizer=NamedCall(name=name, kwargs=kwargs))
+        LocalLearner(weights_only(1.0), optimizer=NamedCall(name=name, kwargs=kwargs))
     assert str(refusal.value).startswith("policy.optimizer")
 
 
@@ -340,7 +341,7 @@ def scheduler(name: str, **kwargs: Any) -> NamedCall:
 
 
 def rates(schedule: Any, steps: int) -> list[float]:
-    learner = Learner(weights_only(1.0), optimizer=sgd(), scheduler=schedule)
+    learner = LocalLearner(weights_only(1.0), optimizer=sgd(), scheduler=schedule)
     found = [learner.update([batch_of((1.0,))], Mean()).metrics["lr"] for _ in range(steps)]
     return [round(rate, 6) for rate in found]
 
@@ -391,32 +392,33 @@ def test_a_list_hands_over_at_its_milestones() -> None:
 )
 def test_schedules_that_cannot_be_used(schedule: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refusal:
-        Learner(weights_only(1.0), optimizer=sgd(), scheduler=schedule)
+        LocalLearner(weights_only(1.0), optimizer=sgd(), scheduler=schedule)
     assert str(refusal.value).startswith("policy.scheduler")
 
 
 # -------------------------------------------------------------------------------------- evaluating
 
 
-def test_evaluating_has_no_dropout_and_no_gradients_and_ends_well() -> None:
+def test_outputs_have_no_dropout_and_no_gradients_and_leave_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Dropout(0.9), nn.Linear(4, 1))
-    learner = Learner(model, optimizer=ADAMW)
+    learner = LocalLearner(model, optimizer=ADAMW)
     model.train()
-    inputs = torch.ones(3, 4)
-    with learner.evaluating() as evaluated:
-        first, second = evaluated(inputs), evaluated(inputs)
-        assert torch.equal(first, second)
-        assert not first.requires_grad
+    inputs: Any = torch.ones(3, 4)
+    asked = learner.outputs([inputs, inputs])
+    first = next(asked)
+    # Whoever looks at the first output before the second is computed finds all as usual.
     assert model.training
-
-    def fail() -> None:
-        with learner.evaluating():
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert model.training
+    assert torch.is_grad_enabled()
+    assert torch.equal(first, next(asked))
+    assert not first.requires_grad
     model.eval()
-    with learner.evaluating():
-        pass
+    list(learner.outputs([inputs]))
     assert not model.training
+
+
+def test_evaluating_ends_well() -> None:
+    model = nn.Dropout(0.9).train()
+    with pytest.raises(KeyError), evaluating(model):
+        raise KeyError
+    assert model.training
+    assert torch.is_grad_enabled()

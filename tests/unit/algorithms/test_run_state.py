@@ -10,15 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from laurel.algorithms.run_state import (
-    TRAINING_DATA,
-    Position,
-    check_same_run,
-    fingerprint,
-    read_run_dir,
-    settings_of,
-    write_bad_step,
-)
+from laurel.algorithms.reward_run_state import fingerprint, settings_of, write_bad_step
+from laurel.algorithms.run_state import TRAINING_DATA, Position, check_same_run, read_run_dir
 from laurel.config.load import load_config
 from laurel.config.reward_training import RewardTrainingRun
 from laurel.errors import CheckpointError

@@ -7,7 +7,15 @@ import sys
 
 import pytest
 
-from laurel.algorithms.selection import TRAIN_METRICS, Selection, select_by
+from laurel.algorithms.selection import (
+    TRAIN_METRICS,
+    Goal,
+    Selection,
+    policy_goal,
+    select_by,
+    select_policy_by,
+)
+from laurel.config.grpo_training import GRPOConfig
 from laurel.errors import ConfigError
 from laurel.observe.metrics import PREFERENCE_METRICS
 
@@ -96,6 +104,74 @@ def test_without_a_validation_set_it_says_so() -> None:
     assert "It can measure: train_loss" in str(hint.value)
 
 
+def goal_of(metric: str, *, has_validation: bool = True, generations: int = 1) -> Goal | None:
+    config = GRPOConfig(
+        stop_at_validation_metric=metric, stop_at_validation_threshold=0.5,
+        val_num_generations_per_prompt=generations,
+    )  # fmt: skip
+    return policy_goal(config, has_validation=has_validation, environments=["math", "mine"])
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("accuracy", "validation_reward_mean"),  # as NeMo RL calls the mean of any reward
+        ("reward_mean", "validation_reward_mean"),
+        ("val:accuracy", "validation_reward_mean"),
+        ("validation_reward_mean", "validation_reward_mean"),
+        ("env/mine/accuracy", "validation_env/mine/accuracy"),
+        ("pass_k", "validation_pass@4"),
+        ("pass@4", "validation_pass@4"),
+    ],
+)
+def test_a_goal_by_its_names(name: str, key: str) -> None:
+    assert goal_of(name, generations=4) == Goal(key=key, threshold=0.5)
+
+
+@pytest.mark.parametrize("name", ["acuracy", "pass_k", "avg_length", "env/theirs/accuracy", ""])
+def test_a_goal_that_no_validation_measures_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"stop_at_validation_metric={name}: this run never"):
+        goal_of(name)
+
+
+def test_a_goal_needs_a_validation_and_none_is_none() -> None:
+    with pytest.raises(ConfigError, match="There is no validation set"):
+        goal_of("accuracy", has_validation=False)
+    assert policy_goal(GRPOConfig(), has_validation=False, environments=[]) is None
+
+
 def test_a_wrong_name_is_told_without_torch() -> None:
     program = "import sys, laurel.algorithms.selection; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("figure", "higher"),
+    [("final_score", True), ("accuracy", True), ("reasoning", True), ("tie_share", False)],
+)
+def test_figures_of_benchmarks(figure: str, higher: bool) -> None:
+    benchmarks = {"My-Bench": ["final_score", "accuracy", "reasoning", "tie_share"]}
+    found = select_by(f"val:validation-My-Bench_{figure}", None, sets=SETS, benchmarks=benchmarks)
+    expected = Selection(key=f"validation-My-Bench_{figure}", higher_is_better=higher)
+    assert found == expected
+    with pytest.raises(ConfigError, match=r"never measures that\. It can.*My-Bench_reasoning"):
+        select_by("validation-My-Bench_loss", None, sets=[], benchmarks=benchmarks)
+
+
+def test_auto_is_the_accuracy_where_there_are_only_benchmarks() -> None:
+    benchmarks = {"B": ["final_score", "accuracy"]}
+    only = select_by("auto", None, sets=[], benchmarks=benchmarks)
+    assert only == Selection(key="validation-B_accuracy", higher_is_better=True)
+    both = select_by("auto", None, sets=SETS, benchmarks=benchmarks)
+    assert both == Selection(key="validation-default_loss")
+
+
+def test_named_sets_of_a_policy() -> None:
+    asked = {"has_validation": True, "environments": ["math"], "sets": ["Easy", "accuracy"]}
+    easy = select_policy_by("validation-Easy_reward_mean", None, **asked)
+    assert easy == Selection(key="validation-Easy_reward_mean", higher_is_better=True)
+    # What a set is called does not turn the direction.
+    short = select_policy_by("val:validation-accuracy_avg_length", None, **asked)
+    assert short == Selection(key="validation-accuracy_avg_length", higher_is_better=False)
+    with pytest.raises(ConfigError, match="validation-Easy_accuracy"):
+        select_policy_by("validation-Hard_reward_mean", None, **asked)

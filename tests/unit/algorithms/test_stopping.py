@@ -32,9 +32,11 @@ def test_the_first_signal_is_a_flag_and_the_second_the_end(number: signal.Signal
     left: list[int] = []
     with StopRequest(told.append, leave=left.append) as stop:
         assert stop.signal is None
+        assert stop.seconds == 0
         os.kill(os.getpid(), number)
         wait_for(lambda: told == [number.name])
         assert stop.signal is number
+        wait_for(lambda: stop.seconds > 0.01)
         assert left == []
         os.kill(os.getpid(), number)
         wait_for(lambda: left == [128 + number])

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from laurel.algorithms.batches import Batcher
-from laurel.algorithms.learner import Learner
+from laurel.algorithms.local_learner import LocalLearner
 from laurel.algorithms.losses import RewardLoss
 from laurel.algorithms.validation import Validation, validate
-from laurel.config.reward_training import LossConfig, RewardTrainingConfig
+from laurel.config.reward_training import LossConfig
 from laurel.config.schema import NamedCall, PolicyConfig
-from laurel.models.reward_model import RewardModel
 from laurel.models.scoring import ScoringContract, ScoringRules
 from laurel.types import Preference, PreferenceSample, TokenForest, TokenGroup, group_of
 
@@ -61,23 +60,26 @@ def run(
     weights: tuple[float, ...] | None = None,
     budget: int = 20,
     done: list[int] | None = None,
-    **config: Any,
 ) -> Validation:
     model = model or ByLastToken()
-    learner = Learner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0}))
+    learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0}))
     model.train()
     rules = ScoringRules(
         template_sha256="", bos_id=None, eos_id=None, pad_id=0, max_length=99,
         truncation_side="left", attributes=attributes, attribute_weights=weights,
     )  # fmt: skip
     policy = PolicyConfig.model_validate({"sequence_packing": {"train_mb_tokens": budget}})
+    micro_batches = Batcher("forest", policy, pad_id=0).cut(
+        [one.tokens for one in samples],
+        [one.preference for one in samples],
+        micro_batch_size=1,
+    )
     validation = validate(
         learner,
         samples,
+        micro_batches,
         loss=RewardLoss(loss or LossConfig(), reward_weights_K=weights),
-        batcher=Batcher(cast(RewardModel, model), policy, pad_id=0),
         contract=ScoringContract(None, rules),
-        config=RewardTrainingConfig(**config),
         on_groups=(done if done is not None else []).append,
     )
     assert model.training, "the model trains on as before"
@@ -121,15 +123,6 @@ def test_scores_come_in_the_order_of_the_set_whatever_the_batches(
     assert validation.metrics == pytest.approx(run(SET).metrics, rel=1e-6)
     assert sum(done) == 4
     assert len(done) == batches  # of 8, 11, 12 and 19 tokens
-
-
-@pytest.mark.parametrize(
-    ("batches", "size", "used"), [(-1, 2, 4), (0, 2, 4), (1, 2, 2), (1, 3, 3), (9, 2, 4)]
-)
-def test_a_limit_of_batches(batches: int, size: int, used: int) -> None:
-    validation = run(SET, val_batches=batches, val_global_batch_size=size)
-    assert len(validation.scores_BG) == used
-    assert validation.metrics["num_valid_samples"] == used
 
 
 def test_scores_that_are_not_finite_are_no_figure() -> None:

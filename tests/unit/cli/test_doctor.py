@@ -71,14 +71,11 @@ def test_a_quota_below_the_cores_is_pointed_out():
 
 def test_what_is_absent_comes_with_the_command_that_brings_it():
     finding = machine.extras()
-    assert {"lora", "wandb", "mlflow", "test"} <= set(finding.facts)
+    assert {"lora", "vllm", "wandb", "mlflow", "test"} <= set(finding.facts)
     for extra, facts in finding.facts.items():
         absent = [name for name, version in facts["packages"].items() if version is None]
-        if extra in machine.FOR_LATER:
-            assert facts["install"] is None
-        else:
-            assert facts["install"] == (f"pip install 'laurel-rl[{extra}]'" if absent else None)
-            assert not absent or any(facts["install"] in line for line in finding.lines)
+        assert facts["install"] == (f"pip install 'laurel-rl[{extra}]'" if absent else None)
+        assert not absent or any(facts["install"] in line for line in finding.lines)
 
 
 def test_the_speed_of_a_product_is_of_the_right_size():

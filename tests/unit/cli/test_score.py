@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
-from laurel.cli.load_scorer import ScorerOptions, find_model
 from laurel.cli.score import CHUNK, run_score
 from laurel.errors import (
     CheckpointError,
@@ -20,6 +19,7 @@ from laurel.errors import (
     ModelError,
     ScoringContractError,
 )
+from laurel.rewards.load import ScorerOptions
 from reward_models import small_model, write_foreign_model, write_model, write_run
 
 ROWS = [
@@ -55,13 +55,14 @@ def foreign(tmp_path_factory):
 def score(capsys):
     """Runs the command; gives the exit code, the JSON lines, and what was said and printed."""
 
-    def run(model, rows=ROWS, *, file="-", as_json=True, output=None, **options):
+    def run(model, rows=ROWS, *, file="-", as_json=True, output=None, settings=(), **options):
         stdin = io.BytesIO(rows if isinstance(rows, bytes) else lines(rows))
-        chosen = ScorerOptions(**{"device": "cpu", "cpu_threads": 1, **options})
+        chosen = ScorerOptions(**{"device": "cpu", **options})
         capsys.readouterr()
         code = run_score(
-            str(file), model=str(model), output=output, as_json=as_json, options=chosen, stdin=stdin
-        )
+            str(file), model=str(model), output=output, as_json=as_json, options=chosen,
+            settings=settings, cpu_threads=1, stdin=stdin,
+        )  # fmt: skip
         out, err = capsys.readouterr()
         read = [json.loads(line) for line in out.splitlines()] if as_json else []
         return SimpleNamespace(code=code, lines=read, out=out, err=err)
@@ -320,16 +321,6 @@ def test_places_that_hold_no_model(score, tmp_path):
         score(tmp_path / "absent" / "model")
     with pytest.raises(ModelError, match=r"neither a model .* nor checkpoints .* weights\.bin"):
         score(tmp_path)
-
-
-def test_a_name_that_is_no_directory_is_one_on_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "results" / "rm").mkdir(parents=True)
-    place = find_model("organisation/model")
-    assert (place.name, place.is_checkpoint) == ("organisation/model", False)
-    assert "no directory here" in place.notes[0]
-    with pytest.raises(ModelError, match="no such directory; results holds: rm"):
-        find_model("results/mr")
 
 
 def test_a_language_model_without_a_head_is_refused(score, tmp_path):

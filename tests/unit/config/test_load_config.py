@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from laurel.config.load import LoadedConfig, load_config, to_yaml
+from laurel.config.preference_data import DatasetConfig
 from laurel.config.reward_training import RewardTrainingRun
-from laurel.config.schema import DatasetConfig, NamedCall
+from laurel.config.schema import NamedCall
 from laurel.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
@@ -307,12 +308,14 @@ def test_a_model_from_scratch() -> None:
 
 
 def test_rules_of_the_schema_name_the_line(base: Path) -> None:
-    text = base.read_text().replace("gpus_per_node: 1", "gpus_per_node: 8")
+    opening = "  reward_model_cfg:\n    enabled: "
+    text = base.read_text().replace(f"{opening}true", f"{opening}false")
     base.write_text(text)
-    line = text.splitlines().index("  gpus_per_node: 8") + 1
+    line = text.splitlines().index("  reward_model_cfg:") + 2
     with pytest.raises(ConfigError) as caught:
         load(base)
-    assert str(caught.value).startswith(f"{base}:{line}: cluster.gpus_per_node: ")
+    said = str(caught.value)
+    assert said.startswith(f"{base}:{line}: policy.reward_model_cfg.enabled must be true")
 
 
 @pytest.mark.parametrize("name", ["rm.yaml", "rm_binary.yaml"])

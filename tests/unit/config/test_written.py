@@ -6,14 +6,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.config.load import load_config, to_yaml
+from laurel.config.preference_data import DataConfig, DatasetConfig
 from laurel.config.reward_training import RewardTrainingConfig, RewardTrainingRun
 from laurel.config.schema import (
-    DataConfig,
-    DatasetConfig,
     DTensorConfig,
     LoraConfig,
     Milestones,
@@ -114,6 +114,13 @@ def test_what_is_written_reads_back_equal(run: RewardTrainingRun, describe: bool
     assert again == run
     assert again.data.train_sets() == run.data.train_sets()
     assert again.data.validation_sets() == run.data.validation_sets()
+
+
+@pytest.mark.parametrize("text", ["\n", "\n\n", "a\n", "a\n\n", "\na", " \n", "a\n \n"])
+def test_text_of_several_lines_reads_back_equal(text: str) -> None:
+    policy = RewardTrainingRun().policy.model_copy(update={"model_name": text})
+    run = RewardTrainingRun().model_copy(update={"policy": policy})
+    assert read_back(to_yaml(run)).policy.model_name == text
 
 
 def test_defaults_are_written_too() -> None:

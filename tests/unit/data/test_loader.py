@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.data.loader import StepOrder
+from laurel.data.loader import StepOrder, Stream
 
 SIZES = {"num_rows": st.integers(1, 60), "batch_size": st.integers(1, 20)}
 
@@ -80,3 +80,47 @@ def test_the_order_is_fixed_for_good():
 @pytest.mark.parametrize("value", [1, 2, 3])
 def test_rows_are_plain_integers(value):
     assert all(type(row) is int for row in order_of(6, 3).rows(value))
+
+
+# ------------------------------------------------------------------------------------- the stream
+
+
+def test_a_stream_in_order_by_hand():
+    stream = Stream(3, shuffle=False, seed=0)
+    assert stream.rows(0, 2) == [0, 1]
+    assert stream.rows(2, 5) == [2, 0, 1, 2, 0]
+    assert stream.rows(7, 0) == []
+
+
+@settings(deadline=None)
+@given(num_rows=st.integers(1, 40), seed=st.integers(0, 2**40), shuffle=st.booleans())
+def test_every_epoch_of_a_stream_reads_every_row_once(num_rows, seed, shuffle):
+    stream = Stream(num_rows, shuffle=shuffle, seed=seed)
+    drawn = stream.rows(0, 3 * num_rows)
+    for number in range(3):
+        part = drawn[number * num_rows : (number + 1) * num_rows]
+        assert sorted(part) == list(range(num_rows))
+
+
+@settings(deadline=None)
+@given(
+    num_rows=st.integers(1, 20),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+    seed=st.integers(0, 99),
+)
+def test_a_stream_is_the_same_however_it_is_cut_and_wherever_one_begins(num_rows, cuts, seed):
+    whole = Stream(num_rows, shuffle=True, seed=seed).rows(0, sum(cuts))
+    stream, place, found = Stream(num_rows, shuffle=True, seed=seed), 0, []
+    for count in cuts:
+        found += stream.rows(place, count)
+        place += count
+    assert found == whole
+    # Backwards too: nothing is remembered but what can be made again.
+    fresh = Stream(num_rows, shuffle=True, seed=seed)
+    assert [fresh.rows(i, 1)[0] for i in reversed(range(len(whole)))] == whole[::-1]
+
+
+def test_streams_of_other_seeds_and_epochs_differ():
+    one = Stream(50, shuffle=True, seed=1).rows(0, 100)
+    assert one[:50] != one[50:]
+    assert one != Stream(50, shuffle=True, seed=2).rows(0, 100)

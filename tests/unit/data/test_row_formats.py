@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from laurel.config.schema import DatasetConfig
+from laurel.config.preference_data import DatasetConfig
 from laurel.data.cells import UnusableRow
 from laurel.data.row_formats import Judged, class_of, infer_class, judge
 from laurel.types import Message

@@ -17,7 +17,7 @@ import tiny
 from laurel.data.forest import plant
 from laurel.errors import ModelError
 from laurel.models.attention import FOREST, ForestPlan, forest_attention, register
-from laurel.models.load import recompute_activations
+from laurel.models.pretrained import recompute_activations
 from laurel.types import Span, Tree
 
 ALL = sorted(tiny.ARCHITECTURES)

@@ -326,8 +326,11 @@ def unpickling(tree):
         elif isinstance(node, ast.ImportFrom) and node.module:
             if node.module.split(".")[0] in UNPICKLERS:
                 yield node.module
-            elif node.module.split(".")[0] == "torch":
+            elif node.module in ("torch", "torch.serialization"):
                 yield from (f"torch.{n.name}" for n in node.names if n.name in ("load", "save"))
+            elif node.module.startswith("torch.distributed.checkpoint"):
+                # The metadata of its file-system storage is a pickle; that of safetensors is none.
+                yield from (n.name for n in node.names if n.name.startswith("FileSystem"))
         elif isinstance(node, ast.Attribute) and node.attr in ("load", "save"):
             if isinstance(node.value, ast.Name) and node.value.id == "torch":
                 yield f"torch.{node.attr}"
@@ -335,11 +338,26 @@ def unpickling(tree):
             yield node.arg
 
 
+BETWEEN_OWN_PROCESSES = {
+    "distributed/seat.py",
+    "distributed/spawned_group.py",
+    "distributed/spawned_seat.py",
+    "distributed/worker_calls.py",
+}
+"""Calls and results of the workers of one run. Ray carries everything as pickles, behind the token
+of its cluster, and processes that a run has started itself have a pipe of their own; nothing is
+ever read from a file or from anybody else."""
+
+
 def test_no_source_file_can_unpickle():
     package = Path(laurel.__file__).parent
     files = sorted(package.rglob("*.py"))
     assert package / "models/training_state.py" in files
-    found = {str(file): list(unpickling(ast.parse(file.read_text()))) for file in files}
-    assert {file: names for file, names in found.items() if names} == {}
+    found = {
+        str(file.relative_to(package)): list(unpickling(ast.parse(file.read_text())))
+        for file in files
+    }
+    guilty_ones = {file: names for file, names in found.items() if names}
+    assert guilty_ones == {file: ["pickle"] for file in BETWEEN_OWN_PROCESSES}
     for guilty in ("import pickle", "from torch import load", "torch.load(f)", "f(allow_pickle=1)"):
         assert list(unpickling(ast.parse(guilty)))

@@ -1,5 +1,6 @@
 """A checkpoint is a Hugging Face model: any program gets our scores from it."""
 
+import contextlib
 import json
 import re
 
@@ -13,10 +14,11 @@ import tiny_tokenizers as made
 from laurel.config.schema import PolicyConfig
 from laurel.data.forest import plant
 from laurel.errors import CheckpointError
-from laurel.models.adapters import ADAPTERS, load_adapters, merged_state
+from laurel.models.adapters import ADAPTERS, load_adapters, merged_weights, trained_weights
 from laurel.models.attention import FOREST
-from laurel.models.export import CARD, model_card, save_reward_model
+from laurel.models.export import save_reward_model
 from laurel.models.load import load_reward_model
+from laurel.models.model_card import CARD, CardFacts, reward_model_card
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.local import LocalScorer
 from laurel.types import Message, group_of
@@ -34,13 +36,13 @@ def contract_of(tokenizer, **changes):
 
 
 def card_of(contract):
-    return model_card(
+    facts = CardFacts(
         base_model="a tiny model",
         data={"train": "errands.jsonl: 10 of 12 rows"},
         metrics={"validation-default_accuracy": 0.97531},
-        contract=contract,
         settings={"loss": "bradley_terry"},
     )
+    return reward_model_card(facts, contract)
 
 
 def save(directory, model, contract):
@@ -64,13 +66,13 @@ def conversations():
 
 
 def scores_by_the_card(directory):
-    """What the python code in the README of a checkpoint computes."""
+    """What the first python code in the README of a checkpoint computes, run in its directory."""
     text = (directory / CARD).read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    names = {"DIRECTORY": str(directory), "conversations": conversations()}
-    with torch.inference_mode():
+    code, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    names = {}
+    with contextlib.chdir(directory):
         exec(code, names)
-    return names["scores"], names
+    return names["scores"](conversations()), names
 
 
 # ------------------------------------------------------------------------------------- whole models
@@ -94,7 +96,7 @@ def test_transformers_gives_the_same_scores_as_the_card_says(name, make, tmp_pat
     save(tmp_path, model, contract)
     scores_N, names = scores_by_the_card(tmp_path)
     torch.testing.assert_close(scores_N, scores_of(model, contract)[:, 0], rtol=0, atol=1e-6)
-    assert names["batch"]["attention_mask"].sum(1).tolist() == [
+    assert [len(names["token_ids"](one)) for one in conversations()] == [
         length for tokens in contract.encode(GROUPS) for length in tokens.lengths_G
     ]
 
@@ -158,7 +160,8 @@ def test_what_the_card_tells():
         "- **train**: errands.jsonl: 10 of 12 rows",
         "| validation-default_accuracy | 0.9753 |",
         "- loss: bradley_terry",
-        "read from the last token, by a head in float32",
+        "read from the last token, which the template makes",
+        "by a head in float32",
         "512 tokens, cut on the left",
         "mean 0.5, standard deviation 2 over 64 completions",
     ):
@@ -226,11 +229,12 @@ def test_merged_weights_score_as_the_adapted_model(adapted, tmp_path):
 
 
 def test_merged_names_are_those_of_the_plain_model(adapted):
-    state, trained = merged_state(adapted[0].model.classifier)
+    network = adapted[0].model.classifier
+    merged, trained = dict(merged_weights(network)), trained_weights(network)
     plain = AutoModelForSequenceClassification.from_pretrained(
         adapted[0].base_model, num_labels=1
     ).state_dict()
-    assert state.keys() == plain.keys()
+    assert merged.keys() == plain.keys()
     assert "score.weight" in trained
     assert all(name == "score.weight" or ".lora_" in name for name in trained)
 

@@ -1,10 +1,8 @@
 """What is loaded as a reward model, what becomes one, and what is refused."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 import tiny
@@ -15,21 +13,9 @@ from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.models.attention import FOREST
 from laurel.models.load import load_reward_model
 from laurel.types import Message, group_of
+from model_directories import edit_json, edit_weights
 
 GROUP = group_of([Message("user", "Where is the laurel?")], ["By the gate."], group_id="g")
-
-
-@pytest.fixture
-def save(tmp_path):
-    """Saves a model and a tokenizer as Hugging Face does, and returns the directory."""
-
-    def write(model, tokenizer=None, name="model"):
-        directory = tmp_path / name
-        model.save_pretrained(directory)
-        (tokenizer or made.chatml()).save_pretrained(directory)
-        return directory
-
-    return write
 
 
 def policy(directory, **changes):
@@ -55,19 +41,6 @@ def score(loaded, group=GROUP):
     batch = plant(tokens) if loaded.model.path == "forest" else pad(tokens, pad_id=0)
     with torch.inference_mode():
         return loaded.model.eval()(batch)
-
-
-def edit_json(path, change):
-    content = json.loads(path.read_text(encoding="utf-8"))
-    change(content)
-    path.write_text(json.dumps(content), encoding="utf-8")
-
-
-def edit_weights(directory, change):
-    path = directory / "model.safetensors"
-    weights = load_file(path)
-    change(weights)
-    save_file(weights, path, metadata={"format": "pt"})
 
 
 # ------------------------------------------------------------------------- reward models as saved

@@ -1,11 +1,13 @@
 """Where a score is read, in which precision, and that padding has no part in it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tiny
 from laurel.data.forest import pad, plant
-from laurel.models.load import recompute_activations
+from laurel.models.pretrained import recompute_activations
 from laurel.models.reward_model import RewardModel
 from laurel.types import PaddedRows
 
@@ -66,15 +68,16 @@ def test_neither_the_padding_token_nor_its_number_changes_a_score():
     for pad_id, extra in ((0, 9), (2, 0), (77, 30)):
         more = torch.nn.functional.pad(rows.ids_NL, (0, extra))
         is_padding = torch.arange(more.shape[1]) >= rows.lengths_N[:, None]
-        other = PaddedRows(ids_NL=more.masked_fill(is_padding, pad_id), lengths_N=rows.lengths_N)
+        other = replace(rows, ids_NL=more.masked_fill(is_padding, pad_id))
         torch.testing.assert_close(model(other), expected_NK, rtol=0, atol=1e-12)
 
 
 def test_a_text_that_ends_in_the_padding_token_is_read_at_its_end():
     """Hugging Face's own head reads such a row one token early; lengths do not lie."""
     model = padded_model(tiny.tiny_classifier("llama"))
-    rows = PaddedRows(ids_NL=torch.tensor([[5, 6, 0]]), lengths_N=torch.tensor([3]))
-    short = PaddedRows(ids_NL=torch.tensor([[5, 6]]), lengths_N=torch.tensor([2]))
+    start = torch.tensor([1])
+    rows = PaddedRows(ids_NL=torch.tensor([[5, 6, 0]]), lengths_N=torch.tensor([3]), starts_N=start)
+    short = PaddedRows(ids_NL=torch.tensor([[5, 6]]), lengths_N=torch.tensor([2]), starts_N=start)
     with torch.inference_mode():
         theirs = model.classifier(input_ids=rows.ids_NL).logits
         torch.testing.assert_close(model(short), theirs)

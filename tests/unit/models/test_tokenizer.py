@@ -15,6 +15,7 @@ from laurel.models.tokenizer import (
     close_ends,
     load_tokenizer,
     pin_date,
+    plain_text,
     settle_padding,
     settle_template,
 )
@@ -290,3 +291,9 @@ def test_a_directory_without_a_tokenizer_is_an_error_that_names_the_key(tmp_path
         load(TokenizerConfig(), tmp_path)
     with pytest.raises(ModelError, match=r"^policy.tokenizer.name=.*holds tokenizer.json"):
         load(TokenizerConfig(name=str(tmp_path)), "whatever")
+
+
+def test_the_text_of_tokens_leaves_out_special_ones_and_moves_no_blank():
+    tokenizer = made.chatml()
+    ids = tokenizer("So , yes .", add_special_tokens=False)["input_ids"]
+    assert plain_text(tokenizer, [*ids, tokenizer.eos_token_id]) == "So , yes ."

@@ -269,7 +269,7 @@ def test_without_optimizer_state_only_the_generators_and_extra_come_back(tmp_pat
 def test_state_that_cannot_be_saved_is_a_configuration_error(tmp_path):
     class Odd(torch.optim.SGD):
         def step(self, closure=None):
-            self.state[self.param_groups[0]["params"][0]]["hook"] = print
+            self.state[self.param_groups[0]["params"][0]]["hook"] = len
 
     run = Run(lambda model: Odd(model.named_parameters()))
     run.optimizer.step()

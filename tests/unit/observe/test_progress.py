@@ -44,6 +44,19 @@ def test_a_line_says_everything() -> None:
     )
 
 
+def test_a_figure_of_an_older_step_is_not_shown() -> None:
+    progress, clock, file = plain(2)
+    with progress:
+        progress.step(1, METRICS, pairs=1, tokens=10)
+        clock.now += 60.0
+        progress.step(2, {"train/accuracy": 0.0}, pairs=1, tokens=10)
+    first, second = file.getvalue().splitlines()
+    assert "loss 0.6512" in first
+    assert "accuracy 0" in second
+    assert "loss" not in second
+    assert "grad norm" not in second
+
+
 def test_lines_come_now_and_then_and_first_and_last() -> None:
     progress, clock, file = plain(20)
     with progress:

@@ -275,7 +275,7 @@ def test_micro_batches_are_what_the_path_reads():
         ("padded", lambda batch: batch.ids_NL.numel()),
     ):
         model.path = path
-        parts = divide(model, groups, 300)
+        parts = divide(model.path, groups, 300)
         assert sorted(i for part in parts for i in part) == list(range(6))
         assert len(parts) > 1
         for part in parts:

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 import tiny
 from laurel.errors import ModelError
-from laurel.models.attention import FOREST, forest_attention
+from laurel.models.attention import FOREST
 from laurel.models.reward_model import RewardModel
 from laurel.rewards.self_check import check_paths
+from planted_faults import double_logits
 
 
 @pytest.mark.parametrize("name", sorted(tiny.ARCHITECTURES))
@@ -51,26 +51,12 @@ def test_the_model_is_as_it_was_afterwards():
 # ------------------------------------------------------------------------------- planted faults
 
 
-def heedless_attention(module, query, key, value, attention_mask, *, forest_plan, **options):
-    """Causal over the whole row: every tree sees those before it."""
-    return AttentionInterface()["sdpa"](module, query, key, value, None, is_causal=True, **options)
-
-
-def windowless_attention(*tensors, sliding_window=None, **options):
-    return forest_attention(*tensors, **options)
-
-
-for _name, _function in (("heedless", heedless_attention), ("windowless", windowless_attention)):
-    AttentionInterface.register(f"test_{_name}", _function)
-    AttentionMaskInterface.register(f"test_{_name}", lambda *_, **__: None)
-
-
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("std", [0.02, 0.2])
 def test_an_attention_that_ignores_the_plan_is_refused(precision, std):
     """Also in bfloat16 and with small scores, where comparing those would tell nothing."""
     model = tiny.tiny_reward_model("qwen3", precision=precision, std=std)
-    model.classifier.set_attn_implementation("test_heedless")
+    model.classifier.set_attn_implementation("heedless")
     with pytest.raises(ModelError, match=r"another score in a batch.*sequence_packing.enabled=fa"):
         check_paths(model)
 
@@ -81,7 +67,7 @@ def test_a_head_of_zeros_hides_no_fault():
     with torch.no_grad():
         model.classifier.score.weight.zero_()
     check_paths(model)
-    model.classifier.set_attn_implementation("test_heedless")
+    model.classifier.set_attn_implementation("heedless")
     with pytest.raises(ModelError, match="another score in a batch"):
         check_paths(model)
 
@@ -90,7 +76,7 @@ def test_an_attention_that_forgets_the_window_is_refused_though_the_probe_is_sho
     """A real window is thousands of tokens long: no probe of two dozen would reach it."""
     model = tiny.tiny_reward_model("qwen2-sliding", sliding_window=512)
     check_paths(model)
-    model.classifier.set_attn_implementation("test_windowless")
+    model.classifier.set_attn_implementation("windowless")
     with pytest.raises(ModelError, match="another score in a batch"):
         check_paths(model)
 
@@ -172,12 +158,7 @@ def test_a_class_that_does_more_to_a_score_than_the_head_is_refused(path):
     if path == "padded":
         model.classifier.set_attn_implementation("sdpa")
         model.path = "padded"
-
-    def double(_module, _arguments, output):
-        output.logits = output.logits * 2
-        return output
-
-    model.classifier.register_forward_hook(double)
+    double_logits(model.classifier)
     with pytest.raises(ModelError, match="another score in a batch than alone"):
         check_paths(model)
 

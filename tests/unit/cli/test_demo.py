@@ -1,0 +1,67 @@
+"""What the demo promises besides its numbers: it takes no foreign directory, says what it missed.
+
+That it learns is shown by `make demo` itself, which fails where it does not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laurel.cli.demo import Result, run_demo
+from laurel.cli.demo_settings import Files, grpo_run, measuring_run, rm_run, sft_run
+from laurel.config.grpo_training import GRPORun
+from laurel.config.load import load_config
+from laurel.errors import CheckpointError
+
+
+def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="no demo made it"):
+        run_demo(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_the_policy_is_rewarded_by_the_reward_model_and_measured_by_the_truth(
+    tmp_path: Path,
+) -> None:
+    files = Files(tmp_path / "a: b, [c]")
+    files.directory.mkdir()
+    policy, reward_model = files.directory / "policy", files.directory / "reward"
+    run = grpo_run(files, 7, policy, reward_model)
+    (train,), (validation,) = run.data.train_sets(), run.data.validation_sets()
+    assert (train.env_name, validation.env_name) == ("reward_model", "math")
+    assert validation.data_path == str(files.data("held-out-tasks"))
+    assert run.env.reward_model.model_name == str(reward_model)
+    assert run.policy.model_name == str(policy)
+    assert run.grpo.seed == 7
+    assert rm_run(files, 7, policy).policy.model_name == str(policy)
+    assert sft_run(files, 7).policy.model_name is None
+    measuring = measuring_run(files, 7, policy)
+    assert measuring.policy.generation.temperature == 1.0
+    assert {s.env_name for s in measuring.data.validation_sets()} == {"math"}
+
+
+def test_the_written_configuration_gives_the_same_run(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    run = grpo_run(files, 0, tmp_path / "policy", tmp_path / "reward")
+    again = load_config(GRPORun, files.config("grpo"), [])
+    assert again.config == run
+    assert not again.warnings
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "accuracy", "missed"),
+    [
+        (0.5, 0.95, 0.99, []),
+        (0.6, 0.9, 0.95, []),
+        (0.61, 0.95, 0.99, ["the warm-up reached 61.0%"]),
+        (0.5, 0.89, 0.94, ["the reward model is right on 94.0%", "GRPO reached 89.0%"]),
+    ],
+)
+def test_what_was_missed(before: float, after: float, accuracy: float, missed: list[str]) -> None:
+    result = Result(rate_before=before, rate_after=after, reward_accuracy=accuracy)
+    said = result.missed()
+    assert len(said) == len(missed)
+    assert all(text.startswith(start) for text, start in zip(said, missed, strict=True))

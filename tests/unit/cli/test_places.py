@@ -1,0 +1,73 @@
+"""Where a run goes, and what is refused before anything is started."""
+
+import pytest
+
+from laurel.cli.places import PlannedPlaces, plan_places
+from laurel.config.grpo_training import GRPORun
+from laurel.config.load import load_config
+from laurel.config.reward_training import RewardTrainingRun
+from laurel.distributed.claims import Run
+from laurel.errors import ConfigError
+
+JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
+ONE_FOR_JUDGING = (*JUDGED, "env.reward_model.resources.gpus_per_node=1")
+
+
+def planned(*overrides: str, schema: type[Run] = GRPORun) -> PlannedPlaces:
+    return plan_places(load_config(schema, None, overrides).config)
+
+
+def test_one_slot_is_this_process() -> None:
+    assert not planned().are_remote
+    assert not planned(schema=RewardTrainingRun).are_remote
+    assert not planned(*JUDGED).are_remote
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("cluster.gpus_per_node=2",),
+        ("cluster.num_nodes=2",),
+        ("cluster.gpus_per_node=2", *ONE_FOR_JUDGING),
+        ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2"),
+        (
+            "cluster.gpus_per_node=2",
+            "policy.dtensor_cfg.tensor_parallel_size=2",
+            "policy.dtensor_cfg.sequence_parallel=true",
+        ),
+        ("cluster.gpus_per_node=2", "policy.dtensor_cfg.cpu_offload=true"),
+        ("cluster.backend=ray",),
+        ("cluster.address=auto",),
+    ],
+)
+def test_more_slots_or_an_address_are_ray(overrides: tuple[str, ...]) -> None:
+    assert planned(*overrides).are_remote
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("cluster.gpus_per_node=2", "cluster.backend=local"), r"cluster\.backend=local"),
+        (("policy.dtensor_cfg.tensor_parallel_size=2",), r"tensor_parallel_size=2.*\n.*mend"),
+        (
+            ("cluster.gpus_per_node=2", "policy.dtensor_cfg.context_parallel_size=2"),
+            "does not divide a sequence over ranks",
+        ),
+        (("policy.dtensor_cfg.cpu_offload=true",), "the policy has one rank"),
+        (("cluster.gpus_per_node=1", *ONE_FOR_JUDGING), "resources.gpus_per_node"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_told_with_the_key(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        planned(*overrides)
+
+
+def test_every_misfit_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned(
+            "cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=3",
+            "env.reward_model.resources.gpus_per_node=2",
+            "env.reward_model.dtensor_cfg.tensor_parallel_size=3", *JUDGED,
+        )  # fmt: skip
+    for section in ("policy", "env.reward_model"):
+        assert f"{section}.dtensor_cfg.tensor_parallel_size=3: groups of 3" in str(caught.value)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from laurel.cli.plan import PlanOptions, kind_of, run_plan
+from laurel.config.schema import PolicyConfig
+from laurel.errors import ConfigError
+from laurel.models.shapes import count_parameters, read_shape
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
+POLICY = (
+    "num_parameters=1.54B,hidden_size=1536,num_layers=28,intermediate_size=8960,num_heads=12,"
+    "num_kv_heads=2,vocab_size=151936"
+)
+JUDGE = (
+    "hidden_size=1024,num_layers=28,intermediate_size=3072,num_heads=16,num_kv_heads=8,"
+    "head_dim=128,vocab_size=151936"
+)
+LLAMA_70B = (
+    "hidden_size=8192,num_layers=80,intermediate_size=28672,num_heads=64,num_kv_heads=8,"
+    "vocab_size=128256"
+)
+SEED = [
+    "policy.max_total_sequence_length=2048", "cluster.gpus_per_node=8",
+    "env.reward_model.batch_size=32", "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
+    "policy.dtensor_cfg.tensor_parallel_size=2", "env.reward_model.resources.gpus_per_node=4",
+]  # fmt: skip
+
+
+def options(**given: object) -> PlanOptions:
+    return PlanOptions(policy_shape=POLICY, reward_shape=JUDGE, **given)  # type: ignore[arg-type]
+
+
+def test_the_page_of_the_seeds_colocated_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", SEED, options(device_memory="80GiB"))
+    page = capsys.readouterr().out
+    assert "cluster  1 node x 8 slots = 8, 0 idle" in page
+    assert "node 0          | PG PG | PG PG | R  R  R  R  |" in page
+    assert "dp 2 x tp 2" in page
+    assert "512 completions / 2 = 256 each" in page
+    assert "1.54G parameters x 4 bytes / 4 ranks = 1.4 GiB" in page
+    assert page.endswith("it fits\n")
+
+
+def test_what_does_not_fit_is_a_page_too(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = [*SEED, "env.reward_model.resources.gpus_per_node=8"]
+    assert not run_plan(EXAMPLES / "grpo_rm_1B.yaml", changes, options())
+    page = capsys.readouterr().out
+    assert "MISFIT  the roles of a node need reward model 8 + policy at least 2 = 10" in page
+    assert "  mend  cluster.gpus_per_node=10" in page
+    assert "env.reward_model.resources.gpus_per_node=4" in page
+    assert page.endswith("it does not fit\n")
+
+
+def test_the_same_as_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    given = options(as_json=True, num_nodes=2, slots_per_node=4, device_memory="80GiB")
+    changes = ["policy.train_global_batch_size=256"]
+    assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", changes, given)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] is True
+    assert facts["cluster"] == {
+        "num_nodes": 2, "slots_per_node": 4, "idle": 3, "device_memory": 80 * 2**30,
+    }  # fmt: skip
+    roles = {role["name"]: role for role in facts["roles"]}
+    assert roles["policy"]["slots"] == [[0, 0], [0, 1], [0, 2], [0, 3]]
+    assert roles["reward_model"]["slots"] == [[1, 0]]
+    assert facts["models"]["policy"]["num_parameters"] == 1_540_000_000
+    (waste,) = facts["misfits"]  # one slot of a whole node
+    assert not waste["is_fatal"]
+
+
+def test_nodes_that_look_alike_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    given = PlanOptions(num_nodes=64, slots_per_node=8, policy_shape=LLAMA_70B)
+    changes = ["policy.train_global_batch_size=512", "policy.dtensor_cfg.tensor_parallel_size=4"]
+    assert run_plan(EXAMPLES / "rm.yaml", changes, given)
+    page = capsys.readouterr().out
+    assert "nodes 0-63      | P P P P | P P P P |" in page
+    assert "512 groups / 128 = 4 each" in page
+
+
+def test_the_page_of_an_explicit_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    placement = (
+        "{policy: {nodes: [0, 1]}, generation: {nodes: [2], fraction: 0.5},"
+        " reward_model: {shares: policy, nodes: [1], slots: 2}}"
+    )
+    changes = [f"cluster.placement={placement}", "data.validation.data_path=val.jsonl",
+               "policy.generation.vllm_cfg.gpu_memory_utilization=0.4"]  # fmt: skip
+    given = options(num_nodes=3, slots_per_node=4, device_memory="80GiB")
+    assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", changes, given)
+    lines = capsys.readouterr().out.splitlines()
+    assert "cluster  3 nodes x 4 slots = 12, 0 idle" in lines
+    starts = lines.index("role          slots    mesh         copies of the model  where")
+    assert lines[starts + 1 : starts + 9] == [
+        "policy        8        dp 8 x tp 1  1, in shards         nodes 0-1, slots 0-3 of each",
+        "generation    4 x 0.5  dp 4 x tp 1  4                    node 2, slots 0-3",
+        "reward model  2        dp 2 x tp 1  2                    of the slots of policy: node 1, "
+        "slots 0-1",
+        "",
+        "node 0          | P  | P  | P  | P  |",
+        "node 1          | PR | PR | P  | P  |",
+        "node 2          | G  | G  | G  | G  |",
+        "                P policy  G generation  R reward model",
+    ]
+    assert any(line.startswith("generation ") and "(has 0.5 of it)" in line for line in lines)
+    assert "batches of a validation" in lines
+
+
+def test_what_an_explicit_placement_gets_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["cluster.placement={generation: {slots: [0]}, policy: {slots: [0, 4]}}",
+               "env.reward_model.resources.gpus_per_node=null",
+               "env.reward_model.resources.num_nodes=null"]  # fmt: skip
+    assert not run_plan(EXAMPLES / "grpo_rm_1B.yaml", changes, options(slots_per_node=2))
+    page = capsys.readouterr().out
+    assert "MISFIT  cluster.placement.policy.slots=[0,4]: a node has no slot 4" in page
+    assert "MISFIT  policy (1) and generation (1) together have 2 of each slot of node 0" in page
+    assert "  mend  cluster.placement.generation.slots=[1]" in page
+
+
+def test_a_model_in_a_directory_tells_its_own_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = AutoConfig.for_model(
+        "qwen3", hidden_size=64, num_hidden_layers=3, intermediate_size=96, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=500, pad_token_id=0,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)  # no weights: they are not read
+    config.num_labels = 1
+    network = AutoModelForSequenceClassification.from_config(config)
+    parameters = sum(p.numel() for p in network.parameters())
+    shape = read_shape(PolicyConfig(), str(tmp_path), has_language_head=False)
+    assert shape.num_parameters == parameters
+    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads) == (3, 4, 2)
+    assert (shape.hidden_size, shape.intermediate_size, shape.head_dim) == (64, 96, 16)
+    assert shape.normalises_heads
+    # the language head is tied to the embedding or as large as it
+    language = count_parameters(PolicyConfig(), str(tmp_path))
+    tied = config.tie_word_embeddings
+    assert language == parameters - 64 + (0 if tied else 500 * 64)
+    changes = [f"policy.model_name={tmp_path}"]
+    assert run_plan(EXAMPLES / "rm.yaml", changes, PlanOptions(as_json=True))
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["models"]["policy"]["num_parameters"] == parameters
+    assert facts["memory"][0]["parts"]["weights"] == 4 * parameters
+
+
+def test_a_model_that_cannot_be_read_leaves_the_rest_of_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [f"policy.model_name={tmp_path}/nowhere"]
+    assert run_plan(EXAMPLES / "rm.yaml", changes, PlanOptions(slots_per_node=2))
+    page = capsys.readouterr().out
+    assert "| P | P |" in page
+    assert "memory is not estimated; --policy-shape would tell it: " in page
+
+
+def test_a_file_says_which_command_it_is_for() -> None:
+    found = {name: kind_of(EXAMPLES / f"{name}.yaml") for name in ("rm", "sft", "grpo_rm_1B")}
+    assert found == {"rm": "rm", "sft": "sft", "grpo_rm_1B": "grpo"}
+    assert kind_of(None) == "rm"
+
+
+def test_bad_options_are_told() -> None:
+    with pytest.raises(ConfigError, match="no amount of memory"):
+        run_plan(EXAMPLES / "rm.yaml", [], PlanOptions(device_memory="lots"))
+    with pytest.raises(ConfigError, match="lacks num_layers"):
+        run_plan(EXAMPLES / "rm.yaml", [], PlanOptions(policy_shape="hidden_size=8"))
+
+
+def test_the_exit_code_is_2_where_it_does_not_fit_and_torch_is_not_loaded() -> None:
+    program = (
+        "import sys\nfrom laurel.cli.main import main\n"
+        "sys.argv = ['laurel', *sys.argv[1:]]\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules, 'torch is loaded'\n"
+    )
+    arguments = ["plan", "-c", str(EXAMPLES / "rm.yaml"), "--policy-shape", LLAMA_70B]
+    for changes, status in (([], 0), (["--gpus-per-node", "3"], 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments, *changes],
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr

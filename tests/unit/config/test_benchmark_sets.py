@@ -1,0 +1,117 @@
+"""Validation sets that are benchmarks, and validation sets of tasks that have names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laurel.config.benchmarks import BenchmarkSetConfig
+from laurel.config.grpo_training import GRPORun
+from laurel.config.load import load_config
+from laurel.config.preference_data import DatasetConfig
+from laurel.config.reward_training import RewardTrainingRun
+from laurel.errors import ConfigError
+
+PATHS = """
+data:
+  dataset_name: PreferenceDataset
+  train_data_path: train.jsonl
+  val_data_paths:
+    Plain: plain.jsonl
+    Block: {data_path: block.jsonl, dataset_name: HelpSteer3}
+    Bench: {benchmark: reward-bench, data_path: [a.jsonl, b.jsonl], max_samples: 7}
+    Own: {benchmark: rm-bench}
+"""
+BLOCKS = """
+data:
+  default: {dataset_name: PreferenceDataset}
+  train: {data_path: train.jsonl}
+  validation:
+    Block: {data_path: block.jsonl}
+    Bench: {benchmark: best-of-n, data_path: a.jsonl}
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_benchmarks_among_paths(tmp_path: Path) -> None:
+    data = load_config(RewardTrainingRun, written(tmp_path, PATHS), []).config.data
+    assert list(data.validation_sets()) == ["Plain", "Block"]
+    found = data.benchmark_sets()
+    assert list(found) == ["Bench", "Own"]
+    assert found["Bench"].paths == ("a.jsonl", "b.jsonl")
+    assert found["Bench"].max_samples == 7
+    assert found["Own"].paths == ()
+
+
+def test_benchmarks_among_blocks(tmp_path: Path) -> None:
+    data = load_config(RewardTrainingRun, written(tmp_path, BLOCKS), []).config.data
+    assert data.validation_sets()["Block"].dataset_name == "PreferenceDataset"
+    # What fills the blocks of preferences is not for a benchmark.
+    assert data.benchmark_sets()["Bench"].dataset_name is None
+
+
+def test_a_benchmark_alone_and_from_the_command_line() -> None:
+    rows = "{benchmark: pairs, data_path: a.jsonl}"
+    changes = ["data.train={data_path: t.jsonl}", f"data.validation={rows}"]
+    data = load_config(RewardTrainingRun, None, changes).config.data
+    assert (list(data.validation_sets()), list(data.benchmark_sets())) == ([], ["default"])
+    named = ["data.train_data_path=t.jsonl", f"data.val_data_paths={{Mine: {rows}}}",
+             "data.val_data_paths.Mine.max_samples=3"]  # fmt: skip
+    data = load_config(RewardTrainingRun, None, named).config.data
+    assert data.benchmark_sets()["Mine"].max_samples == 3
+
+
+def test_without_a_file_as_dictionaries() -> None:
+    run = RewardTrainingRun.model_validate(
+        {"data": {"train": {"data_path": "t"}, "validation": {
+            "Block": {"data_path": "b"}, "Bench": {"benchmark": "judge-bench"}}}}
+    )  # fmt: skip
+    assert isinstance(run.data.validation_sets()["Block"], DatasetConfig)
+    assert isinstance(run.data.benchmark_sets()["Bench"], BenchmarkSetConfig)
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ("{benchmark: rewardbench, data_path: a}",
+         "data.val_data_paths.B.benchmark: must be one of reward-bench, reward-bench-2, rm-bench, "
+         "judge-bench, pairs, best-of-n, not 'rewardbench'; did you mean 'reward-bench'?"),
+        ("{benchmark: best-of-n}", "data_path is missing: benchmark=best-of-n has no place"),
+        ("{benchmark: pairs}", "data_path is missing: benchmark=pairs has no place"),
+        ("{benchmark: rm-bench, prior: true}", "prior is for benchmark=reward-bench; leave it out"),
+        ("{benchmark: rm-bench, max_samples: 0}", "max_samples: must be a whole number of"),
+        ("{benchmark: rm-bench, data_pth: a}", "did you mean 'data_path'?"),
+    ],
+)  # fmt: skip
+def test_what_is_written_wrongly(tmp_path: Path, block: str, told: str) -> None:
+    text = f"data:\n  train_data_path: t\n  val_data_paths:\n    B: {block}\n"
+    with pytest.raises(ConfigError) as error:
+        load_config(RewardTrainingRun, written(tmp_path, text), [])
+    assert told in str(error.value)
+    assert "run.yaml:4" in str(error.value)
+
+
+def test_a_name_that_is_there_twice(tmp_path: Path) -> None:
+    block = "    B: {benchmark: rm-bench}\n"
+    text = f"data:\n  train_data_path: t\n  val_data_paths:\n{block}{block}"
+    with pytest.raises(ConfigError, match="the key 'B' is given twice"):
+        load_config(RewardTrainingRun, written(tmp_path, text), [])
+
+
+def test_validation_tasks_by_name(tmp_path: Path) -> None:
+    text = (
+        "data:\n  train: {data_path: t.jsonl}\n  default: {env_name: math}\n  validation:\n"
+        "    Easy: {data_path: e.jsonl}\n    Hard: {data_path: h.jsonl, env_name: code}\n"
+    )
+    data = load_config(GRPORun, written(tmp_path, text), []).config.data
+    assert data.validation_names() == ["Easy", "Hard"]
+    assert [one.env_name for one in data.validation_sets()] == ["math", "code"]
+    listed = text.replace("    Easy: ", "    - ").replace("    Hard: ", "    - ")
+    data = load_config(GRPORun, written(tmp_path, listed), []).config.data
+    assert (data.validation_names(), len(data.validation_sets())) == ([], 2)

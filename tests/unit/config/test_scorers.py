@@ -1,0 +1,205 @@
+"""Where scores come from, as a configuration says it: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laurel.config.environments import RewardModelEnvironmentConfig
+from laurel.config.grpo_training import GRPORun
+from laurel.config.load import load_config, to_yaml
+from laurel.config.scorers import JudgeConfig, ScorerSource
+from laurel.distributed.claims import roles_of, uses_reward_model
+from laurel.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
+URL = "http://127.0.0.1:8000"
+JUDGE = {"urls": [URL], "model": "judge"}
+FUNCTION = {"path": "rewards.py:compute_score"}
+TWO = [{"name": "a", "model_name": "x"}, {"name": "b", "model_name": "y"}]
+SERVED = {"name": "served", "urls": [URL], "normalize": "none"}
+
+
+def settings(**changes: Any) -> RewardModelEnvironmentConfig:
+    return RewardModelEnvironmentConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"urls": []}, "urls is empty"),
+        ({"urls": ["127.0.0.1:8000"]}, "is no address: write http://HOST:PORT"),
+        ({"urls": ["ftp://x"]}, "is no address: write http://HOST:PORT"),
+        ({"urls": ["http://x:port"]}, "is no address"),
+        ({"urls": ["http://me:word@x:1"]}, "the address of x has a password in it"),
+        ({"urls": [URL, URL]}, "an address is there twice"),
+        ({"urls": [URL], "url_protocol": "sglang"}, "name the reward model (model_name)"),
+        ({"urls": [URL], "url_protocol": "openrlhf"}, "name the reward model (model_name)"),
+        ({"urls": [URL], "reward_key": "score"}, "reward_key is for url_protocol=slime"),
+        ({"urls": [URL], "hedge": True}, "hedge asks a second server, and urls has only one"),
+        ({"urls": [URL], "api_key_env": "sk-12 34"}, "is the name of an environment variable"),
+        ({"urls": [URL], "attempt_timeout": 200}, "is one try of request_timeout=120"),
+        ({"urls": [URL], "judge": JUDGE}, "urls and judge cannot both give the score"),
+        ({"model_name": "x", "judge": JUDGE}, "model_name and judge cannot both give the score"),
+        ({"judge": JUDGE, "function": FUNCTION}, "judge and function cannot both give the score"),
+        ({"model_name": "x", "url_model": "m"}, "url_model says how urls are asked, and there are"),
+        ({"judge": JUDGE, "api_key_env": "KEY"}, "a judge has its own"),
+        ({"models": TWO, "urls": [URL]}, "models and urls cannot both give the score"),
+        ({"models": TWO, "model_name": "x"}, "models and model_name cannot both give the score"),
+        ({"models": [TWO[0], TWO[0]]}, "'a' is the name of two models"),
+        ({"models": [{**TWO[0], "weight": 0}, {**TWO[1], "weight": 0}]}, "every weight is 0"),
+        ({"models": [{**TWO[0], "weight": 2}, TWO[1]], "combine": "min"}, "the weight of 'a'"),
+        ({"models": [{"name": "c"}, TWO[0]]}, "the model 'c' has no source"),
+        ({"models": [{**TWO[0], "mean": 1.0}, TWO[1]]}, "mean and std go together"),
+        (
+            {"models": [{"name": "c", "judge": JUDGE}, TWO[0]]},
+            "nothing is stored with what 'c' names; give its mean and std, or normalize=none",
+        ),
+        (
+            {"models": [{**TWO[0], "normalize": "none", "mean": 1, "std": 1}, TWO[1]]},
+            "normalize=none does not use mean and std",
+        ),
+        ({"models": TWO, "transform": {"normalize": "stored"}}, "each is normalised by its own"),
+        ({"model_name": "x", "combine": "min"}, "combine=min is for several models"),
+        ({"models": TWO, "uncertainty_penalty": 2.0}, "uncertainty_penalty is for combine=mean"),
+        ({"models": TWO, "num_replicas": 2}, "num_replicas=2 is for one model that this run"),
+        ({"urls": [URL], "num_replicas": 2}, "num_replicas=2 is for one model that this run"),
+        ({"enabled": True}, "model_name is missing: which reward model?"),
+        ({"urls": [URL], "num_workers": 1}, "num_workers=1 is for processes that render"),
+        ({"urls": [URL], "num_workers": 1, "model_name": "x"}, "what they are asked: leave it out"),
+        ({"judge": JUDGE, "num_workers": 2}, "num_workers=2 is for processes that render"),
+        (
+            {"urls": [URL], "url_protocol": "vllm", "num_workers": 1},
+            "leave it out; or name the model whose tokens they are to be sent (model_name)",
+        ),
+        (
+            {"models": [{"name": n, "judge": JUDGE, "normalize": "none"} for n in "ab"],
+             "num_workers": 1},
+            "here servers render what they are asked: leave it out",
+        ),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_is_refused_before_anything_is_loaded(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        settings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"score_pattern": "("}, "score_pattern is no regular expression"),
+        ({"score_pattern": r"\d+"}, "score_pattern has 0 groups"),
+        ({"score_pattern": r"(a)(b)"}, "score_pattern has 2 groups"),
+        ({"num_samples": 2}, "num_samples=2 with temperature=0 are as many equal replies"),
+        ({"min_samples": 2}, "min_samples=2 is more than num_samples=1"),
+        ({"lowest": 5, "highest": 5}, "lowest=5.0 must be below highest=5.0"),
+        ({"highest": None}, "template=null asks for a score from lowest to highest"),
+        ({"extra_body": {"messages": []}}, "extra_body must not hold messages"),
+        ({"urls": ["file:///etc/passwd"]}, "is no address"),
+    ],
+)
+def test_a_judge_that_cannot_judge_is_refused(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        JudgeConfig(**(JUDGE | changes))
+
+
+@pytest.mark.parametrize("url", ["ftp://me:verysecret@x", "http://x:port/?key=verysecret"])
+def test_secrets_in_an_address_are_not_repeated(url):
+    with pytest.raises(ValueError, match="is no address") as caught:
+        settings(urls=[url])
+    assert "verysecret" not in str(caught.value.errors()[0]["msg"])
+
+
+def test_a_key_that_was_written_instead_of_its_variable_is_not_repeated():
+    with pytest.raises(ValueError, match="api_key_env") as caught:
+        settings(urls=[URL], api_key_env="sk-verysecret")
+    assert "verysecret" not in str(caught.value.errors()[0]["msg"])
+
+
+def test_a_key_that_was_written_instead_of_its_variable_is_not_repeated_by_the_loader(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"env: {{reward_model: {{urls: ['{URL}'], api_key_env: sk-verysecret}}}}\n")
+    with pytest.raises(ConfigError, match="api_key_env") as caught:
+        load_config(GRPORun, path, [])
+    assert "verysecret" not in str(caught.value)
+
+
+def test_errors_of_a_file_name_the_line_and_the_member(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "env:\n  reward_model:\n    enabled: true\n    models:\n"
+        "      - {name: a, model_name: x}\n"
+        "      - {name: b, judge: {urls: ['ftp://x'], model: m}, normalize: none}\n"
+    )
+    with pytest.raises(ConfigError, match=r"run.yaml:6: env.reward_model.models\[1\].judge"):
+        load_config(GRPORun, path, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "loads", "groups"),
+    [
+        ({"model_name": "x"}, True, False),
+        ({"urls": [URL]}, False, False),
+        ({"urls": [URL], "url_protocol": "vllm", "model_name": "x"}, False, False),
+        ({"judge": JUDGE}, False, False),
+        ({"function": FUNCTION}, False, False),
+        ({"function": FUNCTION | {"group": True}}, False, True),
+        ({"models": TWO}, True, False),
+        (
+            {"models": [TWO[0], {"name": "f", "function": FUNCTION | {"group": True},
+                                 "normalize": "none"}]},
+            True, True,
+        ),
+        ({"models": [SERVED, SERVED | {"name": "other"}]}, False, False),
+    ],
+)  # fmt: skip
+def test_slots_are_taken_for_models_that_are_loaded(changes, loads, groups):
+    found = settings(enabled=True, **changes)
+    assert (found.computes, found.judges_groups) == (loads, groups)
+    assert found.loads_model == (loads and "models" not in changes), "alone"
+    config = GRPORun()
+    config = config.model_copy(
+        update={"env": config.env.model_copy(update={"reward_model": found})}
+    )
+    assert uses_reward_model(config) == loads
+    assert ("reward_model" in roles_of(config)) == loads
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_name": "x"},
+        {"function": FUNCTION},
+        {"urls": [URL], "url_protocol": "vllm", "model_name": "x"},
+        {"urls": [URL], "url_protocol": "openrlhf", "model_name": "x"},
+        {"models": [TWO[0], {"name": "b", "judge": JUDGE, "normalize": "none"}]},
+    ],
+)
+def test_workers_are_for_whoever_renders_here_or_runs_a_function(changes):
+    assert settings(**changes, num_workers=2).num_workers == 2
+
+
+def test_every_key_of_a_source_is_one_of_the_environment():
+    assert set(ScorerSource.model_fields) < set(RewardModelEnvironmentConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("grpo_urls.yaml", "urls"), ("grpo_judge.yaml", "judge"),
+        ("grpo_function.yaml", "function"), ("grpo_several_models.yaml", "models"),
+    ],
+)  # fmt: skip
+def test_the_examples_load_and_are_written_as_they_were_read(name, source, tmp_path):
+    loaded = load_config(GRPORun, EXAMPLES / name, [])
+    assert not loaded.warnings
+    assert getattr(loaded.config.env.reward_model, source)
+    assert loaded.config.default_environment == "reward_model"
+    written = tmp_path / "written.yaml"
+    written.write_text(to_yaml(loaded.config))
+    assert load_config(GRPORun, written, []).config == loaded.config
+    described = to_yaml(loaded.config, describe=True)
+    assert source not in ("judge", "function") or "# Seconds of one" in described

@@ -1,0 +1,46 @@
+"""Which benchmark a file is of."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from laurel.data.benchmark_columns import ON_HUB, benchmark_in, benchmark_of
+from laurel.errors import DataError
+
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({**PAIR, "subset": "hep-go"}, "reward-bench"),
+        ({"prompt": SAID[:1], "chosen": SAID[1:], "rejected": SAID[1:], "subset": "x"},
+         "reward-bench"),
+        ({**PAIR, "chosen": ["a"], "rejected": ["b"], "subset": "Math"}, "reward-bench-2"),
+        ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "domain": "chat"}, "rm-bench"),
+        ({"question": "q", "response_A": "a", "response_B": "b", "label": "A>B"}, "judge-bench"),
+        ({"prompt": "q", "completions": ["a"], "correct": [True]}, "best-of-n"),
+        ({"prompt": "q", "completions": ["a"], "passed": [True]}, "best-of-n"),
+        ({**PAIR, "chosen": ["a"], "rejected": ["b"]}, "best-of-n"),
+        (PAIR, "pairs"),
+        ({"chosen": SAID, "rejected": SAID}, "pairs"),
+        ({"context": SAID[:1], "completions": [{"rank": 0, "completion": SAID[1:]}]}, "pairs"),
+        ({"text": "a"}, None),
+    ],
+)  # fmt: skip
+def test_a_row_tells_its_benchmark(row, expected) -> None:
+    assert benchmark_of(row) == expected
+
+
+def test_files_and_places_on_the_hub(tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(PAIR) + "\n")
+    assert benchmark_in(str(path), split=None) == "pairs"
+    for name, form in ON_HUB.items():
+        assert benchmark_in(form.hub[0].name, split=None) == name, "without a look at the hub"
+    path.write_text(json.dumps({"text": "a", "label": 1}) + "\n")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the columns \(text, label\) are those of"):
+        benchmark_in(str(path), split=None)

@@ -1,0 +1,232 @@
+"""Rows that ask for a program: HumanEval, MBPP, and the forms of other systems' tests."""
+
+import base64
+import json
+import os
+import pickle
+import zlib
+from pathlib import Path
+
+import pytest
+
+from laurel.config.tasks import TaskSetConfig
+from laurel.data.code_tasks import _text_in_pickle
+from laurel.data.tasks import load_tasks
+from laurel.errors import DataError
+
+DATA = Path(os.environ.get("LAUREL_DATA", ""))
+
+HUMANEVAL = {
+    "task_id": "HumanEval/7",
+    "prompt": "def inc(x):\n    '''One more.'''\n",
+    "entry_point": "inc",
+    "canonical_solution": "    return x + 1\n",
+    "test": "def check(candidate):\n    assert candidate(1) == 2\n",
+}
+MBPP = {
+    "text": "Write a function to add one.",
+    "code": "from math import inf\r\ndef helper(x): return x\r\ndef inc(x): return helper(x) + 1",
+    "task_id": 3,
+    "test_setup_code": "import math",
+    "test_list": ["assert math.isclose(inc(1), 2)", "assert set(inc(2)) == {3}"],
+    "challenge_test_list": [],
+}
+
+
+@pytest.fixture
+def load(write_rows):
+    def run(row, dataset_name="CodeTasks", **config):
+        path = write_rows([row])
+        tasks, _ = load_tasks(
+            [TaskSetConfig(dataset_name=dataset_name, data_path=str(path), **config)],
+            name="train",
+            default_environment="code",
+            environments=("math", "code"),
+        )
+        return tasks[0]
+
+    return run
+
+
+def test_humaneval(load):
+    task = load(HUMANEVAL, "HumanEval")
+    assert task.environment == "code"
+    assert [(m.role, m.content) for m in task.prompt] == [("user", HUMANEVAL["prompt"])]
+    assert task.metadata == {
+        "entry": "inc",
+        "code_prefix": HUMANEVAL["prompt"],
+        "test_setup": HUMANEVAL["prompt"],
+        "test_code": HUMANEVAL["test"] + "\ncheck(inc)\n",
+        "reference_solution": "    return x + 1\n",
+        "task_id": "HumanEval/7",
+    }
+
+
+def test_mbpp_shows_the_first_assert(load):
+    task = load(MBPP, "MBPP")
+    assert task.prompt[-1].content == (
+        "Write a function to add one.\nYour code should pass this test:\n"
+        "assert math.isclose(inc(1), 2)"
+    )
+    assert task.metadata["entry"] == "inc"
+    assert task.metadata["test_setup"] == "import math"
+    assert task.metadata["test_list"] == MBPP["test_list"]
+    assert "\r" not in task.metadata["reference_solution"]
+
+
+def test_mbpp_sanitized_has_other_names(load):
+    row = {"prompt": "Add one.", "test_imports": ["import math", "import re"],
+           "test_list": ["assert set(inc(1)) == {2}"], "code": ""}  # fmt: skip
+    task = load(row, "MBPP")
+    assert task.prompt[-1].content.startswith("Add one.\n")
+    assert task.metadata["test_setup"] == "import math\nimport re"
+    assert task.metadata["entry"] == "inc"  # the first name that is not Python's own
+
+
+def test_the_environments_own_keys(load):
+    calls = [{"args": [1], "expected": 2}]
+    row = {"prompt": "Add one.", "entry": "inc", "call_tests": calls, "test_weights": [2],
+           "reference_solution": "def inc(x): return x + 1", "other": 3}  # fmt: skip
+    task = load(row)
+    assert task.prompt[-1].content == "Add one."
+    assert task.metadata == {key: row[key] for key in row if key not in ("prompt", "other")}
+    assert load(row | {"call_tests": json.dumps(calls)}).metadata == task.metadata
+    assert load({"prompt": "Use the tool."}).metadata == {}
+
+
+def test_the_processor_reads_the_same_from_any_set(load):
+    row = {"messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "a"}],
+           "entry": "f", "call_tests": [{"args": [], "expected": 1}]}  # fmt: skip
+    task = load(row, None, processor="code_data_processor")
+    assert [m.content for m in task.prompt] == ["Add."]
+    assert task.metadata == {"entry": "f", "call_tests": row["call_tests"]}
+
+
+def test_apps_with_stdin(load):
+    tests = {"inputs": ["1\n", ["2", "3"]], "outputs": ["one", ["two", "three"]]}
+    task = load({"question": "Say it.", "input_output": json.dumps(tests), "starter_code": ""})
+    assert task.prompt[-1].content == "Say it."
+    assert task.metadata["stdio_tests"] == [
+        {"stdin": "1\n", "stdout": "one"},
+        {"stdin": "2\n3\n", "stdout": "two\nthree\n"},
+    ]
+
+
+def test_apps_with_a_function(load):
+    tests = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}
+    row = {"question": "Add.", "input_output": tests, "starter_code": "def add(a, b):\n"}
+    task = load(row)
+    assert (
+        task.prompt[-1].content == "Add.\n\nBegin with this code:\n```python\ndef add(a, b):\n```"
+    )
+    assert task.metadata["entry"] == "add"
+    assert task.metadata["strict_types"] is False
+    assert task.metadata["call_tests"] == [
+        {"args": [1, 2], "expected": 3},
+        {"args": [3, 4], "expected": 7},
+    ]
+    lists = {"fn_name": "f", "inputs": [[1]], "outputs": [[3, 4]]}
+    kept = load({"question": "?", "input_output": lists}).metadata["call_tests"]
+    assert kept == [{"args": [1], "expected": [3, 4]}]
+
+
+def test_verls_copies(load):
+    held = {"ground_truth": json.dumps({"inputs": ["1"], "outputs": ["2"]}), "style": "rule"}
+    prompt = [{"role": "system", "content": "Code."}, {"role": "user", "content": "Double."}]
+    task = load({"prompt": prompt, "reward_model": held, "data_source": "apps"})
+    assert [m.role for m in task.prompt] == ["system", "user"]
+    assert task.metadata["stdio_tests"] == [{"stdin": "1", "stdout": "2"}]
+
+
+def packed(value):
+    text = json.dumps(value)
+    return base64.b64encode(zlib.compress(pickle.dumps(text))).decode()
+
+
+def test_livecodebench(load):
+    public = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]
+    private = [{"input": "5\n", "output": "6\n", "testtype": "stdin"}]
+    row = {"question_content": "Add one.", "question_id": "abc_a", "starter_code": "",
+           "public_test_cases": json.dumps(public), "metadata": "{}"}  # fmt: skip
+    expected = [{"stdin": "1\n", "stdout": "2\n"}, {"stdin": "5\n", "stdout": "6\n"}]
+    for cases in (packed(private), json.dumps(private)):
+        task = load(row | {"private_test_cases": cases})
+        assert task.metadata == {"stdio_tests": expected, "task_id": "abc_a"}
+
+
+def test_livecodebench_with_a_method(load):
+    public = [{"input": '[1, 2]\n"a"', "output": "[true]", "testtype": "functional"}]
+    row = {"question_content": "Do.", "starter_code": "class Solution:\n    def go(self, a, b):",
+           "public_test_cases": json.dumps(public), "metadata": '{"func_name": "go"}'}  # fmt: skip
+    metadata = load(row).metadata
+    assert metadata["entry"] == "Solution.go"
+    assert metadata["call_tests"] == [{"args": [[1, 2], "a"], "expected": [True]}]
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.mkdir, ("evil",))
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickled_text_is_read_without_unpickling(protocol: int) -> None:
+    for text in ("", "[1]", "ä☃\n" * 300):
+        assert _text_in_pickle(pickle.dumps(text, protocol)) == text
+    for other in (["a"], 1, ("a", "b"), {"a": "b"}, None):
+        with pytest.raises(ValueError, match="not the pickle of a text"):
+            _text_in_pickle(pickle.dumps(other, protocol))
+
+
+def test_a_pickle_of_anything_but_text_is_refused(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    evil = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
+    row = {"question_content": "?", "public_test_cases": "[]", "private_test_cases": evil}
+    with pytest.raises(DataError, match="neither JSON nor packed JSON: ValueError"):
+        load(row)
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "part"),
+    [
+        ("HumanEval", HUMANEVAL | {"entry_point": None}, "'entry_point' is null"),
+        ("HumanEval", MBPP, "no 'prompt'"),
+        ("MBPP", MBPP | {"test_list": []}, "'test_list' is empty"),
+        ("MBPP", MBPP | {"test_list": ["assert ("]}, "no Python"),
+        ("MBPP", MBPP | {"test_list": ["assert True"], "code": ""}, "call no function"),
+        ("MBPP", MBPP | {"test_list": 3}, "not a list"),
+        ("CodeTasks", {"prompt": "?", "call_tests": "[1"}, "'call_tests' is no JSON"),
+        ("CodeTasks", {"prompt": "?", "input_output": "[]"}, "without 'inputs'"),
+        ("CodeTasks", {"prompt": "?", "input_output": {"inputs": ["1"], "outputs": []}},
+         "1 inputs and 0 outputs"),
+        ("CodeTasks", {"prompt": "?", "public_test_cases": "[1]"}, "not objects of 'input'"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_used(load, name, row, part):
+    with pytest.raises(DataError, match=part):
+        load(row, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "count"),
+    [
+        ("HumanEval", ["humaneval/HumanEval.jsonl.gz"], 164),
+        ("MBPP", [f"mbpp/{part}.jsonl.gz" for part in ("prompt", "train", "validation", "test")],
+         974),
+    ],
+)  # fmt: skip
+def test_all_rows_of_the_real_sets(name, files, count):
+    if not all((DATA / file).is_file() for file in files):
+        pytest.skip(f"LAUREL_DATA holds no {files[0]}")
+    tasks, report = load_tasks(
+        [TaskSetConfig(dataset_name=name, data_path=str(DATA / file)) for file in files],
+        name="train",
+        default_environment="code",
+        environments=("code",),
+    )
+    assert len(tasks) == count
+    assert report.num_kept == count
+    for task in tasks:
+        # Each is named by its tests, and defined by its solution (or, HumanEval's, its prompt).
+        written = task.metadata.get("code_prefix", "") + task.metadata["reference_solution"]
+        assert task.metadata["entry"] in written

@@ -1,0 +1,213 @@
+"""Conversations to imitate: the forms of rows, what is left out, what is held out."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from laurel.config.sft_training import DemonstrationDataConfig, DemonstrationSetConfig
+from laurel.data.demonstrations import (
+    Dialogue,
+    hold_out_dialogues,
+    load_demonstration_data,
+    load_demonstrations,
+)
+from laurel.errors import DataError
+from laurel.types import Message
+
+USER = {"role": "user", "content": "Hello"}
+GOOD = {"role": "assistant", "content": "Good day."}
+BAD = {"role": "assistant", "content": "What?"}
+TALK = (Message("user", "Hello"), Message("assistant", "Good day."))
+
+Load = Callable[..., Any]
+
+
+@pytest.fixture
+def load(write_rows: Callable[..., Path]) -> Load:
+    """Loads rows as one set; keywords are those of the set."""
+
+    def run(rows: Any, *, on_bad_row: Any = "error", **config: Any) -> Any:
+        if rows is not None:
+            config["data_path"] = str(rows if isinstance(rows, Path) else write_rows(rows))
+        return load_demonstrations(
+            [DemonstrationSetConfig(**config)], name="train", on_bad_row=on_bad_row
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("row", "config"),
+    [
+        ({"messages": [USER, GOOD]}, {}),
+        ({"messages": [USER, GOOD], "prompt": "x", "completion": "y"}, {}),
+        ({"talk": [USER, GOOD]}, {"chat_key": "talk"}),
+        ({"messages": [USER, GOOD]}, {"dataset_name": "openai_format"}),
+        ({"messages": [USER, GOOD]}, {"dataset_name": "tulu3_sft_mixture"}),
+        ({"conversations": [{"from": "human", "value": "Hello"},
+                            {"from": "gpt", "value": "Good day."}]}, {}),
+        ({"conversations": [USER, GOOD]}, {}),
+        ({"prompt": "Hello", "completion": "Good day."}, {}),
+        ({"prompt": [USER], "completion": [GOOD]}, {}),
+        ({"prompt": [USER], "completion": [USER, GOOD]}, {}),
+        ({"prompt": "Hello", "response": "Good day."}, {}),
+        ({"question": "Hello", "answer": "Good day."}, {}),
+        ({"input": "Hello", "output": "Good day."}, {"dataset_name": "ResponseDataset"}),
+        ({"instruction": "Hello", "output": "Good day.", "input": None}, {}),
+        ({"a": "Hello", "b": "Good day."}, {"input_key": "a", "output_key": "b"}),
+        ({"problem": "Hello", "generated_solution": "Good day.", "expected_answer": "1"},
+         {"dataset_name": "OpenMathInstruct-2"}),
+        ({"prompt": "Hello", "chosen": "Good day.", "rejected": "What?"}, {}),
+        ({"context": "Hello", "response1": "What?", "response2": "Good day.",
+          "overall_preference": 1}, {"dataset_name": "HelpSteer3"}),
+        ({"context": [USER], "completions": [{"rank": 1, "completion": [BAD]},
+                                             {"rank": 0, "completion": [GOOD]}]}, {}),
+        ({"chosen": "\n\nHuman: Hello\n\nAssistant: Good day.",
+          "rejected": "\n\nHuman: Hello\n\nAssistant: What?"}, {}),
+    ],
+)  # fmt: skip
+def test_forms_of_rows(load: Load, row: Any, config: Any) -> None:
+    (dialogue,), report = load([row], **config)
+    assert dialogue.messages == TALK
+    assert dialogue.prompt == TALK[:1]
+    assert (dialogue.id, dialogue.source) == ("train:rows.jsonl:1", "rows.jsonl:1")
+    assert report.notes[0].startswith("read as ")
+
+
+def test_solutions_of_gsm8k_box_their_answer(load: Load) -> None:
+    solution = "He eats 2*3=<<2*3=6>>6 figs.\nIn 200 days 6*200=<<6*200=1200>>1,200.\n#### 1,200"
+    row = {"question": "How many figs?", "answer": solution}
+    (dialogue,), _ = load([row], dataset_name="GSM8K")
+    assert [turn.content for turn in dialogue.messages] == [
+        "How many figs?",
+        "He eats 2*3=6 figs.\nIn 200 days 6*200=1,200.\nThe answer is \\boxed{1,200}.",
+    ]
+
+
+def test_squad_answers_from_its_context(load: Load) -> None:
+    rows = [
+        {"context": "Bay is laurel.", "question": "What?", "answers": {"text": ["Laurel", "bay"]}},
+        {"context": "Bay is laurel.", "question": "Why?", "answers": {"text": []}},
+    ]
+    (dialogue,), report = load(rows, dataset_name="squad")
+    assert [(turn.role, turn.content) for turn in dialogue.messages] == [
+        ("system", "Bay is laurel."), ("user", "What?"), ("assistant", "Laurel"),
+    ]  # fmt: skip
+    assert report.dropped["no answer"].count == 1
+
+
+def test_system_messages_of_rows_and_of_the_configuration(load: Load) -> None:
+    rows = [
+        {"messages": [{"role": "system", "content": "Own."}, USER, GOOD], "rules": "Not this."},
+        {"messages": [USER, GOOD], "rules": "Be kind."},
+        {"messages": [USER, GOOD]},
+    ]
+    dialogues, _ = load(rows, system_key="rules", system_prompt="Be brief.")
+    assert [d.messages[0].content for d in dialogues] == ["Own.", "Be kind.", "Be brief."]
+    dialogues, _ = load(rows)
+    assert [d.messages[0].role for d in dialogues] == ["system", "user", "user"]
+
+
+def test_rows_without_a_word_are_counted(load: Load) -> None:
+    rows = [
+        {"prompt": "Hello", "completion": "Good day."},
+        {"prompt": "Hello", "completion": " "},
+        {"prompt": "", "completion": "Good day."},
+    ]
+    dialogues, report = load(rows)
+    assert len(dialogues) == 1
+    assert dict(report.dropped["empty"].kinds) == {
+        "the assistant says nothing": 1, "nothing is asked": 1,
+    }  # fmt: skip
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(report.render())
+    assert "conversations" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "said"),
+    [
+        ({"text": "Hello"}, {}, "keys text, which say no conversation"),
+        ({"messages": "Hello"}, {}, "'messages' is a string"),
+        ({"messages": [USER]}, {}, "must end with a message of role 'assistant'"),
+        ({"prompt": "x", "completion": "y"}, {"dataset_name": "openai_format"}, "no 'messages'"),
+        ({"conversations": [{"from": "ghost", "value": "Boo"}]}, {}, "'ghost'; known are human"),
+        ({"conversations": ["Boo"]}, {}, "no {'from', 'value'}"),
+        ({"a": "x"}, {"input_key": "a"}, "no 'output'.*data.output_key"),
+    ],
+)
+def test_rows_that_cannot_be_read_name_their_line(
+    load: Load, row: Any, config: Any, said: str
+) -> None:
+    with pytest.raises(DataError, match=rf"rows.jsonl:1: .*{said}"):
+        load([row], **config)
+    with pytest.raises(DataError, match=r"nothing is left of 1 rows.*1 malformed"):
+        load([row], on_bad_row="skip", **config)
+
+
+def test_names_that_are_unknown(load: Load) -> None:
+    with pytest.raises(DataError, match="Did you mean squad"):
+        load(None, dataset_name="squat")
+
+
+def test_a_class_of_ones_own(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_talks.py").write_text(
+        "def talks(chat_key='messages'):\n"
+        "    for word in ('Hello', 'Bye'):\n"
+        "        yield {chat_key: [{'role': 'user', 'content': word},\n"
+        "                          {'role': 'assistant', 'content': word + '!'}]}\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        dialogues, _ = load(None, dataset_name="own_talks.talks")
+    finally:
+        sys.modules.pop("own_talks", None)
+    assert [d.messages[1].content for d in dialogues] == ["Hello!", "Bye!"]
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=2, max_size=60).filter(lambda p: len(set(p)) > 1),
+    st.floats(0.01, 0.9),
+)
+def test_equal_prompts_stay_on_one_side(prompts: list[int], share: float) -> None:
+    dialogues = [
+        Dialogue(id=str(n), messages=(Message("user", str(p)), Message("assistant", str(n))))
+        for n, p in enumerate(prompts)
+    ]
+    train, held = hold_out_dialogues(dialogues, share=share, seed=3)
+    assert sorted([*train, *held], key=lambda d: int(d.id)) == dialogues
+    assert {d.prompt for d in train}.isdisjoint(d.prompt for d in held)
+
+
+def test_the_whole_section(write_rows: Callable[..., Path]) -> None:
+    path = str(write_rows([{"prompt": f"{n}?", "completion": "Yes."} for n in range(40)]))
+    held = load_demonstration_data(DemonstrationDataConfig(train_data_path=path))
+    assert (len(held.train), len(held.validation)) == (38, 2)
+    assert held.reports["validation"].num_items == 2
+    assert held.reports["train"].dropped["held out"].count == 2
+    named = load_demonstration_data(
+        DemonstrationDataConfig(train_data_path=path, val_data_path=path, max_samples=10)
+    )
+    assert (len(named.train), len(named.validation)) == (10, 40)
+    two = {"train": [{"data_path": path}, {"data_path": path}], "split_validation_size": 0}
+    mixed = load_demonstration_data(DemonstrationDataConfig.model_validate(two))
+    assert len({d.id for d in mixed.train}) == 80
+    assert mixed.reports["train"].num_prompts == 40
+
+
+def test_real_solutions(load: Load, real_data: Path) -> None:
+    dialogues, report = load(real_data / "gsm8k/train.jsonl.gz")
+    assert (len(dialogues), report.num_dropped) == (7473, 0)
+    assert dialogues[0].messages[1].content.endswith("#### 72")
+    dialogues, _ = load(real_data / "ultrafeedback_1k/train.jsonl.gz")
+    assert all(d.messages[-1].role == "assistant" for d in dialogues)

@@ -1,0 +1,130 @@
+"""Where named sets are read from, and how their rows are counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laurel.config.tasks import TaskSetConfig
+from laurel.data.cells import UnusableRow
+from laurel.data.held_out import held_out_prompts
+from laurel.data.processors import PROCESSORS, find_processor, register_processor
+from laurel.data.report import RowReport
+from laurel.data.set_reading import HubSet, LeftOutRow, open_set
+from laurel.data.task_formats import TASK_SETS, TaskParts
+from laurel.errors import ConfigError, DataError
+from laurel.types import Message
+
+HUBS = {name: known.hub for name, known in TASK_SETS.items()}
+
+
+def opened(**config: Any) -> Any:
+    return open_set(TaskSetConfig(**config), known=HUBS, report=RowReport(name="train"))
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "parts"),
+    [
+        ({"dataset_name": "OpenMathInstruct-2"}, "nvidia/OpenMathInstruct-2",
+         ((None, "train_1M"),)),
+        ({"dataset_name": "OpenMathInstruct-2", "split": "train_5M"}, "nvidia/OpenMathInstruct-2",
+         ((None, "train_5M"),)),
+        ({"dataset_name": "GSM8K", "split": "test"}, "openai/gsm8k", (("main", "test"),)),
+        ({"dataset_name": "GSM8K", "subset": "socratic"}, "openai/gsm8k", (("socratic", None),)),
+        ({"dataset_name": "AIME2025"}, "opencompass/AIME2025",
+         (("AIME2025-I", "test"), ("AIME2025-II", "test"))),
+        ({"dataset_name": "AIME2025", "subset": "AIME2025-II"}, "opencompass/AIME2025",
+         (("AIME2025-II", "test"),)),
+        ({"dataset_name": "GSM8K", "data_path": "train.jsonl"}, "train.jsonl", ((None, None),)),
+        ({"data_path": "some/name", "subset": "a", "split": "b"}, "some/name", (("a", "b"),)),
+    ],
+)  # fmt: skip
+def test_where_a_set_is_read_from(config: Any, path: str, parts: Any) -> None:
+    found = opened(**config)
+    assert (found.path, found.parts) == (path, parts)
+
+
+def test_every_set_that_needs_no_path_has_a_place() -> None:
+    need_one = {
+        "PreferenceDataset", "BinaryPreferenceDataset", "ResponseDataset", "CodeTasks",
+    }  # fmt: skip
+    assert {name for name, hub in HUBS.items() if hub.name is None} == need_one
+
+
+def test_the_parts_of_a_set_keep_their_sources_apart(tmp_path: Path) -> None:
+    for part in ("one", "two"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "rows.jsonl").write_text('{"n": 1}\n', encoding="utf-8")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: one\n  data_files: one/rows.jsonl\n"
+        "- config_name: two\n  data_files: two/rows.jsonl\n---\n",
+        encoding="utf-8",
+    )
+    pytest.importorskip("datasets")
+    hub = HubSet(name=str(tmp_path), parts=(("one", None), ("two", None)))
+    report = RowReport(name="train")
+    found = open_set(TaskSetConfig(dataset_name="X"), known={"X": hub}, report=report)
+    sources = found.read(lambda source, row: source, report=report, on_bad_row="error", limit=None)
+    assert sources == [f"{part}/{tmp_path.name}[0]" for part in ("one", "two")]
+
+
+def test_every_row_is_counted_once(write_rows: Callable[..., Path]) -> None:
+    path = write_rows(["good", "bad", "left", "good", "good"])
+    path.write_text(
+        "".join(json.dumps({"is": kind}) + "\n" for kind in ("good", "bad", "left", "good", "good"))
+        + "{broken\n",
+        encoding="utf-8",
+    )
+
+    def convert(source: str, row: Any) -> str:
+        if row["is"] == "bad":
+            raise UnusableRow("a bad one", "the row is bad")
+        if row["is"] == "left":
+            raise LeftOutRow("empty", "it says nothing")
+        return source
+
+    report = RowReport(name="train")
+    found = open_set(TaskSetConfig(data_path=str(path)), known=HUBS, report=report)
+    kept = found.read(convert, report=report, on_bad_row="skip", limit=None)
+    assert kept == ["rows.jsonl:1", "rows.jsonl:4", "rows.jsonl:5"]
+    assert (report.num_read, report.num_kept) == (6, 3)
+    assert {reason: found.count for reason, found in report.dropped.items()} == {
+        "malformed": 2, "empty": 1,
+    }  # fmt: skip
+
+    report = RowReport(name="train")
+    assert len(found.read(convert, report=report, on_bad_row="skip", limit=1)) == 1
+    assert report.num_read == 1
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the row is bad\. Mend the row"):
+        found.read(convert, report=RowReport(name="x"), on_bad_row="error", limit=None)
+
+
+def test_a_processor_is_registered_once() -> None:
+    def process(row: Any, config: TaskSetConfig) -> TaskParts:
+        return TaskParts(prompt=(Message("user", "?"),))
+
+    register_processor("mine", process)
+    try:
+        assert find_processor("mine") is process
+        with pytest.raises(ConfigError, match="already a processor called 'mine'"):
+            register_processor("mine", process)
+    finally:
+        del PROCESSORS["mine"]
+
+
+def test_the_share_is_met_as_closely_as_whole_prompts_allow() -> None:
+    prompts = [bytes([n]) for n in range(100)]
+    assert len(held_out_prompts(prompts, share=0.05, seed=1)) == 5
+    assert held_out_prompts(prompts, share=0.05, seed=1) == held_out_prompts(
+        prompts[::-1], share=0.05, seed=1
+    )
+    assert held_out_prompts(prompts, share=0.05, seed=1) != held_out_prompts(
+        prompts, share=0.05, seed=2
+    )
+    assert held_out_prompts([b"a", b"b"], share=0.001, seed=1) < {b"a", b"b"}
+    with pytest.raises(DataError, match="1 different"):
+        held_out_prompts([b"a"] * 5, share=0.5, seed=1)

@@ -1,0 +1,167 @@
+"""What every environment shares: settings, the memo of conversations, figures."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laurel.config.environments import MathEnvironmentConfig
+from laurel.environments.interface import (
+    ConversationMemo,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    batch_figures,
+    mean_of,
+    pass_at_k,
+    response_of,
+    settings_of,
+)
+from laurel.errors import ConfigError
+
+
+def said(*texts, role="assistant"):
+    return [{"role": "user", "content": "?"}, *({"role": role, "content": t} for t in texts)]
+
+
+class Silent(EnvironmentInterface):
+    def __init__(self):
+        self.shutdowns = 0
+
+    def step(self, message_log_batch, metadata):
+        size = len(message_log_batch)
+        ended = torch.ones(size, dtype=torch.bool)
+        observations = [{"role": "environment", "content": ""} for _ in range(size)]
+        return EnvironmentReturn(
+            observations, list(metadata), [None] * size, torch.zeros(size), ended
+        )
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+
+    def shutdown(self):
+        self.shutdowns += 1
+
+
+def test_leaving_an_environment_shuts_it_down():
+    with Silent() as environment:
+        assert environment.shutdowns == 0
+    assert environment.shutdowns == 1
+
+
+def test_what_an_environment_need_not_write():
+    environment = Silent()
+    assert environment.validate([]) == []
+    assert environment.judges == "group"
+    assert tuple(environment.stop_strings) == ()
+
+
+def test_settings_from_a_dictionary():
+    config = settings_of(MathEnvironmentConfig, {"num_workers": 2}, where="env.math")
+    assert (config.num_workers, config.timeout_seconds) == (2, 3.0)
+    assert settings_of(MathEnvironmentConfig, config, where="env.math") is config
+    known_elsewhere = {"num_workers": 2, "math_verify_impl": "hf_math_verify"}
+    assert settings_of(MathEnvironmentConfig, known_elsewhere, where="env.math") == config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_worker": 2}, "env.math: num_worker: unknown key; did you mean 'num_workers'"),
+        ({"num_workers": 0}, "num_workers: must be a whole number of at least 1"),
+        ({"verifier_type": "mth"}, "did you mean 'math'"),
+        ([("num_workers", 2)], "must be a MathEnvironmentConfig or a dictionary, not list"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_told(given, message):
+    with pytest.raises(ConfigError, match=message):
+        settings_of(MathEnvironmentConfig, given, where="env.math")
+
+
+def test_the_response_is_all_that_the_policy_said():
+    log = [*said("a", "b"), {"role": "environment", "content": "x"}, *said("c")[1:]]
+    assert response_of(log) == "abc"
+
+
+def test_the_memo_knows_a_conversation_with_and_without_the_environments_words():
+    memo = ConversationMemo()
+    memo.put(said("4"), "timeout")
+    assert memo.get([*said("4"), {"role": "environment", "content": "wrong"}]) == "timeout"
+    assert memo.get(said("5")) is None
+    memo.forget(said("4"))
+    assert memo.get(said("4")) is None
+
+
+def test_the_memo_tells_conversations_apart_that_are_glued_alike():
+    memo = ConversationMemo()
+    memo.put(said("ab", "c"), 1)
+    assert memo.get(said("a", "bc")) is None
+    assert memo.get(said("abc")) is None
+
+
+def test_the_memo_forgets_the_oldest():
+    memo = ConversationMemo(capacity=2)
+    for text in "abc":
+        memo.put(said(text), text)
+    assert [memo.get(said(text)) for text in "abc"] == [None, "b", "c"]
+
+
+def test_the_memo_takes_any_text_from_any_thread():
+    memo = ConversationMemo(capacity=10_000)
+    texts = [f"{i} \ud800 ☃" for i in range(400)]
+    threads = [
+        threading.Thread(target=lambda part=part: [memo.put(said(t), t) for t in texts[part::4]])
+        for part in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [memo.get(said(t)) for t in texts] == texts
+
+
+def test_pass_at_k_by_hand():
+    # Group a: 4 samples, 1 right. Group b: 4 samples, none right.
+    groups = ["a", "a", "b", "a", "b", "a", "b", "b"]
+    right = [True, False, False, False, False, False, False, False]
+    assert pass_at_k(groups, right) == {
+        "pass@samples_per_prompt": 0.5,
+        "pass@1": 0.125,  # (1/4 + 0) / 2
+        "pass@2": 0.25,  # (1 - C(3,2)/C(4,2) + 0) / 2 = (1/2) / 2
+        "pass@4": 0.5,
+    }
+
+
+def test_d11_equal_prompts_stay_two_groups():
+    batch = {
+        "group_ids": ["step1-0", "step1-0", "step1-1", "step1-1"],
+        "is_end": torch.tensor([True, True, True, False]),
+        "prompt_lengths": torch.tensor([3, 3, 3, 3]),
+        "generation_lengths": torch.tensor([1, 2, 3, 4]),
+        "num_failures": 1,
+    }
+    assert batch_figures(batch) == {
+        "num_samples": 4.0,
+        "num_problems_in_batch": 2.0,
+        "num_failures": 1.0,
+        "fraction_of_samples_properly_ended": 0.75,
+        "generation_lengths": 2.5,
+        "prompt_lengths": 3.0,
+    }
+    assert pass_at_k(batch["group_ids"], [True, True, False, False])["pass@2"] == 0.5
+
+
+def test_a_mean_over_nothing_is_absent():
+    assert mean_of("accuracy", []) == {}
+    assert pass_at_k([], []) == {}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=24))
+def test_pass_at_k_grows_with_k_and_ends_at_any_of_them(samples):
+    groups, right = [g for g, _ in samples], [r for _, r in samples]
+    figures = pass_at_k(groups, right)
+    by_k = [v for name, v in figures.items() if name != "pass@samples_per_prompt"]
+    assert all(low <= high + 1e-12 for low, high in itertools.pairwise(by_k))
+    assert all(value <= figures["pass@samples_per_prompt"] + 1e-12 for value in by_k)

@@ -1,0 +1,296 @@
+"""The math environment: verdicts, figures, bad known answers, real problems."""
+
+import gzip
+import itertools
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from laurel.config.environments import MathEnvironmentConfig
+from laurel.environments.interface import EnvironmentReturn
+from laurel.environments.math_environment import MathEnvironment
+from laurel.errors import ConfigError, EnvironmentFailedError
+from laurel.types import Message, Task
+
+HANG = r"\boxed{\binom{1000000000}{500000000}}"
+
+
+def log_of(*answers):
+    said = [{"role": "assistant", "content": answer} for answer in answers]
+    return [{"role": "user", "content": "What is it?"}, *said]
+
+
+def known(*golds):
+    return [{"ground_truth": gold} for gold in golds]
+
+
+def task_of(gold, number=0):
+    metadata = {} if gold is None else {"ground_truth": gold}
+    return Task(
+        id=str(number), prompt=(Message("user", "?"),), environment="math", metadata=metadata
+    )
+
+
+def batch_of(logs, returned, group_ids, is_end=None):
+    size = len(logs)
+    return {
+        "message_log": logs,
+        "prompt": ["?"] * size,
+        "completion": ["!"] * size,
+        "group_ids": group_ids,
+        "rewards": returned.rewards,
+        "components": {},
+        "is_end": torch.tensor(is_end or [True] * size),
+        "prompt_lengths": torch.full((size,), 10),
+        "generation_lengths": torch.arange(1, size + 1) * 100,
+        "answers": returned.answers,
+        "num_failures": 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def environment():
+    with MathEnvironment({"num_workers": 2, "timeout_seconds": 1.0}) as environment:
+        yield environment
+
+
+def test_what_a_step_returns(environment):
+    logs = [log_of(r"\boxed{42}"), log_of(r"\boxed{43}"), log_of("I give up")]
+    given = [{"ground_truth": "42", "level": 3}, {"ground_truth": "42"}, {"ground_truth": "42"}]
+    returned = environment.step(logs, given)
+    assert isinstance(returned, EnvironmentReturn)
+    assert torch.equal(returned.rewards, torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32))
+    assert [o["content"] for o in returned.observations] == [
+        "Environment: correct",
+        "Environment: incorrect",
+        "Environment: incorrect",
+    ]
+    assert {o["role"] for o in returned.observations} == {"environment"}
+    assert returned.terminateds.dtype == torch.bool
+    assert returned.terminateds.all()
+    assert returned.answers == ["42", "43", None]
+    assert returned.failures == [None, None, None]
+    assert returned.next_stop_strings == [None, None, None]
+    assert returned.metadata[0] == {"ground_truth": "42", "level": 3, "verdict": "correct"}
+    assert [one["verdict"] for one in returned.metadata[1:]] == ["incorrect", "unparseable"]
+    assert given[1] == {"ground_truth": "42"}  # not written to
+
+
+def test_the_answer_is_that_of_all_assistant_messages(environment):
+    log = [*log_of(r"\boxed{"), {"role": "environment", "content": "7"}, *log_of("42}")[1:]]
+    assert environment.step([log], known("42")).rewards.tolist() == [1.0]
+
+
+def test_what_needs_a_parser(environment):
+    answers = [r"\boxed{x^2+2x+1}", r"The answer is $\frac{6}{4}$.", r"\boxed{\{2,1\}}", "It is 7"]
+    golds = ["(x+1)^2", "1.5", r"\{1,2\}", "8"]
+    returned = environment.step([log_of(one) for one in answers], known(*golds))
+    assert returned.rewards.tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert returned.answers[0] == "x^2+2x+1"
+
+
+def test_a_missing_known_answer_is_a_failure_not_a_zero(environment):
+    logs = [log_of(r"\boxed{4}")] * 5
+    given = [{"ground_truth": "4"}, None, {}, {"ground_truth": ["4"]}, {"ground_truth": ""}]
+    returned = environment.step(logs, given)
+    assert returned.rewards[0] == 1.0
+    assert [failure is None for failure in returned.failures] == [True] + [False] * 4
+    assert "ground_truth is missing" in returned.failures[1]
+    assert "ground_truth is list" in returned.failures[3]
+    assert "empty" in returned.failures[4]
+
+
+def test_known_answers_may_be_numbers(environment):
+    returned = environment.step([log_of(r"\boxed{0.5}"), log_of(r"\boxed{3}")],
+                                [{"ground_truth": 0.5}, {"ground_truth": 3}])  # fmt: skip
+    assert returned.rewards.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 17])
+def test_any_number_at_once(environment, size):
+    logs = [log_of(rf"\boxed{{\sqrt{{{i * i}}}}}") for i in range(size)]
+    golds = [str(i + i % 2) for i in range(size)]
+    expected = [float(i % 2 == 0) for i in range(size)]
+    assert environment.step(logs, known(*golds)).rewards.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["9**9**9**9", "(10^{10^{10}})!", "9^{9^{9}}", "99999999!", r"\binom{1000000000}{500000000}",
+     "3^{20^6}", r"\sum_{i=1}^{1000000000} i"],
+)  # fmt: skip
+def test_d16_what_cannot_be_computed_is_worth_0_and_neighbours_are_intact(environment, answer):
+    texts = [rf"\boxed{{{answer}}}", f"The answer is ${answer}$", r"\boxed{\sqrt{16}}"]
+    returned = environment.step([log_of(one) for one in texts], known("4", "4", "4"))
+    assert returned.rewards.tolist() == [0.0, 0.0, 1.0]
+    assert returned.failures == [None, None, None]
+
+
+def test_metadata_must_fit_the_conversations(environment):
+    with pytest.raises(EnvironmentFailedError, match="2 conversations came with metadata for 1"):
+        environment.step([log_of("4")] * 2, known("4"))
+
+
+def test_calls_from_several_threads(environment):
+    found = {}
+
+    def play(number):
+        logs = [log_of(rf"\boxed{{\sqrt{{{i * i}}}}}") for i in range(number, number + 20)]
+        golds = [str(i if i % 3 else -1) for i in range(number, number + 20)]
+        found[number] = environment.step(logs, known(*golds)).rewards.tolist()
+
+    threads = [threading.Thread(target=play, args=(20 * number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, rewards in found.items():
+        assert rewards == [float(i % 3 != 0) for i in range(number, number + 20)]
+    assert len(found) == 6
+
+
+def test_d25_d26_figures_of_a_batch_by_hand(environment):
+    answers = [r"\boxed{4}", r"\boxed{5}", r"\boxed{4}", HANG, "no idea", r"\boxed{4}"]
+    logs = [log_of(one) for one in answers]
+    returned = environment.step(logs, known(*["4"] * 6))
+    # The third is right but was cut off: it does not count.
+    is_end = [True, True, False, True, True, True]
+    batch = batch_of(logs, returned, ["a", "a", "a", "b", "b", "b"], is_end)
+    same, figures = environment.global_post_process_and_metrics(batch)
+    assert same is batch
+    expected = {
+        "accuracy": 2 / 6,
+        "pass@samples_per_prompt": 1.0,
+        "pass@1": 1 / 3,
+        "pass@2": 2 / 3,  # 1 - C(2,2)/C(3,2) in both groups
+        "fraction_of_samples_properly_ended": 5 / 6,
+        "num_problems_in_batch": 2.0,
+        "num_samples": 6.0,
+        "num_failures": 0.0,
+        "generation_lengths": 350.0,
+        "prompt_lengths": 10.0,
+        "correct_solution_generation_lengths": 350.0,  # (100 + 600) / 2
+        "timeouts": 1.0,
+        "unparseable": 1.0,
+    }
+    assert figures == pytest.approx(expected)
+
+
+def test_figures_of_two_batches_do_not_mix(environment):
+    training, validation = [log_of("train: no idea")], [log_of(r"validation \boxed{4}")]
+    first = environment.step(training, known("4"))
+    second = environment.step(validation, known("4"))
+    of_second = environment.global_post_process_and_metrics(batch_of(validation, second, ["v"]))[1]
+    of_first = environment.global_post_process_and_metrics(batch_of(training, first, ["t"]))[1]
+    assert (of_first["unparseable"], of_second["unparseable"]) == (1.0, 0.0)
+
+
+def test_no_figure_over_nothing(environment):
+    nothing = environment.step([], [])
+    _, figures = environment.global_post_process_and_metrics(batch_of([], nothing, []))
+    assert "accuracy" not in figures
+    assert "correct_solution_generation_lengths" not in figures
+    assert figures["num_samples"] == 0.0
+
+
+def test_known_answers_that_would_not_earn_the_reward_are_listed(environment):
+    golds = ["42", None, "", r"\frac{1}{2}", "x" * 10_001, 7, r"\binom{1000000000}{500000000}"]
+    rejected = environment.validate([task_of(gold, i) for i, gold in enumerate(golds)])
+    assert [one.task.id for one in rejected] == ["1", "2", "4", "6"]
+    reasons = [one.reason for one in rejected]
+    assert "is missing" in reasons[0]
+    assert "empty" in reasons[1]
+    assert "takes more than 1 s" in reasons[3]
+
+
+def test_known_letters_are_validated_too():
+    with MathEnvironment({"verifier_type": "english_multichoice"}) as environment:
+        rejected = environment.validate([task_of("B"), task_of("Berlin", 1)])
+        assert [one.task.id for one in rejected] == ["1"]
+        assert "not a letter" in rejected[0].reason
+
+
+def test_d17_multiple_choice_takes_the_last_letter():
+    with MathEnvironment({"verifier_type": "english_multichoice"}) as environment:
+        logs = [log_of("Answer: A\nAnswer: B"), log_of("Respuesta: B"), log_of("Answer: B")]
+        returned = environment.step(logs, known("B", "B", "Berlin"))
+        assert returned.rewards[:2].tolist() == [1.0, 0.0]
+        assert returned.answers == ["B", None, None]
+        assert "not a letter" in returned.failures[2]
+    with MathEnvironment({"verifier_type": "multilingual_multichoice"}) as environment:
+        assert environment.step([log_of("Respuesta: B")], known("B")).rewards.tolist() == [1.0]
+
+
+def test_stop_strings_go_to_every_turn():
+    config = MathEnvironmentConfig(num_workers=2, stop_strings=["</answer>"])
+    with MathEnvironment(config) as environment:
+        assert environment.stop_strings == ("</answer>",)
+        returned = environment.step([log_of("4")] * 2, known("4", "4"))
+        assert returned.next_stop_strings == [["</answer>"], ["</answer>"]]
+
+
+def test_the_documented_configuration_is_enough():
+    with MathEnvironment({"num_workers": 2}) as environment:
+        assert environment.config == MathEnvironmentConfig(num_workers=2)
+        assert environment.judges == "completion"
+
+
+def test_an_unknown_setting_is_told():
+    with pytest.raises(ConfigError, match="did you mean 'num_workers'"):
+        MathEnvironment({"num_worker": 2})
+
+
+def test_after_shutdown_nothing_can_be_checked():
+    environment = MathEnvironment({"num_workers": 2})
+    environment.shutdown()
+    environment.shutdown()
+    with pytest.raises(EnvironmentFailedError, match="shut down"):
+        environment.step([log_of(r"\boxed{\sqrt{16}}")], known("4"))
+
+
+# --------------------------------------------------------------------------------------- real data
+
+
+def rows_of(name):
+    path = Path(os.environ.get("LAUREL_DATA", "../shared/data")) / name
+    if not path.exists():
+        pytest.skip(f"no {path}; set LAUREL_DATA to the folder that holds the real data")
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def test_every_solution_of_math_earns_its_reward(environment):
+    rows = rows_of("math_test/math_test.jsonl.gz")
+    logs = [log_of(row["solution"]) for row in rows]
+    returned = environment.step(logs, known(*(row["answer"] for row in rows)))
+    assert len(rows) == 5_000
+    assert [row["idx"] for row, r in zip(rows, returned.rewards, strict=True) if r != 1.0] == []
+
+
+def test_the_parser_takes_known_answers_of_math_for_themselves():
+    rows = [row for row in rows_of("math_test/math_test.jsonl.gz") if row["in_math500"]]
+    assert len(rows) == 500
+    with MathEnvironment({"num_workers": 2}) as environment:  # as patient as it is by default
+        assert environment.validate([task_of(row["answer"], row["idx"]) for row in rows]) == []
+
+
+def test_a_wrong_answer_to_math_earns_nothing(environment):
+    """Solutions of other problems, whose answer is another whole number."""
+    rows = [r for r in rows_of("math_test/math_test.jsonl.gz") if r["answer"].lstrip("-").isdigit()]
+    pairs = [(a, b) for a, b in itertools.pairwise(rows) if a["answer"] != b["answer"]]
+    logs = [log_of(one["solution"]) for one, _ in pairs]
+    returned = environment.step(logs, known(*(other["answer"] for _, other in pairs)))
+    assert len(pairs) > 2_500
+    assert returned.rewards.sum() == 0.0
+
+
+def test_every_solution_of_gsm8k_earns_its_reward(environment):
+    rows = rows_of("gsm8k/test.jsonl.gz")
+    golds = [row["answer"].split("####")[1].strip() for row in rows]
+    returned = environment.step([log_of(row["answer"]) for row in rows], known(*golds))
+    assert len(rows) == 1_319
+    assert returned.rewards.sum() == len(rows)

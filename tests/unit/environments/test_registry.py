@@ -1,0 +1,174 @@
+"""Environments by name."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from laurel.config.environments import EnvironmentsConfig
+from laurel.environments.composite_environment import CompositeEnvironment
+from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
+from laurel.environments.math_environment import MathEnvironment
+from laurel.environments.registry import (
+    create_environment,
+    create_environments,
+    environment_names,
+    register_env,
+)
+from laurel.errors import ConfigError
+
+made = []
+
+
+class Constant(EnvironmentInterface):
+    """Gives every conversation the same."""
+
+    def __init__(self, reward=1.0):
+        self.reward = reward
+        self.is_shut_down = False
+        made.append(self)
+
+    def step(self, message_log_batch, metadata):
+        size = len(message_log_batch)
+        return EnvironmentReturn(
+            [{"role": "environment", "content": ""}] * size, list(metadata), [None] * size,
+            torch.full((size,), self.reward), torch.ones(size, dtype=torch.bool),
+        )  # fmt: skip
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+
+    def shutdown(self):
+        self.is_shut_down = True
+
+
+class Broken(Constant):
+    def __init__(self):
+        raise ConfigError("this one never works")
+
+
+class NoEnvironment:
+    def step(self, message_log_batch, metadata):
+        return None
+
+
+def config_of(**sections):
+    return EnvironmentsConfig.model_validate(sections)
+
+
+def own(name="Constant", **kwargs):
+    return {"name": f"{__name__}.{name}", "kwargs": kwargs}
+
+
+@pytest.fixture(autouse=True)
+def _none_made():
+    made.clear()
+
+
+@pytest.mark.parametrize("name", ["math", "math_default"])
+def test_math(name):
+    with create_environment(name, config_of(math={"num_workers": 2})) as environment:
+        assert isinstance(environment, MathEnvironment)
+        assert environment.config.num_workers == 2
+
+
+def test_your_own_with_arguments():
+    environment = create_environment("mine", config_of(custom={"mine": own(reward=0.25)}))
+    assert environment.reward == 0.25
+
+
+def test_a_composite_and_its_parts():
+    config = config_of(
+        custom={"mine": own(reward=2.0)},
+        composite={
+            "inner": {"parts": [{"env": "mine", "weight": 3.0}]},
+            "outer": {"parts": [{"env": "inner"}, {"env": "mine"}]},
+        },
+    )
+    environment = create_environment("outer", config)
+    assert isinstance(environment, CompositeEnvironment)
+    returned = environment.step([[{"role": "assistant", "content": "a"}]], [{}])
+    assert {k: v.tolist() for k, v in returned.rewards.items()} == {
+        "inner/mine": [6.0],
+        "mine": [2.0],
+    }
+    assert len(made) == 1
+    environment.shutdown()
+    assert made[0].is_shut_down
+
+
+def test_what_is_named_twice_is_made_once():
+    config = config_of(
+        custom={"mine": own()}, composite={"both": {"parts": [{"env": "mine"}, {"env": "math"}]}}
+    )
+    environments = create_environments(["mine", "both", "mine"], config)
+    assert list(environments) == ["mine", "both"]
+    assert len(made) == 1
+
+
+def test_what_was_made_is_shut_down_when_the_next_cannot_be():
+    config = config_of(custom={"mine": own(), "broken": own("Broken")})
+    with pytest.raises(ConfigError, match="never works"):
+        create_environments(["mine", "broken"], config)
+    assert made[0].is_shut_down
+
+
+def test_a_name_can_be_registered_once():
+    register_env("registered_in_a_test", f"{__name__}.Constant")
+    assert isinstance(create_environment("registered_in_a_test", config_of()), Constant)
+    given = config_of(custom={"registered_in_a_test": own(reward=5.0)})
+    assert create_environment("registered_in_a_test", given).reward == 5.0
+    with pytest.raises(ConfigError, match="already registered"):
+        register_env("registered_in_a_test", "elsewhere.Constant")
+    with pytest.raises(ValueError, match="'math' is already registered"):
+        register_env("math", "elsewhere.Math")
+    with pytest.raises(ConfigError, match=r"not of the form module\.Class"):
+        register_env("another", "Constant")
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    config = config_of(custom={"mine": own()}, composite={"both": {"parts": [{"env": "mine"}]}})
+    with pytest.raises(ConfigError) as caught:
+        create_environment("maths", config)
+    message = str(caught.value)
+    assert "did you mean 'math'" in message
+    for name in ("math", "math_default", "reward_model", "both", "mine"):
+        assert name in environment_names(config)
+        assert name in message
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"custom": {"mine": own("NoEnvironment")}},
+         "lacks global_post_process_and_metrics, shutdown; derive it from"),
+        ({"custom": {"mine": own("Constnt")}}, "did you mean 'Constant'"),
+        ({"custom": {"mine": own(rewrd=1.0)}}, "cannot be called with rewrd=1.0"),
+        ({"custom": {"mine": {"name": "no_such_module.Env"}}}, "no module 'no_such_module'"),
+        ({"custom": {"mine": {"name": "Constant"}}}, "not of the form"),
+        ({"custom": {"mine": {"name": "sys.path"}}}, "is list, not a class"),
+        ({"custom": {"mine": own(), "math": own()}}, "call yours something else"),
+        ({"custom": {"mine": own()}, "composite": {"mine": {"parts": [{"env": "math"}]}}},
+         "both have mine"),
+        ({"composite": {"mine": {"parts": [{"env": "other"}]},
+                        "other": {"parts": [{"env": "mine"}]}}}, "mine -> other -> mine"),
+        ({"composite": {"mine": {"parts": [{"env": "oter"}]}}}, "no environment is called 'oter'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_made_is_told(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        create_environment("mine", config_of(**sections))
+
+
+def test_nothing_is_imported_before_it_is_asked_for():
+    program = (
+        "import sys\n"
+        "import laurel.environments.registry\n"
+        "heavy = ('torch', 'math_verify', 'sympy', 'transformers')\n"
+        "print([name for name in heavy if name in sys.modules])\n"
+        "import laurel.environments.math_environment\n"
+        "print([name for name in heavy[1:] if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["[]", "[]"], done.stderr

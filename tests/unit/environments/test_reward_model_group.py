@@ -1,0 +1,191 @@
+"""The model of a reward-model environment in processes of its own."""
+
+import functools
+
+import pytest
+
+from laurel.config.environments import EnvironmentsConfig, RewardModelEnvironmentConfig
+from laurel.distributed.local_group import LocalGroup
+from laurel.environments.load_reward_model import open_reward_model, open_reward_model_group
+from laurel.environments.open_reward_loop import Opening, make_worker_here
+from laurel.environments.registry import create_environments
+from laurel.environments.reward_model_actor import gpus_of_actor, ranks_of
+from laurel.errors import CheckpointError, ConfigError, ModelError, WorkerError
+from laurel.models.parallel import ParallelShape
+from laurel.types import Message, group_of
+from process_group import ProcessGroup
+from reward_models import small_model, write_foreign_model, write_model, write_run
+
+ONE = ParallelShape()
+GROUPS = [
+    group_of((Message("user", "Where?"),), ("By the gate.", "No.", "In the river"), group_id="a"),
+    group_of((Message("user", "Bread?"),), ("Wine.", "Bread and wine."), group_id="b"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    write_model(small_model(), directory)
+    return directory
+
+
+def config_of(**settings):
+    return RewardModelEnvironmentConfig.model_validate({"precision": "float32", **settings})
+
+
+def in_this_process(*args, **kwargs):
+    return LocalGroup("reward_model", *args, **kwargs)
+
+
+def values(scorer):
+    return [score.value for scores in scorer.score_now(GROUPS) for score in scores]
+
+
+def opened(config, make_group=in_this_process, *, shape=ONE, said=None):
+    tell = (said if said is not None else []).append
+    return open_reward_model_group(config, make_group, shape=shape, device="cpu", say=tell)
+
+
+def test_one_rank_scores_and_says_what_one_process_does(checkpoint):
+    config = config_of(model_name=str(checkpoint), batch_tokens=50)
+    said, expected = [], []
+    grouped = opened(config, said=said)
+    local = open_reward_model(config, device="cpu", say=expected.append)
+    assert values(grouped) == values(local)
+    assert grouped.batch_tokens == local.batch_tokens == 50
+    assert said == expected
+    assert any("golden scores agree" in line for line in said)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_two_ranks_read_their_shares_and_prove_themselves(checkpoint, precision):
+    config = config_of(
+        model_name=str(checkpoint),
+        precision=precision,
+    )
+    said = []
+    two = functools.partial(ProcessGroup, "reward_model", 2)
+    grouped = opened(config, two, shape=ParallelShape(tp=2), said=said)
+    try:
+        local = open_reward_model(config, device="cpu", say=lambda _: None)
+        near = 1e-5 if precision == "float32" else 0.05
+        assert values(grouped) == pytest.approx(values(local), abs=near)
+        assert any("golden scores agree" in line for line in said)
+        assert any("self-check" in line for line in said)
+    finally:
+        grouped.close()
+
+
+def test_what_the_settings_get_wrong_is_told_before_there_is_a_group(tmp_path, checkpoint):
+    def never(*_args, **_kwargs):
+        raise AssertionError("a group was made")
+
+    wrong = [
+        ({"model_name": None}, ConfigError, "model_name is missing"),
+        ({"model_name": str(tmp_path / "no")}, ModelError, r"env\.reward_model\.model_name=.*no"),
+        ({"dtensor_cfg": {"context_parallel_size": 2}}, ConfigError, "context_parallel_size"),
+        ({"dtensor_cfg": {"cpu_offload": True}}, ConfigError, "cpu_offload"),
+        ({"transform": {"normalize": "stored"}}, ConfigError, "mean and standard deviation"),
+    ]
+    for settings, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            opened(config_of(**{"model_name": str(checkpoint), **settings}), never)
+    run = write_run(tmp_path / "run", {1: 0.5})
+    weights = run / "step_1" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has"):
+        opened(config_of(model_name=str(run)), never)
+
+
+def test_what_the_ranks_find_wrong_with_the_model_is_the_users_error(tmp_path, checkpoint):
+    model = write_foreign_model(tmp_path, head=False)
+    with pytest.raises(ModelError, match="language model without a reward head") as caught:
+        opened(config_of(model_name=str(model)))
+    assert isinstance(caught.value.__cause__.__cause__, WorkerError)
+    plan = {"custom_parallel_plan": {"no.such": "rowwise"}}
+    config = config_of(model_name=str(checkpoint), dtensor_cfg=plan)
+    two = functools.partial(ProcessGroup, "reward_model", 2)
+    with pytest.raises(ConfigError, match=r"env\.reward_model\.dtensor_cfg\.custom_parallel_plan"):
+        opened(config, two, shape=ParallelShape(tp=2))
+
+
+def test_a_group_that_dies_is_a_workers_error(checkpoint):
+    def dies(worker_class, *args, **kwargs):
+        raise WorkerError("reward_model rank 1 of 2 died", role="reward_model", ranks=(1,))
+
+    with pytest.raises(WorkerError, match="rank 1 of 2 died"):
+        opened(config_of(model_name=str(checkpoint)), dies)
+
+
+def test_a_group_whose_workers_do_not_answer_is_ended(checkpoint):
+    class Silent:
+        is_open = True
+
+        def call_one(self, *_args):
+            raise WorkerError("no answer")
+
+        def shutdown(self):
+            self.is_open = False
+
+    group = Silent()
+    with pytest.raises(WorkerError, match="no answer"):
+        opened(config_of(model_name=str(checkpoint)), lambda *_args, **_kwargs: group)
+    assert not group.is_open
+
+
+def test_the_registry_opens_models_elsewhere(checkpoint):
+    asked = []
+
+    def open_model(config, name):
+        asked.append((config, name))
+        return opened(config)
+
+    opening = Opening(open_model=open_model, make_worker=make_worker_here)
+
+    config = EnvironmentsConfig.model_validate(
+        {
+            "reward_model": {"model_name": str(checkpoint), "precision": "float32"},
+            "composite": {"both": {"parts": [{"env": "reward_model"}, {"env": "math"}]}},
+        }
+    )
+    made = create_environments(["math"], config, opening=opening)
+    assert asked == [], "nobody asked for a reward model"
+    made["math"].shutdown()
+    made = create_environments(["both", "reward_model"], config, opening=opening)
+    assert asked == [(config.reward_model, "")], "one scorer for both"
+    log = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "No."}]
+    local = open_reward_model(config.reward_model, device="cpu", say=lambda _: None)
+    asked_for = group_of((Message("user", "Where?"),), ("No.",), group_id="x")
+    expected = [local.score_now([asked_for])[0][0].value]
+    assert made["reward_model"].step([log], [None]).rewards.tolist() == expected
+    group = made["reward_model"]._scorer._group
+    for environment in made.values():
+        environment.shutdown()
+    assert group.alive() == [False]
+
+
+@pytest.mark.parametrize(
+    ("tp", "resources", "shape"),
+    [
+        (1, {}, ParallelShape()),
+        (4, {}, ParallelShape(tp=4)),
+        (1, {"gpus_per_node": 1, "num_nodes": 1}, ParallelShape()),
+        (4, {"gpus_per_node": 4, "num_nodes": 1}, ParallelShape(tp=4)),
+        (4, {"gpus_per_node": 8, "num_nodes": 2}, ParallelShape(tp=4, dp_replicate=4)),
+        (2, {"num_nodes": 2}, ParallelShape(tp=2, dp_replicate=2)),
+    ],
+)
+def test_the_ranks_that_settings_ask_for(tp, resources, shape):
+    settings = {"model_name": "m", "dtensor_cfg": {"tensor_parallel_size": tp}}
+    config = config_of(**settings, resources=resources)
+    assert ranks_of(config) == shape
+    # One rank is the actor itself, which then has the GPU.
+    assert gpus_of_actor(config) == (1 if shape.num_ranks == 1 else 0)
+    assert gpus_of_actor(config, device="cpu") == 0
+
+
+def test_slots_that_make_no_whole_replicas():
+    settings = {"dtensor_cfg": {"tensor_parallel_size": 3}, "resources": {"gpus_per_node": 4}}
+    with pytest.raises(ConfigError, match="tensor_parallel_size=3 does not divide the 4 slots"):
+        ranks_of(config_of(model_name="m", **settings))

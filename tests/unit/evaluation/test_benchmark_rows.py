@@ -1,0 +1,164 @@
+"""Rows of benchmarks, as they lie on disk."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset, DatasetDict
+
+from laurel.data.benchmark_rows import (
+    BEST_OF_N,
+    JUDGE_BENCH,
+    REWARD_BENCH,
+    REWARD_BENCH_2,
+    RM_BENCH,
+    HubPart,
+    read_benchmark,
+)
+from laurel.errors import DataError
+from laurel.evaluation.reward_bench import NUM_ROWS
+
+PAIR = {"id": 1, "subset": "hep-go", "prompt": "q", "chosen": "a", "rejected": "b"}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    return str(path)
+
+
+def real(name: str) -> str:
+    path = Path(os.environ.get("LAUREL_DATA", "../shared/data")) / name
+    if not path.is_file():
+        pytest.skip(f"no {path}; set LAUREL_DATA to the folder of the real data")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
+def test_a_pair_from_any_format(tmp_path, name) -> None:
+    (row,) = read_benchmark(REWARD_BENCH, [write(tmp_path / name, [PAIR])])
+    assert (row.id, row.subset, row.ranks_G) == ("1", "hep-go", (0, 1))
+    assert [one.messages[0].content for one in row.group.completions_G] == ["a", "b"]
+    assert row.group.prompt[0].role == "user"
+    assert row.source == str(tmp_path / name) + (":1" if "jsonl" in name else "[0]")
+
+
+def test_lists_of_parquet_and_prompts_of_several_turns(tmp_path) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"},
+             {"role": "user", "content": "r"}]  # fmt: skip
+    rows = [{"id": "x", "subset": "Math", "prompt": turns, "chosen": ["a"], "rejected": ["b", "c"]}]
+    (row,) = read_benchmark(REWARD_BENCH_2, [write(tmp_path / "rows.parquet", rows)])
+    assert row.ranks_G == (0, 1, 1)
+    assert [message.content for message in row.group.prompt] == ["q", "a", "r"]
+
+
+def test_ids_are_unique_and_the_same_the_next_time(tmp_path) -> None:
+    rows = [PAIR, {**PAIR, "subset": "hep-js"}, {**PAIR, "subset": "hep-js"}, {**PAIR, "id": None}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    ids = [row.id for row in read_benchmark(REWARD_BENCH, [path])]
+    assert ids == ["1", "hep-js/1", "hep-js/1#2", "rows.jsonl:4"]
+    assert ids == [row.id for row in read_benchmark(REWARD_BENCH, [path])]
+
+
+def test_the_right_answer_of_judge_bench_comes_first(tmp_path) -> None:
+    row = {"pair_id": "p", "source": "livecodebench", "question": "q", "response_A": "a",
+           "response_B": "b", "label": "B>A"}  # fmt: skip
+    (read,) = read_benchmark(JUDGE_BENCH, [write(tmp_path / "rows.jsonl", [row])])
+    assert [one.messages[0].content for one in read.group.completions_G] == ["b", "a"]
+    assert (read.id, read.subset) == ("p", "livecodebench")
+
+
+def test_rm_bench_and_best_of_n(tmp_path) -> None:
+    styles = {
+        "id": 1,
+        "domain": "chat",
+        "prompt": "q",
+        "chosen": list("abc"),
+        "rejected": list("def"),
+    }
+    (row,) = read_benchmark(RM_BENCH, [write(tmp_path / "rm.jsonl", [styles])])
+    assert (row.subset, row.ranks_G) == ("chat", (0, 0, 0, 1, 1, 1))
+    groups = [{"prompt": "q", "completions": ["a", "b", "c"], "passed": [False, True, False]}]
+    (row,) = read_benchmark(BEST_OF_N, [write(tmp_path / "n.jsonl", groups)])
+    assert row.ranks_G == (1, 0, 1)
+
+
+def test_splits_of_a_saved_data_set_and_the_benchmarks_own_parts(tmp_path, monkeypatch) -> None:
+    other = {**PAIR, "id": 2, "prompt": "r"}
+    monkeypatch.chdir(tmp_path)
+    DatasetDict(filtered=Dataset.from_list([PAIR]), raw=Dataset.from_list([other])).save_to_disk(
+        "saved"
+    )
+    (row,) = read_benchmark(REWARD_BENCH, ["saved"], split="raw")
+    assert row.id == "2"
+    with pytest.raises(DataError, match="no split 'train'; it has: filtered, raw"):
+        read_benchmark(REWARD_BENCH, ["saved"])
+    own = replace(REWARD_BENCH, hub=(HubPart("saved", "filtered", "shp"), HubPart("saved", "raw")))
+    both = [(row.id, row.subset) for row in read_benchmark(own, [])]
+    assert both == [("1", "shp"), ("2", "hep-go")]
+    assert [row.id for row in read_benchmark(own, ["saved"])] == ["1", "2"]
+    assert [row.id for row in read_benchmark(own, ["saved"], split="raw")] == ["2"]
+
+
+def test_a_limit_holds_for_each_set(tmp_path) -> None:
+    one = write(tmp_path / "one.jsonl", [{**PAIR, "id": i} for i in range(3)])
+    two = write(tmp_path / "two.jsonl", [{**PAIR, "id": i} for i in range(10, 13)])
+    ids = [row.id for row in read_benchmark(REWARD_BENCH, [one, two], limit=2)]
+    assert ids == ["0", "1", "10", "11"]
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "message"),
+    [
+        (REWARD_BENCH, {**PAIR, "rejected": None}, r":1: 'rejected' is null\. A row of Reward"),
+        (REWARD_BENCH, {**PAIR, "prompt": []}, ":1: 'prompt' is an empty list"),
+        (REWARD_BENCH, {**PAIR, "subset": 3}, ":1: 'subset' is a number where text is expected"),
+        (REWARD_BENCH_2, PAIR, ":1: 'chosen' is a string where a list is expected"),
+        (REWARD_BENCH_2, {**PAIR, "chosen": [], "rejected": ["b"]}, "'chosen' is an empty list"),
+        (
+            REWARD_BENCH_2,
+            {**PAIR, "subset": "Ties", "chosen": ["a"], "rejected": ["b"]},
+            ":1: the id of a row of Ties is ref:<n> or tied:<n>, not 1",
+        ),
+        (
+            BEST_OF_N,
+            {"prompt": "q", "completions": ["a"], "correct": ["yes"]},
+            "'correct' must hold true or false for each of the 1 completions",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_used(tmp_path, form, row, message) -> None:
+    path = write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(DataError, match=message) as caught:
+        read_benchmark(form, [path])
+    assert str(caught.value).startswith(path)
+    assert f"A row of {form.title} is {form.written}" in str(caught.value)
+
+
+def test_the_real_rows_that_could_be_rebuilt() -> None:
+    files = ("llmbar/rewardbench_llmbar", "humanevalpack/rewardbench_hep",
+             "mtbench_rewardbench/rewardbench_mtbench")  # fmt: skip
+    rows = read_benchmark(REWARD_BENCH, [real(f"{name}.jsonl.gz") for name in files])
+    assert len(rows) == len({row.id for row in rows}) == 1493
+    counts = Counter(row.subset for row in rows)
+    for name, count in counts.items():
+        assert name is not None
+        if name.startswith(("llmbar", "hep")):
+            assert count == NUM_ROWS[name]
+    lists = read_benchmark(
+        REWARD_BENCH_2, [real("gsm8k_model_solutions/rewardbench2_style_best_of_4.jsonl.gz")]
+    )
+    assert {row.ranks_G for row in lists} == {(0, 1, 1, 1)}
+    assert len(lists) == 290

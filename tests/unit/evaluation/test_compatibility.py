@@ -1,0 +1,216 @@
+"""Scores by the reference's tokens: equal where these agree, its arithmetic where they differ."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForSequenceClassification, Qwen3Config
+
+from laurel.config.schema import PolicyConfig
+from laurel.evaluation.compatibility import (
+    BOS,
+    CUT,
+    FAILS,
+    ROLES,
+    SPECIAL,
+    TEXT,
+    differences,
+    summary,
+)
+from laurel.models.rewardbench_format import ReferenceFormat, RewardBenchContract
+from laurel.models.scoring import ScoringContract
+from laurel.models.tokenizer import CHATML
+from laurel.rewards.load import open_scorer
+from laurel.rewards.local import LocalScorer
+from laurel.types import Group, Message, group_of
+from reward_models import small_model
+from tiny_tokenizers import gemma, make_tokenizer
+
+FORM = ReferenceFormat(program="it", truncation_side="left")
+
+
+def made(**chosen: Any) -> Any:
+    """With the tokens of ChatML."""
+    return make_tokenizer(more=("<|im_start|>", "<|im_end|>"), **chosen)
+
+
+def reference_of(tokenizer: Any, *, max_length: int = 2048, own_length: int = 2048) -> Any:
+    own = ScoringContract.draw_up(
+        copy.deepcopy(tokenizer), max_length=own_length, truncation_side="left", append_eos=False
+    )
+    form = ReferenceFormat(program="it", truncation_side="left", max_length=max_length)
+    return RewardBenchContract(own, tokenizer, pad_id=tokenizer.pad_token_id, form=form)
+
+
+def asked(prompt: str, *answers: str) -> Group:
+    return group_of((Message("user", prompt),), answers, group_id=prompt)
+
+
+# ------------------------------------------------------------------------------------- differences
+
+
+def test_the_same_tokens_are_no_difference() -> None:
+    reference = reference_of(made(template=CHATML))
+    found = differences(reference, [asked("q", "a", "b")])
+    assert found == [(None, None)]
+    assert summary(found)["num_rows"] == 0
+
+
+def test_a_hidden_bos_differs_and_is_not_read() -> None:
+    reference = reference_of(made(template="{{ bos_token }}" + CHATML, adds_bos=True))
+    ((found, _),) = differences(reference, [asked("q", "a", "b")])
+    assert found is not None
+    assert found.reasons == (BOS,)
+    assert not found.is_read
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "lengths", "prompt", "reasons", "is_read"),
+    [
+        # Without a BOS of the template, the contract writes one there; the reference adds it.
+        (made(template=CHATML, adds_bos=True), (99, 99), "q", None, False),
+        (made(template=CHATML), (20, 99), "q", (CUT,), True),
+        (made(template=CHATML), (99, 20), "q", (CUT,), True),
+        (made(template=CHATML), (20, 20), "q", None, False),
+        (made(template="{{ bos_token }}" + CHATML), (20, 20), "q", (CUT,), True),
+        (gemma(), (99, 99), "q", (BOS,), False),
+    ],
+)
+def test_reasons(tokenizer, lengths, prompt, reasons, is_read) -> None:
+    max_length, own_length = lengths
+    reference = reference_of(tokenizer, max_length=max_length, own_length=own_length)
+    ((found,),) = differences(reference, [asked(prompt, "an answer")])
+    assert (found and found.reasons) == reasons
+    assert (found is not None and found.is_read) == is_read
+
+
+def test_roles_text_and_failures() -> None:
+    system = (Message("system", "s"), Message("user", "q"), Message("assistant", "a"))
+    groups = [
+        group_of(system, ("b",), group_id="roles"),
+        group_of(system[:2], ("b",), group_id="f"),
+    ]
+    found = differences(reference_of(made(template=CHATML)), groups)
+    assert [one.reasons for (one,) in found if one is not None] == [(ROLES,), (FAILS,)]
+    told = summary(found)
+    assert (told["num_rows"], told["num_rows_read_differently"]) == (2, 2)
+    assert told["reasons"] == {
+        reason: {"num_rows": 1, "num_completions": 1} for reason in (ROLES, FAILS)
+    }
+    other = made(template=CHATML)
+    reference = reference_of(other)
+    other.chat_template = CHATML.replace("\n", " ")
+    ((one,),) = differences(reference, [asked("q", "a")])
+    assert one is not None
+    assert one.reasons == (TEXT,)
+    adding = made(template=CHATML)
+    reference = reference_of(adding)
+    reference.tokenizer = made(template=CHATML, adds_bos=True)
+    ((one,),) = differences(reference, [asked("q", "a")])
+    assert one is not None
+    assert one.reasons == (SPECIAL,)
+
+
+def test_rows_and_answers_are_counted() -> None:
+    reference = reference_of(made(template=CHATML), max_length=30)
+    found = differences(reference, [asked("q", "a", "an answer of more tokens"), asked("r", "b")])
+    told = summary(found)
+    assert (told["num_rows"], told["num_completions"]) == (1, 1)
+    assert told["reasons"] == {CUT: {"num_rows": 1, "num_completions": 1}}
+
+
+# ------------------------------------------------------------------------------------------ scores
+
+WORDS = st.text(st.sampled_from("abc d\nü"), min_size=1, max_size=12)
+
+
+@given(st.lists(st.tuples(WORDS, st.lists(WORDS, min_size=1, max_size=3)), min_size=1, max_size=4))
+@settings(max_examples=25, deadline=None)
+def test_where_tokens_agree_scores_are_equal_to_the_last_bit(rows) -> None:
+    loaded = _loaded()
+    reference = RewardBenchContract(
+        loaded.contract, copy.deepcopy(loaded.contract.tokenizer),
+        pad_id=loaded.contract.rules.pad_id, form=FORM,
+    )  # fmt: skip
+    groups = [asked(prompt, *answers) for prompt, answers in rows]
+    assert summary(differences(reference, groups))["num_rows"] == 0
+    scores = [
+        [score.value for scores_G in scorer.score_now(groups) for score in scores_G]
+        for scorer in (
+            LocalScorer(loaded.model, loaded.contract),
+            LocalScorer(loaded.model, reference),
+        )
+    ]
+    assert scores[0] == scores[1]
+
+
+_MODELS: list[Any] = []
+
+
+def _loaded() -> Any:
+    if not _MODELS:
+        _MODELS.append(small_model(max_length=512))
+    return _MODELS[0]
+
+
+def write_classifier(directory: Path, tokenizer: Any) -> None:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, intermediate_size=64, num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_scores_are_those_of_a_padded_batch_with_the_first_bos_hidden(tmp_path, side) -> None:
+    """The reference's arithmetic, done here by Hugging Face alone."""
+    tokenizer = made(template="{{ bos_token }}" + CHATML, adds_bos=True)
+    tokenizer.padding_side = side
+    write_classifier(tmp_path, tokenizer)
+    groups = [asked("Where?", "By the gate.", "No."), asked("Who? " * 30, "An old man", "x" * 60)]
+    scorer = open_scorer(str(tmp_path), say=lambda _: None)
+    form = ReferenceFormat(program="it", truncation_side="left", max_length=80)
+    reference = RewardBenchContract.beside(
+        scorer.contract, PolicyConfig(model_name=str(tmp_path)), str(tmp_path), form=form
+    )
+    found = LocalScorer(scorer.model, reference).score_now(groups)
+    assert [score.truncated for scores_G in found for score in scores_G] == [
+        False, False, True, True,
+    ]  # fmt: skip
+
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": m.role, "content": m.content} for m in group.conversation(i)], tokenize=False
+        )
+        for group in groups
+        for i in range(2)
+    ]
+    tokenizer.truncation_side = "left"
+    batch = tokenizer(texts, truncation=True, max_length=80, padding=True, return_tensors="pt")
+    ids_NL, mask_NL = batch["input_ids"], batch["attention_mask"]
+    num_hidden = 0
+    for row, first in enumerate(mask_NL.argmax(dim=1).tolist()):
+        if ids_NL[row, first] == ids_NL[row, first + 1] == tokenizer.bos_token_id:
+            mask_NL[row, first] = 0
+            num_hidden += 1
+    assert num_hidden == 2, "the two that are cut have lost theirs"
+    model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids_NL, attention_mask=mask_NL).logits[:, 0].tolist()
+    values = [score.value for scores_G in found for score in scores_G]
+    assert values == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 0.1

@@ -1,0 +1,380 @@
+"""Figures of scored pairs: by hand, and what holds of any."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laurel.errors import ConfigError, DataError
+from laurel.evaluation.baselines import BagOfWords, longer_wins
+from laurel.evaluation.diagnostics import (
+    agreements,
+    kendall,
+    length_controlled_accuracy,
+    longer_scored_higher,
+    score_distribution,
+    score_length_correlation,
+    spearman,
+)
+from laurel.evaluation.intervals import (
+    accuracy,
+    accuracy_by_name,
+    accuracy_by_value,
+    bins_of,
+    failures,
+    interval_of_share,
+)
+from laurel.evaluation.scored_pairs import ScoredPair
+from laurel.types import Message
+
+_ids = itertools.count()
+
+
+def pair(
+    score_chosen: float | None,
+    score_rejected: float | None,
+    chosen: str = "yes",
+    rejected: str = "no",
+    **others: object,
+) -> ScoredPair:
+    fields = {
+        "id": f"pair {next(_ids)}",
+        "prompt": (Message("user", "Is it so?"),),
+        "chosen": chosen,
+        "rejected": rejected,
+        "score_chosen": score_chosen,
+        "score_rejected": score_rejected,
+    }
+    return ScoredPair(**(fields | others))
+
+
+RIGHT, WRONG, TIE = (2.0, 1.0), (1.0, 2.0), (1.0, 1.0)
+FAILED = (None, 1.0)
+
+
+scores = st.integers(-5, 5).map(float)
+texts = st.text(alphabet="ab ", min_size=1, max_size=6)
+some_pairs = st.lists(st.builds(pair, scores, scores, texts, texts), min_size=1, max_size=12)
+
+
+# ---------------------------------------------------------------------------------------- accuracy
+
+
+def test_accuracy_by_hand() -> None:
+    # Right, right, wrong, tie: 2 of 4, for a tie is wrong. The failures take no part.
+    pairs = [pair(*s) for s in (RIGHT, RIGHT, WRONG, TIE, FAILED, (math.nan, 1.0))]
+    found = accuracy(pairs)
+    assert found is not None
+    assert (found.value, found.num_pairs, found.num_ties) == (0.5, 4, 1)
+    # Of 4 drawn at even odds, 0 or 4 are right 1 time in 16 each, more than the 2.5 % left out.
+    assert (found.low, found.high) == (0.0, 1.0)
+
+
+def test_failures_are_counted_by_their_reason() -> None:
+    pairs = [pair(*FAILED, failure="too long"), pair(math.inf, 1.0), pair(*RIGHT),
+             pair(None, None, failure="too long")]  # fmt: skip
+    assert failures(pairs) == {"too long": 2, "no finite score": 1}
+    assert accuracy(pairs[:2]) is None
+
+
+def test_the_interval_is_that_of_pairs_drawn_with_replacement() -> None:
+    # The same done by hand, pair by pair, with a generator of its own. 0.7 +- 1.96 * 0.0458.
+    drawn = random.Random(5)
+    verdicts = [True] * 70 + [False] * 30
+    shares = sorted(sum(drawn.choices(verdicts, k=100)) / 100 for _ in range(4000))
+    low, high = interval_of_share(70, 100, num_draws=20_000)
+    assert low == pytest.approx(shares[100], abs=0.011)
+    assert high == pytest.approx(shares[3900], abs=0.011)
+    assert low == pytest.approx(0.7 - 1.96 * math.sqrt(0.21 / 100), abs=0.011)
+
+
+def test_a_few_pairs_that_are_all_right_are_not_certain() -> None:
+    # Were the share 0.025 ** (1 / 5) = 0.478, five of five would come 25 times in a thousand.
+    assert interval_of_share(5, 5) == (pytest.approx(0.478, abs=5e-4), 1.0)
+    assert interval_of_share(0, 5) == (0.0, pytest.approx(0.522, abs=5e-4))
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0, 95.0])
+def test_a_confidence_that_is_none(confidence: float) -> None:
+    with pytest.raises(ConfigError, match=r"between 0 and 1, e\.g\. 0\.95"):
+        accuracy([pair(*RIGHT)], confidence=confidence)
+
+
+@given(some_pairs, st.randoms())
+def test_accuracy_lies_in_its_interval_whatever_the_order(
+    pairs: list[ScoredPair], order: random.Random
+) -> None:
+    found = accuracy(pairs, num_draws=200)
+    assert found is not None
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    mixed = order.sample(pairs, len(pairs))
+    assert accuracy(mixed, num_draws=200) == found
+    assert length_controlled_accuracy(mixed) == length_controlled_accuracy(pairs)
+    assert accuracy_by_value(mixed, {p.id: len(p.chosen) for p in pairs}) == accuracy_by_value(
+        pairs, {p.id: len(p.chosen) for p in pairs}
+    )
+
+
+def test_slices_by_name() -> None:
+    pairs = [pair(*RIGHT), pair(*WRONG), pair(*RIGHT), pair(*FAILED), pair(*RIGHT)]
+    names = dict(zip([p.id for p in pairs], ["b", "b", "a", "c"], strict=False))
+    # "c" holds a failure only, and the last has no name.
+    found = accuracy_by_name(pairs, names)
+    assert [(s.name, s.accuracy.value, s.accuracy.num_pairs) for s in found] == [
+        ("a", 1.0, 1),
+        ("b", 0.5, 2),
+    ]
+
+
+def test_slices_by_value() -> None:
+    pairs = [pair(*s) for s in (RIGHT, WRONG, RIGHT, RIGHT, WRONG, RIGHT, FAILED)]
+    values = dict(zip([p.id for p in pairs], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 100.0], strict=True))
+    # Six with a verdict: 1 2 3 | 4 5 6, with 2 of 3 right in each.
+    found = accuracy_by_value(pairs, values, num_bins=2)
+    assert [(s.name, s.lowest, s.highest, s.accuracy.num_pairs) for s in found] == [
+        ("1 to 3", 1.0, 3.0, 3),
+        ("4 to 6", 4.0, 6.0, 3),
+    ]
+    assert [s.accuracy.value for s in found] == pytest.approx([2 / 3, 2 / 3])
+    assert accuracy_by_value(pairs, {}) == []
+    with pytest.raises(ConfigError, match="num_bins=0"):
+        accuracy_by_value(pairs, values, num_bins=0)
+
+
+def test_bins_never_part_equal_values() -> None:
+    assert bins_of([3, 1, 1, 3], 5) == [(1, 1), (3, 3)]
+    # Shares of 0 0 0 0 1 2 begin at 0, 0 and 1: two bins.
+    assert bins_of([0, 0, 0, 0, 1, 2], 2) == [(0, 2)]
+    assert bins_of([0, 0, 0, 1, 2, 3], 2) == [(0, 0), (1, 3)]
+
+
+@given(st.lists(st.integers(-9, 9), max_size=40), st.integers(1, 6))
+def test_every_value_has_one_bin(values: list[int], num_bins: int) -> None:
+    bins = bins_of(values, num_bins)
+    assert len(bins) <= num_bins
+    assert [sum(low <= value <= high for low, high in bins) for value in values] == [1] * len(
+        values
+    )
+
+
+# --------------------------------------------------------------------------------------- baselines
+
+
+def test_longer_wins_by_hand() -> None:
+    pairs = [
+        pair(*RIGHT, "four", "one"),
+        pair(*RIGHT, "one", "four"),
+        pair(*WRONG, "one", "two"),
+        pair(*FAILED, "three", "one"),
+    ]
+    assert list(longer_wins(pairs).values()) == [1.0, 0.0, 0.5, 1.0]
+    found = accuracy(pairs, baselines={"longer wins": longer_wins(pairs)})
+    assert found is not None
+    # On the pairs that have a verdict: (1 + 0 + 0.5) / 3.
+    assert found.baselines == {"longer wins": 0.5}
+
+
+def test_a_bag_of_one_word_by_hand() -> None:
+    # "good" is worth log 2 of a feature. With weight w the loss is
+    # log(1 + exp(-w log 2)) + 0.01 / 2 w^2, so log 2 / (1 + 2^w) = 0.01 w: bisection gives w.
+    low, high = 0.0, 100.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        is_below = math.log(2) / (1 + 2**middle) > 0.01 * middle
+        low, high = (middle, high) if is_below else (low, middle)
+    found = BagOfWords.train([pair(None, None, "It is GOOD", "it is")] * 2)
+    assert found.weights == {"good": pytest.approx(low, rel=1e-3), "it": 0.0, "is": 0.0}
+    assert found.score("good good") == pytest.approx(low * math.log(3), rel=1e-3)
+    credits = found.credits([pair(None, None, "good", "x"), pair(None, None, "y", "x")])
+    assert list(credits.values()) == [1.0, 0.5]
+
+
+def test_a_bag_of_words_learns_words_and_no_order() -> None:
+    pairs = [pair(None, None, f"sound {n}", f"poor {n}") for n in "abcdef"]
+    found = BagOfWords.train(pairs)
+    assert found.score("quite sound") > found.score("quite") > found.score("quite poor")
+    assert found.score("sound poor") == found.score("poor sound")
+    assert BagOfWords.train(pairs) == found
+    assert "a" in found.weights  # twice: once on each side
+    assert found.weights["a"] == 0
+
+
+def test_a_bag_of_words_that_has_nothing_to_learn() -> None:
+    assert BagOfWords.train([pair(None, None, "a b", "b a")] * 3).weights == {}
+    with pytest.raises(DataError, match="at least one training pair"):
+        BagOfWords.train([])
+
+
+# ------------------------------------------------------------------------------------------ length
+
+
+def test_length_controlled_accuracy_by_hand() -> None:
+    long, short = "a long one", "short"
+    pairs = [
+        *(pair(*s, long, short) for s in (RIGHT, RIGHT, RIGHT, WRONG)),  # 3 of 4
+        *(pair(*s, short, long) for s in (RIGHT, WRONG)),  # 1 of 2
+        pair(*WRONG, "same", "size"),  # no part
+        pair(*FAILED, short, long),
+    ]
+    found = length_controlled_accuracy(pairs, baselines={"longer wins": longer_wins(pairs)})
+    assert found is not None
+    assert found.value == (0.75 + 0.5) / 2
+    assert (found.longer_chosen.num_pairs, found.shorter_chosen.num_pairs) == (4, 2)
+    assert found.baselines == {"longer wins": 0.5}
+    assert found.low < found.value < found.high
+    assert length_controlled_accuracy(pairs[:4]) is None
+
+
+def test_the_halves_of_a_length_controlled_accuracy_are_drawn_apart() -> None:
+    # 50 of 100 in each half. The mean of both has a deviation of 0.05 / sqrt(2), so the interval is
+    # 4 * 0.0346 = 0.139 wide; drawn alike it would be 0.05 * 3.92 = 0.196.
+    sides = (("long", "s"), ("s", "long"))
+    pairs = [pair(*s, *side) for s in (RIGHT, WRONG) for side in sides for _ in range(50)]
+    found = length_controlled_accuracy(pairs)
+    assert found is not None
+    assert found.high - found.low == pytest.approx(0.139, abs=0.015)
+
+
+@given(some_pairs)
+def test_length_alone_gets_half(pairs: list[ScoredPair]) -> None:
+    by_length = [
+        pair(float(len(p.chosen)), float(len(p.rejected)), p.chosen, p.rejected) for p in pairs
+    ]
+    found = length_controlled_accuracy(by_length)
+    assert found is None or found.value == 0.5
+    assert longer_scored_higher(by_length) in (None, 1.0)
+
+
+def test_longer_scored_higher_by_hand() -> None:
+    pairs = [
+        pair(*RIGHT, "long", "s"),  # yes
+        pair(*WRONG, "s", "long"),  # yes
+        pair(*RIGHT, "s", "long"),  # no
+        pair(*TIE, "s", "long"),  # half
+        pair(*RIGHT, "s", "t"),  # no part
+    ]
+    assert longer_scored_higher(pairs) == 2.5 / 4
+    assert longer_scored_higher(pairs[-1:]) is None
+
+
+def test_spearman_by_hand() -> None:
+    # Ranks 1 2 3 4 and 2 1 4 3: 1 - 6 * 4 / (4 * 15) = 0.6.
+    assert spearman([1, 2, 3, 4], [20, 10, 40, 30]) == pytest.approx(0.6)
+    # Ranks 1 2.5 2.5 4 and 1 2 3 4, deviations -1.5 0 0 1.5 and -1.5 -0.5 0.5 1.5:
+    # 4.5 / sqrt(4.5 * 5) = sqrt(0.9).
+    assert spearman([1, 5, 5, 9], [1, 2, 3, 4]) == pytest.approx(math.sqrt(0.9))
+    assert spearman([1, 1], [1, 2]) is None
+    assert spearman([], []) is None
+    # Scores 3 1 2 with lengths 1 2 3 (the fourth failed): ranks 3 1 2 and 1 2 3, 1 - 6*6/(3*8).
+    pairs = [pair(3.0, 1.0, "a", "bb"), pair(2.0, None, "ccc", "dddd")]
+    assert score_length_correlation(pairs) == pytest.approx(-0.5)
+
+
+columns = st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2, max_size=15)
+
+
+@given(columns, st.randoms())
+def test_rank_correlations_know_order_only(
+    rows: list[tuple[int, int]], order: random.Random
+) -> None:
+    for correlation in (spearman, kendall):
+        found = correlation(*zip(*rows, strict=True))
+        if found is None:
+            assert any(len(set(side)) == 1 for side in zip(*rows, strict=True))
+            continue
+        assert -1 <= found <= 1
+        mixed = order.sample(rows, len(rows))
+        assert correlation(*zip(*mixed, strict=True)) == pytest.approx(found)
+        bent = [(math.exp(a), 3 * b + 1) for a, b in rows]
+        assert correlation(*zip(*bent, strict=True)) == pytest.approx(found)
+        turned = [(-a, b) for a, b in rows]
+        assert correlation(*zip(*turned, strict=True)) == pytest.approx(-found)
+        assert correlation(*zip(*((a, a) for a, _ in rows), strict=True)) == pytest.approx(1)
+
+
+@given(columns)
+def test_kendall_counts_pairs_of_positions(rows: list[tuple[int, int]]) -> None:
+    signs = [
+        ((a > c) - (a < c), (b > d) - (b < d)) for (a, b), (c, d) in itertools.combinations(rows, 2)
+    ]
+    untied, other_untied = (sum(side != 0 for side in sides) for sides in zip(*signs, strict=True))
+    found = kendall(*zip(*rows, strict=True))
+    if not untied * other_untied:
+        assert found is None
+    else:
+        expected = sum(a * b for a, b in signs) / math.sqrt(untied * other_untied)
+        assert found == pytest.approx(expected)
+
+
+# ------------------------------------------------------------------------------------------ scores
+
+
+def test_score_distribution_by_hand() -> None:
+    pairs = [
+        pair(0.0, 100.0, "a", "b"),
+        pair(0.5, 100.0, "c", "d"),
+        pair(50.0, None, "e", "f"),
+        pair(50.0, 51.0, "e", "b", prompt=(Message("user", "Another"),)),
+    ]
+    found = score_distribution(pairs)
+    assert found is not None
+    # 0 0.5 50 50 51 100 100: 7 answers; 0 and 0.5 lie within 1 of the least, 2 within 1 of the
+    # greatest. Two have 100 and two have 50 (the same text, but to another prompt): 4 of 7.
+    assert found.num_answers == 7
+    assert found.quantiles[0.5] == 50.0
+    assert (found.quantiles[0.0], found.quantiles[1.0]) == (0.0, 100.0)
+    assert found.mean == pytest.approx(351.5 / 7)
+    assert (found.saturated_low, found.saturated_high) == (2 / 7, 2 / 7)
+    assert found.identical_share == 4 / 7
+    assert found.largest_repeat_difference is None
+    assert score_distribution([pair(None, math.nan)]) is None
+
+
+def test_one_answer_scored_twice_is_no_other_answer() -> None:
+    found = score_distribution([pair(1.0, 0.0, "a", "b"), pair(1.25, 0.0, "a", "b")])
+    assert found is not None
+    assert found.identical_share == 0.0
+    assert found.largest_repeat_difference == 0.25
+    # Deviations from 0.5625 of 1, 1.25, 0 and 0.
+    squares = 0.4375**2 + 0.6875**2 + 2 * 0.5625**2
+    assert found.standard_deviation == pytest.approx(math.sqrt(squares / 4))
+
+
+def test_equal_scores_are_identical_and_not_saturated() -> None:
+    found = score_distribution([pair(*TIE, "a", "b")])
+    assert found is not None
+    assert found.identical_share == 1.0
+    assert (found.saturated_low, found.saturated_high) == (None, None)
+
+
+# ---------------------------------------------------------------------------------------- ensemble
+
+
+def test_agreement_by_hand() -> None:
+    columns = {
+        "a": [(2.0, 1.0), (1.0, 2.0), (1.0, 1.0), (3.0, None)],
+        "b": [(9.0, 3.0), (5.0, 4.0), (0.0, 0.0), (3.0, 1.0)],
+        "c": [(None, None), (None, 1.0), (math.inf, 0.0), (1.0, 0.0)],
+    }
+    found = agreements(columns)
+    # a and b: the same, another, both tied. b and c: the last only. a and c: none.
+    assert [(row.first, row.second, row.num_pairs) for row in found] == [
+        ("a", "b", 3),
+        ("b", "c", 1),
+    ]
+    assert found[0].same_verdict_share == pytest.approx(2 / 3)
+    assert found[1].same_verdict_share == 1.0
+    assert found[1].kendall == 1.0
+    # a: 2 1 1 2 1 1, b: 9 3 5 4 0 0. 8 pairs of positions are untied in a; of them only 4 < 5 (at
+    # the second 2, beside a 1) is discordant: 7 - 1. Untied in b: 15 - 1.
+    assert found[0].kendall == pytest.approx(6 / math.sqrt(8 * 14))
+
+
+def test_columns_of_different_length() -> None:
+    with pytest.raises(DataError, match="a has 1, b has 2"):
+        agreements({"a": [(1.0, 2.0)], "b": [(1.0, 2.0)] * 2})

@@ -1,0 +1,333 @@
+"""What sets share, real data, and everything in one report."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from laurel.cli.diagnose import diagnostics_report, print_diagnostics
+from laurel.errors import ConfigError, DataError
+from laurel.evaluation.baselines import BagOfWords, length_difference, longer_wins
+from laurel.evaluation.intervals import accuracy
+from laurel.evaluation.leakage import find_leaks, find_repeats, jaccard, normalised
+from laurel.evaluation.scored_pairs import ScoredPair
+from laurel.types import Group, Message, Score
+
+DATA = Path(os.environ.get("LAUREL_DATA", ""))
+
+
+def pair(
+    name: str,
+    prompt: str,
+    chosen: str = "yes",
+    rejected: str = "no",
+    scores: tuple[float | None, float | None] = (None, None),
+    **others: object,
+) -> ScoredPair:
+    fields = {
+        "id": name,
+        "prompt": (Message("user", prompt),),
+        "chosen": chosen,
+        "rejected": rejected,
+        "score_chosen": scores[0],
+        "score_rejected": scores[1],
+    }
+    return ScoredPair(**(fields | others))
+
+
+def words(start: int, end: int) -> str:
+    return " ".join(f"w{number}" for number in range(start, end))
+
+
+# ----------------------------------------------------------------------------------------- leakage
+
+
+def test_similarity_by_hand() -> None:
+    # 10 words hold 3 runs of 8. Words 0-9 and 1-10 share 2 of 4 runs; 0-9 and 8-17 none.
+    assert jaccard(words(0, 10), words(1, 11)) == 0.5
+    assert jaccard(words(0, 10), words(8, 18)) == 0.0
+    # Shorter ones are one run; punctuation is no word, but a sign is one.
+    assert jaccard("what is it?", "what is it") == 1.0
+    assert jaccard("2+3", "2*3") == 0.0
+    assert jaccard("is it what", "what is it") == 0.0
+    assert jaccard("", "") == 0.0
+    # Without spaces, each of 9 characters is a word: 2 runs, of which 1 is shared by 3.
+    assert jaccard("日本語の文章です。", "本語の文章です。か") == pytest.approx(1 / 3)
+
+
+@given(st.text(alphabet="ab ,.", max_size=40), st.text(alphabet="ab ,.", max_size=40))
+def test_similarity_is_a_share_and_has_no_side(text: str, other: str) -> None:
+    assert 0 <= jaccard(text, other) <= 1
+    assert jaccard(text, other) == jaccard(other, text)
+    assert jaccard(text, text) == (1.0 if any(letter in "ab" for letter in text) else 0.0)
+
+
+def test_leaks_by_hand() -> None:
+    trained = [
+        pair("t0", "What is IT?", "a", "b"),
+        pair("t1", "what  is\nit?", "c", "d"),
+        pair("t2", words(0, 20)),
+    ]
+    evaluated = [
+        pair("same pair, turned", "what is it?", "d", "c"),
+        pair("same prompt", "What is it?", "x", "y"),
+        pair("similar", words(1, 21)),  # 13 runs each, 12 shared: 12 / 14
+        pair("less similar", words(5, 25)),  # 8 shared: 8 / 18
+        pair("new", "Who is it?"),
+    ]
+    found = find_leaks(evaluated, trained)
+    seen = [(leak.evaluated, leak.trained, leak.is_exact, leak.has_same_answers) for leak in found]
+    assert seen == [
+        ("same pair, turned", "t1", True, True),
+        ("same prompt", "t0", True, False),
+        ("similar", "t2", False, False),
+    ]
+    assert [leak.similarity for leak in found] == [1.0, 1.0, pytest.approx(12 / 14)]
+    assert [leak.evaluated for leak in find_leaks(evaluated, trained, threshold=8 / 18)] == [
+        *(leak.evaluated for leak in found),
+        "less similar",
+    ]
+    assert find_leaks([], trained) == find_leaks(evaluated, []) == []
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        find_leaks(evaluated, trained, threshold=0.0)
+
+
+def test_no_prompt_is_nothing_shared() -> None:
+    trained = [pair("t", "", "a", "b")]
+    found = find_leaks([pair("other", " ", "c", "d"), pair("same", "", "a", "b")], trained)
+    assert [leak.evaluated for leak in found] == ["same"]
+
+
+def test_a_system_prompt_is_no_leak() -> None:
+    # 60 words before every question. In 20 prompts it is an overlap, in 31 it is a template.
+    few = [pair(f"t{n}", f"{words(0, 60)} question{n} at{n} last{n}") for n in range(10)]
+    many = [*few, *(pair(f"u{n}", f"{words(0, 60)} more{n} of{n} them{n}") for n in range(20))]
+    asked = [pair("e", f"{words(0, 60)} another thing altogether")]
+    assert [leak.evaluated for leak in find_leaks(asked, few)] == ["e"]
+    assert find_leaks(asked, many) == []
+    again = [pair("e", f"{words(0, 60)} Question3 at3 last3 please")]
+    assert [leak.trained for leak in find_leaks(again, many, threshold=0.5)] == ["t3"]
+
+
+def test_the_one_leak_among_ten_thousand_prompts_is_found() -> None:
+    drawn = random.Random(0)
+    vocabulary = [f"word{number}" for number in range(5000)]
+    texts = [" ".join(drawn.choices(vocabulary, k=100)) for _ in range(11_000)]
+    trained = [pair(f"t{n}", text) for n, text in enumerate(texts[:10_000])]
+    evaluated = [pair(f"e{n}", text) for n, text in enumerate(texts[10_000:])]
+    # Of 93 runs, all but the one that ends in the last word are left: 92 / 94.
+    evaluated[7] = pair("e7", texts[42].rsplit(" ", 1)[0] + " other")
+    found = find_leaks(evaluated, trained)
+    assert [(leak.evaluated, leak.trained) for leak in found] == [("e7", "t42")]
+    assert found[0].similarity == pytest.approx(92 / 94)
+
+
+def test_repeats_by_hand() -> None:
+    pairs = [
+        pair("1", "Is it?", "yes", "no"),
+        pair("2", "is  it?", "yes ", "no"),  # the first once more
+        pair("3", "Is it?", "no", "yes"),  # against both
+        pair("4", "Is it?", "No", "yes"),  # capitals may be what is preferred
+        pair("5", "Is it?", "yes", "yes"),  # against nobody
+        pair("6", "Was it?", "no", "yes"),
+    ]
+    found = find_repeats(pairs)
+    assert (found.num_pairs, found.num_prompts, found.num_redundant) == (6, 2, 1)
+    assert found.duplicates == (("1", "2"),)
+    assert found.contradictions == (("1", "2", "3"),)
+
+
+# --------------------------------------------------------------------------------------- real data
+
+
+def read(name: str) -> list[ScoredPair]:
+    try:
+        with gzip.open(DATA / name, "rt", encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+    except OSError:
+        pytest.skip(f"LAUREL_DATA holds no {name}")
+    return [
+        pair(f"{name}:{number}", row["prompt"], row["chosen"], row["rejected"],
+             subset=row.get("subset", row.get("topic")))
+        for number, row in enumerate(rows, start=1)
+    ]  # fmt: skip
+
+
+def scored_by_length(pairs: Sequence[ScoredPair]) -> list[ScoredPair]:
+    return [
+        pair(p.id, p.prompt[0].content, p.chosen, p.rejected,
+             (float(len(p.chosen)), float(len(p.rejected))))
+        for p in pairs
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("ukp_convarg1/train.jsonl.gz", 0.76, 0.815),
+        ("ukp_convarg1/validation.jsonl.gz", 0.76, 0.815),
+        ("llmbar/rewardbench_llmbar.jsonl.gz", 0.265, 0.275),
+    ],
+)
+def test_how_often_the_longer_answer_wins(name: str, low: float, high: float) -> None:
+    pairs = read(name)
+    share = sum(longer_wins(pairs).values()) / len(pairs)
+    assert low <= share <= high
+    # A model of length gets as much, less its ties.
+    found = accuracy(scored_by_length(pairs))
+    assert found is not None
+    assert found.value == pytest.approx(share - found.num_ties / 2 / len(pairs))
+    assert found.low < found.value < found.high
+
+
+def test_a_bag_of_words_on_unseen_debates() -> None:
+    trained, unseen = (read(f"ukp_convarg1/{part}.jsonl.gz") for part in ("train", "validation"))
+    model = BagOfWords.train(trained)
+    share = sum(model.credits(unseen).values()) / len(unseen)
+    assert 0.79 <= share <= 0.83  # the data's own description says 0.80
+    assert {"because", "."} <= model.weights.keys()
+    # Where it disagrees with length it still knows something: length alone is always wrong here.
+    shorter = [p for p in unseen if length_difference(p) < 0]
+    assert sum(model.credits(shorter).values()) / len(shorter) > 0.3
+    # The sets were parted by debate.
+    assert [leak for leak in find_leaks(unseen, trained) if leak.is_exact] == []
+    assert len(find_leaks(trained[:50], trained)) == 50
+
+
+def test_contradictions_in_real_data() -> None:
+    pairs = read("ukp_convarg1/train.jsonl.gz")
+    found = find_repeats(pairs)
+    by_id = {p.id: p for p in pairs}
+    assert found.contradictions
+    for ids in found.contradictions:
+        members = [by_id[name] for name in ids]
+        assert len({normalised(member.prompt) for member in members}) == 1
+        assert len({" ".join(member.chosen.split()) for member in members}) == 2
+
+
+# ------------------------------------------------------------------------------------------ report
+
+
+def by_length(groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+    return [tuple(Score(value=float(len(c.messages[0].content))) for c in g.completions_G)
+            for g in groups]  # fmt: skip
+
+
+def evaluated() -> list[ScoredPair]:
+    return [
+        pair("1", "Is it so?", "Yes, it is.", "No.", (2.0, 1.0), subset="[b]", margin=1.0),
+        pair("2", "Was it so?", "No.", "Yes, it was.", (1.0, 2.0), subset="a", margin=2.0),
+        pair("3", "Will it be so?", "Maybe.", "Perhaps.", (3.0, 0.5), subset="a"),
+        pair("4", "Why?", "So.", "Because.", (None, 1.0), failure="too long"),
+    ]
+
+
+def printed(report: dict[str, object]) -> str:
+    stream = io.StringIO()
+    print_diagnostics(Console(file=stream, width=100, markup=False, highlight=False), report)
+    return stream.getvalue()
+
+
+def test_a_report_of_everything() -> None:
+    pairs = evaluated()
+    report = diagnostics_report(
+        pairs,
+        training=[pair("t1", "is it so?", "Yes it is.", "No.")] * 3,
+        members={
+            "one": [(p.score_chosen, p.score_rejected) for p in pairs],
+            "two": [(1.0, 0.0)] * 4,
+        },
+        score=by_length,
+    )
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert (report["num_pairs"], report["num_failures"]) == (4, 1)
+    assert report["failures"] == {"too long": 1}
+    assert report["accuracy"]["value"] == pytest.approx(2 / 3)
+    # The longer one is chosen in the first only; "Maybe." and "Perhaps." are 6 and 8 long.
+    assert report["accuracy"]["baselines"]["longer wins"] == pytest.approx(1 / 3)
+    # "yes", "it" and "is" win in training; the second has one "yes" and "it" on the wrong side,
+    # and of the third it knows the full stop, which is in both.
+    assert report["accuracy"]["baselines"]["bag of words"] == pytest.approx((1 + 0 + 0.5) / 3)
+    # 1 of 1 and 1 of 2.
+    assert report["length_controlled_accuracy"]["value"] == 0.75
+    assert [(part["name"], part["accuracy"]["value"]) for part in report["by_subset"]] == [
+        ("[b]", 1.0),
+        ("a", 0.5),
+    ]
+    assert [part["name"] for part in report["by_margin"]] == ["1", "2"]
+    assert [part["name"] for part in report["by_leak"]] == ["no", "yes"]
+    counts = {key: report["leakage"][key] for key in report["leakage"] if key.startswith("num_")}
+    assert counts == {"num_same_prompt": 1, "num_similar_prompt": 0, "num_same_pair": 0}
+    assert report["training_set"]["num_redundant"] == 2
+    assert report["agreement"][0]["same_verdict_share"] == pytest.approx(2 / 3)
+    assert [row["name"] for row in report["sensitivity"]][-1] == "truncated"
+    text = printed(report)
+    for part in ("4 pairs, 1 of them without a verdict", "1 x too long", "66.7%", "longer wins",
+                 "bag of words", "either as often", "[b]", "best temperature", "flattery",
+                 "one and two", "evaluated prompts in training", "Spearman"):  # fmt: skip
+        assert part in text, part
+
+
+def test_accuracy_on_prompts_that_leaked() -> None:
+    pairs = [
+        pair("same", words(0, 20), "a", "b", (2.0, 1.0)),
+        pair("similar", words(1, 21), scores=(1.0, 2.0)),
+        pair("similar too", words(0, 19), scores=(2.0, 1.0)),
+        pair("new", words(30, 50), scores=(1.0, 2.0)),
+    ]
+    report = diagnostics_report(pairs, training=[pair("t", words(0, 20), "b", "a")])
+    leakage = report["leakage"]
+    assert [leakage[f"num_{kind}"] for kind in ("same_prompt", "similar_prompt", "same_pair")] == [
+        1,
+        2,
+        1,
+    ]
+    assert [leak["evaluated"] for leak in leakage["examples"]] == ["same", "similar", "similar too"]
+    assert [(part["name"], part["accuracy"]["value"]) for part in report["by_leak"]] == [
+        ("almost", 0.5),
+        ("no", 0.0),
+        ("yes", 1.0),
+    ]
+
+
+def test_what_there_is_nothing_of_is_absent() -> None:
+    report = diagnostics_report([pair("1", "Is it?", scores=(None, None), failure="gone")])
+    assert set(report) == {"num_pairs", "num_failures", "failures", "confidence", "evaluation_set"}
+    assert "%" not in printed(report)
+    alone = diagnostics_report([pair("1", "Is it?", scores=(2.0, 1.0))])
+    for key in ("length_controlled_accuracy", "by_margin", "by_subset", "by_leak", "agreement",
+                "sensitivity", "leakage", "training_set"):  # fmt: skip
+        assert key not in alone
+    assert "temperature" not in alone["calibration"]
+    assert "none: no pair is wrong" in printed(alone)
+    assert set(diagnostics_report([])) == {
+        "num_pairs",
+        "num_failures",
+        "confidence",
+        "evaluation_set",
+    }
+    assert "0 pairs" in printed(diagnostics_report([]))
+
+
+def test_a_report_is_the_same_twice_and_in_any_order() -> None:
+    pairs = evaluated()
+    first = diagnostics_report(pairs, score=by_length)
+    assert diagnostics_report(pairs, score=by_length) == first
+    assert diagnostics_report(pairs[::-1])["accuracy"] == first["accuracy"]
+
+
+def test_what_a_report_cannot_be_made_of() -> None:
+    with pytest.raises(DataError, match="'1' is the id of 2 pairs"):
+        diagnostics_report([pair("1", "a"), pair("1", "b"), pair("2", "c")])
+    with pytest.raises(DataError, match="member 'one' has scores of 2 pairs, but there are 4"):
+        diagnostics_report(evaluated(), members={"one": [(1.0, 2.0)] * 2})

@@ -1,0 +1,107 @@
+"""JudgeBench, pairs of any set, best of n, and the comparison of two results."""
+
+from __future__ import annotations
+
+import itertools
+from math import comb
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laurel.evaluation import best_of_n, judge_bench, pair_accuracy
+from laurel.evaluation.scored_lists import ScoredList
+from laurel.evaluation.significance import compare, sign_test
+
+# ---------------------------------------------------------------------------------------- pairs
+
+
+def test_judge_bench_by_category_and_over_all_pairs(pairs) -> None:
+    rows = [*pairs("mmlu-pro-law", 1, 0), *pairs("mmlu-pro-math", 1, 2, 1),
+            *pairs("livecodebench", 3, 0), *pairs("my-own", 0, 1)]  # fmt: skip
+    measured = judge_bench.measure(rows)
+    found = {one.name: (one.value, one.num_rows, one.num_failures) for one in measured.subsets}
+    assert found == {"Knowledge": (0.5, 4, 1), "Coding": (1.0, 3, 0), "my-own": (0.0, 1, 0)}
+    assert measured.final.value == 5 / 8
+    assert measured.notes == ("absent: Reasoning, Math",)
+
+
+def test_any_pairs_and_the_share_of_ties(pair) -> None:
+    rows = [pair("a", (1.0, 0.0)), pair("b", (1.0, 1.0)), pair("c", (None, 1.0))]
+    measured = pair_accuracy.measure(rows)
+    assert (measured.final.value, measured.final.num_rows) == (0.5, 2)
+    assert measured.sections[0].value == 0.5
+    assert measured.subsets == ()
+
+
+# ---------------------------------------------------------------------------------------- lists
+
+
+def test_best_of_n_by_hand(scored_list) -> None:
+    lists = [
+        scored_list("picked", [2.0, 1.0, 0.0], 1),
+        scored_list("missed", [0.0, 1.0, 2.0, 0.0], 2),
+        scored_list("shared", [1.0, 1.0], 1),
+        scored_list("hopeless", [1.0, 0.0], 0),
+        scored_list("failed", [1.0, None], 1),
+    ]
+    measured = best_of_n.measure(lists)
+    assert measured.final.value == pytest.approx((1 + 0 + 0.5 + 0) / 4)
+    assert (measured.final.num_rows, measured.final.num_failures) == (4, 1)
+    random, oracle = (one.value for one in measured.sections)
+    assert random == pytest.approx((1 / 3 + 1 / 2 + 1 / 2 + 0) / 4)
+    assert oracle == 0.75
+    assert measured.notes == ("in 1 of 5 prompts all answers are right, or all are wrong",)
+
+
+@given(st.data())
+def test_equal_scores_are_worth_what_drawing_is(scored_list, data) -> None:
+    rights = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+    lists = [scored_list(str(i), [0.5] * 4, right) for i, right in enumerate(rights)]
+    measured = best_of_n.measure(lists)
+    random, oracle = measured.sections
+    assert measured.final.value == random.value
+    assert measured.final.value <= oracle.value
+
+
+def test_a_list_whose_parts_do_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="x: 1 completions, 2 verdicts and 1 scores"):
+        ScoredList(id="x", prompt=(), completions_G=("a",), is_right_G=(True, False),
+                   scores_G=(1.0,))  # fmt: skip
+
+
+# -------------------------------------------------------------------------------- significance
+
+
+def test_sign_test_by_hand() -> None:
+    assert sign_test(0, 0) == 1.0
+    assert sign_test(0, 5) == 2 / 32
+    assert sign_test(1, 8) == 2 * (1 + 9) / 512
+    assert sign_test(3, 3) == 1.0
+    with pytest.raises(ValueError, match="counts are -1 and 2"):
+        sign_test(-1, 2)
+
+
+@given(st.integers(0, 8), st.integers(0, 8))
+def test_sign_test_is_the_share_of_throws_that_are_as_uneven(first, second) -> None:
+    throws = first + second
+    uneven = abs(first - second)
+    as_uneven = sum(abs(2 * sum(one) - throws) >= uneven
+                    for one in itertools.product((0, 1), repeat=throws))  # fmt: skip
+    assert sign_test(first, second) == pytest.approx(as_uneven / 2**throws)
+    assert sign_test(second, first) == sign_test(first, second)
+
+
+def test_many_rows_are_counted_exactly() -> None:
+    expected = 2 * sum(comb(3000, k) for k in range(1401)) / 2**3000
+    assert sign_test(1400, 1600) == pytest.approx(expected)
+
+
+def test_only_rows_that_both_have_a_verdict_on_are_compared() -> None:
+    first = {"a": 1.0, "b": 0.0, "c": None, "d": 1.0, "e": 0.5, "only": 1.0}
+    second = {"a": 0.0, "b": 0.0, "c": 1.0, "d": 1.0, "e": 0.25}
+    test = compare(first, second)
+    assert (test.num_rows, test.num_first_better, test.num_second_better) == (4, 2, 0)
+    assert test.p_value == 0.5
+    assert compare(first, second, ids=["b", "c", "nobody"]).num_rows == 1
+    assert compare({}, {}).p_value == 1.0

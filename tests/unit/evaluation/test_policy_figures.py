@@ -1,0 +1,69 @@
+"""Figures of a policy, by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laurel.evaluation.policy import pass_at, pass_figures, reward_figures
+
+
+def test_pass_at_k_by_hand() -> None:
+    # Of 5, 2 passed: a pair has none of them in 3 of 10 cases.
+    assert pass_at(2, num_drawn=5, num_passed=2) == pytest.approx(0.7)
+    assert pass_at(1, num_drawn=4, num_passed=1) == 0.25
+    assert pass_at(4, num_drawn=4, num_passed=1) == 1.0
+    assert pass_at(3, num_drawn=4, num_passed=0) == 0.0
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_is_the_share_of_all_choices_of_k(
+    passed: list[bool], data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, len(passed)))
+    choices = list(itertools.combinations(passed, k))
+    share = sum(any(choice) for choice in choices) / len(choices)
+    assert pass_at(k, num_drawn=len(passed), num_passed=sum(passed)) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("k", "drawn", "passed"), [(0, 2, 1), (3, 2, 1), (1, 2, 3), (1, 2, -1)])
+def test_what_cannot_be_asked(k: int, drawn: int, passed: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k}"):
+        pass_at(k, num_drawn=drawn, num_passed=passed)
+
+
+def test_pass_figures_leave_out_tasks_with_too_few_completions() -> None:
+    figures = pass_figures([[1.0, 0.0, 0.0], [0.0, None, 1.0], [None, None, None]])
+    assert figures == pytest.approx(
+        {"pass@1": (1 / 3 + 1 / 2) / 2, "pass@2": (2 / 3 + 1.0) / 2, "pass@3": 1.0}
+    )
+    assert pass_figures([[None], []]) == {}
+    assert pass_figures([[0.4, 0.6]], passing=0.5) == pytest.approx({"pass@1": 0.5, "pass@2": 1.0})
+
+
+def test_reward_figures_by_hand() -> None:
+    figures = reward_figures([[1.0, 0.0], [1.0, None], [None, None], [0.25, 0.25]])
+    means = [0.5, 1.0, 0.25]
+    mean = sum(means) / 3
+    spread = math.sqrt(sum((m - mean) ** 2 for m in means) / 2)
+    assert figures == pytest.approx(
+        {
+            "num_tasks": 4.0,
+            "num_tasks_unjudged": 1.0,
+            "num_completions": 8.0,
+            "num_failures": 3.0,
+            "reward_mean": mean,
+            "reward_standard_error": spread / math.sqrt(3),
+        }
+    )
+
+
+def test_a_failure_never_becomes_a_number() -> None:
+    figures = reward_figures([[None]])
+    assert "reward_mean" not in figures
+    assert figures["num_failures"] == 1.0
+    assert "reward_standard_error" not in reward_figures([[0.5, 0.7]])

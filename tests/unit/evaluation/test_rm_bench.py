@@ -1,0 +1,84 @@
+"""RM-Bench by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laurel.evaluation.measured import lists_by_length
+from laurel.evaluation.rm_bench import levels_of, matrix_of, measure, wins
+
+ONE = [2.0, 3.0, 4.0, 1.0, 2.5, 3.5]
+"""Right: 2, 3, 4. Wrong: 1, 2.5, 3.5."""
+
+
+def test_one_row_by_hand(scored_list) -> None:
+    assert wins(scored_list("a", ONE, 3)) == ((1, 0, 0), (1, 1, 0), (1, 1, 1))
+    matrix = matrix_of([scored_list("a", ONE, 3)])
+    assert matrix is not None
+    assert levels_of(matrix) == {"easy": 1.0, "normal": 1.0, "hard": 0.0}
+
+
+def test_shares_over_rows_and_a_tie_is_wrong(scored_list) -> None:
+    rows = [
+        scored_list("a", ONE, 3),
+        scored_list("b", [1.0] * 6, 3),
+        scored_list("c", [None] * 6, 3),
+    ]
+    assert matrix_of(rows) == ((0.5, 0, 0), (0.5, 0.5, 0), (0.5, 0.5, 0.5))
+    assert matrix_of(rows[2:]) is None
+
+
+def test_domains_count_alike_and_the_rows_of_safety_together(scored_list) -> None:
+    perfect, hopeless = [1.0] * 3 + [0.0] * 3, [0.0] * 3 + [1.0] * 3
+    parts = {"chat": [ONE], "math": [perfect] * 3, "code": [hopeless] * 2,
+             "safety-refuse": [perfect], "safety-response": [hopeless] * 9}  # fmt: skip
+    rows = [scored_list(f"{part}/{i}", scores, 3, part)
+            for part, every in parts.items() for i, scores in enumerate(every)]  # fmt: skip
+    measured = measure(rows)
+    sections = {one.name: one.value for one in measured.sections}
+    assert sections["hard"] == pytest.approx((0 + 1 + 0 + 0.1) / 4)
+    assert sections["easy"] == sections["normal"] == pytest.approx((1 + 1 + 0 + 0.1) / 4)
+    assert sections["Safety"] == pytest.approx(0.1), "1 of 10 rows"
+    assert sections["Chat"] == pytest.approx(2 / 3)
+    assert measured.final.value == pytest.approx((2 / 3 + 1 + 0 + 0.1) / 4)
+    assert measured.final.num_rows == len(rows)
+    assert measured.notes == ()
+
+
+def test_what_is_absent_is_said_and_failures_are_counted(scored_list) -> None:
+    rows = [scored_list("a", ONE, 3, "chat"), scored_list("b", [None, *ONE[1:]], 3, "chat"),
+            scored_list("c", ONE, 3, "cooking")]  # fmt: skip
+    measured = measure(rows)
+    assert measured.final.value is None
+    assert [(one.value, one.num_rows, one.num_failures) for one in measured.subsets[:3]] == [
+        (1.0, 1, 1), (1.0, 1, 1), (0.0, 1, 1),
+    ]  # fmt: skip
+    assert measured.notes[0].startswith("absent: math, code, safety-refuse, safety-response;")
+    assert measured.notes[1].endswith("cooking")
+    assert measured.credits == {"a": pytest.approx(6 / 9), "b": None, "c": pytest.approx(6 / 9)}
+
+
+def test_who_likes_length_alone_finds_the_hard_ones_hard(scored_list) -> None:
+    texts = ["short", "a longer one", "# the longest of all"]
+    row = scored_list("a", [0.0] * 6, 3, "chat", texts=texts * 2)
+    matrix = matrix_of(lists_by_length([row]))
+    assert matrix is not None
+    assert levels_of(matrix) == {"easy": 1.0, "normal": 0.0, "hard": 0.0}
+
+
+def test_another_number_of_answers(scored_list) -> None:
+    with pytest.raises(ValueError, match="a: RM-Bench has 3 right and 3 wrong"):
+        measure([scored_list("a", [1.0, 0.0, 0.0, 0.0])])
+
+
+@given(st.lists(st.integers(-2, 2).map(float), min_size=6, max_size=6))
+def test_swapping_right_and_wrong_swaps_wins_but_for_ties(scored_list, scores) -> None:
+    one = wins(scored_list("a", scores, 3))
+    other = wins(scored_list("a", scores[3:] + scores[:3], 3))
+    assert one is not None
+    assert other is not None
+    for i in range(3):
+        for j in range(3):
+            assert one[i][j] + other[j][i] == (scores[i] != scores[3 + j])

@@ -1,0 +1,345 @@
+"""What a policy is asked, what is appended to its turn, and which tokens it learns to write."""
+
+from __future__ import annotations
+
+from datetime import date
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import tiny_tokenizers as made
+from laurel.errors import DataError, ModelError
+from laurel.models.chat import ChatFormat
+from laurel.models.tokenizer import CHATML, CONCATENATION, PLAIN
+from laurel.types import Message
+
+ASK = (Message("user", "Why?"),)
+TALK = (
+    Message("user", "Why?"),
+    Message("assistant", "So."),
+    Message("user", "Really?"),
+    Message("assistant", "Yes."),
+)
+# One that numbers tokens of thought only where a turn is the last: earlier ones are rewritten.
+FORGETFUL = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' and loop.last %}(thinking) {% endif %}"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>"
+    "{% endgeneration %}{{ '\n' }}{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def text_of(chat: ChatFormat, ids) -> str:
+    """Every token as text, special ones too."""
+    return chat.tokenizer.decode([int(token) for token in ids])
+
+
+def learned(chat: ChatFormat, demonstration) -> list[str]:
+    """The runs of tokens that are learned, as text."""
+    branch, mask = demonstration.tokens.branches_ids_G[0], demonstration.mask_L
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(int), [0]))))
+    return [text_of(chat, branch[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def with_template(template: str, **options) -> ChatFormat:
+    return ChatFormat(
+        made.make_tokenizer(more=("<|im_start|>", "<|im_end|>"), template=template, **options)
+    )
+
+
+def blank_in_front() -> PreTrainedTokenizerFast:
+    """A tokenizer of the SentencePiece kind: a text begins with a blank."""
+    words = ["<pad>", "<s>", "</s>", "▁", *map(chr, range(33, 127)), "\n"]
+    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    inner.add_special_tokens(["<pad>", "<s>", "</s>"])
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+        "[{{ m['content'] }}]{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    return tokenizer
+
+
+# ----------------------------------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (made.llama_31, "<|begin|>"),  # template and tokenizer both add it
+        (made.gemma, "<bos>"),
+        (lambda: made.make_tokenizer(template=CHATML, adds_bos=True), "<s>"),  # tokenizer alone
+    ],
+)
+def test_a_prompt_has_its_bos_exactly_once(tokenizer, expected):
+    chat = ChatFormat(tokenizer())
+    ids = chat.prompt_ids(ASK)
+    assert ids.dtype == np.int32
+    bos = chat.tokenizer.bos_token_id
+    assert [place for place, token in enumerate(ids) if token == bos] == [0]
+    assert text_of(chat, ids).startswith(expected)
+
+
+def test_a_prompt_ends_where_the_assistant_begins():
+    chat = ChatFormat(made.chatml())
+    assert text_of(chat, chat.prompt_ids(ASK)) == (
+        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_no_clock_reaches_a_prompt():
+    """D28: a template that prints the date gives the same prompt every day."""
+    first = ChatFormat(made.llama_31(), today=date(2026, 1, 2))
+    assert "02 Jan 2026" in first.render(ASK, prompt=True)
+    saved = made.llama_31()
+    saved.chat_template = first.tokenizer.chat_template  # as a checkpoint keeps it
+    later = ChatFormat(saved, today=date(2031, 7, 7))
+    assert later.prompt_ids(ASK).tolist() == first.prompt_ids(ASK).tolist()
+
+
+def test_variables_of_the_template_are_bound():
+    template = CHATML.replace("assistant\n", "assistant\n{% if quiet %}(quiet){% endif %}")
+    chat = ChatFormat(
+        made.make_tokenizer(more=("<|im_start|>", "<|im_end|>"), template=template),
+        {"quiet": True},
+    )
+    assert chat.render(ASK, prompt=True).endswith("(quiet)")
+    assert chat.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+    ).endswith("(quiet)")  # whoever renders it
+
+
+def test_a_role_the_template_refuses_is_told():
+    chat = ChatFormat(made.gemma())
+    with pytest.raises(DataError, match=r"roles \[system, user\].*chatml"):
+        chat.prompt_ids((Message("system", "Be kind."), *ASK))
+    with pytest.raises(DataError, match=r"^b:2: the chat template cannot"):
+        chat.prompts_ids([ASK, (Message("system", "Be kind."), *ASK)], sources=["a:1", "b:2"])
+
+
+def test_many_prompts_are_as_one_and_one():
+    chat = ChatFormat(made.llama_31())
+    prompts = [ASK, TALK[:3], (Message("user", "A rather longer question?"),)]
+    together = chat.prompts_ids(prompts)
+    assert [ids.tolist() for ids in together] == [chat.prompt_ids(p).tolist() for p in prompts]
+    assert chat.prompts_ids([]) == []
+
+
+def test_a_prompt_without_a_token_is_told():
+    chat = with_template(CONCATENATION)
+    with pytest.raises(DataError, match=r"^a:1: the prompt has not a single token"):
+        chat.prompts_ids([(Message("user", ""),)], sources=["a:1"])
+
+
+# -------------------------------------------------------------------------------------------- ends
+
+
+def test_turns_end_with_the_templates_token_then_eos_then_the_models():
+    """D28: a turn ends with a defined token."""
+    chat = with_template(CHATML)
+    ids = chat.tokenizer.convert_tokens_to_ids
+    assert chat.end_ids == (ids("<|im_end|>"), ids("</s>"))
+    assert ChatFormat(made.chatml(), generation_end_ids=[7, 8]).end_ids == (
+        made.chatml().eos_token_id, 7, 8,
+    )  # fmt: skip
+    assert ChatFormat(made.llama_31(), generation_end_ids=7).end_ids[1:] == (7,)
+    gemma = ChatFormat(made.gemma())
+    assert gemma.end_ids[0] == gemma.tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    plain = with_template(PLAIN)
+    assert plain.end_ids == (plain.tokenizer.eos_token_id,)
+
+
+def test_a_policy_that_could_never_stop_is_refused():
+    with pytest.raises(ModelError, match="never stop"):
+        ChatFormat(made.make_tokenizer(eos=None, template=PLAIN))
+
+
+def test_a_template_that_drops_a_message_is_refused():
+    with pytest.raises(ModelError, match="leaves out the user message"):
+        ChatFormat(made.make_tokenizer(template="{{ messages[-1]['content'] }}"))
+
+
+def test_a_slip_in_the_generation_prompt_shows():
+    """D28: the assistant is asked with a header that its turns do not have."""
+    assert with_template(CHATML).asks_as_it_answers
+    slip = with_template(CHATML.replace("<|im_start|>assistant", "<|im_end|>assistant"))
+    assert not slip.asks_as_it_answers
+    with pytest.raises(DataError, match=r"other words.*im_end"):
+        slip.demonstration(TALK, demonstration_id="x")
+
+
+# ------------------------------------------------------------------------------------ observations
+
+
+def test_an_environments_text_goes_on_inside_the_turn():
+    chat = ChatFormat(made.chatml())
+    ids = chat.observation_ids({"role": "environment", "content": "<r>4</r>"}, turn_ids=[50])
+    assert text_of(chat, ids) == "<r>4</r>"
+    assert chat.observation_ids({"role": "environment", "content": ""}).shape == (0,)
+
+
+@pytest.mark.parametrize("role", ["user", "tool", "system"])
+def test_others_get_a_turn_and_the_assistant_the_next(role):
+    chat = ChatFormat(made.chatml())
+    ids = chat.observation_ids(
+        {"role": role, "content": "Go on"}, history=ASK, turn_ids=[60, chat.end_ids[0]]
+    )
+    assert text_of(chat, ids) == f"\n<|im_start|>{role}\nGo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_turn_that_was_cut_off_is_closed_first():
+    chat = ChatFormat(made.chatml())
+    cut = chat.observation_ids({"role": "user", "content": "Go on"}, history=ASK, turn_ids=[60])
+    whole = chat.observation_ids(
+        {"role": "user", "content": "Go on"}, history=ASK, turn_ids=[60, chat.end_ids[0]]
+    )
+    assert cut.tolist() == [chat.end_ids[0], *whole.tolist()]
+
+
+def test_words_of_ours_in_a_conversation_do_no_harm():
+    chat = ChatFormat(made.chatml())
+    ids = chat.observation_ids(
+        {"role": "user", "content": "laurelmark"}, history=(Message("user", "laurelmarkk"),)
+    )
+    assert text_of(chat, ids[1:]) == (
+        "\n<|im_start|>user\nlaurelmark<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_observation_that_the_template_drops_is_told():
+    template = CHATML.replace(
+        "{% for message in messages %}",
+        "{% for message in messages if message['role'] != 'tool' %}",
+    )
+    with pytest.raises(DataError, match="leaves out a message of role 'tool'"):
+        with_template(template).observation_ids({"role": "tool", "content": "4"}, history=ASK)
+
+
+# -------------------------------------------------------------------------------------- imitation
+
+
+def test_the_assistants_words_and_ends_are_learned_and_nothing_else():
+    chat = ChatFormat(made.chatml())
+    demonstration = chat.demonstration(TALK, demonstration_id="7")
+    assert demonstration.tokens.id == "7"
+    assert text_of(chat, demonstration.tokens.trunk_ids) == (
+        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert learned(chat, demonstration) == ["So.<|im_end|>", "Yes.<|im_end|>"]
+    assert demonstration.mask_L[-1]
+    assert not demonstration.truncated
+    assert demonstration.mask_L.shape == demonstration.tokens.branches_ids_G[0].shape
+    assert demonstration.mask_L.dtype == np.bool_
+
+
+def test_only_the_last_turn_can_be_learned():
+    chat = ChatFormat(made.chatml())
+    demonstration = chat.demonstration(TALK, demonstration_id="7", only_final=True)
+    assert learned(chat, demonstration) == ["Yes.<|im_end|>"]
+    assert text_of(chat, demonstration.tokens.trunk_ids).endswith(
+        "Really?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(PLAIN, [" So.</s>", " Yes.</s>"]), (CONCATENATION, ["So.</s>", "Yes.</s>"])],
+)
+def test_where_the_template_ends_no_turn_eos_does(template, expected):
+    chat = with_template(template)
+    assert learned(chat, chat.demonstration(TALK, demonstration_id="7")) == expected
+
+
+def test_marks_in_the_template_are_heeded():
+    chat, plain = with_template(MARKED), with_template(CHATML)
+    for options in ({}, {"only_final": True}, {"max_length": 40}):
+        marked = chat.demonstration(TALK, demonstration_id="7", **options)
+        found = plain.demonstration(TALK, demonstration_id="7", **options)
+        assert marked.tokens.trunk_ids.tolist() == found.tokens.trunk_ids.tolist()
+        assert marked.tokens.branches_ids_G[0].tolist() == found.tokens.branches_ids_G[0].tolist()
+        assert marked.mask_L.tolist() == found.mask_L.tolist()
+
+
+def test_a_template_that_rewrites_earlier_turns_is_told():
+    chat = with_template(FORGETFUL)
+    with pytest.raises(DataError, match=r"first 2 messages differently.*only_unmask_final"):
+        chat.demonstration(TALK, demonstration_id="7")
+    final = chat.demonstration(TALK, demonstration_id="7", only_final=True)
+    assert learned(chat, final) == ["(thinking) Yes.<|im_end|>"]
+
+
+def test_what_is_too_long_loses_its_end():
+    chat = ChatFormat(made.chatml())
+    whole = chat.demonstration(TALK, demonstration_id="7")
+    row = np.concatenate((whole.tokens.trunk_ids, *whole.tokens.branches_ids_G))
+    num_trunk = len(whole.tokens.trunk_ids)
+    for length in range(1, len(row) + 1):
+        cut = chat.demonstration(TALK, demonstration_id="7", max_length=length)
+        if length <= num_trunk:
+            assert cut is None
+            continue
+        assert cut.truncated == (length < len(row))
+        kept = np.concatenate((cut.tokens.trunk_ids, *cut.tokens.branches_ids_G))
+        assert len(kept) <= length
+        assert kept.tolist() == row[: len(kept)].tolist()
+        assert cut.mask_L[-1]
+        assert cut.mask_L.sum() == whole.mask_L[: length - num_trunk].sum()  # none of them is lost
+    assert chat.demonstration(ASK, demonstration_id="7") is None
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1).map(
+    lambda text: text.replace("<", "(")
+)
+
+
+@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3))
+@pytest.mark.parametrize("make", [made.chatml, lambda: made.make_tokenizer(template=PLAIN)])
+def test_imitated_conversations_are_cut_as_sampled_ones(make, turns):
+    """A demonstration is the prompt, the turn and what is appended to it, as a rollout has them."""
+    chat = ChatFormat(make())
+    said = [Message(role, text) for turn in turns
+            for role, text in zip(("user", "assistant"), turn, strict=True)]  # fmt: skip
+    row: list[int] = chat.prompt_ids(said[:1]).tolist()
+    mask = [False] * len(row)
+    for index in range(1, len(said), 2):
+        head = chat.render(said[:index], prompt=True)
+        shown = chat.render(said[: index + 1])[len(head) :]
+        words = shown.removesuffix("<|im_end|>\n").removesuffix("\n\n")
+        turn = [*chat.tokenizer(words, add_special_tokens=False)["input_ids"], chat.end_ids[0]]
+        row, mask = row + turn, mask + [True] * len(turn)
+        if index + 1 < len(said):
+            more = chat.observation_ids(
+                {"role": "user", "content": said[index + 1].content},
+                history=tuple(said[:index]),
+                turn_ids=turn,
+            ).tolist()
+            row, mask = row + more, mask + [False] * len(more)
+    demonstration = chat.demonstration(tuple(said), demonstration_id="x")
+    num_trunk = len(demonstration.tokens.trunk_ids)
+    assert row == [*demonstration.tokens.trunk_ids, *demonstration.tokens.branches_ids_G[0]]
+    assert mask == [False] * num_trunk + demonstration.mask_L.tolist()
+
+
+def test_no_blank_slips_in_between_the_pieces():
+    chat = ChatFormat(blank_in_front())
+    demonstration = chat.demonstration(TALK, demonstration_id="x")
+    assert learned(chat, demonstration) == ["So.</s>", "Yes.</s>"]
+    row = [*demonstration.tokens.trunk_ids, *demonstration.tokens.branches_ids_G[0]]
+    whole = chat.tokenizer(chat.render(TALK), add_special_tokens=False)["input_ids"]
+    assert [int(token) for token in row] == whole
+    more = chat.observation_ids({"role": "environment", "content": "ok"})
+    assert chat.tokenizer.convert_ids_to_tokens(more.tolist()) == ["o", "k"]

@@ -1,0 +1,390 @@
+"""A model spread over processes gives the numbers of one process, and each holds its share."""
+
+import contextlib
+import math
+import os
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import parallel_work
+import tiny
+from laurel.data.forest import plant
+from laurel.errors import ConfigError
+from laurel.models.parallel import ParallelShape
+from laurel.models.tensor_plans import decoder_layers, tensor_plan
+from laurel.models.token_shards import token_styles
+from parallel_runs import RankError, together
+
+CASES = [
+    ("reward", "qwen3", {}),
+    ("policy", "gemma2", {"reshards": False}),
+    ("policy", "llama", {"recomputes": True}),
+    ("policy", "qwen3-tied", {"lora": True}),
+    ("reward", "phi", {"shares_tokens": True}),
+    ("policy", "qwen3", {"shares_tokens": True, "recomputes": True}),
+    ("policy", "gemma3", {"shares_tokens": True, "recomputes": True, "lora": True}),
+]
+SIZES = [
+    {"dp_shard": 2},
+    {"tp": 2},
+    {"dp_shard": 2, "tp": 2},
+    {"dp_replicate": 2},
+]
+
+
+def name_of(sizes):
+    return " ".join(f"{key}={value}" for key, value in sizes.items())
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield [parallel_work.alone(*case) for case in CASES]
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=name_of)
+def run(request):
+    sizes = request.param
+    return sizes, together(parallel_work.spread, math.prod(sizes.values()), sizes, CASES)
+
+
+def relative(found, wanted):
+    """Largest over the tensors: norm of the difference over the norm."""
+    assert found.keys() == wanted.keys()
+    # A bias of keys moves all logits of a softmax alike: its gradient is nothing but rounding.
+    kept = [name for name in wanted if wanted[name].norm() > 1e-6]
+    assert len(kept) > len(wanted) // 2
+    return max(float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in kept)
+
+
+# ------------------------------------------------------------------------------- the same numbers
+
+
+def test_scores_and_log_probabilities_are_those_of_one_process(run, one_process):
+    sizes, ranks = run
+    places = ParallelShape(**sizes).dp
+    for case, (kind, _, _) in enumerate(CASES):
+        wanted = split_by_group(kind, one_process[case]["outputs"], range(4))
+        for found in (rank[case] for rank in ranks):
+            mine = range(4)[found["place"] :: places]
+            for group, values in zip(
+                mine, split_by_group(kind, found["outputs"], mine), strict=True
+            ):
+                torch.testing.assert_close(values, wanted[group], rtol=0, atol=1e-5)
+
+
+def split_by_group(kind, outputs, groups):
+    """The outputs of each group: two scores, or the log-probabilities of its completions."""
+    shapes = [parallel_work.SHAPES[group] for group in groups]
+    sizes = [sum(branches) if kind == "policy" else 2 for _, branches in shapes]
+    return outputs.split(sizes)
+
+
+def test_losses_gradients_and_steps_are_those_of_one_process(run, one_process):
+    _, ranks = run
+    for case, wanted in enumerate(one_process):
+        for found in (rank[case] for rank in ranks):
+            assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
+            assert relative(found["gradients"], wanted["gradients"]) <= 1e-5
+            assert relative(found["weights"], wanted["weights"]) <= 1e-5
+    assert one_process[0]["losses"][0] != pytest.approx(one_process[0]["losses"][1], abs=1e-3)
+
+
+def test_the_norm_of_the_gradient_is_that_of_one_process(run, one_process):
+    _, ranks = run
+    for case, wanted in enumerate(one_process):
+        assert min(wanted["norms"]) > parallel_work.LIMIT, "clipping has to do something"
+        for found in (rank[case] for rank in ranks):
+            assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+
+
+def test_all_ranks_hold_the_very_same_weights(run):
+    _, ranks = run
+    for case in range(len(CASES)):
+        for found in ranks[1:]:
+            for name, weight in ranks[0][case]["weights"].items():
+                assert torch.equal(found[case]["weights"][name], weight), name
+
+
+def test_one_rank_computes_the_very_same_bits(one_process):
+    (found,) = together(parallel_work.spread, 1, {}, CASES)
+    for case, wanted in enumerate(one_process):
+        assert torch.equal(found[case]["outputs"], wanted["outputs"])
+        assert found[case]["losses"] == wanted["losses"]
+        assert found[case]["norms"] == wanted["norms"]
+        for kind in ("gradients", "weights"):
+            assert found[case][kind].keys() == wanted[kind].keys()
+            for name, tensor in wanted[kind].items():
+                assert torch.equal(found[case][kind][name], tensor), (kind, name)
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+def test_a_rank_holds_its_share_of_the_weights(run):
+    sizes, ranks = run
+    shape = ParallelShape(**sizes)
+    for case, (kind, name, options) in enumerate(CASES):
+        model = parallel_work.build(kind, name, options)
+        split = set(tensor_plan(model.network, shape.tp)) if shape.tp > 1 else set()
+        whole, parted = 0, 0
+        for full_name, parameter in model.network.named_parameters():
+            layer = model.network.get_submodule(full_name.rpartition(".")[0])
+            is_parted = full_name.rpartition(".")[0] in split and isinstance(layer, nn.Linear)
+            size = parameter.numel() * parameter.element_size()
+            whole, parted = whole + size * (not is_parted), parted + size * is_parted
+        wanted = whole / shape.dp_shard + parted / shape.dp_shard / shape.tp
+        # What FSDP cannot divide evenly is filled up: a reward head of one row is one row on one
+        # rank and as much filling on the other.
+        filling = 4 * 64 * shape.dp_shard * (kind == "reward")
+        for found in (rank[case] for rank in ranks):
+            assert wanted <= found["bytes"] <= wanted + filling
+
+
+# ----------------------------------------------------------------------------- shares of tokens
+
+
+def test_padded_rows_are_those_of_one_process_where_tokens_are_divided():
+    options = {"shares_tokens": True}
+    wanted = parallel_work.of_rows(None, "gemma2", options)
+    for found in together(parallel_work.of_rows, 2, {"tp": 2}, "gemma2", options):
+        torch.testing.assert_close(found["outputs"], wanted["outputs"], rtol=0, atol=1e-5)
+        assert relative(found["gradients"], wanted["gradients"]) <= 1e-5
+
+
+def test_divided_tokens_keep_less_for_the_backward_pass():
+    cases = [
+        (layers, {"shares_tokens": shares, "recomputes": recomputes})
+        for recomputes in (False, True)
+        for shares in (False, True)
+        for layers in (4, 2)
+    ]
+    # Of 257 tokens, width 64, float32, two layers: two norms keep their input and what they have
+    # normalised, and one rank of two has 129 tokens of them. Recomputed layers keep their input.
+    one = (257 - 129) * 2 * 64 * 4
+    for kept in together(parallel_work.kept_bytes, 2, {"tp": 2}, cases):
+        by_layers = torch.tensor(kept).reshape(2, 2, 2)
+        of_two = by_layers[..., 0] - by_layers[..., 1]
+        saved = of_two[:, 0] - of_two[:, 1]
+        assert saved.tolist() == pytest.approx([2 * 2 * one, one], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("network", "plan", "said"),
+    [
+        (
+            tiny.tiny_language_model("qwen3"),
+            "parallel_work.mlp_plan",
+            "sequence_parallel=true: model.layers.0.self_attn.q_proj, a Linear, is not split",
+        ),
+        (
+            tiny.tiny_language_model("qwen3"),
+            {
+                "model.layers.*.[qkvgu]*_proj": "colwise",
+                "model.layers.*.[od]*_proj": "rowwise",
+            },
+            "layers.0.self_attn.q_norm, a Qwen3RMSNorm, is not split",
+        ),
+        (
+            AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(
+                    "opt",
+                    hidden_size=32,
+                    ffn_dim=64,
+                    num_attention_heads=4,
+                    num_hidden_layers=2,
+                    vocab_size=300,
+                    word_embed_proj_dim=32,
+                )
+            ),
+            None,
+            "model.decoder.layers.0 splits linear layers that are in no block",
+        ),
+    ],
+    ids=["attention", "norm", "layer"],
+)
+def test_layers_that_cannot_work_on_shares_of_tokens_are_refused(network, plan, said):
+    with pytest.raises(ConfigError, match=said):
+        token_styles(network, tensor_plan(network, 2, plan))
+
+
+# ------------------------------------------------------------------------- straight into shares
+
+
+def test_weights_are_read_straight_into_shares(tmp_path):
+    cases, wanted = [], []
+    for kind, name in (("reward", "qwen3"), ("policy", "gemma3"), ("policy", "qwen3-tied")):
+        model = parallel_work.build(kind, name, {})
+        directory = tmp_path / f"{kind}-{name}"
+        model.network.save_pretrained(directory, max_shard_size="30KB")
+        cases.append((kind, str(directory)))
+        wanted.append(model)
+    ranks = together(parallel_work.read, 4, {"dp_shard": 2, "tp": 2}, cases)
+    batch = plant(tiny.random_groups(5, parallel_work.SHAPES))
+    for case, model in enumerate(wanted):
+        weights = {n: p.detach().clone() for n, p in model.network.named_parameters()}
+        outputs = []
+        for _ in range(2):
+            found = model(batch)
+            values = found.logprobs_M if cases[case][0] == "policy" else found
+            outputs.append(values.detach())
+            model.zero_grad()
+            values.mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+        largest = max(p.numel() * 4 for p in model.parameters())
+        for rank in (rank[case] for rank in ranks):
+            assert rank["weights"].keys() == weights.keys()
+            for name, weight in weights.items():
+                assert torch.equal(rank["weights"][name], weight), name
+            for found, expected in zip(rank["outputs"], outputs, strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            assert 0 < rank["largest"] <= largest / 2, f"{rank['by']} made a whole weight"
+
+
+def test_incomplete_weights_are_refused(tmp_path):
+    model = tiny.tiny_language_model("llama")
+    state = {n: t for n, t in model.state_dict().items() if "layers.1.mlp.up_proj" not in n}
+    model.save_pretrained(tmp_path / "torn", state_dict=state)
+    (said,) = together(parallel_work.refused, 1, {}, str(tmp_path / "torn"))
+    assert "lack model.layers.1.mlp.up_proj.weight" in said
+    model.save_pretrained(tmp_path / "gone")
+    (tmp_path / "gone" / "model.safetensors").unlink()
+    (said,) = together(parallel_work.refused, 1, {}, str(tmp_path / "gone"))
+    assert "no readable safetensors" in said
+
+
+# ------------------------------------------------------------------------------- what is agreed on
+
+
+def test_ranks_agree_on_sums_extremes_and_failures():
+    values = [1.5, -2.0]
+    ranks = together(parallel_work.agree, 4, {"dp_shard": 2, "tp": 2}, values)
+    assert [rank["place"] for rank in ranks] == [0, 0, 1, 1]
+    for rank in ranks:
+        assert rank["total"] == -0.5
+        assert rank["totals"] == {"mean": -0.5, "score_min": -2.0, "score_max": 1.5}
+        assert not rank["all_positive"]
+        assert rank["all_finite"]
+    both = together(parallel_work.agree, 2, {"dp_replicate": 2}, [1.0, math.nan])
+    assert [rank["place"] for rank in both] == [0, 1]
+    assert not any(rank["all_finite"] for rank in both)
+
+
+def test_bfloat16_is_that_of_one_process_and_gradients_are_float32():
+    model = tiny.tiny_reward_model("qwen3", std=0.05, seed=1, precision=torch.bfloat16)
+    wanted = model(plant(tiny.random_groups(5, parallel_work.SHAPES))).detach()
+    (found,) = together(parallel_work.half_way, 1, {})
+    assert torch.equal(found["autocast"]["scores"], wanted)
+    # Weights of norms are rounded too, by at most one part in 256.
+    torch.testing.assert_close(found["gathered"]["scores"], wanted, rtol=0.02, atol=2e-3)
+    for way in found.values():
+        assert way["kinds"] == {(torch.float32, torch.float32)}
+
+
+# ------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi"])
+def test_a_plan_is_derived_for_every_linear_layer_of_the_decoder(name):
+    network = tiny.tiny_language_model(name)
+    plan = tensor_plan(network, 2)
+    _, layers = decoder_layers(network)
+    linear = sum(isinstance(module, nn.Linear) for module in layers.modules())
+    assert sum(split != "per_head" for split in plan.values()) == linear
+    has_norms = any("q_norm" in module for module, _ in network.named_modules())
+    assert ("per_head" in plan.values()) == has_norms
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("phi3", "layers.0.self_attn.qkv_proj is several projections in one matrix"),
+        ("olmo2", "layers.0.self_attn.q_norm is a norm over several heads"),
+        ("gpt-oss", "layers.0.self_attn.sinks is a weight of the attention itself"),
+    ],
+)
+def test_what_no_plan_can_be_derived_for_is_refused(name, said):
+    with pytest.raises(ConfigError, match=said):
+        tensor_plan(tiny.tiny_language_model(name), 2)
+
+
+def test_heads_and_neurons_are_not_cut_in_two():
+    network = tiny.tiny_language_model("llama")  # 4 heads, 2 of keys and values, 64 neurons
+    with pytest.raises(ConfigError, match=r"=4 does not divide the 2 heads in k_proj.* 1 or 2"):
+        tensor_plan(network, 4)
+    with pytest.raises(ConfigError, match=r"=3 does not divide the 4 heads in q_proj.* 1 or 2"):
+        tensor_plan(network, 3)
+
+
+def test_a_plan_of_ones_own():
+    network = tiny.tiny_language_model("qwen3")
+    plan = tensor_plan(network, 2, {"model.layers.*.mlp.up_proj": "colwise"})
+    assert plan == {f"model.layers.{i}.mlp.up_proj": "colwise" for i in range(3)}
+    assert tensor_plan(network, 2, "parallel_work.mlp_plan") == {
+        f"model.layers.{i}.mlp.{name}_proj": split
+        for i in range(3)
+        for name, split in (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (
+            {"model.layers.*.mlp.upproj": "colwise"},
+            r"no module.*Did you mean model.layers.\*.mlp.up",
+        ),
+        ({"model.layers.0.mlp.up_proj": "columns"}, "'columns' is none of colwise, rowwise"),
+        ({"lm_head": "colwise"}, "lm_head is outside model.layers"),
+        ({"model.layers.*.self_attn.q_norm": "colwise"}, "colwise is for a linear layer"),
+        ("parallel_work.nothing", "cannot be imported"),
+        ("parallel_work.SHAPES", "gives a list"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(plan, said):
+    with pytest.raises(ConfigError, match=said):
+        tensor_plan(tiny.tiny_language_model("qwen3"), 2, plan)
+
+
+def test_meshes():
+    assert ParallelShape.of(8, tp=2) == ParallelShape(dp_shard=4, tp=2)
+    assert ParallelShape.of(8, tp=2, dp_replicate=2).dp == 4
+    with pytest.raises(ConfigError, match="does not divide 6 ranks"):
+        ParallelShape.of(6, tp=4)
+    with pytest.raises(ConfigError, match="tp=0"):
+        ParallelShape(tp=0)
+    with pytest.raises(RankError, match="needs 2 processes and 1"):
+        together(parallel_work.agree, 1, {"tp": 2}, [1.0])
+
+
+def test_what_cannot_be_spread_is_refused():
+    (said,) = together(parallel_work.spread_twice, 1)
+    assert "spread over ranks already" in said
+    with pytest.raises(ConfigError, match="Linear has no list of layers"):
+        decoder_layers(nn.Linear(1, 1))
+
+
+# --------------------------------------------------------------------------------- of the harness
+
+
+def test_a_rank_that_fails_ends_the_others():
+    with pytest.raises(RankError, match=r"rank 1 of 2: [\s\S]*this rank has had enough"):
+        together(parallel_work.fail, 2, 1)
+
+
+def test_ranks_that_do_not_end_are_killed(tmp_path):
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 have not ended in time"):
+        together(parallel_work.leave_pid_and_sleep, 2, str(tmp_path), 60.0, deadline=3.0)
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            pytest.fail(f"process {pid} is alive")

@@ -1,0 +1,214 @@
+"""Checkpoints that are written while something else goes on, and the thread that writes them."""
+
+import gc
+import threading
+import weakref
+from functools import partial
+
+import pytest
+
+from laurel.errors import CheckpointError
+from laurel.models.background import Background
+from laurel.models.checkpoint import CheckpointStore, verify
+
+
+class Copy:
+    """Something that takes memory."""
+
+
+# ------------------------------------------------------------------------------------ the thread
+
+
+def test_pieces_are_done_in_order_and_elsewhere():
+    background, done = Background("test"), []
+    assert background.outcome(is_awaited=False) == 0
+    gate = threading.Event()
+    background.start(gate.wait)
+    for piece in range(5):
+        background.start(lambda piece=piece: done.append((piece, threading.current_thread())))
+    assert background.outcome(is_awaited=False) is None
+    assert done == []
+    gate.set()
+    assert background.outcome(is_awaited=True) > 0
+    assert [piece for piece, _ in done] == [0, 1, 2, 3, 4]
+    assert threading.current_thread() not in [thread for _, thread in done]
+
+
+def test_after_a_failure_nothing_is_begun_until_it_was_told():
+    background, done = Background("test"), []
+    background.start(lambda: 1 / 0)
+    background.start(lambda: done.append(1))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            background.outcome(is_awaited=True)
+    assert done == []
+    background.start(lambda: done.append(2))
+    assert background.outcome(is_awaited=True) >= 0
+    assert done == [2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_piece_holds_is_let_go_when_it_is_done(fails):
+    def work(held):
+        assert held is not None
+        if fails:
+            raise OSError("full")
+
+    copy = Copy()
+    seen = weakref.ref(copy)
+    background = Background("of-this-test")
+    background.start(partial(work, copy))
+    del copy
+    failure = None
+    try:
+        background.outcome(is_awaited=True)
+    except OSError as error:
+        failure = error
+    for thread in threading.enumerate():
+        if thread.name.startswith("of-this-test"):
+            thread.join()
+    gc.collect()
+    assert seen() is None
+    assert (failure is not None) == fails
+
+
+# -------------------------------------------------------------------------------------- the store
+
+
+class Writer:
+    """Fills a checkpoint directory in the background, when it is allowed to."""
+
+    def __init__(self, content=b"weights", error=None):
+        self.content, self.error = content, error
+        self.gate = threading.Event()
+        self.background = Background("test")
+        self.directory = None
+
+    def __call__(self, directory):
+        self.directory = directory
+
+        def write():
+            self.gate.wait()
+            if self.error is not None:
+                raise self.error
+            (directory / "model.safetensors").write_bytes(self.content)
+
+        self.background.start(write)
+        return lambda is_awaited: self.background.outcome(is_awaited=is_awaited)
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir() if path.name != ".lock")
+
+
+def test_a_save_under_way_has_no_name_until_it_is_whole(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        writer = Writer()
+        save = store.begin(4, writer, metric=0.5, info={"total_steps": 4})
+        assert (save.ready(), save.is_over) == (False, False)
+        assert names(tmp_path) == [writer.directory.name]
+        assert store.steps() == []
+        writer.gate.set()
+        while not save.ready():
+            pass
+        assert save.finish() == save.finish() == tmp_path / "step_4"
+        assert save.seconds > 0
+        assert verify(tmp_path / "step_4").metric == 0.5
+        assert names(tmp_path) == ["best", "step_4"]
+
+
+def test_one_save_at_a_time(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        writer = Writer()
+        save = store.begin(1, writer)
+        with pytest.raises(RuntimeError, match="one save at a time"):
+            store.begin(2, Writer())
+        writer.gate.set()
+        save.finish()
+        store.save(2, lambda directory: None)
+        assert store.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_what_goes_wrong_in_the_background_leaves_nothing(tmp_path, is_asked):
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, lambda directory: None)
+        for error, kind in (
+            (OSError(28, "No space left"), CheckpointError),
+            (KeyError(), KeyError),
+        ):
+            writer = Writer(error=error)
+            save = store.begin(2, writer)
+            writer.gate.set()
+            while is_asked and not save.ready():
+                pass
+            for _ in range(2):
+                with pytest.raises(kind):
+                    save.finish()
+            assert names(tmp_path) == ["step_1"]
+
+
+def test_a_disk_that_refuses_the_seal_leaves_nothing(tmp_path):
+    def refuse(phase):
+        if phase == "fsynced":
+            raise OSError(5, "Input/output error")
+
+    with CheckpointStore(tmp_path, on_phase=refuse) as store:
+        writer = Writer()
+        save = store.begin(1, writer)
+        writer.gate.set()
+        while not save.ready():
+            pass
+        with pytest.raises(CheckpointError, match="step 1 could not be saved"):
+            save.finish()
+        assert names(tmp_path) == []
+
+
+def test_whoever_leaves_waits_for_what_is_under_way(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        writer = Writer()
+        store.begin(1, writer)
+        writer.gate.set()
+    verify(tmp_path / "step_1")
+    assert names(tmp_path) == ["step_1"]
+
+
+def test_an_exception_does_not_wait_for_what_is_being_written(tmp_path):
+    writer = Writer()
+
+    def run():
+        with CheckpointStore(tmp_path) as store:
+            store.begin(1, writer)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert names(tmp_path) == [writer.directory.name]
+    writer.gate.set()
+    writer.background.outcome(is_awaited=True)
+    with CheckpointStore(tmp_path):
+        assert names(tmp_path) == []
+
+
+def test_an_exception_waits_for_a_seal_that_is_being_put(tmp_path):
+    sealing, gate = threading.Event(), threading.Event()
+
+    def hold(phase):
+        if phase == "written":
+            sealing.set()
+            gate.wait()
+
+    def run():
+        with CheckpointStore(tmp_path, on_phase=hold) as store:
+            writer = Writer()
+            save = store.begin(1, writer)
+            writer.gate.set()
+            while not save.is_sealing:
+                save.ready()
+            sealing.wait()
+            gate.set()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    verify(tmp_path / "step_1")

@@ -1,0 +1,87 @@
+"""Completions on screen and in parquet."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pyarrow
+from pyarrow import parquet
+from rich.console import Console
+
+from laurel.observe.completions import CompletionRow, print_completions, write_completions
+
+ROW = CompletionRow(
+    step=3, task="train:a.jsonl:1", group="0-2-0-1", environment="math", prompt="What is 1+1?",
+    completion="It is \\boxed{2}.", reward=1.0, advantage=-0.5, answer="2", expected="2",
+    num_tokens=7, weight_version=2,
+)  # fmt: skip
+FAILED = CompletionRow(
+    step=3, task="b", group="g", environment="math", prompt="p", completion="", reward=None,
+    failure="no verdict within 3 s", truncated=True,
+)  # fmt: skip
+
+
+def shown(*rows: CompletionRow, title: str = "validation, step 3") -> str:
+    stream = StringIO()
+    print_completions(Console(file=stream, width=120, color_system=None), title, rows)
+    return stream.getvalue()
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "completions" / "step_000003.parquet"
+    write_completions(path, [ROW, FAILED])
+    table = parquet.read_table(path)
+    assert table.column_names == list(CompletionRow.columns())
+    assert [CompletionRow(**row) for row in table.to_pylist()] == [ROW, FAILED]
+    assert table.schema.field("reward").type == pyarrow.float64()
+    assert table.schema.field("step").type == pyarrow.int64()
+    assert table.schema.field("truncated").type == pyarrow.bool_()
+    assert table.schema.field("answer").type == pyarrow.string()
+
+
+def test_columns_have_their_types_even_where_everything_is_missing(tmp_path: Path) -> None:
+    write_completions(tmp_path / "a.parquet", [FAILED])
+    write_completions(tmp_path / "b.parquet", [])
+    write_completions(tmp_path / "c.parquet", [ROW])
+    schemas = [parquet.read_schema(tmp_path / f"{name}.parquet") for name in "abc"]
+    assert schemas[0].equals(schemas[2])
+    assert schemas[1].equals(schemas[2])
+
+
+def test_any_text_can_be_written(tmp_path: Path) -> None:
+    odd = "a\0b \ud83d \x1b[31m é \U0001f33f"
+    row = CompletionRow(step=0, task="t", group="g", environment="e", prompt=odd, completion=odd,
+                        reward=0.0)  # fmt: skip
+    write_completions(tmp_path / "a.parquet", [row])
+    (read,) = parquet.read_table(tmp_path / "a.parquet").to_pylist()
+    assert read["prompt"].startswith("a\0b ")
+    assert read["prompt"].endswith(" \x1b[31m é \U0001f33f")
+
+
+def test_cells_follow_the_columns() -> None:
+    assert dict(zip(CompletionRow.columns(), ROW.cells, strict=True))["reward"] == 1.0
+    assert len(ROW.cells) == len(CompletionRow.columns())
+
+
+def test_the_table_shows_rewards_failures_and_what_was_cut_off() -> None:
+    text = shown(ROW, FAILED)
+    assert "validation, step 3" in text
+    assert "It is \\boxed{2}." in text
+    assert "failed:" in text
+    assert "[cut off]" in text
+
+
+def test_markup_and_escapes_of_a_policy_are_shown_and_not_obeyed() -> None:
+    row = CompletionRow(step=0, task="t", group="g", environment="e", prompt="[bold]p[/bold]",
+                        completion="[red]x[/nonsense] \x1b[2J", reward=0.25)  # fmt: skip
+    text = shown(row, title="[bold]")
+    assert "[bold]p[/bold]" in text
+    assert "[red]x[/nonsense]" in text
+    assert "\x1b" not in text
+
+
+def test_long_texts_are_shortened() -> None:
+    row = CompletionRow(step=0, task="t", group="g", environment="e", prompt="p " * 4000,
+                        completion="c " * 4000, reward=0.25)  # fmt: skip
+    assert len(shown(row).splitlines()) < 30

@@ -1,0 +1,389 @@
+"""The rules of the alarms on histories made by hand, and what holds of any history."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laurel.config.health import Alarm, HealthConfig
+from laurel.observe.health import Alarms, Event
+from laurel.observe.health_history import (
+    ENTROPY,
+    FAILURES,
+    LENGTH,
+    LENGTH_CORRELATION,
+    NOISE_FLOOR,
+    READ,
+    REPETITION,
+    REWARD,
+    TRUNCATION,
+    ZERO_SPREAD,
+)
+from laurel.observe.health_rules import RULES
+
+KL = "train/kl_penalty"
+GOLD = "env/both/math/accuracy"
+FORMAT = "env/both/form/reward_mean"
+PART = "env/reward_model/part/"
+MEMBERS = ("left", "right")
+SETTINGS: dict[str, Any] = {
+    "baseline_steps": 4, "window": 3, "gold_metric": GOLD, "format_metric": FORMAT,
+}  # fmt: skip
+
+Steps = Sequence[Mapping[str, float]]
+
+
+def alarms(**changes: Any) -> Alarms:
+    return Alarms(HealthConfig(**(SETTINGS | changes)), members=MEMBERS)
+
+
+def events(steps: Steps, **changes: Any) -> list[Event]:
+    watching = alarms(**changes)
+    return [event for n, step in enumerate(steps, start=1) for event in watching.see(n, step)]
+
+
+def told(steps: Steps, **changes: Any) -> list[tuple[int, str, str]]:
+    return [(event.step, event.alarm, event.state) for event in events(steps, **changes)]
+
+
+def line(name: str, *values: float, **others: float) -> list[dict[str, float]]:
+    return [{name: value, **others} for value in values]
+
+
+def columns(**by_name: Sequence[float]) -> list[dict[str, float]]:
+    names = {"reward": REWARD, "kl": KL, "gold": GOLD, "length": LENGTH,
+             "correlation": LENGTH_CORRELATION}  # fmt: skip
+    rows = zip(*by_name.values(), strict=True)
+    return [{names[n]: v for n, v in zip(by_name, row, strict=True)} for row in rows]
+
+
+# ------------------------------------------------------------------------ against the first steps
+
+DRIFTS: list[tuple[str, str, list[float], float, int]] = [
+    # metric, alarm, the first steps, the value afterwards, the step at which it rises
+    (LENGTH, "length", [10, 12, 10, 8], 16, 8),
+    (LENGTH, "length", [10, 10, 10, 10], 6, 8),
+    (REPETITION, "repetition", [0.1, 0.1, 0.12, 0.1], 0.21, 8),
+    (TRUNCATION, "truncation", [0.0, 0.0, 0.1, 0.0], 0.2, 8),
+    (FORMAT, "format", [0.9, 0.9, 1.0, 0.9], 0.79, 8),
+    (ENTROPY, "entropy", [1.0, 1.0, 1.2, 1.0], 0.09, 8),
+]
+
+
+@pytest.mark.parametrize(("metric", "alarm", "first", "later", "step"), DRIFTS)
+def test_a_drift_rises_with_the_median_of_a_window(
+    metric: str, alarm: str, first: list[float], later: float, step: int
+) -> None:
+    """Six good steps, of which four are the baseline: the second bad one turns the median."""
+    values = [*first, first[0], first[0], later, later, later]
+    assert told(line(metric, *values)) == [(step, alarm, "raised")]
+
+
+@pytest.mark.parametrize(("metric", "alarm", "first", "later", "step"), DRIFTS)
+def test_a_single_odd_step_raises_nothing(
+    metric: str, alarm: str, first: list[float], later: float, step: int
+) -> None:
+    values = [*first, *first[:3], later, *first[:3], later, first[0]]
+    assert told(line(metric, *values)) == []
+
+
+@pytest.mark.parametrize(("metric", "alarm", "first", "later", "step"), DRIFTS)
+def test_less_than_the_threshold_raises_nothing(
+    metric: str, alarm: str, first: list[float], later: float, step: int
+) -> None:
+    almost = first[0] + 0.9 * (later - first[0])
+    if alarm == "length":
+        almost = first[0] * (1.45 if later > first[0] else 1 / 1.45)
+    assert told(line(metric, *first, *[almost] * 9)) == []
+
+
+@pytest.mark.parametrize("metric", [LENGTH, REPETITION, TRUNCATION, FORMAT])
+def test_what_is_usual_in_the_first_steps_is_no_drift(metric: str) -> None:
+    """Median 0.5, median absolute deviation 0.2: four standard deviations are beyond 1.6."""
+    first, far = [0.3, 0.7, 0.2, 0.7], 0.99 if metric != FORMAT else 0.01
+    assert told(line(metric, *first, *[far] * 9)) == []
+    assert len(told(line(metric, *first, *[far] * 9), num_spreads=0.0)) == 1
+
+
+def test_nothing_is_said_of_the_first_steps_themselves() -> None:
+    assert told(line(LENGTH, 10, 10, 10, 10, 90, 90)) == []
+    assert told(line(LENGTH, 10, 10, 10, 10, 90, 90, 90)) == [(7, "length", "raised")]
+
+
+def test_the_direction_of_a_length_is_told_by_its_evidence() -> None:
+    first = [10.0] * 4
+    (longer,) = events(line(LENGTH, *first, *[20.0] * 3))
+    (shorter,) = events(line(LENGTH, *first, *[5.0] * 3))
+    assert (longer.finding.evidence, longer.finding.threshold) == ("longest", 15.0)
+    assert (shorter.finding.evidence, shorter.finding.threshold) == ("shortest", 10 / 1.5)
+    assert longer.finding.baseline == shorter.finding.baseline == 10.0
+    assert "10" in longer.finding.text
+    assert "20" in longer.finding.text
+
+
+# --------------------------------------------------------------------------------- whatever began
+
+SHARES = [
+    (ZERO_SPREAD, "zero_spread_groups", 0.9),
+    (NOISE_FLOOR, "noise_floor_groups", 0.5),
+    (FAILURES, "failures", 0.1),
+]
+
+
+@pytest.mark.parametrize(("metric", "alarm", "share"), SHARES)
+def test_a_share_that_is_too_large_from_the_beginning(
+    metric: str, alarm: str, share: float
+) -> None:
+    assert told(line(metric, *[share] * 5)) == [(3, alarm, "raised")]
+    assert told(line(metric, *[share - 0.01] * 5)) == []
+
+
+def test_an_alarm_is_over_after_a_window_of_good_steps() -> None:
+    values = [0.0, 0.2, 0.2, 0.0, 0.0, 0.2, 0.0, 0.0, 0.0, 0.0]
+    found = told(line(FAILURES, *values))
+    # Medians of three: 0, 0.2, 0.2, 0, 0, 0, 0, 0 from the third step on: fresh ones count anew.
+    assert found == [(3, "failures", "raised"), (7, "failures", "over")]
+
+
+def test_good_steps_count_anew_after_a_bad_one() -> None:
+    values = [0.2, 0.2, 0.2, 0.0, 0.0, 0.2, 0.2, 0.0, 0.0, 0.0, 0.0]
+    assert told(line(FAILURES, *values)) == [(3, "failures", "raised"), (11, "failures", "over")]
+
+
+# -------------------------------------------------------------------------- proxy, gold, divergence
+
+
+def test_gold_that_falls_while_the_reward_rises() -> None:
+    gold = [0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.7, 0.7, 0.7, 0.7]
+    steps = columns(
+        reward=[0.1 * n for n in range(10)], kl=[0.01 * n for n in range(10)], gold=gold
+    )
+    (event,) = events(steps)
+    assert (event.step, event.alarm, event.finding.metric) == (8, "overoptimisation", GOLD)
+    assert event.finding.baseline == 0.8
+    assert event.finding.threshold == pytest.approx(0.72)
+    assert KL not in event.finding.text
+    assert "0.8" in event.finding.text
+    assert "divergence" in event.finding.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gold": [0.8] * 6 + [0.73] * 4},  # less than a tenth
+        {"gold": [0.8, 0.7, 0.9, 0.8, 0.8, 0.8, 0.7, 0.7, 0.7, 0.7]},  # chance
+        {"reward": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.1, 0.1, 0.1, 0.1]},  # falls as well
+        {"kl": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.1, 0.1, 0.1, 0.1]},  # goes back
+    ],
+)
+def test_other_falls_of_gold_are_no_overoptimisation(changes: dict[str, list[float]]) -> None:
+    bad = {
+        "reward": [0.1 * n for n in range(10)], "kl": [0.01 * n for n in range(10)],
+        "gold": [0.8] * 6 + [0.7] * 4,
+    }  # fmt: skip
+    assert len(told(columns(**bad))) == 1
+    assert told(columns(**(bad | changes))) == []
+
+
+def test_gold_of_validations_is_judged_by_a_few_of_them() -> None:
+    name = "validation/reward_mean"
+    watching = alarms(gold_metric=name, window=5)
+    found = []
+    for n, gold in enumerate([0.6, 0.8, 0.8, 0.8, 0.5, 0.5], start=1):
+        for _ in range(5):
+            found += watching.see(n, {REWARD: float(n)})
+        found += watching.see(n, {name: gold})
+    assert [(event.step, event.alarm) for event in found] == [(6, "overoptimisation")]
+
+
+def test_negative_gold_is_measured_by_its_size() -> None:
+    gold = [-1.0] * 6 + [-1.2] * 3
+    steps = columns(reward=[float(n) for n in range(9)], gold=gold)
+    assert told(steps) == [(8, "overoptimisation", "raised")]
+    steps = columns(reward=[float(n) for n in range(9)], gold=[-1.0] * 6 + [-1.05] * 3)
+    assert told(steps) == []
+
+
+def test_divergence_that_grows_for_nothing() -> None:
+    kl = [0.2] * 3 + [0.32] * 12
+    assert told(columns(kl=kl, reward=[1.0] * 15)) == [(15, "kl_without_reward", "raised")]
+    assert told(columns(kl=kl, reward=[1.0 + 0.01 * n for n in range(15)])) == []
+    assert told(columns(kl=[0.2] * 3 + [0.29] * 12, reward=[1.0] * 15)) == []
+    small = [value / 10 for value in kl]
+    assert told(columns(kl=small, reward=[1.0] * 15)) == [], "below kl_least"
+
+
+def test_length_that_is_paid_for() -> None:
+    growing = [10.0] * 4 + [12.0] * 4
+    assert told(columns(length=growing, correlation=[0.6] * 8)) == [(7, "length_bias", "raised")]
+    assert told(columns(length=growing, correlation=[0.4] * 8)) == []
+    assert told(columns(length=[10.0] * 8, correlation=[0.6] * 8)) == [], "nothing grows"
+
+
+# ---------------------------------------------------------------------------------- several models
+
+
+def members(left: Sequence[float], right: Sequence[float], std: float = 0.5) -> Steps:
+    return [
+        {f"{PART}left/mean": a, f"{PART}left/std": std, f"{PART}right/mean": b,
+         f"{PART}right/std": std}
+        for a, b in zip(left, right, strict=True)
+    ]  # fmt: skip
+
+
+def test_models_that_go_apart() -> None:
+    steps = members([0.0] * 4 + [0.75] * 3, [2.0] * 4 + [2.125] * 3)
+    (event,) = events(steps)
+    assert (event.step, event.alarm) == (7, "ensemble")
+    assert event.finding.value == 1.25
+    assert told(members([0.0] * 4 + [0.6] * 3, [2.0] * 4 + [2.6] * 3)) == [], "both gain"
+    assert told(members([0.0] * 4 + [0.6] * 3, [2.0] * 7, std=0.0)) == [], "no unit to measure in"
+
+
+def test_parts_that_are_no_reward_models_are_not_compared() -> None:
+    steps = members([0.0] * 4 + [0.6] * 3, [2.0] * 7)
+    watching = Alarms(HealthConfig(**SETTINGS), members=("left", "other"))
+    assert [e for n, step in enumerate(steps) for e in watching.see(n, step)] == []
+
+
+# ------------------------------------------------------------------------------ absent, not finite
+
+
+def bad_history() -> list[dict[str, float]]:
+    """Everything goes wrong after eight steps."""
+    bad: dict[str, tuple[float, float]] = {
+        LENGTH: (10, 30), LENGTH_CORRELATION: (0.1, 0.9), REPETITION: (0.0, 0.5),
+        TRUNCATION: (0.0, 0.9), ENTROPY: (1.0, 0.01), ZERO_SPREAD: (0.1, 1.0),
+        NOISE_FLOOR: (0.0, 1.0), FAILURES: (0.0, 0.9), FORMAT: (1.0, 0.1), KL: (0.1, 9.0),
+        GOLD: (0.9, 0.1), REWARD: (0.5, 0.5), f"{PART}left/mean": (0.0, 9.0),
+        f"{PART}left/std": (1.0, 1.0), f"{PART}right/mean": (0.0, 0.0),
+        f"{PART}right/std": (1.0, 1.0),
+    }  # fmt: skip
+    return [{name: pair[n >= 8] for name, pair in bad.items()} for n in range(20)]
+
+
+NEEDS: dict[str, set[str]] = {
+    "overoptimisation": {GOLD, REWARD}, "kl_without_reward": {KL, REWARD}, "length": {LENGTH},
+    "length_bias": {LENGTH, LENGTH_CORRELATION}, "repetition": {REPETITION},
+    "truncation": {TRUNCATION}, "format": {FORMAT}, "entropy": {ENTROPY},
+    "zero_spread_groups": {ZERO_SPREAD}, "noise_floor_groups": {NOISE_FLOOR},
+    "ensemble": {f"{PART}left/mean", f"{PART}left/std", f"{PART}right/mean"},
+    "failures": {FAILURES},
+}  # fmt: skip
+
+
+def test_every_alarm_has_a_rule_and_rises_where_all_goes_wrong() -> None:
+    assert set(RULES) == set(get_args(Alarm)) == set(NEEDS)
+    assert {alarm for _, alarm, _ in told(bad_history())} == set(RULES)
+
+
+@pytest.mark.parametrize("alarm", RULES)
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_without_a_metric_its_rules_are_silent(alarm: str, value: float | None) -> None:
+    """Not measured and not finite are the same: the rule never judges, whatever the others say."""
+    for name in NEEDS[alarm]:
+        steps = [{k: v for k, v in step.items() if k != name} for step in bad_history()]
+        if value is not None:
+            steps = [{**step, name: value} for step in steps]
+        watching = alarms()
+        found = [e.alarm for n, step in enumerate(steps) for e in watching.see(n, step)]
+        assert alarm not in found
+        assert alarm not in watching.known
+        unaffected = {other for other in RULES if name not in NEEDS[other]}
+        assert unaffected <= set(found)
+
+
+def test_a_metric_that_pauses_changes_nothing() -> None:
+    """What was raised stays so, and what is missing is no good step."""
+    steps: list[dict[str, float]] = [{FAILURES: 0.5}] * 3 + [{REWARD: 1.0}] * 9
+    watching = alarms()
+    found = [e.state for n, step in enumerate(steps) for e in watching.see(n, step)]
+    assert (found, watching.raised) == (["raised"], ("failures",))
+
+
+def test_ignored_alarms_do_not_rise_and_chosen_ones_stop() -> None:
+    watching = alarms(ignore=["length", "entropy"], stop_on=["failures", "repetition"])
+    for n, step in enumerate(bad_history()):
+        watching.see(n, step)
+    assert not {"length", "entropy"} & {*watching.raised, *watching.known}
+    assert set(watching.stopping) == {"failures", "repetition"}
+
+
+# -------------------------------------------------------------------------------------- any history
+
+OF_MEMBERS = [f"{PART}{member}/{kind}" for member in MEMBERS for kind in ("mean", "std")]
+NAMES = [*sorted(READ), GOLD, FORMAT, *OF_MEMBERS]
+RELATIVE = [name for name in NAMES if name not in (ZERO_SPREAD, NOISE_FLOOR, FAILURES)]
+FINITE = st.floats(-1e6, 1e6)
+
+
+@given(
+    step=st.dictionaries(st.sampled_from(RELATIVE), st.floats(1e-3, 1e3), min_size=1),
+    count=st.integers(1, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_run_that_stays_as_it_began_raises_nothing(step: dict[str, float], count: int) -> None:
+    assert told([step] * count) == []
+
+
+ANY_VALUE = st.one_of(FINITE, st.just(math.nan), st.just(math.inf), st.sampled_from([0.0, 1.0]))
+ANY_STEP = st.dictionaries(st.sampled_from(NAMES), ANY_VALUE)
+
+
+@given(steps=st.lists(ANY_STEP, max_size=30), cut=st.integers(0, 30))
+@settings(max_examples=100, deadline=None)
+def test_a_run_that_was_resumed_gives_the_same_events(steps: list[Any], cut: int) -> None:
+    straight = events(steps)
+    first = alarms()
+    found = [e for n, step in enumerate(steps[:cut], start=1) for e in first.see(n, step)]
+    saved = json.loads(json.dumps(first.state_dict()))
+    second = alarms()
+    second.load_state_dict(saved)
+    for n, step in enumerate(steps[cut:], start=cut + 1):
+        found += second.see(n, step)
+    assert found == straight
+    assert len(json.dumps(second.state_dict())) < 20_000, "it does not grow with the run"
+
+
+@given(steps=st.lists(ANY_STEP, max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_alarms_rise_and_end_in_turn_with_finite_figures(steps: list[Any]) -> None:
+    open_now: set[str] = set()
+    for event in events(steps):
+        assert (event.alarm in open_now) == (event.state == "over")
+        open_now ^= {event.alarm}
+        assert math.isfinite(event.finding.value)
+        assert math.isfinite(event.finding.threshold)
+        assert event.finding.is_bad == (event.state == "raised")
+
+
+def test_a_state_of_other_settings_can_be_taken() -> None:
+    """What is no longer read, or no longer wanted, is forgotten."""
+    before = alarms()
+    for n, step in enumerate(bad_history()):
+        before.see(n, step)
+    after = alarms(gold_metric=None, ignore=["failures"], window=2, baseline_steps=3)
+    after.load_state_dict(before.state_dict())
+    assert "failures" not in after.raised
+    assert after.see(21, {GOLD: 0.0, FAILURES: 1.0}) == []
+
+
+def test_the_order_within_a_step_does_not_matter() -> None:
+    turned = [dict(reversed(step.items())) for step in bad_history()]
+    assert told(turned) == told(bad_history())
+
+
+READERS: Sequence[Callable[[], Alarms]] = (alarms, lambda: Alarms(HealthConfig()))
+
+
+@pytest.mark.parametrize("make", READERS)
+def test_an_empty_step_says_nothing(make: Callable[[], Alarms]) -> None:
+    watching = make()
+    assert [watching.see(n, {}) for n in range(30)] == [[]] * 30
+    assert watching.known == watching.raised == ()

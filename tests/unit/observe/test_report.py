@@ -1,0 +1,210 @@
+"""The HTML report: everything escaped, nothing fetched, whatever a run left behind."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from laurel.errors import DataError
+from laurel.observe.comparison import Answer, Comparison
+from laurel.observe.report import Fact, write_report
+from laurel.observe.reporting.time_spent import duration
+
+EVIL = '<script>alert("x")</script> & \x1b[31m'
+METRICS = [
+    {"step": 0, "time": 100.0, "validation/accuracy": 0.5},
+    {"step": 1, "time": 101.0, "train/reward": -1.0, "train/reward_std": 0.5, "train/loss": 0.3,
+     "timing/train/total_step_time": 1.0, "timing/train/generation": 0.75},
+    {"step": 2, "time": 103.0, "train/reward": 2.0, "train/reward_std": 0.25, "train/loss": "NaN",
+     "timing/train/total_step_time": 2.0, "timing/train/generation": 1.5},
+    {"step": 2, "time": 104.0, "validation/accuracy": 0.9,
+     "timing/validation/total_validation_time": 1.0},
+]  # fmt: skip
+
+
+class Page(HTMLParser):
+    """What a browser would find: attributes that fetch, ids, the text, unclosed elements."""
+
+    VOID = frozenset({"meta", "br", "path", "use", "rect"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.tags: set[str] = set()
+        self.scripts: list[str] = []
+        """What a browser would run."""
+        self.policy = ""
+        self.text = ""
+        self._is_script = self._is_data = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        told = dict(attrs)
+        self._is_script = tag == "script" and told.get("type") is None
+        self._is_data = tag == "script" and not self._is_script
+        assert not self._is_data or told["type"] == "application/json"
+        if told.get("http-equiv") == "Content-Security-Policy":
+            self.policy = told["content"] or ""
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            elif name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+                (self.references if (value or "").startswith("#") else self.fetched).append(
+                    value or ""
+                )
+            elif name.startswith("on"):
+                self.fetched.append(f"{name}={value}")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_script = self._is_data = False
+
+    def handle_data(self, data: str) -> None:
+        if self._is_script:
+            self.scripts.append(data)
+        elif not self._is_data:
+            self.text += data
+
+
+def make_run(path: Path, *, kind: str = "grpo", metrics: list[dict[str, object]] | None = None,
+             samples: list[dict[str, object]] | None = None) -> Path:  # fmt: skip
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({kind: {}, "policy": {}}), encoding="utf-8")
+    (path / "config.yaml").write_text(f"{kind}:\n  name: '{EVIL[:25]}'\n", encoding="utf-8")
+    for name, rows in (("metrics", metrics), ("samples", samples)):
+        if rows is not None:
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (path / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return path
+
+
+def page_of(path: Path) -> tuple[str, Page]:
+    html = path.read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def test_a_whole_run_is_shown_and_nothing_is_fetched_or_run(tmp_path: Path) -> None:
+    row = {"prompt": EVIL, "completion": "42", "reward": 1.0, "failure": None, "truncated": False}
+    run = make_run(
+        tmp_path / EVIL.replace("/", "_").replace("\x1b", "_"),
+        metrics=METRICS,
+        samples=[{"step": 2, "time": 104.0, "table": "validation/completions", "row": row}],
+    )
+    report = {"train": {"rows_read": 12, "rows_left_out": {EVIL: {"count": 1}}, "notes": [EVIL]}}
+    (run / "data_report.json").write_text(json.dumps(report), encoding="utf-8")
+    answer = Answer(text=EVIL, score=-3.25, is_right=False)
+    write_report(
+        tmp_path / "report.html", [run, run], title=EVIL,
+        facts=[Fact(EVIL, EVIL, EVIL)],
+        comparisons=[Comparison(prompt=EVIL, expected=EVIL, before=answer, after=answer)],
+    )  # fmt: skip
+    html, page = page_of(tmp_path / "report.html")
+    assert page.fetched == []
+    (script,) = page.scripts
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert page.policy == (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    assert not {"link", "img", "iframe", "object"} & page.tags
+    assert "\x1b" not in html
+    assert not re.search(r"https?://|url\((?!#)|@import", html)
+    assert len(page.ids) == len(set(page.ids))
+    assert {reference[1:] for reference in page.references} <= set(page.ids)
+    assert html.count("<svg") == 3  # reward, success, and loss with its only finite point
+    assert "mean of A and B from -1 to 2" in html
+    assert "mean of A and B from 0.5 to 0.9" in html
+    assert "-3.25" in page.text
+    assert page.text.count(EVIL.replace("\x1b", "\\x1b")) > 8
+    assert "<pre>grpo:\n  name: &#39;&lt;script" in html
+
+
+def test_where_the_time_went(tmp_path: Path) -> None:
+    """Of 3 s of steps 2.25 s are generation and 0.75 s have no name; 1 s validates."""
+    run = make_run(tmp_path / "run", metrics=METRICS)
+    write_report(tmp_path / "report.html", [run])
+    text = re.sub(r"<[^>]+>|\s+", " ", page_of(tmp_path / "report.html")[0])
+    text = re.sub(r"\s+", " ", text)
+    assert "generation, with its rewards 2.2 s 56%" in text
+    assert "other 0.8 s 19%" in text
+    assert "validation 1.0 s 25%" in text
+    assert "2 steps in 4.0 s" in text
+
+
+def test_the_curves_of_one_run(tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=METRICS)])
+    html, _ = page_of(tmp_path / "report.html")
+    assert html.count("<svg") == 2
+    assert "reward (mean, spread) from -1 to 2; success in validation from 0.5 to 0.9" in html
+
+
+def test_colours_are_the_pages_own(tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=METRICS)])
+    html, _ = page_of(tmp_path / "report.html")
+    charts = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
+    assert "var(--series-3)" in charts
+    assert "currentColor" in charts
+    assert not re.search(r"(fill|stroke): #", charts)
+    for name in set(re.findall(r"var\((--[\w-]+)\)", html)):
+        # Once, for light and for dark.
+        assert len(re.findall(rf"{name}: light-dark\(#\w{{6}}, #\w{{6}}\);", html)) == 1, name
+
+
+@pytest.mark.parametrize("metrics", [None, [], [{"step": 0, "time": 1.0}]])
+def test_a_run_that_logged_nothing_is_no_error(
+    tmp_path: Path, metrics: list[dict[str, object]] | None
+) -> None:
+    write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=metrics)])
+    html, page = page_of(tmp_path / "report.html")
+    assert "Nothing was logged." in page.text
+    assert "<svg" not in html
+
+
+def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
+    rows = [*METRICS, {"event": "resumed", "step": 1},
+            {"step": 2, "time": 200.0, "train/reward": 7.0, "train/reward_std": 0.5}]  # fmt: skip
+    write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=rows)])
+    assert "reward (mean, spread) from -1 to 7" in page_of(tmp_path / "report.html")[0]
+
+
+def test_no_runs_give_a_page_of_its_facts(tmp_path: Path) -> None:
+    write_report(tmp_path / "new" / "report.html", [], facts=[Fact("Success", "97%")])
+    assert "97%" in page_of(tmp_path / "new" / "report.html")[1].text
+
+
+def test_what_is_no_run_is_refused_with_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such directory"):
+        write_report(tmp_path / "report.html", [tmp_path / "nowhere"])
+    make_run(tmp_path / "logs" / "exp_002")
+    with pytest.raises(DataError, match=r"did you mean .*exp_002\?"):
+        write_report(tmp_path / "report.html", [tmp_path / "logs"])
+    broken = make_run(tmp_path / "broken")
+    (broken / "data_report.json").write_text("{", encoding="utf-8")
+    with pytest.raises(DataError, match=r"data_report\.json: not JSON"):
+        write_report(tmp_path / "report.html", [broken])
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (9.9, "9.9 s"), (42.4, "42 s"), (59.7, "1 min 0 s"), (7_830, "2 h 10 min")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_how_much_of_judging_was_hidden_is_said_where_it_is_known(tmp_path: Path) -> None:
+    shares = [{"step": i, "time": 1.0, "performance/reward_hidden_share": i / 4} for i in (1, 2)]
+    for name, metrics in (("with", shares), ("without", METRICS)):
+        write_report(tmp_path / f"{name}.html", [make_run(tmp_path / name, metrics=metrics)])
+        _, page = page_of(tmp_path / f"{name}.html")
+        said = "38% of the time of judging was hidden behind drawing" in page.text
+        assert said == (name == "with")

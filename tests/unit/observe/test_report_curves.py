@@ -1,0 +1,95 @@
+"""Long curves: no peak is lost, nothing is made up, the band is where it should be."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from laurel.observe.charts import Chart, Line, draw
+from laurel.observe.reporting.curves import FEW_POINTS, NUM_PLACES, extremes, over_seeds, smooth
+from laurel.observe.run_record import Series
+
+
+def series(values: list[float]) -> Series:
+    return Series(steps=tuple(float(i + 1) for i in range(len(values))), values=tuple(values))
+
+
+def test_a_peak_of_one_step_in_ten_thousand_is_kept() -> None:
+    values = [float(i % 7) for i in range(10_000)]
+    values[4321], values[9000] = 99.0, -50.0
+    long = series(values)
+    short = extremes(long)
+    assert len(short.steps) <= 2 * NUM_PLACES + 2
+    kept = dict(zip(short.steps, short.values, strict=True))
+    assert kept[4322.0] == 99.0
+    assert kept[9001.0] == -50.0
+    assert set(kept.items()) <= set(zip(long.steps, long.values, strict=True))
+    assert list(short.steps) == sorted(short.steps)
+    assert (short.steps[0], short.steps[-1]) == (1.0, 10_000.0)
+
+
+def test_a_short_curve_is_left_as_it_is() -> None:
+    few = series([float(i) for i in range(FEW_POINTS)])
+    assert smooth(few) is None
+    assert extremes(few) is few
+
+
+def test_a_rolling_mean_and_its_band() -> None:
+    """Of 0, 1, 0, 1, ... every window of 101 (one in 25 of 2,500) has a mean near a half."""
+    smoothed = smooth(series([float(i % 2) for i in range(2_500)]))
+    assert smoothed is not None
+    assert smoothed.window == 101
+    assert all(abs(value - 0.5) < 0.02 for value in smoothed.mean.values)
+    assert set(smoothed.low.values) == {0.0}
+    assert set(smoothed.high.values) == {1.0}
+    assert (smoothed.mean.steps[0], smoothed.mean.steps[-1]) == (1.0, 2_500.0)
+
+
+def test_the_ends_of_a_rising_curve_are_not_padded() -> None:
+    """At the first of 125 points the window holds points 1 to 3: 0, 1, 2."""
+    smoothed = smooth(series([float(i) for i in range(125)]))
+    assert smoothed is not None
+    assert smoothed.window == 5
+    assert smoothed.mean.values[0] == 1.0
+    assert smoothed.mean.values[-1] == 123.0
+
+
+def test_several_seeds_are_a_mean_in_a_band() -> None:
+    one = Series(steps=(1.0, 2.0, 3.0), values=(0.0, 2.0, 5.0))
+    two = Series(steps=(2.0, 3.0, 4.0), values=(4.0, 1.0, 9.0))
+    over = over_seeds([one, two])
+    assert over is not None
+    assert over.mean == Series(steps=(2.0, 3.0), values=(3.0, 3.0))
+    assert over.low.values == (2.0, 1.0)
+    assert over.high.values == (4.0, 5.0)
+    assert over_seeds([one, Series(steps=(9.0,), values=(1.0,))]) is None
+
+
+def test_the_parts_of_a_chart_have_names_and_marks() -> None:
+    line = Line(label="loss", series=series([float(i % 5) for i in range(200)]), mark="B")
+    svg = draw(Chart(title="Loss", lines=(line,)), name="c1")
+    for part in ("raw", "band", "line"):
+        assert f'id="c1-{part}-0"' in svg
+    assert re.search(r"<text[^>]*>B</text>", svg)
+    short = draw(
+        Chart(title="Loss", lines=(Line(label="loss", series=series([1.0, 2.0])),)), name="c2"
+    )
+    assert "c2-raw" not in short
+    assert "c2-band" not in short
+
+
+def test_a_description_tells_of_peaks_too() -> None:
+    chart = Chart(title="Norm", lines=(Line(label="norm", series=series([1.0, 60.0, 2.0])),))
+    assert chart.description == "Norm: norm from 1 to 2, between 1 and 60"
+
+
+@pytest.mark.parametrize("num_lines", [1, 3, 8])
+def test_many_lines_differ_without_colour(num_lines: int) -> None:
+    lines = [
+        Line(label=f"a run with a long name {i}", series=series([1.0, float(i)]), mark=chr(65 + i))
+        for i in range(num_lines)
+    ]
+    svg = draw(Chart(title="Loss", lines=lines), name="c")
+    for line in lines:
+        assert re.search(rf"<text[^>]*>{line.mark}</text>", svg)

@@ -1,0 +1,147 @@
+"""What to look at first: every rule speaks where its figures say so, and only there."""
+
+from __future__ import annotations
+
+import pytest
+
+from laurel.observe.reporting.alarms import alarms_of
+from laurel.observe.reporting.findings import RULES, findings
+from report_runs import record
+
+UP = [i / 100 for i in range(100)]
+FLAT = [0.5 + 0.01 * (i % 2) for i in range(100)]
+
+
+def said(curves: dict[str, list[float]], *, kind: str = "grpo", **others: object) -> list[str]:
+    return [f"{f.weight}: {f.text}" for f in findings(record(curves, kind=kind, **others))]
+
+
+def held(accuracy: float, longer: float, count: float = 1_000) -> dict[str, list[float]]:
+    return {
+        "validation-default/accuracy": [accuracy],
+        "validation-default/longer_wins_baseline": [longer],
+        "validation-default/num_valid_samples": [count],
+    }
+
+
+def test_a_run_of_which_nothing_is_known() -> None:
+    assert said({}) == []
+    assert len(RULES) == 17
+
+
+@pytest.mark.parametrize(
+    ("curves", "kind", "expected"),
+    [
+        (held(0.79, 0.80), "rm", "bad: validation-default: accuracy is 79.0% on 1,000 pairs, and "
+         "always taking the longer answer gives 80.0%: no better than length"),
+        (held(0.81, 0.80), "rm", "no better than length alone, within two standard errors"),
+        (held(0.70, 0.25), "rm", "always taking the shorter answer gives 75.0%: no better"),
+        (held(0.90, 0.60), "rm", "good: validation-default: accuracy is 90.0% on 1,000 pairs, and "
+         "always taking the longer answer gives 60.0%: 30.0% better than length."),
+        ({"validation/accuracy": [0.5, 0.9, 0.6], "validation/num_valid_samples": [100.0] * 3},
+         "grpo", "bad: Validation got worse: validation/accuracy was 0.9000 at step 2 and is "
+         "0.6000 at step 3"),
+        ({"validation-a/loss": [0.5, 0.4, 0.6]}, "rm", "validation-a/loss was 0.4000 at step 2"),
+        ({"train/grad_norm": [1.0] * 50 + [48.0] + [1.0] * 49}, "rm", "look: The norm of the "
+         "gradient jumped: 48 at step 51, 48 times its median of 1; 1 step lay"),
+        ({"train/loss": [0.7] * 40}, "rm", "bad: The loss did not fall: 0.7000 over the first"),
+        ({"train/loss": [0.7, float("nan"), 0.6]}, "rm",
+         "bad: train/loss was NaN or infinite at 1 step, first at step 2."),
+        ({"train/bad_steps_in_a_row": [0.0, 1.0, 2.0, 0.0]}, "rm", "look: There were 2 bad steps"),
+        ({"train/num_failures": [2.0] * 10, "train/total_turns": [16.0] * 10,
+          "train/avg_turns_per_sample": [2.0] * 10, "train/reward/failed_timeout": [2.0] * 10},
+         "grpo", "bad: 20 of 80 completions got no reward (25%: 20 timeout)"),
+        ({"train/frac_reward_zero_std": UP, "train/baseline_reward/pct_1": [90.0] * 100}, "grpo",
+         "look: In 94% of the groups of the last steps all completions got the same reward, and "
+         "90% of all groups were all right"),
+        ({"train/truncation_rate": UP}, "grpo", "look: 94% of the completions"),
+        ({"train/entropy": [1.0 - 0.0095 * i for i in range(100)]}, "grpo", "look: Entropy fell"),
+        ({"train/reward": UP, "validation/accuracy": [0.6, 0.4]}, "grpo",
+         "the policy has learned to please the reward, not to be right"),
+        ({"train/reward": UP}, "grpo", "good: The reward rose from 0.04500 to 0.9450"),
+        ({"train/reward": FLAT}, "grpo", "bad: The reward did not rise beyond its noise"),
+        ({"train/mean_gen_tokens_per_sample": [100.0 + 3 * i for i in range(100)]}, "grpo",
+         "look: Completions went from 114 to 384 tokens"),
+        ({"train/gen_kl_error": [0.05] * 10}, "grpo", "look: The generator and the learner differ"),
+        ({"validation-a/score_length_correlation": [0.9]}, "rm", "look: validation-a: scores go "
+         "with length (Spearman's correlation 0.90). A policy that learns from them will write "
+         "longer answers."),
+        ({"validation-a/score_ties": [0.2]}, "rm", "20.0% of the pairs have the same score"),
+        ({"validation-a/ece": [0.25]}, "rm", "confidence and accuracy are 25.0% apart"),
+        ({"train/accuracy": [0.95] * 50, "validation-default/accuracy": [0.7]}, "rm",
+         "look: Training is ahead of validation: accuracy 95.0% over the last steps, 70.0%"),
+    ],
+)  # fmt: skip
+def test_each_rule_with_its_numbers(
+    curves: dict[str, list[float]], kind: str, expected: str
+) -> None:
+    found = said(curves, kind=kind)
+    assert sum(expected in text for text in found) == 1, found
+
+
+@pytest.mark.parametrize(
+    ("curves", "kind"),
+    [
+        ({"validation/accuracy": [0.5, 0.62, 0.6], "validation/num_valid_samples": [100.0] * 3},
+         "grpo"),
+        ({"validation-a/loss": [0.5, 0.4, 0.405]}, "rm"),
+        ({"train/grad_norm": [1.0 + (i % 3) for i in range(100)]}, "rm"),
+        ({"train/grad_norm": [1.0, 48.0]}, "rm"),
+        ({"train/loss": [0.7 - 0.005 * i for i in range(40)]}, "rm"),
+        ({"train/loss": [0.0] * 40}, "grpo"),
+        ({"train/num_failures": [0.0], "train/total_turns": [8.0],
+          "train/avg_turns_per_sample": [1.0]}, "grpo"),
+        ({"train/frac_reward_zero_std": FLAT[:1] * 9, "train/truncation_rate": [0.01] * 9}, "grpo"),
+        ({"train/entropy": FLAT, "train/mean_gen_tokens_per_sample": FLAT}, "grpo"),
+        ({"validation-a/ece": [0.05], "validation-a/score_ties": [0.0],
+          "validation-a/score_length_correlation": [0.3]}, "rm"),
+    ],
+)  # fmt: skip
+def test_sound_figures_are_not_spoken_of(curves: dict[str, list[float]], kind: str) -> None:
+    assert said(curves, kind=kind) == []
+
+
+def test_data_that_was_left_out_and_its_notes() -> None:
+    data = {"train": {"rows_read": 100, "rows_kept": 80, "notes": ["7 rows contradict others"],
+                      "rows_left_out": {"duplicate": {"count": 15},
+                                        "too_long": {"count": 5}}}}  # fmt: skip
+    found = said({}, data=data)
+    assert found == [
+        "look: Data 'train': 20 of 100 rows were left out (15 duplicate, 5 too long).",
+        "look: Data 'train': 7 rows contradict others.",
+    ]
+    assert said({}, data={"train": {"rows_read": 100, "rows_kept": 99}}) == []
+
+
+ALARMS = [
+    {"step": 5, "alarm": "length", "state": "raised", "metric": "m", "value": 900, "threshold": 500,
+     "baseline": 200, "text": "Completions are long.", "advice": "Look at them.",
+     "samples": [{"prompt": "p", "completion": "c", "reward": 1.0}] * 5},
+    {"step": 6, "alarm": "entropy", "state": "raised", "value": "NaN"},
+    {"step": 7, "alarm": "length", "state": "raised", "value": 950},
+    {"step": 9, "alarm": "entropy", "state": "over"},
+    {"step": 9, "alarm": "never raised", "state": "over"},
+    {"broken": True},
+]  # fmt: skip
+
+
+def test_the_first_gradients_are_no_jump() -> None:
+    begun = [48.0] * 10 + [1.0] * 90
+    assert not any("gradient" in one for one in said({"train/grad_norm": begun}))
+    assert any("step 11, 48" in one for one in said({"train/grad_norm": [1.0, *begun]}))
+
+
+def test_alarms_from_when_to_when() -> None:
+    first, second = alarms_of(ALARMS)
+    assert (first.name, first.since, first.until) == ("length", 5, None)
+    assert (first.value, first.threshold, first.baseline) == (900.0, 500.0, 200.0)
+    assert len(first.samples) == 3
+    assert (second.name, second.since, second.until) == ("entropy", 6, 9)
+
+
+def test_alarms_that_are_still_on_come_first() -> None:
+    found = said({"train/loss": [float("nan")]}, health=ALARMS)
+    assert found[0] == (
+        "bad: An alarm is still on since step 5: length. Completions are long. Look at them."
+    )
+    assert found[-1] == "look: Raised in the course of the run, and over by now: 1 alarm."

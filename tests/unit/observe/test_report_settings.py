@@ -1,0 +1,148 @@
+"""Settings beside defaults and beside other runs; evaluations; several runs on one page."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from laurel.config.reward_training import RewardTrainingRun
+from laurel.observe.report import write_report
+from laurel.observe.reporting.evaluations import evaluation_of
+from laurel.observe.reporting.settings import (
+    changed_settings,
+    differing_settings,
+    same_but_for_seeds,
+)
+from laurel.observe.reporting.side_by_side import side_by_side
+from report_runs import record, reward_model_run, write_lines
+
+
+def test_only_what_is_not_the_default_is_told() -> None:
+    config = RewardTrainingRun().model_dump(mode="json")
+    assert changed_settings("rm", config) == []
+    config["rm"]["seed"] += 1
+    config["policy"]["reward_model_cfg"]["attributes"] = ["help", "tone"]
+    config["rm"]["from_an_older_version"] = True
+    changed = changed_settings("rm", config)
+    assert changed is not None
+    assert [tuple(setting) for setting in changed] == [
+        ("rm.seed", "43", "42"),
+        ("rm.from_an_older_version", "true", "unknown"),
+        ("policy.reward_model_cfg.attributes", "[help, tone]", "[]"),
+    ]
+    assert changed_settings("", {"mine": 1}) is None
+
+
+def test_settings_that_differ_between_runs() -> None:
+    one = {"rm": {"seed": 1, "loss": {"type": "a"}}, "x": None}
+    two = {"rm": {"seed": 1, "loss": {"type": "b", "margin": 0.5}}, "x": None}
+    assert differing_settings([one, two]) == [
+        ("rm.loss.type", ["a", "b"]), ("rm.loss.margin", ["–", "0.5"]),
+    ]  # fmt: skip
+
+
+def test_runs_that_differ_in_seeds_and_places_are_one_experiment() -> None:
+    def config(seed: int, rate: float) -> dict[str, object]:
+        return {"rm": {"seed": seed}, "policy": {"lr": rate}, "logger": {"log_dir": f"l{seed}"},
+                "checkpointing": {"checkpoint_dir": f"c{seed}", "save_period": 5}}  # fmt: skip
+
+    configs = [config(1, 0.1), config(2, 0.2), config(3, 0.1), {}, {}]
+    assert same_but_for_seeds(configs) == [[0, 2], [1], [3], [4]]
+
+
+def test_seeds_are_one_curve_with_a_band_and_other_runs_their_own() -> None:
+    def run(seed: int, rate: float, reward: list[float]) -> object:
+        made = record({"train/reward": reward}, kind="grpo")
+        return replace(
+            made, settings={"grpo": {"seed": seed, "lr": rate}}, path=Path(f"exp_{seed}")
+        )
+
+    runs = [run(1, 0.1, [1.0, 2.0]), run(2, 0.1, [3.0, 6.0]), run(3, 0.5, [0.0, 0.5])]
+    compared = side_by_side(runs)  # type: ignore[arg-type]
+    (chart,) = compared.charts
+    seeds, other = chart.lines
+    assert (seeds.label, seeds.mark) == ("mean of A and B", "AB")
+    assert seeds.series.values == (2.0, 4.0)
+    assert seeds.limits is not None
+    assert [limit.values for limit in seeds.limits] == [(1.0, 2.0), (3.0, 6.0)]
+    assert (other.label, other.mark) == ("C exp_3", "C")
+    assert compared.settings == [("grpo.seed", ["1", "2", "3"]), ("grpo.lr", ["0.1", "0.1", "0.5"])]
+    assert compared.figures == [("train/reward", ["2", "6", "0.5000"])]
+    assert compared.seeds[0].startswith("A and B differ in nothing but seeds")
+
+
+REPORT = {
+    "benchmark": "pairs", "model": "m<b>", "data": ["d"], "laurel": "0", "seconds": 1.0,
+    "num_rows": 300, "num_failures": 2, "subsets": [], "notes": ["a note"],
+    "sections": [{"name": "ties", "value": 0.0, "longer_wins": 0.0, "num_rows": 300}],
+    "final": {"name": "all pairs", "value": 0.75, "longer_wins": 0.5, "num_rows": 300},
+    "matrix": {"easy": 0.5},
+    "diagnostics": {
+        "num_pairs": 300, "confidence": 0.95, "score_length_correlation": 0.96,
+        "accuracy": {"value": 0.75, "low": 0.7, "high": 0.8, "num_pairs": 300,
+                     "baselines": {"longer wins": 0.5}},
+        "by_margin": [{"name": "0 to 1", "accuracy": {"value": 0.6, "low": 0.5, "high": 0.7,
+                                                      "num_pairs": 60, "baselines": {}}}],
+        "calibration": {"error": 0.04, "rows": [
+            {"start": 0.5, "end": 0.55, "num_pairs": 3, "confidence": 0.52, "accuracy": 1.0}]},
+    },
+}  # fmt: skip
+
+
+def test_an_evaluation_with_its_diagnostics() -> None:
+    shown = evaluation_of("eval/pairs-report.json", REPORT)
+    assert shown.title == "pairs: 75.0%"
+    assert shown.line == "300 rows, 2 failures, model m<b>, eval/pairs-report.json"
+    tables = {table.title: table.rows for table in shown.tables}
+    assert tables["Figures"] == [
+        ("ties", "0.0%", "0.0%", "300", "0"), ("all pairs", "75.0%", "50.0%", "300", "0"),
+    ]  # fmt: skip
+    assert tables["Accuracy"] == [
+        ("all", "300", "75.0%", "70.0% to 80.0%", "50.0%"),
+        ("margin: 0 to 1", "60", "60.0%", "50.0% to 70.0%", "–"),
+    ]
+    assert tables["Reliability"] == [("50.0% to 55.0%", "3", "52.0%", "100.0%")]
+    assert ("score length correlation", "0.9600") in tables["Diagnostics"]
+    assert ("calibration: error", "0.04000") in tables["Diagnostics"]
+    assert tables["More"] == [("matrix: easy", "0.5000")]
+
+
+def test_everything_of_a_run_is_on_its_page(tmp_path: Path) -> None:
+    run = reward_model_run(tmp_path / "exp_001")
+    (run / "eval").mkdir()
+    (run / "eval" / "pairs-report.json").write_text(json.dumps(REPORT), encoding="utf-8")
+    write_lines(run / "health.jsonl", [
+        {"step": 41, "alarm": "gradient", "state": "raised", "metric": "train/grad_norm",
+         "value": 51.0, "threshold": 10.0, "baseline": 1.0, "text": "It jumped.",
+         "advice": "Lower it.", "samples": [{"prompt": "why", "completion": "so", "reward": 1.5}]},
+    ])  # fmt: skip
+    data = {"train": {"rows_read": 10, "rows_kept": 10, "lengths": {"tokens": {"max": 478}}}}
+    (run / "data_report.json").write_text(json.dumps(data), encoding="utf-8")
+    write_report(tmp_path / "page.html", [run])
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    text = re.sub(r"\s+", " ", re.sub(r"<script.*?</script>|<[^>]+>", " ", html, flags=re.DOTALL))
+    for words in (
+        "An alarm is still on since step 41: It jumped. Lower it.",
+        "The norm of the gradient jumped: 51 at step 40, 51 times its median of 1",
+        "gradient 41 still on train/grad_norm 51 10 1 It jumped. Lower it. Samples of that step "
+        "prompt why completion so reward 1.5",
+        "Before and after: validation-default/pairs The same pairs at step 50 and at step 100: 60",
+        "All 120 samples.", "pairs: 75.0%", "margin: 0 to 1 60 60.0%",
+        "lengths: tokens: max 478", "What differs from the defaults (2)",
+        "rm.max_num_steps 100 -1", "rm.seed 7 42", "rm: seed: 7",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    runs = [reward_model_run(tmp_path / "exp_001"),
+            reward_model_run(tmp_path / "exp_002", num_steps=80)]  # fmt: skip
+    write_report(tmp_path / "page.html", runs)
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    text = re.sub(r"\s+", " ", re.sub(r"<script.*?</script>|<[^>]+>", " ", html, flags=re.DOTALL))
+    assert "Settings that differ A B rm.max_num_steps 100 80" in text
+    assert "A exp_001" in text
+    assert "B, Reward model exp_002" in text
+    assert "Last values A B train/loss" in text

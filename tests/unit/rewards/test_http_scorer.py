@@ -1,0 +1,183 @@
+"""A client over addresses: what it sends where, and what it makes of what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+import pytest
+
+import scoring_groups
+from foreign_servers import foreign_server
+from laurel.errors import ConfigError
+from laurel.rewards.remote.http_scorer import HttpScorer, endpoint
+from laurel.rewards.remote.replica import reason_of
+from laurel.rewards.remote.router_options import Canary, RouterOptions
+from reward_servers import FAULTS, Answer, RewardServer, misbehaving
+from scripted_replicas import question, right_scores
+
+GROUPS = [question(str(i), *("w" * (1 + i + j) for j in range(4))) for i in range(12)]
+
+
+def scored(urls, groups=GROUPS, *, options=None, **rest):
+    async def main():
+        scorer = HttpScorer(urls, options=options, **rest)
+        try:
+            return await scorer.score(groups), scorer
+        finally:
+            await scorer.aclose()
+
+    return asyncio.run(main())
+
+
+@functools.cache
+def contract():
+    return scoring_groups.loaded(True).contract
+
+
+@pytest.mark.parametrize(
+    ("url", "path", "whole"),
+    [
+        ("http://h:1", "/classify", "http://h:1/classify"),
+        ("http://h:1/", "/classify", "http://h:1/classify"),
+        ("http://h:1/classify", "/classify", "http://h:1/classify"),
+        ("http://h:1/rm/", "/v1/score", "http://h:1/rm/v1/score"),
+        ("http://h:1/any/path?a=b", "", "http://h:1/any/path?a=b"),
+    ],
+)
+def test_an_address_is_that_of_the_server_or_of_the_endpoint(url, path, whole):
+    assert endpoint(url, path) == whole
+
+
+def test_the_work_is_spread_over_the_servers():
+    with RewardServer() as one, RewardServer() as other:
+        scores, _ = scored([one.url, other.url, one.url])
+        assert scores == right_scores(GROUPS)
+        assert len(one.asked) + len(other.asked) == len(GROUPS)
+        assert min(len(one.asked), len(other.asked)) >= 3
+        ids = [asked.headers["x-request-id"] for asked in one.asked + other.asked]
+    assert len(set(ids)) == len(GROUPS)
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("slow", "hang")])
+def test_a_server_that_answers_wrongly_costs_nothing_beside_a_good_one(fault):
+    bad = RewardServer(misbehaving(fault, share=1.0, seconds=0.0))
+    slowly = misbehaving(fault, share=0.0, seconds=0.05)
+    with bad, RewardServer(slowly) as good:
+        options = RouterOptions(version="1", window=1)
+        scores, scorer = scored([bad.url, good.url], options=options)
+        assert scores == right_scores(GROUPS)
+        assert bad.asked
+    assert any(name.startswith("fault_") for name in scorer.counts)
+
+
+@pytest.mark.parametrize("fault", ["500", "429", "html", "half a body", "NaN", "too few", "null"])
+def test_a_server_that_answers_wrongly_now_and_then_loses_nothing(fault):
+    with RewardServer(misbehaving(fault, share=0.3, seconds=0.0)) as server:
+        scores, _ = scored(server.url)
+    assert scores == right_scores(GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("500", "5xx"), ("html", "reply"), ("NaN", "nan"), ("too few", "count"),
+     ("another version", "version"), ("429", "busy"), ("hang", "timeout")],
+)  # fmt: skip
+def test_alone_with_it_there_are_failures_and_never_numbers(fault, reason):
+    options = RouterOptions(timeout=1.5, attempt_timeout=0.7, version="1")
+    with RewardServer(misbehaving(fault, share=1.0, seconds=0.0)) as server:
+        scores, _ = scored(server.url, GROUPS[:1], options=options)
+    assert all(one.value is None for one in scores[0])
+    reasons = {reason_of(one.failure) for one in scores[0]}
+    # On a busy machine the last try of one may be cut off by the deadline.
+    assert reason in reasons <= {reason, "timeout"}
+
+
+def test_what_is_too_long_for_a_server_fails_alone():
+    def behave(number, asked):
+        words = [m["content"] for g in asked.value["groups"] for c in g["completions"] for m in c]
+        return Answer(status=413, body=b'{"detail": "too long"}') if "wwww" in words else None
+
+    with RewardServer(behave) as server:
+        scores, scorer = scored(server.url)
+    right = right_scores(GROUPS)
+    for row, right_row, group in zip(scores, right, GROUPS, strict=True):
+        for one, expected, completion in zip(row, right_row, group.completions_G, strict=True):
+            if completion.messages[0].content == "wwww":
+                assert reason_of(one.failure) == "4xx"
+                assert "too long" in one.failure
+            else:
+                assert one == expected
+    assert scorer.counts["splits"] > 0
+
+
+def test_odd_texts_are_scored_and_half_characters_fail_alone():
+    odd = ["", "\x00", "caf\u00e9 \U0001f33f", "\ud800", "w" * 1_000_000, "\u2028\x1b[31m"]
+    with RewardServer(max_length=10**9) as server:
+        (row,), scorer = scored(server.url, [question("Q", *odd)])
+    (right,) = right_scores([question("Q", *odd)])
+    assert [one.failure is None for one in row] == [True, True, True, False, True, True]
+    assert reason_of(row[3].failure) == "text"
+    assert [one.value for i, one in enumerate(row) if i != 3] == pytest.approx(
+        [one.value for i, one in enumerate(right) if i != 3]
+    )
+    assert scorer.counts["splits"] == 0
+    with RewardServer() as server:
+        ((one,),), _ = scored(server.url, [question("\udfff", "x")])
+        assert server.asked == []
+    assert reason_of(one.failure) == "text"
+
+
+def test_the_version_that_is_wanted_is_said():
+    with RewardServer(version="1") as server:
+        scores, scorer = scored(server.url, GROUPS[:1], options=RouterOptions(version="1"))
+        assert scores == right_scores(GROUPS[:1])
+        assert [asked.value["model_version"] for asked in server.asked] == ["1"]
+    assert scorer.version == "1"
+
+
+def test_a_server_with_other_scores_for_the_canary_gets_nothing():
+    """Protocols of others say no version; the canary tells all the same."""
+    canary = Canary()
+    with (
+        foreign_server("vllm", contract()) as good,
+        foreign_server("vllm", contract(), weight=-1.0) as other,
+    ):
+        ((*_, values),), _ = scored(good.url, [canary.group], protocol="vllm", contract=contract())
+        ((first, second),), _ = scored(
+            good.url, [canary.group], protocol="vllm", contract=contract()
+        )
+        good.asked.clear()
+        known = Canary(values_G=(first.value, second.value), tolerance=1e-6)
+        scores, scorer = scored(
+            [other.url, good.url], protocol="vllm", contract=contract(),
+            options=RouterOptions(canary=known),
+        )  # fmt: skip
+        expected, _ = scored(good.url, protocol="vllm", contract=contract())
+        assert values == second
+        assert scores == expected
+        assert scorer.counts["fault_canary"] == len(other.asked) > 0
+
+
+def test_one_key_for_all_and_none_where_none_is_given():
+    with RewardServer() as server:
+        scored(server.url, GROUPS[:1], api_key="abc")
+        scored(server.url, GROUPS[:1])
+        found = [asked.headers.get("authorization") for asked in server.asked]
+    assert found == ["Bearer abc", None]
+
+
+def test_a_wrong_key_is_said_at_once_and_never_repeated():
+    answer = Answer(status=401, body=b'{"error": {"message": "who are you?"}}')
+    with RewardServer(lambda number, asked: answer) as server:
+        scores, _ = scored(server.url, GROUPS[:1], api_key="hush-hush")
+        assert len(server.asked) == 1
+    for one in scores[0]:
+        assert reason_of(one.failure) == "4xx"
+        assert "who are you" in one.failure
+        assert "hush" not in one.failure
+
+
+def test_addresses_that_cannot_be_used_are_known_before_anything_is_asked():
+    with pytest.raises(ConfigError, match="http://"):
+        HttpScorer(["http://127.0.0.1:1", "localhost:2"])

@@ -1,0 +1,133 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laurel.rewards.merging import Unit, halves, joined, planned, units_of
+from laurel.rewards.null_scorer import NullScorer
+from laurel.rewards.rendered import rendered_group, rendered_rows
+from laurel.rewards.score_cache import ScoreCache, keys_of
+from laurel.types import Completion, Group, Message, Score, TokenGroup, group_of
+
+IDS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def tree(trunk, *branches, truncated=None):
+    return TokenGroup(
+        id="",
+        trunk_ids=np.asarray(trunk, dtype=np.int32),
+        branches_ids_G=tuple(np.asarray(branch, dtype=np.int32) for branch in branches),
+        truncated_G=truncated or (False,) * len(branches),
+    )
+
+
+def unit(tokens, **kind):
+    return Unit.of((tokens, (None,) * len(tokens.branches_ids_G)), **kind)
+
+
+def sequences(trees):
+    """What each key of some trees stands for."""
+    return {
+        key: (*one.tokens.trunk_ids.tolist(), *branch.tolist())
+        for one in trees
+        for key, branch in zip(one.keys, one.tokens.branches_ids_G, strict=True)
+    }
+
+
+def test_a_sequence_has_one_key_however_it_is_divided():
+    (whole,) = keys_of(tree([], [1, 2, 3, 4]))
+    assert keys_of(tree([1, 2], [3, 4], [3, 5]))[0] == whole
+    assert keys_of(tree([1, 2], [3, 4], [3, 5]))[1] != whole
+    assert keys_of(tree([], [1, 2, 3, 4], truncated=(True,))) != (whole,)
+
+
+def test_a_group_stays_one_tree_and_nothing_is_planned_twice():
+    cache = ScoreCache(8)
+    group = unit(tree([1, 2], [3], [4], [3]))
+    (planned_tree,) = planned([group, group], cache)
+    assert sequences([planned_tree]) == {group.keys[0]: (1, 2, 3), group.keys[1]: (1, 2, 4)}
+    cache.put(group.keys[0], Score(value=1.0))
+    (planned_tree,) = planned([group], cache)
+    assert planned_tree.keys == (group.keys[1],)
+    cache.put(group.keys[1], Score(value=2.0))
+    assert planned([group], cache) == []
+    assert [score.value for score in group.verdicts(cache)] == [1.0, 2.0, 1.0]
+
+
+def test_answers_to_one_prompt_that_come_alone_find_each_other():
+    system = list(range(100, 120))
+    prompts = [[*system, *range(200 + 50 * i, 240 + 50 * i)] for i in range(3)]
+    alone = [unit(tree(prompt, [1, j])) for j in range(4) for prompt in prompts]
+    trees = planned(alone, ScoreCache(8))
+    assert sorted(len(one.keys) for one in trees) == [4, 4, 4]
+    assert sequences(trees).keys() == {key for one in alone for key in one.keys}
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(IDS, min_size=1, max_size=12))
+def test_joining_changes_no_sequence(rows):
+    units = [unit(tree([], row)) for row in rows]
+    trees = planned(units, ScoreCache(8))
+    expected = {one.keys[0]: tuple(row) for one, row in zip(units, rows, strict=True)}
+    assert sequences(trees) == expected
+    assert all(len(branch) > 0 for one in trees for branch in one.tokens.branches_ids_G)
+    assert joined([]) == []
+
+
+def test_halves_come_down_to_single_branches():
+    trees = planned([unit(tree([1], [2], [3], [4])), unit(tree([5], [6], [7]))], ScoreCache(8))
+    wanted = sequences(trees).keys()
+    found, left = set(), [trees]
+    while left:
+        parts = halves(left[-1])
+        if parts is None:
+            found |= set(left.pop()[0].keys)
+        else:
+            left[-1:] = parts
+    assert found == wanted
+
+
+def test_the_cache_forgets_what_was_wanted_longest_ago_and_every_failure():
+    cache = ScoreCache(2)
+    for name in (b"a", b"b", b"c"):
+        cache.put(name, Score(value=1.0))
+    cache.put(b"failed", Score(value=None, failure="no"))
+    assert cache.get(b"failed").failure == "no"
+    cache.get(b"a")
+    cache.trim()
+    assert [name in cache for name in (b"a", b"b", b"c", b"failed")] == [True, False, True, False]
+    assert len(cache) == 2
+
+
+@pytest.mark.parametrize("row", ["a text\nof two lines", "", (0, 5, 2**31 - 1), ()])
+def test_a_rendered_row_travels_as_a_group(row):
+    assert rendered_rows(rendered_group([row, "x"])) == [row, "x"]
+
+
+def test_what_is_no_rendered_group():
+    said = Completion(messages=(Message("assistant", "a"),))
+    (rendered,) = rendered_group(["a"]).completions_G
+    assert rendered_rows(group_of((), ("a",), group_id="")) is None
+    assert rendered_rows(Group(id="", prompt=(), completions_G=(rendered, said))) is None
+    assert rendered_rows(Group(id="", prompt=(), completions_G=())) is None
+    for ids in ("1 x", "-1", "1  2", " 1", "9999999999", "١"):
+        odd = Completion(messages=(Message("<token ids>", ids),))
+        assert rendered_rows(Group(id="", prompt=(), completions_G=(odd,))) == [None]
+
+
+class Picky(NullScorer):
+    """Cannot read what says so."""
+
+    def prepare(self, groups):
+        if any("!" in m.content for g in groups for c in g.completions_G for m in c.messages):
+            raise RuntimeError("what is this")
+        return super().prepare(groups)
+
+
+def test_a_completion_that_cannot_be_read_fails_alone():
+    groups = [group_of((Message("user", "q"),), ("a", "!", "b"), group_id="1"),
+              group_of((Message("user", "q"),), ("c",), group_id="2")]  # fmt: skip
+    first, second = units_of(Picky(), groups)
+    assert first.failures == (None, "it cannot be read: RuntimeError: what is this", None)
+    assert len(first.keys) == 2
+    assert second.failures == (None,)

@@ -1,0 +1,210 @@
+"""Processes that tokenise: the same tokens, and any of them may die."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+import scoring_groups
+from foreign_servers import foreign_server
+from laurel.config.scorers import UrlProtocol
+from laurel.distributed.spawned_group import SpawnedGroup
+from laurel.errors import WorkerError
+from laurel.rewards import preparing
+from laurel.rewards.loop_scorer import LoopScorer, OneModelDesk
+from laurel.rewards.preparing import WORKER, Preparers
+from laurel.rewards.remote.http_scorer import HttpScorer
+from laurel.rewards.remote.router_options import Canary, RouterOptions
+from laurel.rewards.to_tokens import Prepared
+from laurel.types import Completion, Group, Message, Score, group_of
+
+GROUPS = [
+    group_of((Message("user", f"Number {i}?"),), ("Bread and wine.", "No."), group_id=str(i))
+    for i in range(5)
+]
+NO_TOOLS = Group(
+    id="tool", prompt=GROUPS[0].prompt,
+    completions_G=(
+        Completion(messages=(Message("tool", "x"),)), Completion(messages=(Message("user", "y"),))
+    ),
+)  # fmt: skip
+
+
+def plain(prepared: list[Prepared]) -> list[Any]:
+    return [
+        (
+            tokens and (tokens.trunk_ids.tolist(), [b.tolist() for b in tokens.branches_ids_G]),
+            failures,
+        )
+        for tokens, failures in prepared
+    ]
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[tuple[Preparers, list[str]]]:
+    said: list[str] = []
+    contract = scoring_groups.local(True).contract
+    preparers = Preparers(contract, 2, partial(SpawnedGroup, WORKER), say=said.append)
+    yield preparers, said
+    preparers.close()
+
+
+def test_they_prepare_what_one_process_does_and_a_scorer_uses_them(
+    workers: tuple[Preparers, list[str]],
+) -> None:
+    preparers, _ = workers
+    here, there = scoring_groups.local(True), scoring_groups.local(True)
+    there.preparers = preparers
+    for groups in (GROUPS, [NO_TOOLS, *GROUPS], GROUPS[:1], []):
+        assert plain(there.prepare(groups)) == plain(here.prepare(groups))
+        assert there.score_now(groups) == here.score_now(groups)
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang", "openrlhf"])
+def test_they_prepare_for_servers_of_others(
+    workers: tuple[Preparers, list[str]], protocol: UrlProtocol
+) -> None:
+    asked = [NO_TOOLS, *GROUPS]
+    contract = scoring_groups.local(True).contract
+    with foreign_server(protocol, contract) as server:
+        scores = [
+            asyncio.run(scored_by_servers(server.url, protocol, asked, preparers))
+            for preparers in (None, workers[0])
+        ]
+    assert scores[1] == scores[0]
+    assert [score.failure is None for score in scores[0][0]] == [False, True]
+
+
+def test_one_that_is_killed_is_replaced_and_its_work_done(
+    workers: tuple[Preparers, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preparers, said = workers
+    expected = plain(scoring_groups.local(True).prepare(GROUPS))
+    kill_all(preparers)
+    assert plain(preparers.prepare(GROUPS)) == expected
+    assert 1 <= sum("is replaced" in line for line in said) <= 2
+    kill_all(preparers)
+    assert plain(preparers.prepare(GROUPS)) == expected
+    monkeypatch.setattr(preparing, "MAX_RESTARTS", 0)
+    kill_all(preparers)
+    for _ in range(2):  # from now on
+        with pytest.raises(
+            WorkerError, match=r"was lost .*its process is gone.* num_workers"
+        ) as end:
+            preparers.prepare(GROUPS)
+        assert end.value.is_lost
+
+
+def test_one_that_cannot_be_replaced_is_an_error_from_then_on():
+    made: list[SpawnedGroup] = []
+
+    def make(*arguments: Any) -> SpawnedGroup:
+        if made:
+            raise OSError("no room")
+        made.append(SpawnedGroup(WORKER, *arguments))
+        return made[0]
+
+    preparers = Preparers(scoring_groups.local(True).contract, 1, make, say=lambda _: None)
+    try:
+        kill_all(preparers)
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="cannot be replaced: no room") as end:
+                preparers.prepare(GROUPS)
+            assert end.value.is_lost
+    finally:
+        preparers.close()
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[Preparers]:
+    """Real ones that are dead and may not be replaced."""
+    monkeypatch.setattr(preparing, "MAX_RESTARTS", 0)
+    contract = scoring_groups.local(True).contract
+    preparers = Preparers(contract, 1, partial(SpawnedGroup, WORKER))
+    kill_all(preparers)
+    yield preparers
+    preparers.close()
+
+
+def test_when_they_are_lost_too_often_it_is_no_failure_of_a_completion(lost: Preparers) -> None:
+    scorer = scoring_groups.local(True)
+    scorer.preparers = lost
+    loop = LoopScorer(OneModelDesk(scorer))
+    try:
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="reward_worker 0 was lost") as end:
+                loop.score_now(GROUPS)
+            assert end.value.is_lost
+        scorer.preparers = None  # the loop itself goes on
+        assert all(
+            score.failure is None for scores_G in loop.score_now(GROUPS) for score in scores_G
+        )
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("has_canary", [False, True])
+def test_servers_are_not_to_blame_for_them(lost: Preparers, has_canary: bool) -> None:
+    options = RouterOptions(canary=Canary() if has_canary else None)
+    with (
+        foreign_server("vllm", scoring_groups.local(True).contract) as server,
+        pytest.raises(WorkerError, match="reward_worker 0 was lost"),
+    ):
+        asyncio.run(scored_by_servers(server.url, "vllm", GROUPS, lost, options=options))
+    assert server.asked == []
+
+
+async def scored_by_servers(
+    url: str,
+    protocol: UrlProtocol,
+    asked: Sequence[Group],
+    preparers: Preparers | None,
+    options: RouterOptions | None = None,
+) -> list[tuple[Score, ...]]:
+    scorer = HttpScorer(
+        url, protocol=protocol, contract=scoring_groups.local(True).contract,
+        preparers=preparers, options=options,
+    )  # fmt: skip
+    try:
+        return await scorer.score(asked)
+    finally:
+        await scorer.aclose()
+
+
+def kill_all(preparers: Preparers) -> None:
+    for group in preparers.groups:
+        assert isinstance(group, SpawnedGroup)
+        group._process.kill()
+        group._process.wait()
+
+
+def test_where_one_cannot_be_made_the_others_are_ended():
+    class Made:
+        is_shut_down = False
+
+        def shutdown(self):
+            self.is_shut_down = True
+
+    made: list[Made] = []
+    second_is_there = threading.Event()
+
+    def make(*_: Any) -> Any:
+        with lock:
+            number = next(numbers)
+        if number == 0:
+            assert second_is_there.wait(20)
+            raise WorkerError("no room", role=WORKER)
+        made.append(Made())
+        second_is_there.set()
+        return made[-1]
+
+    lock, numbers = threading.Lock(), itertools.count()
+    with pytest.raises(WorkerError, match="no room"):
+        Preparers(scoring_groups.local(True).contract, 2, make)
+    assert [one.is_shut_down for one in made] == [True]

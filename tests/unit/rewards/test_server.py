@@ -1,0 +1,377 @@
+import asyncio
+import socket
+import threading
+
+import httpx2
+import pytest
+
+from laurel.errors import ModelError
+from laurel.rewards.remote.foreign_wire import sigmoid
+from laurel.rewards.rendered import rendered_group
+from laurel.rewards.server.description import describe
+from laurel.rewards.server.docs_page import docs_page
+from laurel.rewards.server.endpoints import RequestLimits
+from laurel.rewards.server.serving import Answer as Told
+from laurel.rewards.server.serving import AnswerMemory, RefusedRequestError
+from laurel.types import Message, group_of
+from reward_servers import wait_until
+from scripted_backend import ScriptedBackend, holds, null_scores
+from served_scores import Running, served
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with Running() as running:
+        yield running
+
+
+def values(*answers, prompt="q"):
+    group = group_of((Message("user", prompt),), answers, group_id="g")
+    return [score.value for score in null_scores(group)]
+
+
+def of_rows(*rows):
+    scores = [score for row in rows for score in null_rendered(row)]
+    return [score.value for score in scores]
+
+
+def null_rendered(row):
+    backend = ScriptedBackend()
+    return backend.score_tokens([backend.prepare_rendered(row)])[0]
+
+
+def error(response):
+    return response.status_code, response.json()["error"]["code"]
+
+
+# ---------------------------------------------------------------------------------- protocols
+
+
+def test_our_own(plain):
+    response = plain.score("a", "b", "a", request_id="r", model_version="1")
+    assert response.status_code == 200
+    reply = response.json()
+    (group,) = reply["groups"]
+    assert group["id"] == "g"
+    assert [score["value"] for score in group["scores"]] == values("a", "b", "a")
+    assert (reply["model"], reply["model_version"], reply["request_id"]) == ("model 1", "1", "r")
+    assert response.headers["x-model-version"] == "1"
+    assert plain.post("/v1/score", {"groups": []}).json()["groups"] == []
+
+
+def test_vllm(plain):
+    raw = plain.post("/classify", {"input": ["a text", "another"], "use_activation": False})
+    assert [one["probs"][0] for one in raw.json()["data"]] == of_rows("a text", "another")
+    (data,) = plain.post("/classify", {"input": [7, 8, 9]}).json()["data"]
+    assert data["probs"] == [sigmoid(of_rows([7, 8, 9])[0])]
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    said = plain.post("/classify", {"messages": messages, "softmax": False}).json()
+    assert said["data"][0]["probs"] == values("a")
+    assert said["usage"]["total_tokens"] > 0
+
+
+def test_sglang(plain):
+    one = plain.post("/classify", {"text": "a text"}).json()
+    assert one["embedding"] == of_rows("a text")
+    many = plain.post("/classify", {"input_ids": [[7, 8], [9]]}).json()
+    assert [entry["embedding"][0] for entry in many] == of_rows([7, 8], [9])
+    embedded = plain.post("/v1/embeddings", {"model": "m", "input": ["a", "b"]}).json()
+    assert [entry["embedding"][0] for entry in embedded["data"]] == of_rows("a", "b")
+
+
+def test_openrlhf(plain):
+    asked = {"query": ["a", "b"], "prompts": ["", ""], "labels": ["", ""]}
+    reply = plain.post("/get_reward", asked).json()
+    assert reply["rewards"] == reply["scores"] == of_rows("a", "b")
+
+
+def test_slime(plain):
+    asked = {"prompt": "q", "response": "a", "label": None}
+    assert plain.post("/remote_rm", asked).json() == values("a")[0]
+    rendered = plain.post("/remote_rm?rendered=1", asked).json()
+    assert rendered == of_rows("qa")[0]
+
+
+def test_who_looks_after_it_finds_out(plain):
+    assert plain.client.get("/health").json() == {}
+    ready = plain.client.get("/ready")
+    assert ready.json() == {"state": "ready", "model": "model 1", "model_version": "1"}
+    assert plain.client.get("/v1/models").json()["data"][0]["version"] == "1"
+    plain.score("a")
+    metrics = plain.client.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    assert 'laurel_requests_total{path="/v1/score",status="200"}' in metrics.text
+    assert "laurel_scorer_computed_total" in metrics.text
+    paths = plain.client.get("/openapi.json").json()["paths"]
+    assert {"/v1/score", "/classify", "/admin/load", "/metrics"} <= paths.keys()
+    assert error(plain.client.get("/nowhere")) == (404, "path")
+    assert error(plain.client.get("/v1/score")) == (405, "method")
+
+
+def test_the_page_of_the_description_needs_neither_a_key_nor_another_server(plain):
+    page = httpx2.get(f"{plain.url}/docs", trust_env=False)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    for told in ("<script", "<link", "<img", "src=", "http://", "https://", "model 1"):
+        assert told not in page.text
+    for path, operations in describe(needs_key=True)["paths"].items():
+        for method in operations:
+            assert f"<code>{method.upper()} {path}</code>" in page.text
+    assert "[{&quot;id&quot;: text, &quot;prompt&quot;: text or [{" in page.text
+    assert "Bearer" in page.text
+    assert "Bearer" not in docs_page(describe(needs_key=False)).decode()
+
+
+# ----------------------------------------------------------------------- failures of single items
+
+
+def test_a_bad_item_never_fails_its_batch():
+    with Running(ScriptedBackend(fails=holds("poison")), limits=RequestLimits(characters=99)) as it:
+        response = it.score("a", "poison", "b" * 100, "\ud800", "c")
+        scores = response.json()["groups"][0]["scores"]
+        assert [score["value"] for score in scores] == [
+            values("a")[0], None, None, None, values("c")[0],
+        ]  # fmt: skip
+        assert [score["failure"] and score["failure"][:9] for score in scores] == [
+            None, "the model", "4xx: 101 ", "it holds ", None,
+        ]  # fmt: skip
+        # The others have no place for a failure, so they are told.
+        assert error(it.post("/get_reward", {"query": ["a", "poison"]})) == (422, "failed")
+        assert error(it.post("/classify", {"input": [""]})) == (422, "failed")
+        metrics = it.client.get("/metrics").text
+        assert "laurel_completions_failed_total 5.0" in metrics
+
+
+def test_too_many_completions(plain):
+    response = plain.post("/get_reward", {"query": ["a"] * 5000})
+    assert error(response) == (413, "size")
+
+
+# --------------------------------------------------------------- now, later and not at all
+
+
+def test_a_full_queue():
+    backend = ScriptedBackend()
+    with Running(backend, batcher={"max_waiting": 2}) as it:
+        backend.may_go.clear()
+        thread, found = it.in_thread(lambda: it.score("a", "b"))
+        assert backend.begun.acquire(timeout=20)
+        response = it.score("c")
+        assert error(response) == (429, "busy")
+        assert int(response.headers["retry-after"]) >= 1
+        backend.may_go.set()
+        thread.join()
+        assert found[0].status_code == 200
+
+
+def test_an_answer_that_does_not_come():
+    backend = ScriptedBackend()
+    with Running(backend, request_seconds=0.05) as it:
+        backend.may_go.clear()
+        response = it.score("a")
+        assert error(response) == (503, "timeout")
+        backend.may_go.set()
+
+
+def test_a_model_that_fails_at_everything():
+    with Running() as it:
+        assert it.score("what it could score").status_code == 200
+        it.backend.fails = lambda _: True
+        assert error(it.score(*map(str, range(100)))) == (503, "broken")
+        ready = it.client.get("/ready")
+        assert (ready.status_code, ready.json()["state"]) == (503, "broken")
+        it.backend.fails = lambda _: False
+        assert it.score("a").status_code == 200
+        assert it.client.get("/ready").status_code == 200
+
+
+def test_a_client_that_leaves_takes_its_request_along():
+    backend = ScriptedBackend()
+    with Running(backend) as it:
+        backend.may_go.clear()
+        thread, found = it.in_thread(lambda: it.score("first"))
+        assert backend.begun.acquire(timeout=20)
+        body = b'{"groups":[{"id":"g","prompt":"q","completions":["leaves"]}]}'
+        with socket.create_connection(("127.0.0.1", it.port)) as connection:
+            connection.sendall(
+                b"POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                b"Authorization: " + it.client.headers["authorization"].encode() + b"\r\n"
+                b"Content-Length: %d\r\n\r\n" % len(body) + body
+            )
+            scorer = it.service.served.scorer
+            wait_until(lambda: scorer.stats().requests == 2)
+        wait_until(lambda: scorer.stats().cancelled == 1)
+        backend.may_go.set()
+        thread.join()
+        assert found[0].status_code == 200
+        wait_until(lambda: 'status="499"' in it.client.get("/metrics").text)
+    assert not any(holds("leaves")(batch) for batch in backend.batches)
+
+
+def test_a_wanted_version_that_is_not_there(plain):
+    assert error(plain.score("a", model_version="2")) == (409, "version")
+
+
+# ------------------------------------------------------------------------------- request ids
+
+
+def test_a_request_that_is_repeated_is_computed_once():
+    with Running(batcher={"cache_entries": 0}) as it:
+        first = it.score("a", "b", request_id="1")
+        again = it.score("a", "b", request_id="1")
+        assert first.content == again.content
+        assert again.headers["x-model-version"] == "1"
+        assert it.backend.computed == 2
+        assert error(it.score("a", "c", request_id="1")) == (422, "request_id")
+        named = {"X-Request-Id": "2"}
+        one = it.post("/get_reward", {"query": ["a"]}, headers=named)
+        assert one.headers["x-request-id"] == "2"
+        assert it.post("/get_reward", {"query": ["a"]}, headers=named).content == one.content
+        assert it.backend.computed == 3
+        assert error(it.post("/classify", {"text": ["a"]}, headers=named)) == (422, "request_id")
+
+
+def test_a_request_that_is_repeated_while_it_is_computed_waits_for_the_same():
+    backend = ScriptedBackend()
+    with Running(backend) as it:
+        backend.may_go.clear()
+        asking = [it.in_thread(lambda: it.score("a", request_id="1")) for _ in range(3)]
+        assert backend.begun.acquire(timeout=20)
+        wait_until(lambda: len(it.client.get("/metrics").text) > 0)
+        backend.may_go.set()
+        for thread, _ in asking:
+            thread.join()
+        assert len({found[0].content for _, found in asking}) == 1
+        assert backend.computed == 1
+
+
+def test_what_failed_is_not_remembered():
+    async def check():
+        memory = AnswerMemory(max_entries=2)
+        calls = []
+
+        async def make(body=b"x"):
+            calls.append(body)
+            if len(calls) == 1:
+                raise RefusedRequestError(503, "busy", "later")
+            return Told(body)
+
+        with pytest.raises(RefusedRequestError):
+            await memory.once("1", b"d", make)
+        assert (await memory.once("1", b"d", make)).body == b"x"
+        await memory.once("2", b"d", make)
+        await memory.once("3", b"d", make)
+        await memory.once("1", b"d", make)
+        assert len(calls) == 5  # the first had been forgotten
+
+        started = asyncio.Event()
+
+        async def slow():
+            started.set()
+            await asyncio.Event().wait()
+
+        waiting = asyncio.create_task(memory.once("4", b"d", slow))
+        await started.wait()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert (await memory.once("4", b"d", make)).body == b"x"
+
+    asyncio.run(check())
+
+
+# ------------------------------------------------------------------------------------- states
+
+
+def test_it_refuses_until_the_model_is_there():
+    loads = threading.Event()
+    with Running(loads=loads) as it:
+        wait_until(lambda: it.client.get("/health").status_code == 200)
+        assert error(it.score("a")) == (503, "loading")
+        ready = it.client.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"state": "loading"})
+        assert it.client.get("/v1/models").json()["data"] == []
+        assert error(it.client.post("/admin/sleep")) == (503, "loading")
+        loads.set()
+        wait_until(lambda: it.client.get("/ready").status_code == 200)
+        assert it.score("a").status_code == 200
+
+
+def test_sleep_finishes_what_was_accepted_and_refuses_the_rest():
+    backend = ScriptedBackend()
+    with Running(backend) as it:
+        backend.may_go.clear()
+        asking, scored = it.in_thread(lambda: it.score("a"))
+        assert backend.begun.acquire(timeout=20)
+        sleeping, slept = it.in_thread(lambda: it.client.post("/admin/sleep"))
+        wait_until(lambda: it.client.get("/ready").json()["state"] == "asleep")
+        response = it.score("b")
+        assert error(response) == (503, "asleep")
+        assert response.headers["retry-after"]
+        assert error(it.client.post("/admin/wake")) == (409, "changing")
+        assert backend.said == []
+        backend.may_go.set()
+        asking.join()
+        sleeping.join()
+        assert scored[0].status_code == 200
+        assert slept[0].json()["state"] == "asleep"
+        assert backend.said == ["sleep"]
+        assert it.client.post("/admin/sleep").json()["state"] == "asleep"
+        assert error(it.post("/admin/load", {"model": "x"}))[0] == 409
+        assert it.client.post("/admin/wake").json()["state"] == "ready"
+        assert it.score("b").status_code == 200
+    assert backend.said == ["sleep", "wake", "close"]
+
+
+def test_another_model_answers_once_it_has_proven_itself():
+    proven = threading.Event()
+    new = ScriptedBackend()
+
+    async def open_model(name):
+        await asyncio.to_thread(proven.wait, 20)
+        if name == "bad":
+            raise ModelError("a golden conversation scores 1 here and scored 2 when it was saved")
+        return served(new, version="2")
+
+    old = ScriptedBackend()
+    with Running(old, open_model=open_model) as it:
+        old.may_go.clear()
+        asking, scored = it.in_thread(lambda: it.score("under way"))
+        assert old.begun.acquire(timeout=20)
+        loading, loaded = it.in_thread(lambda: it.post("/admin/load", {"model": "good"}))
+        old.may_go.set()
+        asking.join()
+        assert it.score("meanwhile").json()["model_version"] == "1"
+        proven.set()
+        loading.join()
+        assert loaded[0].json() == {"state": "ready", "model": "model 2", "model_version": "2"}
+        assert scored[0].json()["model_version"] == "1"
+        assert it.score("a").json()["model_version"] == "2"
+        assert old.said == ["close"]
+        assert error(it.score("a", model_version="1")) == (409, "version")
+        response = it.post("/admin/load", {"model": "bad"})
+        assert error(response) == (422, "model")
+        assert "golden" in response.json()["error"]["message"]
+        assert it.score("b").json()["model_version"] == "2"
+        assert error(it.post("/admin/load", {})) == (400, "request")
+
+
+def test_it_finishes_what_was_accepted_when_it_is_told_to_end():
+    backend = ScriptedBackend()
+    with Running(backend) as it:
+        backend.may_go.clear()
+        asking, scored = it.in_thread(lambda: it.score("a"))
+        assert backend.begun.acquire(timeout=20)
+        assert it.client.get("/ready").status_code == 200
+        it.run.stop()
+        wait_until(lambda: it.client.get("/ready").json()["state"] == "draining")
+        assert error(it.score("b")) == (503, "draining")
+        backend.may_go.set()
+        asking.join()
+        assert scored[0].status_code == 200
+        it._thread.join(20)
+        assert not it.run.left_some
+        it.run.stop = lambda: None
+
+
+def test_rows_of_a_request_are_one_group():
+    group = rendered_group(["a", (1, 2)])
+    assert [one.messages[0].role for one in group.completions_G] == ["<rendered>", "<token ids>"]

@@ -1,0 +1,167 @@
+"""Who may ask a reward server what: keys, their roles, and what only its own machine may."""
+
+import asyncio
+import time
+
+import pytest
+
+from laurel.rewards.server import keys as server_keys
+from laurel.rewards.server.description import describe
+from served_scores import KEY, Running
+
+OPEN = ("/health", "/docs")
+ADMIN_KEY = "another-key-" + "k" * 32
+ADMIN_PATHS = [path for path in describe(needs_key=True)["paths"] if path.startswith("/admin/")]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with Running() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def unslowed(monkeypatch):
+    """Wrong keys of many tests come from one address."""
+    monkeypatch.setattr(server_keys, "_PAUSE", 0.0)
+
+
+def error(response):
+    return response.status_code, response.json()["error"]["code"]
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_every_route_but_two_needs_the_key(plain):
+    routes = [(p, m) for p, o in describe(needs_key=True)["paths"].items() for m in o]
+    routes += [("/docs", "get"), ("/openapi.json", "get"), ("/nowhere", "get")]
+    assert len(routes) > 12
+    for path, method in routes:
+        for key in (None, "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer", KEY):
+            headers = {"Authorization": key} if key else {}
+            plain.client.headers.pop("authorization", None)
+            response = plain.client.request(method, f"{path}?api_key={KEY}", headers=headers)
+            assert response.status_code == (200 if path in OPEN else 401), (path, key)
+            if path not in OPEN:
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert KEY not in response.text
+    plain.client.headers["authorization"] = f"Bearer {KEY}"
+    assert plain.client.get("/ready").status_code == 200
+
+
+def test_the_time_of_a_comparison_does_not_tell_how_long_the_key_is(plain, monkeypatch):
+    def compare(one, other):
+        lengths.append((len(one), len(other)))
+        return False
+
+    lengths = []
+    monkeypatch.setattr(server_keys.hmac, "compare_digest", compare)
+    for key in ("x", KEY, 100 * "x"):
+        assert plain.client.get("/ready", headers=bearer(key)).status_code == 401
+    assert lengths == [(32, 32)] * 3
+
+
+def test_without_a_key_none_is_needed():
+    with Running(gate={"api_key": None}) as it:
+        it.client.headers.pop("authorization")
+        assert it.score("a").status_code == 200
+
+
+def test_an_admin_key_is_for_everything_and_the_api_key_then_for_scores_alone():
+    assert len(ADMIN_PATHS) == 3
+    with Running(gate={"admin_key": ADMIN_KEY}) as it:
+        for path in ADMIN_PATHS:
+            assert error(it.post(path, {})) == (403, "admin")
+            assert error(it.post(path, {}, bearer("x"))) == (401, "key")
+        assert it.score("a").status_code == it.client.get("/metrics").status_code == 200
+        it.client.headers["authorization"] = f"Bearer {ADMIN_KEY}"
+        assert it.score("a").status_code == 200
+        assert it.client.post("/admin/sleep").json()["state"] == "asleep"
+        assert it.client.post("/admin/wake").json()["state"] == "ready"
+
+
+def test_an_admin_key_is_needed_where_scores_need_none():
+    with Running(gate={"api_key": None, "admin_key": ADMIN_KEY}) as it:
+        del it.client.headers["authorization"]
+        assert it.score("a").status_code == 200
+        assert error(it.client.post("/admin/sleep")) == (403, "admin")
+        assert it.client.post("/admin/sleep", headers=bearer(ADMIN_KEY)).status_code == 200
+
+
+def test_who_keeps_trying_keys_is_slowed_and_nobody_else(monkeypatch):
+    now = 0.0
+    wrong = server_keys.WrongKeys(lambda: now)
+    monkeypatch.setattr(server_keys, "_PAUSE", 1.0)
+    assert [wrong.pause("10.0.0.1") for _ in range(12)] == [0.0] * 10 + [1.0] * 2
+    assert wrong.pause("10.0.0.2") == 0.0
+    now = 59.0
+    assert wrong.pause("10.0.0.1") == 1.0
+    now = 61.0
+    assert wrong.pause("10.0.0.1") == 0.0
+    for number in range(3000):
+        wrong.pause(f"10.1.{number // 256}.{number % 256}")
+    assert len(wrong._tried) <= 1024
+
+
+def test_only_the_answer_to_a_wrong_key_is_slow_and_still_says_why(monkeypatch):
+    monkeypatch.setattr(server_keys, "_PAUSE", 0.2)
+    with Running() as it:
+        for _ in range(10):
+            assert error(it.client.get("/ready", headers=bearer("x"))) == (401, "key")
+        began = time.monotonic()
+        assert error(it.client.get("/ready", headers=bearer("x"))) == (401, "key")
+        assert time.monotonic() - began >= 0.2
+        monkeypatch.setattr(server_keys, "_PAUSE", 3600.0)
+        assert it.score("a").status_code == 200
+
+
+# ------------------------------------------------------------------------------------ this machine
+
+
+def asked_from(client, method, path, *, key=KEY):
+    """Status and body of a request that comes from an address, without a network."""
+
+    async def ask():
+        sent = []
+
+        async def receive():
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {
+            "type": "http", "method": method, "path": path, "raw_path": path.encode(),
+            "query_string": b"", "client": (client, 1), "root_path": "",
+            "headers": [(b"host", b"127.0.0.1"), (b"authorization", b"Bearer " + key.encode())],
+        }  # fmt: skip
+        await it.app(scope, receive, send)
+        return sent[0]["status"], sent[1]["body"]
+
+    it = Running()
+    try:
+        return asyncio.run(ask())
+    finally:
+        it.run._listener.close()
+
+
+@pytest.mark.parametrize("path", ADMIN_PATHS)
+def test_only_this_machine_may_change_anything(path):
+    for client in ("10.0.0.1", "not an address", ""):
+        assert asked_from(client, "POST", path)[0] == 403
+    assert asked_from("127.0.0.1", "POST", path)[0] in (400, 409, 503)  # nothing is loaded
+    assert asked_from("::1", "POST", path)[0] in (400, 409, 503)
+
+
+def test_the_page_for_people_is_open_on_this_machine_alone():
+    assert asked_from("127.0.0.1", "GET", "/docs", key="wrong")[0] == 200
+    assert asked_from("10.0.0.1", "GET", "/docs", key="wrong")[0] == 401
+    assert asked_from("10.0.0.1", "GET", "/docs")[0] == 200
+    assert asked_from("10.0.0.1", "GET", "/health", key="wrong") == (200, b"{}")
+
+
+def test_a_forwarded_address_is_not_believed(plain):
+    forged = {"X-Forwarded-For": "10.9.8.7", "Forwarded": "for=10.9.8.7"}
+    assert plain.client.post("/admin/wake", headers=forged).status_code == 200

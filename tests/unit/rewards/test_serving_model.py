@@ -1,0 +1,91 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from laurel.errors import CheckpointError, ConfigError, MissingDependencyError, ModelError
+from laurel.rewards.server import serving_model
+from laurel.rewards.server.serving_model import (
+    ModelSettings,
+    check_settings,
+    open_batcher,
+    version_of,
+)
+from reward_models import small_model, write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "rm\n1"
+    write_model(small_model(), directory)
+    return directory
+
+
+def test_equal_files_have_equal_versions_wherever_they_lie(model, tmp_path):
+    copied = tmp_path / model.name
+    shutil.copytree(model, copied)
+    (copied / "training.log").write_text("not of the model")
+    version = version_of(str(copied))
+    assert version == version_of(str(model))
+    assert version.startswith("rm_1-")
+    weights = copied / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    assert version_of(str(copied)) != version
+    assert version_of("name/on-the-hub") == "name/on-the-hub"
+
+
+def test_pickled_weights_are_refused(model, tmp_path):
+    copied = tmp_path / "rm"
+    shutil.copytree(model, copied)
+    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="safetensors"):
+        open_batcher(ModelSettings(model=str(copied), device="cpu"), say=lambda _: None)
+
+
+def test_a_model_that_brings_code_is_refused(model, tmp_path):
+    copied = tmp_path / "rm"
+    shutil.copytree(model, copied)
+    told = json.loads((copied / "config.json").read_text())
+    told |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}
+    (copied / "config.json").write_text(json.dumps(told))
+    proof = tmp_path / "it-ran"
+    (copied / "own.py").write_text(f"open({str(proof)!r}, 'w')\n")
+    with pytest.raises(ModelError):
+        open_batcher(ModelSettings(model=str(copied), device="cpu"), say=lambda _: None)
+    assert not proof.exists()
+
+
+SAID = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}" + SAID, "unsafe"),
+        ("{% for i in range(10**9) %}x{% endfor %}" + SAID, "Range too big"),
+        ("{% include '/etc/passwd' %}" + SAID, "cannot render"),
+    ],
+)
+def test_a_template_that_reaches_out_or_counts_for_ever_is_refused(model, tmp_path, template, said):
+    copied = tmp_path / "rm"
+    shutil.copytree(model, copied)
+    (copied / "chat_template.jinja").write_text(template)
+    settings = ModelSettings(model=str(copied), device="cpu", max_length=256)
+    with pytest.raises(CheckpointError, match="not the one this model was trained with"):
+        open_batcher(settings, say=lambda _: None)
+    (copied / "scoring.json").unlink()  # whoever made it need not have made one
+    with pytest.raises(ModelError, match=said):
+        open_batcher(settings, say=lambda _: None)
+
+
+def test_vllm_is_asked_for_where_it_is_not(monkeypatch, model):
+    monkeypatch.setattr(serving_model.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'laurel-rl\[vllm\]'"):
+        check_settings(ModelSettings(model=str(model), engine="vllm"))
+    with pytest.raises(ConfigError, match="needs a model"):
+        check_settings(ModelSettings(engine="vllm"))
