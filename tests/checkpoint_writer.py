@@ -5,6 +5,7 @@ ready and one for each save. The contents follow from step and generation, so th
 what a checkpoint must hold.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -12,11 +13,15 @@ import resource
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from laurel.errors import CheckpointError
+from laurel.models.background import Background
 from laurel.models.checkpoint import CheckpointStore
 
+WORK = bytes(200_000)
+"""What is computed meanwhile, other threads being free to run, as in torch."""
 NAMES = ("model.safetensors", "optimizer.safetensors", "policy/tokenizer.json")
 
 
@@ -35,6 +40,20 @@ def writer(step, generation, size, *, frozen_folder=False):
             (directory / "policy").chmod(0o555)
 
     return write
+
+
+def save_behind(store, step, write, **options):
+    """Save as training does that goes on meanwhile."""
+    background = Background("writing")
+
+    def begin(directory):
+        background.start(lambda: write(directory))
+        return lambda is_awaited: background.outcome(is_awaited=is_awaited)
+
+    save = store.begin(step, begin, **options)
+    while not save.ready():
+        hashlib.sha256(WORK)
+    return save.finish()
 
 
 def die_at(phase):
@@ -77,16 +96,20 @@ def main(job):
     try:
         with store:
             if job.get("fork"):
+                here, there = os.pipe()
                 child = os.fork()
                 if child == 0:
+                    os.write(there, b"!")
                     time.sleep(60)
                     os._exit(0)
+                os.read(here, 1)  # else it may be killed before what is done after a fork
                 print("child", child, flush=True)
             print("ready", os.getpid(), flush=True)
             step = job.get("first_step", 0)
             while step in job.get("steps", []) or job.get("endless"):
                 frozen = step in job.get("frozen", [])
-                store.save(
+                save = partial(save_behind, store) if job.get("in_background") else store.save
+                save(
                     step,
                     writer(step, generation, size, frozen_folder=frozen),
                     metric=float(-step),

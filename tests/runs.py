@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from laurel.algorithms.reward_training import Outcome
+from laurel.algorithms.training_loop import Outcome
 from laurel.cli.assemble import train_reward_model
 from laurel.config.load import load_config
 from laurel.config.reward_training import RewardTrainingRun
@@ -205,12 +205,12 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) 
     """Look again and again, hundreds of times a second.
 
     Raises:
-        AssertionError: The process ended first, or a minute passed.
+        AssertionError: The process ended first, or two minutes passed.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert process.poll() is None, f"the run ended first, with {process.returncode}"
-        assert time.monotonic() < deadline, "nothing happened for a minute"
+        assert time.monotonic() < deadline, "nothing happened for two minutes"
         time.sleep(0.002)
 
 

@@ -27,7 +27,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("observe",),
     ("distributed",),
     ("data", "models"),
-    ("engines", "environments", "rewards"),
+    ("engines",),
+    ("rewards",),  # vLLM draws completions and scores them
+    ("environments",),
     ("evaluation",),
     ("algorithms",),
     ("cli",),
@@ -37,11 +39,12 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # What only these files may import: the file, or the folder, relative to src/laurel.
 HOMES = {
-    "ray": "distributed/ray_group.py",
-    "vllm": "engines/vllm_engine.py",
-    "fastapi": "rewards/server.py",
-    "uvicorn": "rewards/server.py",
-    "starlette": "rewards/server.py",
+    "ray": "distributed/ray_",
+    "vllm": "engines/vllm_",
+    "fastapi": "rewards/server",
+    "uvicorn": "rewards/server",
+    "starlette": "rewards/server",
+    "prometheus_client": "rewards/server",
     "wandb": "observe/",
     "mlflow": "observe/",
     "tensorboard": "observe/",
@@ -51,9 +54,7 @@ HOMES = {
 STANDARD_NAMES_WE_KEEP = {"types.py"}
 
 # Files over 400 lines and functions over 60, each with a reason that a reader would accept.
-LONG_FILES: dict[str, str] = {
-    "config/schema.py": "every key that runs share on one page; most of it is reference text",
-}
+LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MAX_FILE, MAX_FUNCTION = 400, 60
 

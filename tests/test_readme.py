@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,18 +22,17 @@ def purpose(path: Path) -> str:
 
 
 def tree() -> str:
-    lines = ["src/laurel/"]
-    modules = sorted(SOURCE.glob("*.py")) + sorted(SOURCE.glob("*/*.py"))
-    room = SOURCE
-    for path in modules:
-        if path.name == "__init__.py":
-            continue
-        if path.parent != room:
-            room = path.parent
-            lines.append(f"  {room.name}/")
-        indent = "  " if room == SOURCE else "    "
-        lines.append(f"{indent + path.name:<{WIDTH}}{purpose(path)}")
-    return "```\n" + "\n".join(lines) + "\n```\n"
+    return "```\nsrc/laurel/\n" + "".join(lines_of(SOURCE, "  ")) + "```\n"
+
+
+def lines_of(folder: Path, indent: str) -> Iterator[str]:
+    """Its modules, then its rooms."""
+    for path in sorted(folder.glob("*.py")):
+        if path.name != "__init__.py":
+            yield f"{indent + path.name:<{WIDTH}}{purpose(path)}\n"
+    for path in sorted(folder.glob("*/__init__.py")):
+        yield f"{indent}{path.parent.name}/\n"
+        yield from lines_of(path.parent, indent + "  ")
 
 
 def test_the_tree_in_the_readme_is_that_of_the_code() -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from laurel.models.attention import FOREST, register
+from laurel.models.policy import PolicyModel
 from laurel.models.reward_model import RewardModel
 from laurel.types import PaddedRows, TokenGroup
 
 VOCABULARY = 300
 PAD = 0
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -61,6 +62,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **ARCHITECTURES,
+    "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2-capped": ("gemma2", {"head_dim": 8, "sliding_window": 12, "attn_logit_softcapping": 3.0,
+                                 "final_logit_softcapping": 2.0}),
+    "granite": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+}  # fmt: skip
+"""The same and those whose heads do more than multiply."""
+
 
 def tiny_classifier(
     name: str,
@@ -83,10 +94,48 @@ def randomised(
     model_type: str, settings: dict[str, Any], num_labels: int = 1, seed: int = 0, std: float = 0.2
 ) -> Any:
     """A classifier of any architecture with every weight drawn, norms and biases included."""
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **settings})
+    config = AutoConfig.for_model(model_type, **{**COMMON, **settings})
     config.num_labels = num_labels
     torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    factory: Any = AutoModelForSequenceClassification
+    return draw_weights(factory.from_config(config, dtype=torch.float32), std)
+
+
+def tiny_language_model(name: str, *, seed: int = 0) -> Any:
+    """A random causal language model, without any reward head."""
+    model_type, extra = LANGUAGE_MODELS[name]
+    config = AutoConfig.for_model(model_type, **{**COMMON, **extra})
+    torch.manual_seed(seed)
+    factory: Any = AutoModelForCausalLM
+    return factory.from_config(config, dtype=torch.float32).eval()
+
+
+def tiny_policy(
+    name: str,
+    *,
+    seed: int = 0,
+    std: float = 0.2,
+    dtype: torch.dtype = torch.float32,
+    path: Literal["forest", "padded"] = "forest",
+    precision: torch.dtype = torch.float32,
+    temperature: float = 1.0,
+    **changes: Any,
+) -> PolicyModel:
+    """A policy with every weight drawn, large enough that a wrong mask shows."""
+    register()
+    model_type, extra = LANGUAGE_MODELS[name]
+    config = AutoConfig.for_model(model_type, **{**COMMON, **extra, **changes})
+    factory: Any = AutoModelForCausalLM
+    torch.manual_seed(seed)
+    causal_lm = draw_weights(factory.from_config(config, dtype=torch.float32), std).to(dtype)
+    if dtype == torch.float64 and hasattr(config, "num_local_experts"):
+        causal_lm.set_experts_implementation("eager")  # the grouped product has no float64
+    causal_lm.set_attn_implementation(FOREST if path == "forest" else own_attention(causal_lm))
+    return PolicyModel(causal_lm, path=path, precision=precision, temperature=temperature)
+
+
+def draw_weights(model: Any, std: float) -> Any:
+    """The model with every weight drawn, norms and biases included."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -94,15 +143,6 @@ def randomised(
             else:
                 parameter.add_(torch.randn_like(parameter) * std)
     return model.eval()
-
-
-def tiny_language_model(name: str, *, seed: int = 0) -> Any:
-    """A random causal language model, without any reward head."""
-    model_type, extra = ARCHITECTURES[name]
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **extra})
-    torch.manual_seed(seed)
-    factory: Any = AutoModelForCausalLM
-    return factory.from_config(config, dtype=torch.float32).eval()
 
 
 def tiny_reward_model(
@@ -141,6 +181,7 @@ def padded(groups: list[TokenGroup], *, pad_id: int = PAD) -> PaddedRows:
     return PaddedRows(
         ids_NL=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id),
         lengths_N=torch.tensor([len(row) for row in rows]),
+        starts_N=torch.tensor([len(g.trunk_ids) for g in groups for _ in g.branches_ids_G]),
     )
 
 

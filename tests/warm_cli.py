@@ -14,8 +14,11 @@ from laurel.cli.main import main as laurel
 
 HEAVY = (
     "transformers.models.qwen3.modeling_qwen3",
+    "laurel.algorithms.grpo",
     "laurel.algorithms.reward_training",
+    "laurel.engines.transformers_engine",
     "laurel.models.load",
+    "laurel.models.load_policy",
     "laurel.rewards.local",
 )
 

@@ -1,91 +1,189 @@
 """What every `Scorer` promises, asked of each of them."""
 
 import asyncio
-import copy
 import functools
 import math
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import scoring_groups
 from fakes import WordScorer
-from laurel.config.schema import PackingConfig, PolicyConfig, ScratchConfig, TokenizerConfig
-from laurel.models.load import load_reward_model
-from laurel.rewards.local import LocalScorer
+from foreign_servers import FOREIGN, foreign_server
+from judges import word_judge, word_judge_config
+from laurel.config.scorers import FunctionConfig
+from laurel.distributed.local_group import LocalGroup
+from laurel.distributed.reservations import Resources
+from laurel.models.parallel import ParallelShape
+from laurel.rewards.ensemble import EnsembleScorer, Member
+from laurel.rewards.function_scorer import FunctionScorer
+from laurel.rewards.judge import JudgeScorer
+from laurel.rewards.remote.http_scorer import HttpScorer
+from laurel.rewards.remote.replica import ScorerReplica
+from laurel.rewards.remote.router import Router
 from laurel.types import Completion, Group, Message, group_of
+from process_group import ProcessGroup
+from reward_servers import RewardServer
+from scoring_groups import MAX_LENGTH
 
-MAX_LENGTH = 64
 POISON = "~"
 """A word that no other text has a token of."""
-TEXTS = ("the laurel grows by the western gate", "bread and wine", "an old man of the river")
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "{{ message['role'] }}: {{ message['content'] }}\n"
-    "{% endfor %}"
-)
+
+
+def in_one_group(**fault):
+    make_group = functools.partial(LocalGroup, "reward_model")
+    return scoring_groups.grouped(make_group, shape=ParallelShape(), **fault)
+
+
+def in_two_ranks(**fault):
+    make_group = functools.partial(ProcessGroup, "reward_model", 2)
+    return scoring_groups.grouped(make_group, shape=ParallelShape(tp=2), **fault)
+
+
+class Served(HttpScorer):
+    """Two servers, and the client that asks them."""
+
+    def __init__(self, servers, **options):
+        self.servers = servers
+        super().__init__([server.url for server in servers], **options)
+
+    async def aclose(self):
+        await super().aclose()
+        for server in self.servers:
+            server.stop()
+
+
+def routed(**fault):
+    scorers = [WordScorer(max_length=MAX_LENGTH, **fault) for _ in range(2)]
+    return Router(ScorerReplica(one, str(i)) for i, one in enumerate(scorers))
+
+
+def served(**fault):
+    return Served([RewardServer(max_length=MAX_LENGTH, **fault) for _ in range(2)])
 
 
 @functools.cache
-def loaded(packing):
-    """A random model with weights so large that every word shows in the score."""
-    config = PolicyConfig(
-        model_name=None,
-        scratch=ScratchConfig(hidden_size=32, vocab_size=400),
-        tokenizer=TokenizerConfig(chat_template=TEMPLATE),
-        precision="float32",
-        sequence_packing=PackingConfig(enabled=packing),
-    )
-    model = load_reward_model(
-        config,
-        seed=0,
-        max_length=MAX_LENGTH,
-        truncation_side="left",
-        device=torch.device("cpu"),
-        texts=TEXTS,
-    )
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2, generator=generator)
-    return model
+def contract():
+    return scoring_groups.loaded(True).contract
 
 
-def local(packing, *, weight=1.0, poison=""):
-    """A `LocalScorer`, its head multiplied by `weight` and one word made NaN."""
-    torch.set_num_threads(1)
-    source = loaded(packing)
-    model = copy.deepcopy(source.model)
-    with torch.no_grad():
-        model.classifier.score.weight.mul_(weight)
-        if poison:
-            (token,) = source.contract.tokenizer(poison)["input_ids"]
-            model.classifier.get_input_embeddings().weight[token] = math.nan
-    return LocalScorer(model, source.contract, batch_tokens=100)
+def served_in(protocol, **fault):
+    servers = [foreign_server(protocol, contract(), **fault) for _ in range(2)]
+    return Served(servers, protocol=protocol, contract=contract())
+
+
+def judged(**fault):
+    server = word_judge(WordScorer(max_length=MAX_LENGTH, **fault))
+    return JudgedBy(server)
+
+
+class JudgedBy(JudgeScorer):
+    """A judge that counts words, and its server."""
+
+    def __init__(self, server):
+        self._server = server
+        super().__init__(word_judge_config(server))
+
+    async def aclose(self):
+        await super().aclose()
+        self._server.stop()
+
+
+def called(num_workers=0, **fault):
+    path = f"{Path(__file__).parents[1]}/word_function.py:compute_score"
+    kwargs = {"max_length": MAX_LENGTH, **fault}
+    return FunctionScorer(FunctionConfig(path=path, kwargs=kwargs), num_workers=num_workers)
+
+
+def together(**fault):
+    scorers = [WordScorer(max_length=MAX_LENGTH, **fault), routed(**fault)]
+    return EnsembleScorer(
+        [Member(name=str(i), scorer=one, weight=0.5 + i) for i, one in enumerate(scorers)]
+    )
 
 
 MAKERS = {
-    "forest": functools.partial(local, True),
-    "padded": functools.partial(local, False),
+    "forest": functools.partial(scoring_groups.local, True),
+    "padded": functools.partial(scoring_groups.local, False),
     "fake": functools.partial(WordScorer, max_length=MAX_LENGTH),
+    "group": in_one_group,
+    "group of two ranks": in_two_ranks,
+    "router": routed,
+    "laurel over HTTP": served,
+    **{f"{name} over HTTP": functools.partial(served_in, name) for name in FOREIGN},
+    "judge": judged,
+    "function": called,
+    "function in processes": functools.partial(called, 2),
+    "ensemble": together,
 }
+REPLICAS = "group of two replicas on Ray"
+
+RUNNER = asyncio.Runner()
+"""One loop for all calls, so that scorers keep their connections."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _runner():
+    with RUNNER:
+        yield
 
 
 @pytest.fixture(params=MAKERS, scope="module")
-def make(request):
+def maker(request):
     return MAKERS[request.param]
 
 
-@pytest.fixture(scope="module")
-def scorer(make):
-    return make()
+@pytest.fixture
+def make(maker):
+    """Makes a scorer, perhaps one with a fault."""
+    with ExitStack() as stack:
+
+        def made(**fault):
+            return closed_by(stack, maker(**fault))
+
+        yield made
+
+
+@pytest.fixture(params=[*MAKERS, REPLICAS], scope="module")
+def scorer(request):
+    with ExitStack() as stack:
+        if request.param == REPLICAS:
+            made = on_ray(request.getfixturevalue("small_cluster"), stack)
+        else:
+            made = MAKERS[request.param]()
+        yield closed_by(stack, made)
+
+
+def closed_by(stack, scorer):
+    if hasattr(scorer, "aclose"):
+        stack.callback(lambda: RUNNER.run(scorer.aclose()))
+    elif hasattr(scorer, "close"):
+        stack.callback(scorer.close)
+    return scorer
+
+
+def on_ray(cluster, stack):
+    from laurel.distributed.ray_group import RayGroup
+
+    slots = cluster.reserve("reward_model", 2, Resources(cpus=0.5))
+    stack.callback(slots.release)
+    make_group = functools.partial(RayGroup, slots, limit=180.0)
+    return scoring_groups.grouped(make_group, shape=ParallelShape(dp_replicate=2))
 
 
 def score(scorer, groups):
-    return asyncio.run(scorer.score(groups))
+    return RUNNER.run(scorer.score(groups))
+
+
+def says_no_tokens(scorer):
+    """Whether the server renders, and its protocol has no place for how long that became; or what
+    scores reads no tokens at all."""
+    if isinstance(scorer, JudgeScorer | FunctionScorer):
+        return True
+    return isinstance(scorer, Served) and scorer.servers[0].asked[-1].path == "/"
 
 
 def group(prompt, *answers, group_id="g"):
@@ -123,10 +221,11 @@ def test_a_score_is_a_number_without_a_failure(scorer):
     for scores_G in score(scorer, GROUPS):
         for one in scores_G:
             assert math.isfinite(one.value)
-            assert one.values_K == (one.value,)
+            if not isinstance(scorer, EnsembleScorer):
+                assert one.values_K == (one.value,)
             assert one.failure is None
             assert not one.truncated
-            assert 0 < one.num_tokens <= MAX_LENGTH
+            assert 0 < one.num_tokens <= MAX_LENGTH or says_no_tokens(scorer)
 
 
 @settings(max_examples=15, deadline=None)
@@ -185,8 +284,9 @@ def test_what_is_too_long_is_scored_and_flagged(scorer):
     long = "the old man " * 100
     (scores_G,) = score(scorer, [group("Where?", "By the gate.", long)])
     short, cut = scores_G
-    assert (short.truncated, cut.truncated) == (False, True)
-    assert short.num_tokens < cut.num_tokens == MAX_LENGTH
+    if not says_no_tokens(scorer):
+        assert (short.truncated, cut.truncated) == (False, True)
+        assert short.num_tokens < cut.num_tokens == MAX_LENGTH
     assert cut.failure is None
     assert math.isfinite(cut.value)
     assert short.value == near(score(scorer, [group("Where?", "By the gate.")])[0][0].value)
@@ -235,8 +335,21 @@ def test_calls_at_the_same_time_do_not_disturb_each_other(scorer):
     async def all_at_once():
         return await asyncio.gather(*(scorer.score([g]) for g in GROUPS))
 
-    for scores, one_group in zip(asyncio.run(all_at_once()), GROUPS, strict=True):
+    for scores, one_group in zip(RUNNER.run(all_at_once()), GROUPS, strict=True):
         assert values(scores[0]) == near(values(score(scorer, [one_group])[0]))
+
+
+def test_a_call_that_is_given_up_disturbs_no_other(scorer):
+    async def main():
+        given_up, other = (asyncio.create_task(scorer.score(GROUPS)) for _ in range(2))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        return await other, await scorer.score(GROUPS)
+
+    expected = [near(values(scores_G)) for scores_G in score(scorer, GROUPS)]
+    for scores in RUNNER.run(main()):
+        assert [values(scores_G) for scores_G in scores] == expected
 
 
 def test_both_paths_give_the_same_scores():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from runs import (
     LOADED,
     TINY,
     WarmCommand,
+    environment,
     pairs,
     ranked,
     run,
@@ -115,7 +117,10 @@ KEYS: dict[str, tuple[list[str], str]] = {
         ["checkpointing.metric_name=val_loss"],
         r"metric_name=val_loss: .*It can measure: validation-default_loss, .*train_loss",
     ),
-    "two GPUs": (["cluster.gpus_per_node=2"], r"cluster\.gpus_per_node: .*one process"),
+    "a sequence over two": (
+        ["cluster.gpus_per_node=2", "policy.dtensor_cfg.context_parallel_size=2"],
+        r"context_parallel_size=2: .*set it to 1",
+    ),
     "no time": (["checkpointing.checkpoint_must_save_by=3h"], r"must_save_by='3h'.*DD:HH:MM:SS"),
     "no such directory": (
         ["~policy.scratch", "policy.model_name=./nowhere/model"],
@@ -136,16 +141,19 @@ def test_keys(tmp_path: Path, case: str) -> None:
     changes, message = KEYS[case]
     rows = write_rows(tmp_path / "train.jsonl", pairs(12))
     overrides = settings(tmp_path, *(c.replace("{rows}", str(rows)) for c in changes), rows=rows)
-    spent = cpu_seconds()
     said = refused(tmp_path, overrides)
     assert re.search(message, said), said
-    assert cpu_seconds() - spent < 1.5, "it should be told before anything heavy is loaded"
+    assert not imported_by(overrides) & {"torch", "transformers"}, "told before they are loaded"
 
 
-def cpu_seconds() -> float:
-    """What processes of this one have used; unlike the clock, not a matter of what else runs."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def imported_by(overrides: Sequence[str]) -> set[str]:
+    """Modules that `laurel rm` imports until it refuses."""
+    command = [sys.executable, "-X", "importtime", "-m", "laurel", "rm", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    modules = {line.rpartition("|")[2].strip() for line in lines}
+    assert "laurel.cli.main" in modules
+    return modules
 
 
 def test_a_file_is_named_with_its_line(tmp_path: Path) -> None:

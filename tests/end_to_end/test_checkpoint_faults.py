@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import checkpoint_writer
-from checkpoint_writer import NAMES, content, writer
+from checkpoint_writer import NAMES, content, save_behind, writer
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint import CheckpointStore, read_training_info, verify
 
@@ -76,35 +77,43 @@ BEFORE = ["begin", "written", "file:model.safetensors", "file:policy/tokenizer.j
           "manifest"]  # fmt: skip
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize(
     ("phase", "steps_after"),
     [(phase, [1, 2]) for phase in BEFORE]
     + [(phase, [1, 2, 3]) for phase in ("renamed", "best", "prune:step_1")]
     + [("deleting:step_1", [2, 3]), ("pruned", [2, 3])],
 )
-def test_a_kill_in_a_save_leaves_the_old_ones_or_the_new_one_too(tmp_path, phase, steps_after):
+def test_a_kill_in_a_save_leaves_the_old_ones_or_the_new_one_too(
+    tmp_path, phase, steps_after, in_background
+):
     with CheckpointStore(tmp_path) as store:
         for step in (1, 2):
             store.save(step, writer(step, 1, 1000), metric=-step, info={"total_steps": step})
-    status, _ = run(tmp_path, first_step=3, steps=[3], keep_top_k=1, die_at=phase)
+    job = {"first_step": 3, "steps": [3], "keep_top_k": 1, "in_background": in_background}
+    status, _ = run(tmp_path, **job, die_at=phase)
     assert status == -signal.SIGKILL
 
     newest = CheckpointStore(tmp_path).newest_whole()  # as a reader sees it at once
     assert newest.skipped == ()
     assert_whole(newest.path, steps_after[-1], 1, 1000)
     assert assert_settled(tmp_path) == steps_after
-    assert run(tmp_path, first_step=3, steps=[3], keep_top_k=1)[0] == 0
+    assert run(tmp_path, **job)[0] == 0
     assert assert_settled(tmp_path) == [2, 3]
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize(
     ("phase", "generation"),
     [(phase, 1) for phase in BEFORE] + [("renamed-old", 2), ("renamed", 2), ("best", 2)],
 )
-def test_a_kill_in_a_replacement_leaves_the_old_or_the_new(tmp_path, phase, generation):
+def test_a_kill_in_a_replacement_leaves_the_old_or_the_new(
+    tmp_path, phase, generation, in_background
+):
     with CheckpointStore(tmp_path) as store:
         store.save(5, writer(5, 1, 1000), metric=0.0, info={"total_steps": 5})
-    status, _ = run(tmp_path, first_step=5, steps=[5], generation=2, die_at=phase)
+    job = {"first_step": 5, "steps": [5], "generation": 2, "in_background": in_background}
+    status, _ = run(tmp_path, **job, die_at=phase)
     assert status == -signal.SIGKILL
 
     assert CheckpointStore(tmp_path).newest_whole().skipped == ()
@@ -112,30 +121,29 @@ def test_a_kill_in_a_replacement_leaves_the_old_or_the_new(tmp_path, phase, gene
     assert_whole(tmp_path / "step_5", 5, generation, 1000)
 
 
-def test_kills_at_random_moments_never_cost_a_finished_checkpoint(tmp_path):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_kills_at_random_moments_never_cost_a_finished_checkpoint(tmp_path, in_background):
     moments = random.Random(7)
     size, saved, in_mid_save = 400_000, -1, 0
     for _ in range(15):
         with running(
-            tmp_path, first_step=saved + 1, endless=True, size=size, keep_top_k=2
-        ) as process:
-            wait_for(process, "ready")
+            tmp_path, first_step=saved + 1, endless=True, size=size, keep_top_k=2,
+            in_background=in_background,
+        ) as process:  # fmt: skip
+            first = wait_for(process, "saved")
             time.sleep(moments.uniform(0.0, 0.12))
             process.kill()
             lines = [line.split() for line in process.stdout]
         finished = [int(number) for word, number in lines if word == "saved"]
-        saved = max([saved, *finished])
+        saved = max([int(first), *finished])
         newest = CheckpointStore(tmp_path).newest_whole()
         assert newest.skipped == ()
-        assert newest.path is not None or saved == -1
         in_mid_save += any(path.name.startswith((".tmp", ".del")) for path in tmp_path.iterdir())
-        if newest.path is not None:
-            # The save that was cut off may have been complete already, but no older one is newest.
-            assert newest.manifest.step in (saved, saved + 1)
-            saved = newest.manifest.step
-            assert_whole(newest.path, saved, 1, size)
+        # The save that was cut off may have been complete already, but no older one is newest.
+        assert newest.manifest.step in (saved, saved + 1)
+        saved = newest.manifest.step
+        assert_whole(newest.path, saved, 1, size)
     assert_settled(tmp_path)
-    assert saved > 5
     assert in_mid_save > 5, "the kills missed the saves, so nothing was tested"
 
 
@@ -191,21 +199,23 @@ def tiny_disk(tmp_path):
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_disk_that_is_really_full_costs_only_the_new_checkpoint(tiny_disk):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_disk_that_is_really_full_costs_only_the_new_checkpoint(tiny_disk, in_background):
     zeros = np.zeros(2_500_000, dtype=np.uint8)
     with CheckpointStore(tiny_disk) as store:
-        store.save(1, writer(1, 1, 200_000), info={"total_steps": 1})
+        save = partial(save_behind, store) if in_background else store.save
+        save(1, writer(1, 1, 200_000), info={"total_steps": 1})
         for write in (
             writer(2, 1, 1_500_000),
             lambda directory: save_file({"zeros": zeros}, directory / "model.safetensors"),
         ):
             with pytest.raises(CheckpointError, match="No space left on device"):
-                store.save(2, write)
+                save(2, write)
             assert_whole(tiny_disk / "step_1", 1, 1, 200_000)
             assert sorted(path.name for path in tiny_disk.iterdir()) == [".lock", "step_1"]
         with pytest.raises(CheckpointError, match="MB free and"):
-            store.save(2, writer(2, 1, 1), estimated_bytes=1_500_000)
-        store.save(3, writer(3, 1, 200_000), info={"total_steps": 3})
+            save(2, writer(2, 1, 1), estimated_bytes=1_500_000)
+        save(3, writer(3, 1, 200_000), info={"total_steps": 3})
         assert_whole(tiny_disk / "step_3", 3, 1, 200_000)
 
 

@@ -127,10 +127,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.parametrize("in_background", ["false", "true"])
 def test_a_full_disk_costs_no_checkpoint_and_does_not_end_the_run(
-    tmp_path: Path, small_disk: Path
+    tmp_path: Path, small_disk: Path, in_background: str
 ) -> None:
     changes = [
+        f"checkpointing.in_background={in_background}",
         "rm.max_num_epochs=3",
         "checkpointing.save_period=2",
         "checkpointing.keep_top_k=null",

@@ -1,4 +1,4 @@
-"""Reward-model losses and their gradients on fixed scores, bit for bit in float32.
+"""Losses and their gradients on fixed scores and log-probabilities, bit for bit in float32.
 
 A change that means to leave the numbers alone must leave `losses.json` alone. One that means to
 move them writes it anew and says why; the reason is kept in the file and belongs in the commit::
@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,7 +35,11 @@ from laurel.algorithms.losses import (
     regression,
 )
 from laurel.algorithms.pairs import pairs_of
+from laurel.algorithms.policy_labels import DemonstrationLabels, PolicyLabels
+from laurel.algorithms.policy_losses import DemonstrationLoss, PolicyLoss
+from laurel.config.policy_loss import PolicyLossConfig
 from laurel.config.reward_training import LossConfig
+from laurel.models.outputs import TokenOutputs
 from laurel.types import Preference, group_of
 
 GOLDEN = Path(__file__).with_name("losses.json")
@@ -78,9 +83,58 @@ def whole_loss(better: Tensor, worse: Tensor, **chosen: Any) -> Tensor:
     return loss(scores_NK, preferences, num_groups=loss.count(preferences)).loss.view(1)
 
 
+LENGTHS = (3, 5, 1, 4, 7)
+"""20 tokens of 5 completions in 2 groups: three, and two."""
+ADVANTAGES = (1.5, -0.75, 0.25, -2.0, 1.0)
+
+
+def logprobs(better: Tensor) -> Tensor:
+    """Squeezed into (-4, 0]."""
+    return -4.0 * better.abs() / (1.0 + better.abs())
+
+
+def policy_batch() -> list[PolicyLabels]:
+    """Labels in which nearly every rule has something to do; the third completion is left out."""
+    place = np.arange(20)
+    current = logprobs(single(BETTER)).numpy()
+    streams = {
+        "behaviour": current - 0.3 * np.cos(3.0 * place),
+        "old": current - 0.5 * np.sin(place),
+        "reference": current + np.cos(place),
+    }
+    # Rounded, so that the labels do not hang on the bits of numpy's sine.
+    cut = {name: np.split(np.round(v, 3).astype(np.float32), np.cumsum(LENGTHS)[:-1])
+           for name, v in streams.items()}  # fmt: skip
+    masks = np.split(place % 4 != 1, np.cumsum(LENGTHS)[:-1])
+    return [
+        PolicyLabels(
+            masks_GL=tuple(masks[a:b]),
+            advantages_G=ADVANTAGES[a:b],
+            used_G=tuple(i != 2 for i in range(a, b)),
+            behaviour_GL=tuple(cut["behaviour"][a:b]),
+            old_GL=tuple(cut["old"][a:b]),
+            reference_GL=tuple(cut["reference"][a:b]),
+            rewards_G=(1.0, 0.0, None, -1.0, 1.0)[a:b],
+        )
+        for a, b in ((0, 3), (3, 5))
+    ]
+
+
+def policy_loss(better: Tensor, _worse: Tensor, **chosen: Any) -> Tensor:
+    loss, labels = PolicyLoss(PolicyLossConfig(**chosen), max_length=9), policy_batch()
+    outputs = TokenOutputs(logprobs(better), None)
+    return loss(outputs, labels, num_groups=loss.count(labels)).loss.view(1)
+
+
+def demonstration_loss(better: Tensor, _worse: Tensor) -> Tensor:
+    labels = [DemonstrationLabels(masks_GL=row.masks_GL) for row in policy_batch()]
+    loss, outputs = DemonstrationLoss(), TokenOutputs(logprobs(better), None)
+    return loss(outputs, labels, num_groups=loss.count(labels)).loss.view(1)
+
+
 def elementary(better: Tensor, worse: Tensor) -> Tensor:
     """What torch itself makes of these numbers."""
-    logs = [torch.log(better.abs() + 0.5), torch.exp(-worse.abs())]
+    logs = [torch.log(better.abs() + 0.5), torch.exp(-worse.abs()), torch.expm1(-worse.abs())]
     return torch.cat(
         [torch.nn.functional.logsigmoid(better), torch.logaddexp(better, worse), *logs]
     )
@@ -112,7 +166,27 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rm.loss davidson": partial(whole_loss, type="davidson"),
     "rm.loss rao_kupper": partial(whole_loss, type="rao_kupper", tie_parameter=0.5),
     "rm.loss regression": partial(whole_loss, type="regression"),
-}
+    "loss_fn ppo": policy_loss,
+    "loss_fn ppo with everything": partial(
+        policy_loss, ratio_clip_max=0.28, ratio_clip_c=1.5, positive_example_nll_weight=0.1,
+        use_importance_sampling_correction=True, truncated_importance_sampling_type="tis",
+        truncated_importance_sampling_ratio=1.2, use_on_policy_kl_approximation=True,
+    ),
+    "loss_fn cispo": partial(policy_loss, use_cispo=True, reference_policy_kl_type="k1"),
+    "loss_fn reinforce": partial(
+        policy_loss, disable_ppo_ratio=True, token_level_loss=False, reference_policy_kl_type="k2"
+    ),
+    "loss_fn gspo": partial(
+        policy_loss, sequence_level_importance_ratios=True, token_level_loss=False
+    ),
+    "loss_fn dr grpo": partial(policy_loss, normalizer="max_length"),
+    "loss_fn icepop": partial(
+        policy_loss, use_importance_sampling_correction=True,
+        truncated_importance_sampling_type="icepop", truncated_importance_sampling_ratio=1.2,
+        truncated_importance_sampling_ratio_min=0.8,
+    ),
+    "sft": demonstration_loss,
+}  # fmt: skip
 
 
 def measure(function: Callable[[Tensor, Tensor], Tensor]) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ import torch
 import tiny
 import tiny_tokenizers as made
 from laurel.data.forest import pad, plant
-from laurel.models.load import recompute_activations
+from laurel.models.pretrained import recompute_activations
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.local import LocalScorer
 from laurel.rewards.self_check import check_paths

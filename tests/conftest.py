@@ -1,0 +1,45 @@
+"""What tests in several folders share: one small Ray cluster, which takes seconds to start."""
+
+import pytest
+
+
+class SharedCluster:
+    """Started when a test first asks for it; the tests of one folder share it."""
+
+    def __init__(self):
+        self._cluster = None
+
+    def running(self):
+        module = pytest.importorskip("laurel.distributed.ray_cluster", exc_type=ImportError)
+        if self._cluster is None or not module.ray.is_initialized():
+            self.stop()
+            self._cluster = module.RayCluster(cpus=4, gpus=0, object_store_bytes=80 * 2**20)
+        return self._cluster
+
+    def stop(self):
+        if self._cluster is not None:
+            self._cluster.shutdown()
+            self._cluster = None
+
+
+_shared = SharedCluster()
+
+
+@pytest.fixture(scope="module")
+def small_cluster():
+    """A Ray cluster of four slots without GPUs. Give back what you reserve."""
+    return _shared.running()
+
+
+@pytest.fixture
+def no_ray():
+    """This process is not connected to Ray."""
+    _shared.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    result = yield
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _shared.stop()
+    return result

@@ -1,0 +1,468 @@
+"""What every environment does, run on each of them.
+
+To add one: a maker that gives a `Case`, in `MAKERS`.
+"""
+
+import copy
+import json
+import math
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from laurel.distributed.reservations import Resources
+from laurel.environments.code_environment import CodeEnvironment
+from laurel.environments.composite_environment import CompositeEnvironment
+from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
+from laurel.environments.math_environment import MathEnvironment
+from laurel.environments.reward_model_environment import RewardModelEnvironment
+from laurel.models.state_encoding import decode, encode
+from laurel.rewards.local import LocalScorer
+from laurel.types import Message, Task
+from reward_models import small_model, write_model
+
+
+@dataclass
+class Case:
+    """An environment, and conversations with their metadata."""
+
+    environment: Any
+    good: list[tuple[list[dict[str, str]], dict[str, Any] | None]]
+    """Can be judged; several different rewards among them."""
+    bad: tuple[list[dict[str, str]], dict[str, Any] | None]
+    """Cannot be judged, whatever else is in the batch."""
+    single_turn: bool = True
+    is_remote: bool = False
+    """What it gives back is a copy."""
+    tolerance: float = 0.0
+    """By how much a reward may depend on what else is in the batch."""
+    bad_tasks: list[Task] = field(default_factory=list)
+    """What `validate` rejects. It takes those that the good conversations are of."""
+
+
+def log(*texts):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+class Echo(EnvironmentInterface):
+    """A fake of two turns: what was said in the second is worth its length."""
+
+    def step(self, message_log_batch, metadata):
+        turns = [sum(m["role"] == "assistant" for m in one) for one in message_log_batch]
+        silent = [not one[-1]["content"] for one in message_log_batch]
+        lengths = [float(len(one[-1]["content"])) for one in message_log_batch]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "And?"} for _ in turns],
+            metadata=[
+                {**(one or {}), "turn": turn} for one, turn in zip(metadata, turns, strict=True)
+            ],
+            next_stop_strings=[None for _ in turns],
+            rewards=torch.tensor(
+                [n if turn > 1 else 0.0 for n, turn in zip(lengths, turns, strict=True)]
+            ),
+            terminateds=torch.tensor([turn > 1 for turn in turns], dtype=torch.bool),
+            failures=["nothing was said" if one else None for one in silent],
+        )
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {"num_samples": float(len(batch["group_ids"]))}
+
+
+GOOD_ANSWERS = [
+    (log("1+1?", r"\boxed{2}"), {"ground_truth": "2"}),
+    (log("1+1?", r"\boxed{3}"), {"ground_truth": "2"}),
+    (log("root?", r"\boxed{\sqrt{12}}"), {"ground_truth": r"2\sqrt{3}"}),
+    (log("root?", "It is $x+1$."), {"ground_truth": "1+x"}),
+    (log("1+1?", "I do not know"), {"ground_truth": "2"}),
+    (log("1+1?", ""), {"ground_truth": "2"}),
+]
+
+
+def bad_task():
+    return Task(id="bad", prompt=(Message("user", "1+1?"),), environment="math")
+
+
+def math_case():
+    return Case(
+        environment=MathEnvironment({"num_workers": 2}),
+        good=GOOD_ANSWERS,
+        bad=(log("1+1?", r"\boxed{2}"), {}),
+        bad_tasks=[bad_task()],
+    )
+
+
+def multiple_choice_case():
+    answers = ["Answer: A", "Answer: A\nAnswer: B", "B", "Answer: C"]
+    return Case(
+        environment=MathEnvironment({"verifier_type": "english_multichoice"}),
+        good=[(log("A or B?", answer), {"ground_truth": "B"}) for answer in answers],
+        bad=(log("A or B?", "Answer: B"), {"ground_truth": "Berlin"}),
+        bad_tasks=[bad_task()],
+    )
+
+
+ADD_ONE = {
+    "entry": "f",
+    "call_tests": [{"args": [x], "expected": x + 1} for x in (0, 4)],
+    "reference_solution": "def f(x): return x + 1",
+}
+PROGRAMS = ["def f(x): return x + 1", "def f(x): return 1", "def f(x):", "I do not know", ""]
+
+
+def code_case(**settings):
+    """At any tier but the one without a sandbox: what holds of verdicts does not depend on it."""
+    settings = {"num_workers": 2, "sandbox": {"min_tier": "D"}} | settings
+    unusable = {"call_tests": [{"args": [0], "expected": 1}]}
+    return Case(
+        environment=CodeEnvironment(settings),
+        good=[(log("Add one.", f"```python\n{one}\n```"), ADD_ONE) for one in PROGRAMS],
+        bad=(log("Add one.", "def f(x): return x + 1"), unusable),
+        bad_tasks=[
+            Task(id="bad", prompt=(Message("user", "?"),), environment="code", metadata=unusable)
+        ],
+    )
+
+
+def code_tool_case():
+    """Its rewards are all 0, so tasks with tests are among them, with several attempts each."""
+    case = code_case(max_attempts=2, reward="fraction")
+    case.good += [
+        (log("1+1?", "<code>1 + 1</code>"), {}),
+        (log("1+1?", "<code>x", "And?", "<code>x</code>"), {"code_session": {"blocks": ["x = 3"]}}),
+        (log("1+1?", "2"), None),
+    ]
+    case.single_turn = False
+    return case
+
+
+def remote_code_case():
+    case = code_case()
+    case.environment.shutdown()
+    settings = {"num_workers": 1, "sandbox": {"min_tier": "D"}}
+    case.environment = Remote(CodeEnvironment.remote(settings))
+    case.is_remote = True
+    return case
+
+
+class Brevity(EnvironmentInterface):
+    """Shorter is better, and nothing at all is beyond judgement."""
+
+    judges = "completion"
+
+    def step(self, message_log_batch, metadata):
+        said = [one[-1]["content"] for one in message_log_batch]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""} for _ in said],
+            metadata=list(metadata),
+            next_stop_strings=[None for _ in said],
+            rewards=torch.tensor([-float(len(text)) for text in said]),
+            terminateds=torch.ones(len(said), dtype=torch.bool),
+        )
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+
+
+def composite_case(*, as_components=False, gate=None):
+    parts = [{"env": "math", "gate": gate}, {"env": "brevity", "weight": 0.125}]
+    return Case(
+        environment=CompositeEnvironment(
+            {"parts": parts, "as_components": as_components, "gated_reward": -4.0},
+            {"math": MathEnvironment({"num_workers": 1}), "brevity": Brevity()},
+        ),
+        good=GOOD_ANSWERS,
+        bad=(log("1+1?", r"\boxed{2}"), {}),
+        bad_tasks=[bad_task()],
+    )
+
+
+def reward_model_case(**transform):
+    """Scores are of size 1; what else is in a forest changes their last digits in float32."""
+    loaded = small_model()
+    scorer = LocalScorer(loaded.model, loaded.contract)
+    answers = [
+        log("Where?", "By the gate."), log("Where?", "In the river, old man."), log("Where?", ""),
+        log("Bread?", "Wine."), log("Bread?", "Wine.", "And?", "Bread."), log("Why? " * 60, "No."),
+    ]  # fmt: skip
+    return Case(
+        environment=RewardModelEnvironment({"transform": transform}, scorer=scorer),
+        good=[(one, {"ground_truth": "By the western gate."}) for one in answers],
+        bad=(log("Where?"), {}),
+        tolerance=1e-5,
+        bad_tasks=[bad_task()] if "subtract_reference" in transform else [],
+    )
+
+
+class Remote:
+    """An actor of Ray, asked as an environment is."""
+
+    def __init__(self, handle):
+        self._handle = handle
+
+    def __getattr__(self, method):
+        import ray
+
+        return lambda *args: ray.get(getattr(self._handle, method).remote(*args), timeout=180)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+
+
+def remote_math_case():
+    case = math_case()
+    case.environment = Remote(MathEnvironment.remote({"num_workers": 2}))
+    case.is_remote = True
+    return case
+
+
+def remote_reward_model_case():
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(small_model(), Path(directory))
+        settings = {"model_name": directory, "precision": "float32"}
+        case = reward_model_case()
+        case.environment = Remote(RewardModelEnvironment.remote(settings, device="cpu"))
+        case.is_remote = True
+        judge(case, [])  # it has read its files when it answers
+    return case
+
+
+MAKERS: dict[str, Callable[[], Case]] = {
+    "fake of two turns": lambda: Case(
+        environment=Echo(),
+        good=[(log("Hi", "a"), {}), (log("Hi", "a", "And?", "bcd"), {"turn": 1})],
+        bad=(log("Hi", ""), {}),
+        single_turn=False,
+    ),
+    "math": math_case,
+    "multiple choice": multiple_choice_case,
+    "code": code_case,
+    "code, as a tool and in several attempts": code_tool_case,
+    "composite": composite_case,
+    "composite, gated": lambda: composite_case(gate=1.0),
+    "reward model": reward_model_case,
+    "reward model, transformed": lambda: reward_model_case(
+        subtract_reference=True, scale=2.0, shift=1.0, clip=[-50.0, 50.0]
+    ),
+    "composite, components apart": lambda: composite_case(as_components=True, gate=1.0),
+    "math, an actor of Ray": remote_math_case,
+    "code, an actor of Ray": remote_code_case,
+    "reward model, an actor of Ray": remote_reward_model_case,
+}
+
+
+def made(name, request):
+    if "Ray" in name:
+        request.getfixturevalue("small_cluster")
+    return MAKERS[name]()
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def case(request):
+    case = made(request.param, request)
+    yield case
+    case.environment.shutdown()
+
+
+def judge(case, pairs):
+    return case.environment.step([one for one, _ in pairs], [given for _, given in pairs])
+
+
+def total(returned):
+    if isinstance(returned.rewards, torch.Tensor):
+        return returned.rewards.tolist()
+    return torch.stack(list(returned.rewards.values())).sum(dim=0).tolist()
+
+
+def near(values, case):
+    return pytest.approx(values, rel=0, abs=case.tolerance)
+
+
+def test_the_shape_of_a_verdict(case):
+    for size in (0, 1, len(case.good)):
+        returned = judge(case, case.good[:size])
+        assert isinstance(returned, EnvironmentReturn)
+        parts = returned.rewards
+        for values in parts.values() if isinstance(parts, dict) else [parts]:
+            assert values.shape == (size,)
+            assert values.dtype == torch.float32
+            assert values.isfinite().all()
+        assert returned.terminateds.shape == (size,)
+        assert returned.terminateds.dtype == torch.bool
+        lists = [returned.observations, returned.metadata, returned.next_stop_strings]
+        lists += [x for x in (returned.answers, returned.failures) if x is not None]
+        assert [len(x) for x in lists] == [size] * len(lists)
+        assert all(isinstance(o["role"], str) for o in returned.observations)
+        assert all(isinstance(o["content"], str) for o in returned.observations)
+        assert all(failure is None for failure in returned.failures or [])
+
+
+def test_rewards_tell_good_from_worse(case):
+    assert len(set(total(judge(case, case.good)))) > 1
+
+
+def test_one_by_one_is_as_all_at_once(case):
+    together = total(judge(case, case.good))
+    alone = [total(judge(case, [pair]))[0] for pair in case.good]
+    assert alone == near(together, case)
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_any_number_of_conversations(case, size):
+    rewards = total(judge(case, case.good))
+    pairs = [case.good[i % len(case.good)] for i in range(size)]
+    expected = [rewards[i % len(case.good)] for i in range(size)]
+    assert total(judge(case, pairs)) == near(expected, case)
+
+
+def test_the_order_changes_nothing(case):
+    forwards, backwards = total(judge(case, case.good)), total(judge(case, case.good[::-1]))
+    assert backwards[::-1] == near(forwards, case)
+
+
+def test_a_conversation_that_cannot_be_judged_harms_no_other(case):
+    pairs = [case.good[0], case.bad, case.good[1]]
+    returned = judge(case, pairs)
+    assert [failure is not None for failure in returned.failures] == [False, True, False]
+    assert returned.failures[1].strip()
+    alone = total(judge(case, [case.good[0], case.good[1]]))
+    rewards = total(returned)
+    assert [rewards[0], rewards[2]] == near(alone, case)
+
+
+def test_what_it_was_given_is_not_changed(case):
+    pairs = [*case.good, case.bad]
+    before = copy.deepcopy(pairs)
+    judge(case, pairs)
+    assert pairs == before
+
+
+def test_d8_a_conversation_of_one_turn_is_over(case):
+    if case.single_turn:
+        assert judge(case, case.good).terminateds.all()
+    else:
+        assert not judge(case, case.good).terminateds.all()
+
+
+def test_several_threads_may_ask(case):
+    expected = total(judge(case, case.good))
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(total(judge(case, case.good))))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6
+    for rewards in found:
+        assert rewards == near(expected, case)
+
+
+def batch_of(case, pairs):
+    returned = judge(case, pairs)
+    parts = returned.rewards if isinstance(returned.rewards, dict) else {}
+    return {
+        "message_log": [one for one, _ in pairs],
+        "prompt": [one[0]["content"] for one, _ in pairs],
+        "completion": [one[-1]["content"] for one, _ in pairs],
+        "group_ids": [f"group {i // 2}" for i in range(len(pairs))],
+        "rewards": torch.tensor(total(returned), dtype=torch.float32),
+        "components": parts,
+        "is_end": torch.tensor([i != 1 for i in range(len(pairs))], dtype=torch.bool),
+        "prompt_lengths": torch.full((len(pairs),), 4),
+        "generation_lengths": torch.arange(len(pairs)) + 1,
+        "answers": returned.answers or [None] * len(pairs),
+        "num_failures": 2,
+    }
+
+
+def test_d25_figures_of_a_batch(case):
+    batch = batch_of(case, case.good)
+    before = copy.deepcopy(batch["rewards"])
+    same, figures = case.environment.global_post_process_and_metrics(batch)
+    assert case.is_remote or same is batch
+    assert same.keys() == batch.keys()
+    assert torch.equal(same["rewards"], before)
+    for name, value in figures.items():
+        assert isinstance(name, str)
+        assert isinstance(value, float), name
+        assert math.isfinite(value), name
+
+
+def test_figures_of_conversations_that_another_process_judged(case, request):
+    """A checkpoint holds what they need besides the batch."""
+    batch = batch_of(case, case.good)
+    _, expected = case.environment.global_post_process_and_metrics(batch)
+    written = json.loads(json.dumps(encode(case.environment.notes(batch["message_log"]), "x", {})))
+    with made(request.node.callspec.params["case"], request).environment as other:
+        other.take_notes(batch["message_log"], decode(written, {}))
+        _, figures = other.global_post_process_and_metrics(batch)
+    assert figures == expected
+
+
+def test_figures_of_an_empty_batch_are_no_numbers_from_nowhere(case):
+    _, figures = case.environment.global_post_process_and_metrics(batch_of(case, []))
+    assert all(math.isfinite(value) for value in figures.values())
+    assert not [name for name in figures if "accuracy" in name or "mean" in name]
+
+
+def test_tasks_that_could_not_be_judged_are_listed(case):
+    good_tasks = [
+        Task(id=f"good {i}", prompt=(Message("user", "?"),), environment="e", metadata=given or {})
+        for i, (_, given) in enumerate(case.good)
+    ]
+    rejected = case.environment.validate([*good_tasks, *case.bad_tasks])
+    assert {one.task.id for one in rejected} == {task.id for task in case.bad_tasks}
+    assert all(one.reason for one in rejected)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_shutdown_twice(name, request):
+    environment = made(name, request).environment
+    environment.shutdown()
+    environment.shutdown()
+
+
+@pytest.mark.parametrize("end", ["shutdown", "kill -9"])
+def test_a_reward_model_in_ranks_beside_its_actor(tmp_path, small_cluster, end):
+    """Their slots are free again, and no process of theirs is left, however the actor ends."""
+    write_model(small_model(), tmp_path)
+    settings = {"model_name": str(tmp_path), "precision": "float32"}
+    logs = [log("Where?", "By the gate."), log("Bread?", "Wine.")]
+    with RewardModelEnvironment(settings, device="cpu") as here:
+        expected = here.step(logs).rewards.tolist()
+    parallel = {**settings, "dtensor_cfg": {"tensor_parallel_size": 2}}
+    # Those of earlier tests may take a moment to end.
+    others = {*processes("ray::Seat"), *processes("ray::RewardModelEnvironment")}
+    handle = RewardModelEnvironment.remote(parallel, device="cpu")
+    environment = Remote(handle)
+    assert environment.step(logs, [None] * 2).rewards.tolist() == pytest.approx(expected, abs=1e-5)
+    ranks = [rank for rank in processes("ray::Seat") if rank not in others]
+    assert len(ranks) == 2
+    if end == "shutdown":
+        environment.shutdown()
+    else:
+        actors = processes("ray::RewardModelEnvironment")
+        (actor,) = [actor for actor in actors if actor not in others]
+        actor.kill()
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
+    del environment, handle
+    slots = small_cluster.reserve("anybody", 4, Resources(), patience=60)
+    slots.release()
+
+
+def processes(title):
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.cmdline()[:1] == [title]]

@@ -1,0 +1,348 @@
+"""What every `Generator` promises, asked of each of them."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from generators import MAKERS, collect, draw, full_logits, full_logprobs, request, run
+from laurel.errors import ConfigError, DataError, EngineError
+from laurel.protocols import Generator
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=MAKERS, scope="module")
+def make(request):
+    return MAKERS[request.param]
+
+
+@pytest.fixture(scope="module")
+def setup(make):
+    with make() as made:
+        yield made
+
+
+def near(values, setup):
+    return pytest.approx(values, abs=setup.tolerance)
+
+
+def same(one, other, setup):
+    assert one.ids_L.tolist() == other.ids_L.tolist()
+    assert one.logprobs_L == near(other.logprobs_L, setup)
+    assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
+
+
+# ------------------------------------------------------------------------------- what is drawn
+
+
+def test_there_is_one_completion_for_each_seed(setup):
+    wanted = request(seeds=(5, 6, 7, 8))
+    (found,) = draw(setup.generator, wanted)
+    assert [one.index for one in found] == [0, 1, 2, 3]
+    for one in found:
+        assert 1 <= len(one.ids_L) <= 20
+        assert one.ids_L.dtype == np.int32
+        assert one.logprobs_L.dtype == np.float32
+        assert one.ids_L.shape == one.logprobs_L.shape
+        assert one.weight_version == setup.generator.weight_version
+        assert one.text == setup.tokenizer.decode(one.ids_L, skip_special_tokens=True)
+    assert len({tuple(one.ids_L) for one in found}) == 4, "different seeds, different completions"
+
+
+def test_no_seeds_give_no_completions(setup):
+    assert draw(setup.generator, request(seeds=())) == [[]]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
+def test_log_probabilities_are_those_of_the_whole_sequence(setup, temperature):
+    wanted = [
+        request("Bread?", seeds=range(4), temperature=temperature),
+        request("a longer prompt " * 9, seeds=range(9), temperature=temperature, max_new_tokens=90),
+        request([7], seeds=(3,), temperature=temperature),
+    ]
+    for asked, found in zip(wanted, draw(setup.generator, *wanted), strict=True):
+        for one in found:
+            assert one.logprobs_L == near(full_logprobs(setup.policy, asked, one), setup)
+
+
+def test_tokens_come_as_often_as_their_probability_says(setup):
+    """The first token of 600 seeds, against the distribution over the four likeliest."""
+    wanted = request(seeds=range(600), max_new_tokens=1, top_k=4, temperature=2.0)
+    (found,) = draw(setup.generator, wanted)
+    logits = full_logits(setup.policy, wanted, [0])[0] / 2.0
+    best = logits.topk(4)
+    share = best.values.softmax(-1).tolist()
+    drawn = [int(one.ids_L[0]) for one in found]
+    assert set(drawn) <= set(best.indices.tolist())
+    for token, probability in zip(best.indices.tolist(), share, strict=True):
+        spread = (600 * probability * (1 - probability)) ** 0.5
+        assert abs(drawn.count(token) - 600 * probability) <= 4.5 * spread
+    # Log-probabilities are of the distribution before its tail was cut off.
+    everywhere = logits.log_softmax(-1)
+    for one in found[:20]:
+        assert one.logprobs_L[0] == near(float(everywhere[one.ids_L[0]]), setup)
+
+
+def test_top_p_keeps_the_likeliest_that_make_up_the_share(setup):
+    wanted = request(seeds=range(200), max_new_tokens=1, top_p=0.5, temperature=2.0)
+    (found,) = draw(setup.generator, wanted)
+    probabilities = (full_logits(setup.policy, wanted, [0])[0] / 2.0).softmax(-1)
+    order = probabilities.argsort(descending=True)
+    before = probabilities[order].cumsum(0) - probabilities[order]
+    kept = set(order[before < 0.5].tolist())
+    drawn = {int(one.ids_L[0]) for one in found}
+    assert drawn <= kept
+    assert len(drawn) > 1
+
+
+def test_temperature_0_takes_the_likeliest_and_reports_at_temperature_1(setup):
+    wanted = request(seeds=(1, 2), temperature=0.0)
+    (found,) = draw(setup.generator, wanted)
+    same(found[0], found[1], setup)
+    logits = full_logits(setup.policy, wanted, found[0].ids_L.tolist())
+    assert found[0].ids_L.tolist() == logits.argmax(-1).tolist()
+    assert found[0].logprobs_L == near(full_logprobs(setup.policy, wanted, found[0]), setup)
+
+
+def test_a_completion_depends_on_its_own_seed_alone(setup):
+    others = [
+        request("something else", seeds=(7, 1), request_id="a", temperature=0.8),
+        request("and a long one " * 6, seeds=range(5), request_id="b", max_new_tokens=40),
+    ]
+    asked = request(seeds=(11, 12, 13, 14), request_id="c")
+    (alone,) = draw(setup.generator, asked)
+    together = draw(setup.generator, others[0], asked, others[1])[1]
+    for one, other in zip(alone, together, strict=True):
+        same(one, other, setup)
+    for index, seed in enumerate(asked.seeds_G):
+        ((single,),) = draw(setup.generator, request(seeds=(seed,)))
+        same(single, alone[index], setup)
+
+
+def test_more_requests_than_there_is_room_for(setup):
+    wanted = [
+        request(f"prompt {i}", seeds=range(i, i + 1 + i % 4), max_new_tokens=3 + 7 * (i % 3))
+        for i in range(9)
+    ]
+    for asked, found in zip(wanted, draw(setup.generator, *wanted), strict=True):
+        assert [one.index for one in found] == list(range(len(asked.seeds_G)))
+        ((first, *_),) = draw(setup.generator, asked)
+        same(first, found[0], setup)
+
+
+# ---------------------------------------------------------------------------- where it ends
+
+
+def test_length_ends_a_completion(setup):
+    (found,) = draw(setup.generator, request(seeds=range(8), max_new_tokens=5))
+    for one in found:
+        assert (one.finish_reason == "length") == (one.ids_L[-1] != setup.end_id)
+        assert len(one.ids_L) == 5 or one.finish_reason == "stop"
+
+
+def test_an_end_token_ends_a_completion_and_is_kept(setup):
+    (found,) = draw(setup.generator, request(seeds=range(48), max_new_tokens=40, temperature=2.0))
+    ended = [one for one in found if setup.end_id in one.ids_L]
+    assert len(ended) > 2
+    for one in found:
+        if one in ended:
+            assert one.ids_L.tolist().index(setup.end_id) == len(one.ids_L) - 1
+            assert setup.tokenizer.decode([setup.end_id]) not in one.text
+        assert one.finish_reason == ("stop" if one in ended else "length")
+
+
+def test_stop_tokens_end_a_completion_and_are_kept(setup):
+    (whole,) = draw(setup.generator, request(seeds=(1, 2)))
+    stop = int(whole[0].ids_L[7])
+    (found,) = draw(setup.generator, request(seeds=(1, 2), stop_token_ids=(stop,)))
+    for one, other in zip(found, whole, strict=True):
+        ids_L = other.ids_L.tolist()
+        count = ids_L.index(stop) + 1 if stop in ids_L else len(ids_L)
+        assert one.ids_L.tolist() == ids_L[:count]
+        assert one.logprobs_L == near(other.logprobs_L[:count], setup)
+        assert one.finish_reason == ("stop" if stop in ids_L else other.finish_reason)
+
+
+def test_stop_strings_end_a_completion_and_are_kept(setup):
+    """Of tokens that are bytes, a string of several characters always spans several."""
+    asked = request(seeds=range(6), max_new_tokens=40)
+    (whole,) = draw(setup.generator, asked)
+    stops = {
+        one.index: text for one in whole for text in [_plain_pair(one.text)] if text is not None
+    }
+    assert stops, "a test of stop strings needs text"
+    for index, stop in stops.items():
+        strings = ("no such thing", stop)
+        ((found,),) = draw(
+            setup.generator,
+            request(seeds=(asked.seeds_G[index],), max_new_tokens=40, stop_strings=strings),
+        )
+        assert found.finish_reason == "stop"
+        assert found.text.endswith(stop)
+        assert found.text.count(stop) == 1
+        assert whole[index].text.startswith(found.text)
+        count = len(found.ids_L)
+        assert found.ids_L.tolist() == whole[index].ids_L[:count].tolist()
+        assert stop not in setup.tokenizer.decode(found.ids_L[:-1], skip_special_tokens=True)
+
+
+def _plain_pair(text):
+    """Two characters in a row that tokens of bytes cannot have spoilt."""
+    return next(
+        (text[i : i + 2] for i in range(1, len(text) - 1) if text[i : i + 2].isascii()), None
+    )
+
+
+# ------------------------------------------------------------------------------- aborts
+
+
+def test_closing_the_iterator_aborts_what_is_left_of_the_request(setup):
+    async def first_of_many():
+        stream = setup.generator.generate(request(seeds=range(12), max_new_tokens=30))
+        first = await anext(stream)
+        await stream.aclose()
+        return first, await collect(setup.generator, request(seeds=(1,)))
+
+    first, (after,) = run(first_of_many())
+    ((again,),) = draw(setup.generator, request(seeds=(1,)))
+    same(after, again, setup)
+    assert first.finish_reason in ("stop", "length")
+
+
+def test_an_endless_request_does_not_outlive_its_task(setup):
+    async def cancelled():
+        endless = request(seeds=(1, 2), max_new_tokens=900, temperature=0.5)
+        task = asyncio.create_task(collect(setup.generator, endless))
+        (other,) = await collect(setup.generator, request(seeds=(4,), max_new_tokens=3))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await setup.generator.update_weights(setup.weights(setup.generator.weight_version))
+        return other
+
+    ((again,),) = draw(setup.generator, request(seeds=(4,), max_new_tokens=3))
+    same(run(cancelled()), again, setup)
+
+
+# ---------------------------------------------------------------------- weights, sleep and death
+
+
+def test_new_weights_are_drawn_from_and_reported(make):
+    with make() as setup:
+        asked = request("Where?", seeds=range(5))
+        (before,) = draw(setup.generator, asked)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in setup.policy.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise * 0.02)
+        run(setup.generator.update_weights(setup.weights(7)))
+        assert setup.generator.weight_version == 7
+        (after,) = draw(setup.generator, asked)
+        assert {one.weight_version for one in before} == {0}
+        assert {one.weight_version for one in after} == {7}
+        for one in after:
+            assert one.logprobs_L == near(full_logprobs(setup.policy, asked, one), setup)
+        old = np.concatenate([full_logprobs(setup.policy, asked, one) for one in before])
+        assert np.abs(old - np.concatenate([one.logprobs_L for one in before])).max() > 0.05
+
+
+def test_an_update_waits_for_what_is_under_way(setup):
+    version = setup.generator.weight_version
+
+    async def during():
+        task = asyncio.create_task(collect(setup.generator, request(max_new_tokens=30)))
+        stream = setup.generator.generate(request(seeds=(9,), max_new_tokens=1))
+        await anext(stream)  # so the other one has begun as well
+        await setup.generator.update_weights(setup.weights(version + 1))
+        return await task, await collect(setup.generator, request())
+
+    try:
+        old, new = run(during())
+        assert {one.weight_version for one in old} == {version}
+        assert {one.weight_version for one in new} == {version + 1}
+    finally:
+        run(setup.generator.update_weights(setup.weights(version)))
+
+
+def test_asleep_requests_wait_until_it_wakes(setup):
+    async def through_sleep():
+        await setup.generator.sleep()
+        task = asyncio.create_task(collect(setup.generator, request()))
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        await setup.generator.update_weights(setup.weights(setup.generator.weight_version))
+        assert not task.done()
+        await setup.generator.wake()
+        return await task
+
+    found = run(through_sleep())
+    (awake,) = draw(setup.generator, request())
+    for one, other in zip(found, awake, strict=True):
+        same(one, other, setup)
+
+
+def test_a_closed_generator_says_so(make):
+    with make() as setup:
+        assert isinstance(setup.generator.weight_version, int)
+        draw(setup.generator, request(max_new_tokens=2))
+        setup.generator.close()
+        setup.generator.close()
+        for use in (
+            lambda: draw(setup.generator, request()),
+            lambda: run(setup.generator.update_weights(setup.weights(1))),
+        ):
+            with pytest.raises(EngineError, match="closed"):
+                use()
+
+
+def test_closing_ends_open_requests(make):
+    with make() as setup:
+
+        async def closed_meanwhile():
+            task = asyncio.create_task(
+                collect(setup.generator, request(seeds=(1, 2), max_new_tokens=900))
+            )
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(setup.generator.close)
+            await task
+
+        with pytest.raises(EngineError, match="closed"):
+            run(closed_meanwhile())
+
+
+# ----------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "says"),
+    [
+        ({"prompt": []}, DataError, "no token"),
+        ({"prompt": [5, 100_000]}, DataError, "100000"),
+        ({"prompt": [5, -1]}, DataError, "-1"),
+        ({"max_new_tokens": 0}, ConfigError, "max_new_tokens"),
+        ({"temperature": -0.1}, ConfigError, "temperature"),
+        ({"top_p": 0.0}, ConfigError, "top_p"),
+        ({"top_k": 0}, ConfigError, "top_k"),
+        ({"stop_strings": ("",)}, ConfigError, "stop_strings"),
+    ],
+)
+def test_bad_requests_are_refused_and_harm_nobody(setup, bad, error, says):
+    with pytest.raises(error, match=says):
+        draw(setup.generator, request(**bad))
+    (found,) = draw(setup.generator, request(seeds=(1,), max_new_tokens=2))
+    assert len(found) == 1
+
+
+def test_it_is_a_generator(setup):
+    generator: Generator = setup.generator
+    for name in ("generate", "update_weights", "sleep", "wake", "close"):
+        assert callable(getattr(generator, name))

@@ -1,0 +1,93 @@
+"""What `Preparers` promise over every group whose processes can be lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+
+import scoring_groups
+from laurel.cli.places import BESIDE_CPUS
+from laurel.distributed.spawned_group import SpawnedGroup
+from laurel.rewards.preparing import WORKER, Preparers
+from laurel.rewards.to_tokens import Prepared, prepared_by
+from laurel.types import Message, group_of
+
+GROUPS = [
+    group_of((Message("user", f"Number {i}?"),), ("Bread and wine.", "No."), group_id=str(i))
+    for i in range(6)
+]
+LIMIT = 20.0
+"""Seconds after which a worker hangs; it is not waited for where none does."""
+
+
+class Made:
+    """Preparers, and the process of each of their workers."""
+
+    def __init__(self, make_group: Any) -> None:
+        self.said: list[str] = []
+        self.contract = scoring_groups.local(True).contract
+        self.preparers = Preparers(self.contract, 2, make_group, say=self.said.append)
+
+    def pids(self) -> list[int]:
+        return [
+            group._process.pid if isinstance(group, SpawnedGroup) else group._pids[0]  # type: ignore[attr-defined]
+            for group in self.preparers.groups
+        ]
+
+    def signal_all(self, number: signal.Signals) -> None:
+        for pid in self.pids():
+            os.kill(pid, number)
+
+    def prepared(self) -> list[Any]:
+        return plain(self.preparers.prepare(GROUPS))
+
+    def expected(self) -> list[Any]:
+        return plain(prepared_by(self.contract, GROUPS))
+
+
+def plain(prepared: Sequence[Prepared]) -> list[Any]:
+    return [
+        (tokens.trunk_ids.tolist(), [ids.tolist() for ids in tokens.branches_ids_G], failures)
+        for tokens, failures in prepared
+        if tokens is not None
+    ]
+
+
+@pytest.fixture(scope="module", params=["spawned", "ray"])
+def made(request: pytest.FixtureRequest) -> Iterator[Made]:
+    make: Any = partial(SpawnedGroup, WORKER, limit=LIMIT)
+    if request.param == "ray":
+        ray_actor = pytest.importorskip("laurel.distributed.ray_actor", exc_type=ImportError)
+        request.getfixturevalue("small_cluster")
+        make = partial(ray_actor.SpreadGroup, WORKER, BESIDE_CPUS, limit=LIMIT)
+    made = Made(make)
+    yield made
+    left = made.pids()
+    made.preparers.close()
+    assert not any(map(psutil.pid_exists, left))
+
+
+def test_they_prepare_what_one_process_does(made: Made) -> None:
+    assert len(made.expected()) == len(GROUPS)
+    assert made.prepared() == made.expected()
+    assert made.said == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_those_that_are_lost_are_replaced_and_their_work_is_done(
+    made: Made, number: signal.Signals
+) -> None:
+    before = made.pids()
+    del made.said[:]
+    made.signal_all(number)
+    assert made.prepared() == made.expected()
+    assert not set(made.pids()) & set(before)
+    assert len(made.said) == 2
+    why = "died in prepare" if number == signal.SIGKILL else f"within {LIMIT:g} s"
+    assert all(why in line and "it is replaced" in line for line in made.said)

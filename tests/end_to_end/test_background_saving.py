@@ -1,0 +1,331 @@
+"""Runs that train on while their checkpoints are written: the same checkpoints, whole or absent."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import learner_work as work
+from laurel.algorithms import local_learner
+from laurel.algorithms.local_learner import LocalLearner
+from laurel.errors import CheckpointError, WorkerError
+from laurel.models import export
+from laurel.models.checkpoint import CheckpointStore, verify
+from laurel.models.save_under_way import SaveUnderWay
+from process_group import ProcessGroup
+from runs import (
+    assert_equal_runs,
+    last_step,
+    manifest_hashes,
+    series,
+    settings,
+    start,
+    train,
+    wait_until,
+)
+
+BEHIND = "checkpointing.in_background=true"
+STEPS = 12
+OFTEN = ("rm.max_num_epochs=3", "checkpointing.save_period=3", "checkpointing.keep_top_k=null",
+         "+policy.scratch.config_overrides.attention_dropout=0.2")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def in_front(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 12 steps that waits for each of its checkpoints."""
+    directory = tmp_path_factory.mktemp("in_front")
+    train(settings(directory, *OFTEN, "checkpointing.in_background=false"))
+    return directory
+
+
+# ---------------------------------------------------------------------------------- in one process
+
+
+class OneStepLate:
+    """Lets weights be written in the background only when the step after theirs has been taken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._taken = threading.Condition()
+        self._num_taken = 0
+        self.written: list[int] = []
+        self._update, self._write = LocalLearner.update, export.write_weights
+        monkeypatch.setattr(LocalLearner, "update", lambda *given: self._counted(*given))
+        monkeypatch.setattr(export, "write_weights", self._late)
+
+    def _counted(self, *given: Any) -> Any:
+        update = self._update(*given)
+        with self._taken:
+            self._num_taken += 1
+            self._taken.notify_all()
+        return update
+
+    def _late(self, directory: Path, files: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            name = re.match(r"\.tmp-step_(\d+)-", directory.name)
+            assert name is not None
+            with self._taken:
+                self._taken.wait_for(lambda: self._num_taken > int(name[1]))
+            self.written.append(int(name[1]))
+        self._write(directory, files)
+
+
+def test_what_is_saved_behind_later_steps_is_what_is_saved_in_front_of_them(
+    tmp_path: Path, in_front: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = OneStepLate(monkeypatch)
+    done = train(settings(tmp_path, *OFTEN, BEHIND))
+    assert late.written == [3, 6, 9], "the last save has nothing to be behind of"
+    assert_equal_runs(in_front, tmp_path, last=STEPS, common=(3, 6, 9), same_validations=True)
+    assert done.outcome.latest == tmp_path / "saves" / "step_12"
+    said = [f"saved {tmp_path}/saves/step_{step}" for step in (3, 6, 9, 12)]
+    assert [line for line in done.text.splitlines() if line.startswith("saved ")] == said
+    assert sorted(series(tmp_path, "timing/train/checkpointing")) == [3, 6, 9, 12]
+    behind = series(tmp_path, "timing/train/checkpointing_in_background")
+    assert len(behind) == 3
+    assert all(seconds > 0 for seconds in behind.values())
+    assert min(behind) > 3, "a later step is where it was seen to be whole"
+    assert series(in_front, "timing/train/checkpointing_in_background") == {}
+
+
+@pytest.mark.parametrize("step", [3, 9])
+def test_resumed_from_behind_equals_resumed_from_in_front(
+    tmp_path: Path, in_front: Path, step: int
+) -> None:
+    changes = [*OFTEN, BEHIND, f"rm.max_num_steps={step + 1}"]
+    train(settings(tmp_path, *changes))
+    shutil.rmtree(tmp_path / "saves" / f"step_{step + 1}")
+    resumed = train(settings(tmp_path, *OFTEN, BEHIND))
+    assert f"going on from {tmp_path}/saves/step_{step}" in resumed.text
+    assert_equal_runs(in_front, tmp_path, last=STEPS)
+
+
+def test_a_disk_that_refuses_in_the_background_costs_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = export.write_weights
+
+    def refuse(directory: Path, files: Any) -> None:
+        if directory.name.startswith((".tmp-step_3-", ".tmp-step_6-", ".tmp-step_11-")):
+            raise OSError(28, "No space left on device")
+        write(directory, files)
+
+    monkeypatch.setattr(export, "write_weights", refuse)
+    period = ("rm.max_num_steps=11", "checkpointing.save_period=3")
+    with pytest.raises(
+        CheckpointError, match=r"of step 11, could not be saved; the newest is .*_9"
+    ):
+        train(settings(tmp_path / "last", *OFTEN, *period, BEHIND))
+    done = train(settings(tmp_path / "twice", *OFTEN, BEHIND))
+    missed = [line for line in done.text.splitlines() if "missed saves in a row" in line]
+    assert [line.endswith(f"in a row: {n})") for n, line in enumerate(missed, 1)] == [True, True]
+    assert "the checkpoint of step 3 could not be saved" in missed[0]
+    assert missed[1].startswith("ALARM: the checkpoint of step 6 could not be saved")
+    names = {path.name for path in (tmp_path / "twice" / "saves").iterdir()} - {".lock", "best"}
+    assert names == {"step_9", "step_12"}
+    assert sorted(series(tmp_path / "twice", "train/loss")) == list(range(1, STEPS + 1))
+
+    def refuse_the_last(directory: Path, files: Any) -> None:
+        if directory.name.startswith(".tmp-step_9-"):
+            raise OSError(28, "No space left on device")
+        write(directory, files)
+
+    monkeypatch.setattr(export, "write_weights", refuse_the_last)
+    done = train(settings(tmp_path / "once", *OFTEN, BEHIND))
+    assert done.text.count("missed saves in a row") == 1
+    assert done.outcome.latest == tmp_path / "once" / "saves" / "step_12", "it had a failure before"
+
+
+def test_a_run_that_fails_keeps_the_checkpoint_that_was_under_way(
+    tmp_path: Path, in_front: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = OneStepLate(monkeypatch)
+    update = LocalLearner.update
+
+    def failing(self: LocalLearner, *given: Any) -> Any:
+        found = update(self, *given)
+        if late._num_taken == 4:
+            raise ZeroDivisionError
+        return found
+
+    monkeypatch.setattr(local_learner.LocalLearner, "update", failing)
+    with pytest.raises(ZeroDivisionError):
+        train(settings(tmp_path, *OFTEN, BEHIND))
+    assert late.written == [3]
+    saves = tmp_path / "saves"
+    assert [path.name for path in saves.glob("step_*")] == ["step_3"]
+    assert manifest_hashes(saves / "step_3") == manifest_hashes(in_front / "saves" / "step_3")
+
+
+# --------------------------------------------------------------------------------------- signals
+
+LARGE = ("policy.scratch.hidden_size=256", "policy.scratch.num_layers=4", "rm.max_num_epochs=200",
+         "checkpointing.save_period=2", "data.split_validation_size=0", BEHIND)  # fmt: skip
+"""Twelve megabytes of weights: written for longer than it takes to stop a process."""
+
+
+def is_under_way(saves: Path) -> bool:
+    """A checkpoint is being written or sealed, and lacks what is written last."""
+    return any(not (path / "MANIFEST.json").exists() for path in saves.glob(".tmp-*"))
+
+
+def stop_in_a_save(process: subprocess.Popen[bytes], directory: Path) -> None:
+    """Stop a process that trains on while a checkpoint is under way."""
+    while True:
+        wait_until(lambda: is_under_way(directory / "saves"), process)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.01)
+        if is_under_way(directory / "saves"):
+            return
+        process.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture
+def under_way(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that has been stopped in the middle of a background save."""
+    process = start(settings(tmp_path, *LARGE), log=tmp_path / "log.txt")
+    try:
+        wait_until(lambda: last_step(tmp_path) >= 4, process)
+        stop_in_a_save(process, tmp_path)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_sigterm_in_a_background_save_ends_with_all_checkpoints_whole(
+    tmp_path: Path, under_way: subprocess.Popen[bytes]
+) -> None:
+    (partly,) = (tmp_path / "saves").glob(".tmp-*")
+    step = partly.name.split("-")[1]
+    under_way.send_signal(signal.SIGTERM)
+    under_way.send_signal(signal.SIGCONT)
+    assert under_way.wait(timeout=60) == 0
+    last = last_step(tmp_path)
+    said = (tmp_path / "log.txt").read_text(encoding="utf-8")
+    assert f"stopped by SIGTERM after step {last}; run it again to go on" in said
+    for name in (step, f"step_{last}"):
+        assert f"saved {tmp_path}/saves/{name}" in said
+    names = [path.name for path in (tmp_path / "saves").iterdir()]
+    assert f"step_{last}" in names
+    assert not any(name.startswith(".tmp") for name in names)
+    for path in (tmp_path / "saves").glob("step_*"):
+        verify(path)
+
+
+def test_kill_9_in_a_background_save_leaves_whole_checkpoints(
+    tmp_path: Path, under_way: subprocess.Popen[bytes]
+) -> None:
+    (partly,) = (tmp_path / "saves").glob(".tmp-*")
+    under_way.kill()
+    under_way.wait()
+    store = CheckpointStore(tmp_path / "saves")
+    newest = store.newest_whole()
+    assert newest.skipped == ()
+    assert newest.path is not None
+    assert newest.manifest is not None
+    step = newest.manifest.step
+    assert f"step_{step + 2}" == partly.name.split("-")[1]
+    resumed = train(settings(tmp_path, *LARGE, f"rm.max_num_steps={step + 1}"))
+    assert f"going on from {newest.path}, after step {step}" in resumed.text
+    assert not partly.exists()
+
+
+# ------------------------------------------------------------------------------------- over ranks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return work.write("policy", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Callable[[Path], Any]]:
+    """Makes learners over two processes that share the weights."""
+    made = []
+
+    def make(directory: Path) -> Any:
+        group = partial(ProcessGroup, "policy", 2)
+        made.append(work.grouped("policy", directory, group, {"dp_shard": 2}))
+        return made[-1]
+
+    yield make
+    for learner in made:
+        learner.shutdown()
+
+
+def begin(store: CheckpointStore, learner: Any, step: int, **options: bool) -> SaveUnderWay:
+    """Begin to save a learner, as runs do."""
+
+    def write(directory: Path) -> Callable[[bool], float | None]:
+        (directory / "training").mkdir()
+        learner.export(directory, "", **options)
+        learner.save_state(directory / "training", {"step": step}, **options)
+        return lambda is_awaited: learner.written(is_awaited=is_awaited)
+
+    return store.begin(step, write)
+
+
+def take_step(learner: Any) -> None:
+    update = learner.update(work.micro_batches("policy", [[0], [1, 2], [3]]), work.loss("policy"))
+    assert update.failure is None
+
+
+def test_ranks_resume_from_behind_as_from_in_front(
+    tmp_path: Path, model: Path, two_ranks: Callable[[Path], Any]
+) -> None:
+    learner = two_ranks(model)
+    take_step(learner)
+    with CheckpointStore(tmp_path / "saves") as store:
+        in_front = begin(store, learner, 1).finish()
+        gates = work.hold(learner, tmp_path)
+        save = begin(store, learner, 2, in_background=True)
+        take_step(learner)
+        assert not save.ready()
+        take_step(learner)
+        work.let_go(gates)
+        behind = save.finish()
+        learner.shutdown()
+    ended: list[Mapping[str, Tensor]] = []
+    for checkpoint in (in_front, behind):
+        verify(checkpoint)
+        resumed = two_ranks(checkpoint)
+        resumed.load_state(checkpoint / "training")
+        take_step(resumed)
+        take_step(resumed)
+        ended.append(work.weights_of(resumed))
+        resumed.shutdown()
+    assert ended[0].keys() == ended[1].keys()
+    assert all(torch.equal(ended[1][name], weight) for name, weight in ended[0].items())
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_rank_that_dies_while_it_writes_costs_the_run_and_no_checkpoint(
+    tmp_path: Path, model: Path, two_ranks: Callable[[Path], Any], is_awaited: bool
+) -> None:
+    learner = two_ranks(model)
+    with CheckpointStore(tmp_path / "saves") as store:
+        before = begin(store, learner, 1).finish()
+        work.hold(learner, tmp_path)
+        save = begin(store, learner, 2, in_background=True)
+        assert not save.ready()
+        learner.group._processes[1].kill()
+        learner.group._processes[1].join()
+        assert is_awaited or save.ready()
+        with pytest.raises(WorkerError, match="policy rank 1 of 2 died in written") as caught:
+            save.finish()
+        assert caught.value.exit_code == WorkerError.LOST_EXIT_CODE
+        verify(before)
+        assert store.steps() == [1]
+        assert not list((tmp_path / "saves").glob(".tmp-*"))

@@ -1,0 +1,201 @@
+"""`laurel eval` with the reference's own formatting, of all benchmarks, and by given margins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, Qwen3Config
+
+from eval_rows import WORDS, accuracies, list_rows, pair_rows, refused, write
+from laurel.models.tokenizer import CHATML
+from reward_models import small_model, write_model
+from runs import WarmCommand
+from tiny_tokenizers import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def laurel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommand]:
+    command = WarmCommand(tmp_path_factory.mktemp("warm"))
+    yield command
+    command.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_model(small_model(), directory)
+    return directory
+
+
+# ---------------------------------------------------------------------- as the reference formats
+
+
+def bos_model(directory: Path) -> Path:
+    """A model with BOS twice, as other programs save it."""
+    tokenizer = make_tokenizer(
+        template="{{ bos_token }}" + CHATML, eos="<|im_end|>", more=("<|im_start|>",), adds_bos=True
+    )
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, intermediate_size=64, num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    network: Any = AutoModelForSequenceClassification.from_config(config)
+    network.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def test_the_references_format_and_where_it_differs(laurel, tmp_path) -> None:
+    model = bos_model(tmp_path / "model")
+    data = write(tmp_path / "rows.jsonl", pair_rows())
+    asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
+    plain = laurel(asked)
+    assert plain.returncode == 0, plain.stderr
+    told = {}
+    for length in (2048, 50):
+        done = laurel([*asked, "--compatibility", "rewardbench", "--max-length", str(length)])
+        assert done.returncode == 0, done.stderr
+        told[length] = json.loads(done.stdout)
+    report = told[2048]
+    assert report["compatibility"] == {
+        "program": "rewardbench 0.1.4, scripts/run_rm.py", "max_length": 2048,
+        "truncation_side": "left", "num_rows": 24, "num_rows_read_differently": 0,
+        "num_completions": 48, "num_completions_read_differently": 0,
+        "reasons": {"BOS doubled, the first hidden": {"num_rows": 24, "num_completions": 48}},
+    }  # fmt: skip
+    assert accuracies(report) == accuracies(json.loads(plain.stdout)), "a hidden BOS is not read"
+    assert report["final"]["by_contract"] == report["final"]["value"]
+    assert "by_contract" not in json.loads(plain.stdout)["final"]
+    assert told[50]["num_truncated"] == 44
+    assert "--max-length is not used" not in done.stderr
+
+    shown = laurel([*asked[:-1], "--compatibility", "rewardbench"])
+    assert "by contract" in shown.stdout
+    assert "other tokens than by the scoring contract in 24 of 24 rows (48 answers)" in shown.stdout
+    assert "BOS doubled, the first hidden: 24 rows (48 answers)" in shown.stdout
+    lists = write(tmp_path / "lists.jsonl", list_rows())
+    second = laurel(["eval", "reward-bench-2", "-m", str(model), "-d", str(lists), "--json",
+                     "--compatibility", "rewardbench"])  # fmt: skip
+    assert second.returncode == 0, second.stderr
+    found = json.loads(second.stdout)["compatibility"]
+    assert found["program"].endswith("scripts/run_v2.py")
+    assert (found["truncation_side"], found["num_rows"]) == ("right", 14)
+
+
+def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path) -> None:
+    rows = [{**row, "prompt": f"{row['prompt']} {'So it goes. ' * 12}"} for row in pair_rows()]
+    data = write(tmp_path / "rows.jsonl", rows)
+    asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
+    own, other = laurel(asked), laurel([*asked, "--compatibility", "rewardbench"])
+    assert other.returncode == 0, other.stderr
+    report, plain = json.loads(other.stdout), json.loads(own.stdout)
+    assert plain["num_truncated"] == 48, "to the 64 tokens of the model's contract"
+    assert report["num_truncated"] == 0
+    assert report["compatibility"]["num_rows_read_differently"] == 24
+    assert report["compatibility"]["reasons"]["cut differently"]["num_rows"] == 24
+    by_contract = {one["name"]: one["by_contract"] for one in report["subsets"]}
+    assert by_contract == accuracies(plain)
+    assert accuracies(report) != accuracies(plain)
+
+
+def test_a_prompt_that_the_reference_stops_at_is_a_failure(laurel, model, tmp_path) -> None:
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    data = write(tmp_path / "rows.jsonl", [*pair_rows(), {**pair_rows()[0], "prompt": turns}])
+    asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
+    done = laurel([*asked, "--compatibility", "rewardbench"])
+    assert done.returncode == 1
+    assert "a prompt of 2 messages, at which rewardbench 0.1.4 stops" in done.stderr
+    report = json.loads(done.stdout)
+    assert report["num_failures"] == 2
+    assert report["compatibility"]["reasons"]["one of the two cannot read it"]["num_rows"] == 1
+    assert laurel(asked).returncode == 0
+
+
+def test_formats_that_cannot_be_reproduced(laurel, model, tmp_path) -> None:
+    data = str(write(tmp_path / "rows.jsonl", pair_rows()[:3]))
+    address = ["reward-bench", "-m", "http://127.0.0.1:9", "-d", str(tmp_path / "gone.jsonl")]
+    message = refused(laurel, [*address, "--compatibility", "rewardbench"])
+    assert "--model http://127.0.0.1:9 is an address" in message, "before any row is read"
+    unknown = laurel(["eval", "reward-bench", "-m", str(model), "-d", data,
+                      "--compatibility", "trl"])  # fmt: skip
+    assert unknown.returncode == 2
+    assert "rewardbench" in unknown.stderr
+    elsewhere = laurel(["eval", "rm-bench", "-m", str(model), "-d", data,
+                        "--compatibility", "rewardbench"])  # fmt: skip
+    assert elsewhere.returncode == 2
+    assert "No such option" in elsewhere.stderr
+
+
+# ----------------------------------------------------------------------------------------- of all
+
+
+def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path) -> None:
+    pairs = [{"prompt": "q?", "chosen": WORDS[i], "rejected": WORDS[i + 1]} for i in range(3)]
+    files = {"reward-bench": pair_rows(), "reward-bench-2": list_rows(), "pairs": pairs}
+    named = [part for name, rows in files.items()
+             for part in ("-d", str(write(tmp_path / f"{name}.jsonl", rows)))]  # fmt: skip
+    asked = ["eval", "all", "-m", str(model), *named]
+    done = laurel([*asked, "-o", str(tmp_path / "out"), "--json"])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("token forest") == 1, "the model is loaded once"
+    report = json.loads(done.stdout)
+    assert [one["benchmark"] for one in report["summary"]] == list(files)
+    assert report["absent"] == ["rm-bench", "judge-bench", "best-of-n"]
+    for name in files:
+        alone = laurel(["eval", name, "-m", str(model), "-d", str(tmp_path / f"{name}.jsonl"),
+                        "--json"])  # fmt: skip
+        expected = json.loads(alone.stdout)
+        found = report["benchmarks"][name]
+        assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+        assert json.loads((tmp_path / "out" / f"{name}-report.json").read_text()) == found
+        (line,) = (one for one in report["summary"] if one["benchmark"] == name)
+        assert line["score"] == expected["final"]["value"]
+    assert json.loads((tmp_path / "out" / "all-report.json").read_text()) == report
+
+    shown = laurel(asked)
+    assert shown.returncode == 0, shown.stderr
+    assert "absent  RM-Bench (rm-bench), JudgeBench (judge-bench), Best of n" in shown.stdout
+    assert "RewardBench 2:" in shown.stdout
+
+
+def test_files_of_one_benchmark_are_read_together(laurel, model, tmp_path) -> None:
+    rows = pair_rows()
+    parts = [write(tmp_path / "a.jsonl", rows[:10]), write(tmp_path / "b.jsonl", rows[10:])]
+    done = laurel(["eval", "all", "-m", str(model), "-d", str(parts[0]), "-d", str(parts[1]),
+                   "--json"])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["benchmarks"]["reward-bench"]["num_rows"] == 24
+
+
+def test_what_all_cannot_use(laurel, model, tmp_path) -> None:
+    message = refused(laurel, ["all", "-m", str(model)])
+    assert "no rows are named; add --data" in message
+    assert "--hub" in message
+    strange = write(tmp_path / "rows.jsonl", [{"text": "a"}])
+    message = refused(laurel, ["all", "-m", str(model), "-d", str(strange)])
+    assert "rows.jsonl:1: the columns (text) are those of no benchmark" in message
+    assert "no reward model is named" in refused(laurel, ["all", "-d", str(strange)])
+    # A row further down is told before the model is loaded.
+    mixed = write(tmp_path / "mixed.jsonl", [pair_rows()[0], {"text": "a"}])
+    message = refused(laurel, ["all", "-m", str(model), "-d", str(mixed)])
+    assert "mixed.jsonl:2: the row has no 'prompt'" in message
+
+
+def test_accuracy_by_given_margins(laurel, model, tmp_path) -> None:
+    rows = [{**row, "better": i % 4, "worse": 0} for i, row in enumerate(pair_rows())]
+    data = write(tmp_path / "rows.jsonl", rows)
+    asked = ["eval", "pairs", "-m", str(model), "-d", str(data), "--json"]
+    done = laurel([*asked, "--margin-key", "better-worse"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["diagnostics"]["by_margin"]
+    assert len(found) > 1
+    assert sum(part["accuracy"]["num_pairs"] for part in found) == 24
+    assert "diagnostics" not in json.loads(laurel(asked).stdout)
+    assert "margin" in refused(laurel, [*asked[1:], "--margin-key", "nothing"])

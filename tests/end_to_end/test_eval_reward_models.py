@@ -1,0 +1,373 @@
+"""`laurel eval reward-bench` and its siblings, from the command line to the files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval_rows import SUBSETS, WORDS, accuracies, list_rows, pair_rows, refused, write
+from laurel.evaluation.reward_bench import NUM_ROWS
+from laurel.rewards.load import open_scorer
+from laurel.types import Message, group_of
+from reward_models import small_model, write_model
+from reward_servers import RewardServer
+from runs import WarmCommand
+
+
+@pytest.fixture(scope="module")
+def laurel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommand]:
+    command = WarmCommand(tmp_path_factory.mktemp("warm"))
+    yield command
+    command.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_model(small_model(), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("other")
+    write_model(small_model(seed=3), directory)
+    return directory
+
+
+def own_scores(model: Path, rows: list[dict[str, Any]], key: str) -> list[float | None]:
+    """What the scorer says of each answer when it is asked for it alone."""
+    scorer = open_scorer(str(model), say=lambda _: None)
+    groups = [group_of((Message("user", row["prompt"]),), (row[key],), group_id="g")
+              for row in rows]  # fmt: skip
+    return [scores[0].value for scores in scorer.score_now(groups)]
+
+
+# ------------------------------------------------------------------------------- from end to end
+
+
+def test_reward_bench_from_rows_to_files(laurel, model, tmp_path) -> None:
+    rows = pair_rows()
+    data = write(tmp_path / "rows.jsonl.gz", rows)
+    done = laurel(["eval", "reward-bench", "-m", str(model), "-d", str(data),
+                   "-o", str(tmp_path / "new" / "out"), "--device", "cpu", "--json"])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    chosen, rejected = own_scores(model, rows, "chosen"), own_scores(model, rows, "rejected")
+    right = [one > other for one, other in zip(chosen, rejected, strict=True)]
+    expected = {
+        subset: sum(right[i] for i in range(24) if i % 4 == place) / 6
+        for place, subset in enumerate(SUBSETS)
+    }
+    report = json.loads(done.stdout)
+    assert accuracies(report) == pytest.approx(expected)
+    assert 0 < sum(right) < 24, "a model that is right everywhere shows nothing"
+    assert report["final"]["value"] == pytest.approx(sum(expected.values()) / 4)
+    longer = [len(row["chosen"]) > len(row["rejected"]) for row in rows]
+    plain = next(one for one in report["sections"] if one["name"] == "all rows, unweighted")
+    assert plain["longer_wins"] == pytest.approx(sum(longer) / 24)
+    assert "hep-go has 6 rows where RewardBench has 164" in report["notes"]
+
+    flat = json.loads((tmp_path / "new" / "out" / "reward-bench.json").read_text())
+    assert flat == {"model": str(model), "model_type": "Seq. Classifier",
+                    "chat_template": "tokenizer", **accuracies(report)}  # fmt: skip
+    assert list(flat) == sorted(flat)
+    scores = json.loads((tmp_path / "new" / "out" / "reward-bench-scores.json").read_text())
+    assert scores["results"] == [float(one) for one in right]
+    assert scores["scores_chosen"] == pytest.approx(chosen, abs=2e-6)
+    assert scores["text_rejected"] == [row["rejected"] for row in rows]
+    assert json.loads((tmp_path / "new" / "out" / "reward-bench-report.json").read_text()) == report
+
+
+def test_a_table_says_what_is_absent(laurel, model, tmp_path) -> None:
+    data = write(tmp_path / "rows.jsonl", [row for row in pair_rows() if row["id"] % 4 == 3])
+    done = laurel(["eval", "reward-bench", "-m", str(model), "-d", str(data)])
+    assert done.returncode == 0, done.stderr
+    lines = {line.strip().split("  ")[0]: line.split() for line in done.stdout.splitlines()}
+    assert lines["Safety"][1:3] == ["absent", "absent"]
+    assert lines["final score"][2:4] == ["absent", "absent"]
+    assert lines["hep-go"][-1] == "6"
+    assert "absent section: Chat Hard" in done.stdout
+
+
+def test_two_models_side_by_side(laurel, model, other_model, tmp_path) -> None:
+    data = write(tmp_path / "rows.jsonl", pair_rows())
+    for name, one in (("a", model), ("b", other_model)):
+        done = laurel(["eval", "reward-bench", "-m", str(one), "-d", str(data),
+                       "-o", str(tmp_path / name)])  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    files = [tmp_path / "a" / "reward-bench.json", tmp_path / "b" / "reward-bench-scores.json"]
+    done = laurel(["eval", "reward-bench", "--compare", *map(str, files), "--json"])
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        json.loads((tmp_path / name / "reward-bench-scores.json").read_text())["results"]
+        for name in "ab"
+    )
+    found = json.loads(done.stdout)["all_rows"]
+    assert found["num_rows"] == 24
+    assert found["only_a"] == sum(a > b for a, b in zip(first, second, strict=True)) > 0
+    assert found["only_b"] == sum(b > a for a, b in zip(first, second, strict=True)) > 0
+    shown = laurel(["eval", "reward-bench", "--compare", *map(str, files)])
+    assert "24 rows have a verdict in both" in shown.stdout
+
+
+def test_both_columns_of_the_seed_side_by_side(laurel, tmp_path) -> None:
+    oracle = Path(os.environ.get("LAUREL_DATA", "")).resolve().parent / "oracles"
+    if not oracle.is_dir():
+        pytest.skip(f"{oracle} is not here (LAUREL_DATA)")
+    known = json.loads((oracle / "rewardbench_oracle.json").read_text())
+    files = []
+    for name in ("reference", "ours"):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps({"model": name, **known[name]["per_subset"]}))
+    done = laurel(["eval", "reward-bench", "--compare", *map(str, files), "--json"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    sections = {one["name"]: (one["a"], one["b"]) for one in found["sections"]}
+    assert sections["final score"] == (0.9357852036397176, 0.9365001997654968)
+    assert len(found["subsets"]) == len(NUM_ROWS)
+    assert found["all_rows"] is None
+    shown = laurel(["eval", "reward-bench", "--compare", *map(str, files)])
+    assert "no test of significance" in shown.stdout
+
+
+def test_reward_bench_2_with_all_six(laurel, model, tmp_path) -> None:
+    data = write(tmp_path / "rows.jsonl", list_rows())
+    done = laurel(["eval", "reward-bench-2", "-m", str(model), "-d", str(data), "--json"])
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    found = accuracies(report)
+    assert list(found) == ["Factuality", "Precise IF", "Math", "Safety", "Focus", "Ties"]
+    assert report["final"]["value"] == pytest.approx(sum(found.values()) / 6)
+    assert report["num_completions"] == 10 * 4 + 2 * 3 + 2 * 5
+
+
+def test_the_other_benchmarks(laurel, model, tmp_path) -> None:
+    styles = {"chosen": ["4", "It is 4.", "**4** it is."], "rejected": ["5", "It is 5.", "**5**."]}
+    domains = ("chat", "math", "code", "safety-refuse", "safety-response")
+    rm = [{"id": name, "domain": name, "prompt": "2 + 2?", **styles} for name in domains]
+    judge = [{"pair_id": str(i), "source": "mmlu-pro-law", "question": f"{i}?", "label": label,
+              "response_A": WORDS[i], "response_B": WORDS[i + 1]}
+             for i, label in enumerate(["A>B", "B>A", "A>B"])]  # fmt: skip
+    groups = [{"prompt": "q?", "completions": list(WORDS[:4]), "correct": [1, 0, 0, 0]},
+              {"prompt": "r?", "completions": list(WORDS[:3]), "correct": [False] * 3}]  # fmt: skip
+    ranked = [{"context": "q?", "completions": [{"rank": rank, "completion": text}
+               for rank, text in enumerate(WORDS[:3])]}]  # fmt: skip
+    commands = {"rm-bench": rm, "judge-bench": judge, "best-of-n": groups, "pairs": ranked}
+    reports = {}
+    for name, rows in commands.items():
+        data = write(tmp_path / f"{name}.jsonl", rows)
+        done = laurel(["eval", name, "-m", str(model), "-d", str(data), "--json"])
+        assert done.returncode == 0, done.stderr
+        reports[name] = json.loads(done.stdout)
+    matrix = reports["rm-bench"]["matrix"]
+    assert sum(map(sum, matrix)) / 9 == pytest.approx(reports["rm-bench"]["final"]["value"])
+    assert reports["judge-bench"]["final"]["num_rows"] == 3
+    swapped = [{**row, "label": {"A>B": "B>A", "B>A": "A>B"}[row["label"]],
+                "response_A": row["response_B"], "response_B": row["response_A"]}
+               for row in judge]  # fmt: skip
+    data = write(tmp_path / "swapped.jsonl", swapped)
+    again = laurel(["eval", "judge-bench", "-m", str(model), "-d", str(data), "--json"])
+    assert json.loads(again.stdout)["final"] == reports["judge-bench"]["final"]
+    oracle = next(o for o in reports["best-of-n"]["sections"] if o["name"].startswith("any"))
+    assert oracle["value"] == 0.5
+    assert reports["pairs"]["final"]["num_rows"] == 3, "three answers make three pairs"
+
+
+def test_what_else_the_scores_of_pairs_show(laurel, model, tmp_path) -> None:
+    rows = pair_rows()
+    data = write(tmp_path / "held_out.jsonl", rows)
+    # One conversation of the evaluation is in training, too, and one says the opposite of another.
+    learned = [{**row, "prompt": f"Before: {row['prompt']}"} for row in rows[:12]]
+    swapped = {**learned[0], "chosen": learned[0]["rejected"], "rejected": learned[0]["chosen"]}
+    train = write(tmp_path / "train.jsonl", [*learned, rows[3], swapped])
+    asked = ["eval", "pairs", "-m", str(model), "-d", str(data), "--train-data", str(train)]
+    done = laurel([*asked, "--sensitivity", "--json"])
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    found = report["diagnostics"]
+    assert found["num_pairs"] == 24
+    assert found["accuracy"]["value"] == report["final"]["value"]
+    assert found["accuracy"]["baselines"]["longer wins"] == report["final"]["longer_wins"]
+    assert set(found["accuracy"]["baselines"]) == {"longer wins", "bag of words"}
+    bins = [part["accuracy"]["num_pairs"] for part in found["by_length_difference"]]
+    assert len(bins) > 1
+    assert sum(bins) == 24
+    assert found["training_set"]["num_contradictory"] == 2, "both of them"
+    assert found["leakage"]["num_same_prompt"] == 1
+    assert {one["name"] for one in found["sensitivity"]} >= {"flattery", "truncated"}
+
+    shown = laurel(["eval", "pairs", "-m", str(model), "-d", str(data), "--diagnostics"])
+    assert shown.returncode == 0, shown.stderr
+    for title in ("either as often", "reliability", "data sets"):
+        assert title in shown.stdout
+    assert "other forms" not in shown.stdout
+    missing = laurel([*asked[:-1], str(tmp_path / "nothing.jsonl")])
+    assert missing.returncode == 2
+    assert "nothing.jsonl" in missing.stderr
+
+
+def test_members_noise_and_another_language(laurel, model, other_model, tmp_path) -> None:
+    rows = pair_rows()
+    data = write(tmp_path / "held_out.jsonl", rows)
+    # Whoever has translated the rows has not changed what they say: here every third changed sides.
+    said = [
+        {**row, "chosen": row["rejected"], "rejected": row["chosen"]} if n % 3 == 0 else row
+        for n, row in enumerate(rows)
+    ]
+    translated = write(tmp_path / "translated.jsonl", said)
+    asked = ["eval", "pairs", "-m", str(model), "-d", str(data)]
+    others = ["--member", str(other_model), "--other-language", str(translated)]
+    done = laurel([*asked, *others, "--json"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["diagnostics"]
+
+    def verdicts(of: Path) -> list[bool]:
+        sides = [own_scores(of, rows, key) for key in ("chosen", "rejected")]
+        return [a > b for a, b in zip(*sides, strict=True)]
+
+    ours, theirs = verdicts(model), verdicts(other_model)
+    (agreement,) = found["agreement"]
+    assert (agreement["first"], agreement["second"]) == (str(model), str(other_model))
+    assert agreement["num_pairs"] == len(rows)
+    same = sum(a == b for a, b in zip(ours, theirs, strict=True))
+    assert agreement["same_verdict_share"] == pytest.approx(same / len(rows))
+
+    (language,) = found["sensitivity"]
+    assert (language["name"], language["num_pairs"]) == ("other language", len(rows))
+    assert language["flip_share"] == pytest.approx(len(rows[::3]) / len(rows))
+    assert 0 < found["noise_floor"]["noise"] < 1e-4
+    assert found["noise_floor"]["within_share"] == 0
+
+    shown = laurel([*asked, *others])
+    for title in ("agreement", "other language", "in other company"):
+        assert title in shown.stdout
+    short = write(tmp_path / "short.jsonl", said[:5])
+    missing = laurel([*asked, "--other-language", str(short)])
+    assert (missing.returncode, "24 pairs and 5" in missing.stderr) == (2, True), missing.stderr
+    twice = laurel([*asked, "--member", str(model)])
+    assert (twice.returncode, "agrees with itself" in twice.stderr) == (2, True), twice.stderr
+    absent = laurel([*asked, "--member", str(tmp_path / "absent")])
+    assert (absent.returncode, "absent" in absent.stderr) == (2, True), absent.stderr
+
+
+def test_a_running_server_scores_and_its_failures_are_counted(laurel, tmp_path) -> None:
+    data = write(tmp_path / "rows.jsonl", pair_rows())
+
+    with RewardServer(poison="laurel,") as server:  # which only wrong answers have
+        done = laurel(["eval", "reward-bench", "-m", server.url, "-d", str(data),
+                       "-o", str(tmp_path / "out"), "--json"])  # fmt: skip
+    assert done.returncode == 1
+    failed = [row for row in pair_rows() if "laurel, " in row["rejected"]]
+    assert 0 < len(failed) < 24
+    assert f"FAILED  {len(failed)} of 48 completions have no score" in done.stderr
+    assert f"the first: {data}:{failed[0]['id'] + 1}: not finite" in done.stderr
+    report = json.loads(done.stdout)
+    assert report["num_failures"] == len(failed)
+    assert report["final"]["num_rows"] == 24 - len(failed)
+    assert report["final"]["num_failures"] == len(failed)
+    scores = json.loads((tmp_path / "out" / "reward-bench-scores.json").read_text())
+    missing = [one is None for one in scores["results"]]
+    assert missing == [row in failed for row in pair_rows()]
+    assert [one is None for one in scores["scores_rejected"]] == missing
+
+
+# ---------------------------------------------------------------------------------- wrong inputs
+
+GOOD = pair_rows()[:3]
+WRONG: dict[str, tuple[str, list[Any], list[str]]] = {
+    "a row without an answer": (
+        "reward-bench",
+        [*GOOD, {"id": 9, "subset": "hep-go", "prompt": "q", "chosen": "a"}],
+        ["rows.jsonl:4: the row has no 'rejected'; its keys are: id, subset, prompt, chosen",
+         'A row of RewardBench is {"id", "subset", "prompt", "chosen", "rejected"}'],
+    ),
+    "rows of another benchmark": (
+        "reward-bench",
+        list_rows(),
+        ["rows.jsonl:1: 'chosen' holds something that is no", "A row of RewardBench is {"],
+    ),
+    "counts that do not fit": (
+        "reward-bench-2",
+        [{**list_rows()[0], "num_correct": 2}],
+        ["rows.jsonl:1: 'num_correct' is 2, and the row has 1 right and 3 wrong answers"],
+    ),
+    "a row of Ties twice": (
+        "reward-bench-2",
+        [*list_rows()[-2:], list_rows()[-2]],
+        ["rows.jsonl:3: there is a row with the id ref:1 already"],
+    ),
+    "two styles": (
+        "rm-bench",
+        [{"id": 1, "domain": "chat", "prompt": "q", "chosen": ["a", "b"], "rejected": ["c"] * 3}],
+        ["rows.jsonl:1: 'chosen' holds 2 answers where 3 are expected, one of each style"],
+    ),
+    "an unknown label": (
+        "judge-bench",
+        [{"source": "x", "question": "q", "response_A": "a", "response_B": "b", "label": "A"}],
+        ["rows.jsonl:1: 'label' is 'A' where A>B or B>A is meant"],
+    ),
+    "verdicts that do not fit": (
+        "best-of-n",
+        [{"prompt": "q", "completions": ["a", "b"], "correct": [True]}],
+        ["rows.jsonl:1: 'correct' must hold true or false for each of the 2 completions"],
+    ),
+    "no JSON": (
+        "best-of-n", ['{"prompt": '], ["rows.jsonl:1: column 13: not JSON"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_rows_that_cannot_be_used(laurel, model, tmp_path, case) -> None:
+    name, rows, expected = WRONG[case]
+    data = write(tmp_path / "rows.jsonl", rows)
+    message = refused(laurel, [name, "-m", str(model), "-d", str(data)])
+    for text in expected:
+        assert text in message
+
+
+def test_other_things_that_cannot_be_used(laurel, model, tmp_path) -> None:
+    data = str(write(tmp_path / "rows.jsonl", GOOD))
+    assert "no reward model is named" in refused(laurel, ["reward-bench", "-d", data])
+    gone = ["reward-bench", "-m", str(tmp_path / "gone"), "-d", data]
+    assert "there is no such directory" in refused(laurel, gone)
+    assert "rows.jsonl is a file; name a directory" in refused(
+        laurel, ["reward-bench", "-m", str(model), "-d", data, "-o", data]
+    )
+    assert f"cannot be made: {data} is a file" in refused(
+        laurel, ["reward-bench", "-m", str(model), "-d", data, "-o", f"{data}/deep/er"]
+    )
+    assert "no data is named; add --data" in refused(laurel, ["best-of-n", "-m", str(model)])
+    assert "which pairs?" in refused(laurel, ["pairs", "-m", str(model)])
+    missing = refused(laurel, ["reward-bench", "-m", str(model), "-d", str(tmp_path / "row.jsonl")])
+    assert "does not exist in" in missing
+    assert "there is rows.jsonl" in missing
+    nobody = refused(laurel, ["reward-bench", "-m", "http://127.0.0.1:9", "-d", data])
+    assert "--model http://127.0.0.1:9/v1/score does not answer" in nobody
+    assert "env.reward_model" not in nobody
+    keyless = ["reward-bench", "-m", "http://127.0.0.1:9", "-d", data, "--api-key-env", "NO_SUCH"]
+    assert "--api-key-env=NO_SUCH: there is no such environment variable" in refused(
+        laurel, keyless
+    )
+    assert "--model" in refused(laurel, ["reward-bench", "-m", "http://", "-d", data])
+
+
+def test_results_that_cannot_be_compared(laurel, tmp_path) -> None:
+    good = tmp_path / "good.json"
+    good.write_text(json.dumps({"model": "m", "hep-go": 0.5}))
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    assert "bad.json holds no results" in refused(
+        laurel, ["reward-bench", "--compare", str(good), str(bad)]
+    )
+    assert "is a result of laurel eval reward-bench" in refused(
+        laurel, ["judge-bench", "--compare", str(good), str(good)]
+    )
+    assert "gone.json cannot be read" in refused(
+        laurel, ["reward-bench", "--compare", str(good), str(tmp_path / "gone.json")]
+    )

@@ -1,0 +1,82 @@
+"""From training with adapters to scores that a program without Laurel gives."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laurel.rewards.load import open_scorer
+from laurel.types import Message, group_of
+from runs import LOADED, TINY, pairs, run, save_model, settings, train, write_rows
+
+ANSWERS = ("this is kind", "one more rude word, and then one more of them", "no")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a run with LoRA on a language model."""
+    directory = tmp_path_factory.mktemp("lora")
+    rows = write_rows(directory / "train.jsonl", pairs(40))
+    base = save_model(directory / "base")
+    scratch = set(TINY) - set(LOADED)
+    train(
+        [
+            *(change for change in settings(directory, rows=rows) if change not in scratch),
+            "policy.dtensor_cfg.lora_cfg.enabled=true",
+            f"policy.model_name={base}",
+        ]
+    )
+    return directory / "saves"
+
+
+def export(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(arguments, program=("-m", "laurel.cli.main", "export"))
+
+
+def test_lora_to_plain_transformers(trained: Path, tmp_path: Path) -> None:
+    assert (trained / "best" / "adapter").is_dir()
+    done = export("--model", str(trained), "--output", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "plain transformers gives the same scores" in done.stderr
+    assert not (tmp_path / "out" / "adapter").exists()
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "- adapters: LoRA of rank" in text
+    assert "if the longer answer won" in text
+    # The program of its card, in a process that cannot import Laurel.
+    code, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    asked = [
+        [{"role": "user", "content": "what is one?"}, {"role": "assistant", "content": answer}]
+        for answer in ANSWERS
+    ]
+    code += f"\nimport json, sys\nprint(json.dumps(scores({asked!r}).tolist()))"
+    code += "\nassert 'laurel' not in sys.modules"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "out", capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    theirs = json.loads(found.stdout.splitlines()[-1])
+    group = group_of([Message("user", "what is one?")], ANSWERS, group_id="a")
+    (ours,) = open_scorer(str(trained), say=lambda said: None).score_now([group])
+    assert theirs == pytest.approx([score.value for score in ours], abs=1e-5)
+    assert len(set(theirs)) == len(ANSWERS)
+
+
+def test_errors_are_one_message_and_exit_code_2(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    for arguments, words in (
+        (["--model", str(trained), "--output", str(tmp_path / "full")], "not empty"),
+        (["--model", str(trained), "--step", "99", "--output", str(tmp_path / "out")], "step_99"),
+        (["--output", str(tmp_path / "out")], "add --model"),
+    ):
+        done = export(*arguments)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

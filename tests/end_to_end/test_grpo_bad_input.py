@@ -1,0 +1,203 @@
+"""What GRPO cannot use gets one clear message and exit status 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import runs
+from policy_runs import grpo_settings, sft_settings
+from runs import WarmCommand, write_rows
+
+JUDGED = "+env.custom.mine.name=policy_fakes"
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommand]:
+    path = os.pathsep.join((str(runs.ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = path
+    command = WarmCommand(tmp_path_factory.mktemp("warm"))
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+    yield command
+    command.close()
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models that fit and models that do not."""
+    root = tmp_path_factory.mktemp("places")
+    trained = runs.train(
+        runs.settings(root / "run", "rm.max_num_steps=1", "rm.val_period=0", "rm.val_at_end=false")
+    )
+    checkpoint = trained.outcome.latest
+    assert checkpoint is not None
+    other = root / "other"
+    shutil.copytree(checkpoint, other, ignore=shutil.ignore_patterns("MANIFEST.json", "training"))
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 1.5 * w for name, w in weights.items()}, other / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    policy = runs.save_model(root / "policy")
+    (root / "empty").mkdir()
+    rows = {
+        "no_answer": [{"input": f"q{i}?"} for i in range(8)],
+        "long": [{"input": f"{i} which? " * 50, "output": "1"} for i in range(8)],
+    }
+    written = {name: write_rows(root / f"{name}.jsonl", each) for name, each in rows.items()}
+    return {"policy": policy, "reward_model": checkpoint, "other": other, "empty": root / "empty",
+            **written}  # fmt: skip
+
+
+def refused(directory: Path, warm: WarmCommand, command: str, overrides: list[str]) -> str:
+    """The message of a run that must be refused; checks all that every refusal has."""
+    before = sorted(directory.rglob("*"))
+    done = warm([command, *overrides])
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("error: ") == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "Warning" not in done.stdout + done.stderr
+    assert sorted(directory.rglob("*")) == before, "it left something behind"
+    return done.stderr
+
+
+REWARD_MODEL = "env.reward_model.enabled=true"
+
+CASES: dict[str, tuple[list[str], str]] = {
+    "environment": (["data.env_name=mth"], r"env_name=mth: .*Did you mean math\?"),
+    "part of a composite": (
+        ["data.env_name=both", "+env.composite.both.parts=[{env: reward_modle}]"],
+        r"'reward_modle'; did you mean 'reward_model'\?",
+    ),
+    "no such class": (
+        ["data.env_name=mine", f"{JUDGED}.Machtes"], r"env\.custom\.mine: .*mean 'Matches'",
+    ),
+    "arguments of a class": (
+        ["data.env_name=mine", "+env.custom.mine={name: policy_fakes.Matches, kwargs: {odd: 1}}"],
+        r"env\.custom\.mine: policy_fakes\.Matches cannot be called with odd=1",
+    ),
+    "not an environment": (
+        ["data.env_name=mine", f"{JUDGED}.ByteChat"], r"ByteChat lacks step",
+    ),
+    "no answers": (
+        ["data.train_data_path={no_answer}"],
+        r"no_answer\.jsonl:1: the row has no answer in 'output'.*data\.output_key",
+    ),
+    "prompts too long": (
+        ["data.train_data_path={long}"],
+        r"all 6 prompts are longer than 63 tokens \(the shortest has \d+\); raise policy\.max",
+    ),
+    "prompts longer than the limit": (
+        ["data.max_input_seq_length=3"], r"longer than 3 tokens .*raise data\.max_input_seq_length",
+    ),
+    "batch": (
+        ["policy.train_global_batch_size=5"],
+        r"3 prompts x 4 completions = 12, which is no multiple of .*train_global_batch_size=5",
+    ),
+    "policy is no directory": (
+        ["policy.model_name=./nowhere"], r"\./nowhere looks like a directory and does not exist",
+    ),
+    "policy is no model": (["policy.model_name={empty}"], r"has no config\.json"),
+    "policy is a reward model": (
+        ["policy.model_name={reward_model}"],
+        r"is a reward model .*name it in env\.reward_model\.model_name",
+    ),
+    "which reward model": (
+        ["data.env_name=reward_model"], r"env\.reward_model\.model_name is missing",
+    ),
+    "reward model is nowhere": (
+        [REWARD_MODEL, "env.reward_model.model_name=/nowhere/at/all"],
+        r"env\.reward_model\.model_name=/nowhere/at/all: ",
+    ),
+    "reward model is a policy": (
+        [REWARD_MODEL, "env.reward_model.model_name={policy}"],
+        r"without a reward head.*laurel rm policy\.model_name=",
+    ),
+    "reward model scores otherwise": (
+        [REWARD_MODEL, "env.reward_model.model_name={other}"],
+        r"other does not score as it did when it was saved: .*scored",
+    ),
+    "stale without a correction": (
+        ["grpo.max_staleness=1"], r"set loss_fn\.use_importance_sampling_correction=true",
+    ),
+    "temperature": (["policy.generation.temperature=-1"], r"temperature: must be .* at least 0"),
+    "unknown key": (["grpo.num_prompt_per_step=3"], r"did you mean 'num_prompts_per_step'\?"),
+    "too many new tokens": (
+        ["policy.generation.max_new_tokens=65"], r"max_new_tokens=65 is more than .*length=64",
+    ),
+    "a group of one": (
+        ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=3"],
+        r"num_generations_per_prompt must be at least 2",
+    ),
+    "seed": (["grpo.seed=-1"], r"grpo\.seed: must be a whole number of at least 0"),
+    "stop string": (["policy.generation.stop_strings=['']"], r"an empty stop string"),
+    "stop token": (
+        ["policy.generation.stop_token_ids=[7,99999]"], r"stop_token_ids: 99999 not in the model's",
+    ),
+    "no packing": (
+        ["policy.sequence_packing.enabled=false"], r"policy\.sequence_packing\.enabled=false: the",
+    ),
+    "metric": (
+        ["checkpointing.metric_name=validation_acuracy"],
+        r"this run never measures that\. It can measure: validation_reward_mean",
+    ),
+    "optimizer": (["policy.optimizer.name=torch.optim.AdamWW"], r"mean torch\.optim\.AdamW\?"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_grpo_refuses(
+    tmp_path: Path, warm: WarmCommand, places: dict[str, Path], case: str
+) -> None:
+    changes, message = CASES[case]
+    overrides = grpo_settings(tmp_path, places["policy"])
+    filled = [re.sub(r"{(\w+)}", lambda m: str(places.get(m[1], m[0])), c) for c in changes]
+    assert re.search(message, refused(tmp_path, warm, "grpo", [*overrides, *filled]), re.DOTALL)
+
+
+SFT_CASES: dict[str, tuple[list[str], str]] = {
+    "no answer": (["data.train_data_path={no_answer}"], r"no_answer\.jsonl:1: .*output"),
+    "too long": (
+        ["data.train_data_path={long}"], r"train: no conversation has an answer within 64 tokens",
+    ),
+    "a reward model": (["policy.model_name={reward_model}"], r"is a reward model"),
+    "unknown key": (["sft.max_num_epoch=3"], r"did you mean 'max_num_epochs'\?"),
+    "metric": (["checkpointing.metric_name=val_acc"], r"It can measure: validation-default_loss"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SFT_CASES)
+def test_fine_tuning_refuses(
+    tmp_path: Path, warm: WarmCommand, places: dict[str, Path], case: str
+) -> None:
+    changes, message = SFT_CASES[case]
+    overrides = sft_settings(tmp_path, model=places["policy"])
+    filled = [re.sub(r"{(\w+)}", lambda m: str(places.get(m[1], m[0])), c) for c in changes]
+    assert re.search(message, refused(tmp_path, warm, "sft", [*overrides, *filled]), re.DOTALL)
+
+
+def test_what_fails_in_the_middle_exits_with_1_and_one_message(
+    tmp_path: Path, warm: WarmCommand, places: dict[str, Path]
+) -> None:
+    """An environment that cannot judge anything is no mistake in the configuration."""
+    custom = "+env.custom.mine={name: policy_fakes.Matches, kwargs: {poison: ''}}"
+    done = warm(["grpo", *grpo_settings(tmp_path, places["policy"], "data.env_name=mine", custom)])
+    assert done.returncode == 1
+    assert re.match(
+        r"error: the environment 'mine' could not judge 12 of 12 samples, more than "
+        r"env\.max_failed_share=0\.5 allows\. The first reason: '' is poison",
+        done.stderr,
+    )
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("saves/step_*"))
+    assert json.loads((tmp_path / "logs/exp_001/data_report.json").read_text("utf-8"))

@@ -1,0 +1,131 @@
+"""`laurel grpo` with the code environment: programs are run, and tests are the reward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from laurel.environments.sandbox.detection import detect
+from laurel.environments.sandbox.tiers import Tier
+from policy_runs import (
+    completions_of,
+    grpo,
+    grpo_settings,
+    metrics_of,
+    sft,
+    sft_settings,
+    writer_of_functions,
+)
+from runs import write_rows
+
+CODE = (
+    "data.dataset_name=CodeTasks",
+    "data.env_name=code",
+    "env.code.num_workers=2",
+    "env.code.sandbox.min_tier=D",
+    "policy.generation.max_new_tokens=24",
+    "policy.max_total_sequence_length=96",
+    "grpo.max_num_steps=2",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sandbox() -> None:
+    found = detect()
+    if found.tier in (None, Tier.LIMITS_ONLY):
+        pytest.skip(found.sentence())
+
+
+def tasks(count: int = 16) -> list[dict[str, object]]:
+    """Functions that give 1 or 2."""
+    return [
+        {
+            "prompt": f"Give {1 + i % 2} ({i})",
+            "entry": "f",
+            "call_tests": [{"args": [], "expected": 1 + i % 2}],
+            "reference_solution": f"def f(): return {1 + i % 2}",
+        }
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writes such functions, each as often right as wrong."""
+    return writer_of_functions(tmp_path_factory.mktemp("model"))
+
+
+def test_programs_are_judged_by_tests(tmp_path: Path, model: Path) -> None:
+    bad = {**tasks(1)[0], "reference_solution": "def f(): return 3"}
+    write_rows(tmp_path / "tasks.jsonl", [*tasks(), bad])
+    done = grpo(grpo_settings(tmp_path, model, *CODE))
+    assert done.outcome.ended == "finished"
+    assert "judged by code" in done.text
+    figures = metrics_of(tmp_path)[2]
+    assert figures["env/code/num_samples"] == 12
+    assert figures["env/code/sandbox_failures"] == 0
+    assert figures["env/code/accuracy"] == pytest.approx(figures["train/reward"])
+    verdicts = {k: v for k, v in figures.items() if k.startswith("env/code/verdict/")}
+    assert sum(verdicts.values()) == pytest.approx(1.0)
+    assert "validation/accuracy" in figures
+    rows = completions_of(tmp_path, 2)
+    assert {row["answer"] for row in rows} >= {"ok", "wrong_answer"}
+    for row in rows:
+        assert row["reward"] == float(row["answer"] == "ok")
+    report = json.loads(
+        (tmp_path / "logs" / "exp_001" / "data_report.json").read_text(encoding="utf-8")
+    )
+    assert "answer refused" in json.dumps(report)
+
+
+def test_the_recipe_begins(tmp_path: Path, model: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "code_cpu.yaml"
+    changes = (
+        f"policy.model_name={model}", "grpo.num_prompts_per_step=2", "grpo.max_num_steps=1",
+        "policy.train_global_batch_size=16", "policy.train_micro_batch_size=16",
+        "grpo.val_period=0", "grpo.val_at_start=false", "checkpointing.metric_name=null",
+        "env.code.sandbox.min_tier=D", f"checkpointing.checkpoint_dir={tmp_path}/saves",
+        f"logger.log_dir={tmp_path}/logs",
+    )  # fmt: skip
+    done = grpo(changes, path=recipe)
+    assert done.outcome.ended == "finished"
+    figures = metrics_of(tmp_path)[1]
+    assert figures["env/code/num_samples"] == 16
+    assert figures["env/code/sandbox_failures"] == 0
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_code_as_a_tool(tmp_path: Path, caller: Path, ends: bool) -> None:
+    write_rows(tmp_path / "tasks.jsonl", [{"prompt": f"What is {i}?"} for i in range(16)])
+    done = grpo(
+        grpo_settings(tmp_path, caller, *CODE, "grpo.max_rollout_turns=2", "grpo.max_num_steps=1",
+                      "grpo.val_period=0", "grpo.val_at_end=false",
+                      "policy.generation.temperature=0.1",
+                      f"env.code.terminate_on_evaluation={str(ends).lower()}")
+    )  # fmt: skip
+    assert done.outcome.ended == "finished"
+    figures = metrics_of(tmp_path)[1]
+    assert figures["train/reward"] == 0
+    assert figures["train/max_turns_per_sample"] == (1 if ends else 2)
+    texts = [row["completion"] for row in completions_of(tmp_path, 1)]
+    called = [text for text in texts if text.startswith("<code>40 + 2</code>")]
+    assert len(called) > len(texts) / 2
+    assert all(("<result>42</result>" in text) == (not ends) for text in called)
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Calls its tool, whatever it is asked; its turn ends with the stop string alone."""
+    directory = tmp_path_factory.mktemp("caller")
+    shown = [
+        {"input": f"What is {i % 16}?", "output": "<code>40 + 2</code> and so on"}
+        for i in range(96)
+    ]
+    write_rows(directory / "demonstrations.jsonl", shown)
+    saved = sft(
+        sft_settings(directory, "sft.max_num_epochs=12", "policy.max_total_sequence_length=96")
+    ).outcome.latest
+    assert saved is not None
+    return saved

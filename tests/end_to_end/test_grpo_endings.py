@@ -1,0 +1,219 @@
+"""How `laurel grpo` ends before its last step, and what it says of steps that go wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from laurel.errors import NonFiniteError, TrainingError
+from policy_fakes import HOOKS
+from policy_runs import (
+    HOOKED,
+    MATCHES,
+    assert_same_runs,
+    completions_of,
+    grpo,
+    grpo_settings,
+    metrics_of,
+    warm_started,
+)
+
+NO_VALIDATION = ("grpo.val_period=0", "grpo.val_at_end=false")
+RARELY_SAVED = "checkpointing.save_period=100"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_started(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def unhooked() -> Iterator[None]:
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    yield
+    HOOKS.clear()
+    signal.signal(signal.SIGTERM, previous)
+
+
+def saves(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "saves").glob("step_*"))
+
+
+# --------------------------------------------------------------------------- rollouts ahead, signal
+
+
+def test_a_signal_does_not_wait_for_rollouts_that_run_ahead(tmp_path: Path, model: Path) -> None:
+    """They hang; the run saves what it learned, and draws them again when it goes on."""
+    changes = [
+        *MATCHES, *HOOKED, *NO_VALIDATION, RARELY_SAVED, "grpo.max_num_steps=3",
+        "grpo.max_staleness=1", "loss_fn.use_importance_sampling_correction=true",
+    ]  # fmt: skip
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    grpo(grpo_settings(straight, model, *changes))
+
+    is_stuck, release, calls, sent = threading.Event(), threading.Event(), [0], [0.0]
+
+    def judge() -> None:
+        calls[0] += 1
+        if calls[0] == 5:  # in the batch of the second step
+            is_stuck.set()
+            release.wait(60)
+
+    def update() -> None:
+        assert is_stuck.wait(60)
+        sent[0] = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    HOOKS.update(judge=judge, update=update)
+    try:
+        first = grpo(grpo_settings(broken, model, *changes, "grpo.stop_patience_seconds=0.2"))
+    finally:
+        release.set()
+    assert time.monotonic() - sent[0] < 30, "it waited for the judge"
+    assert (first.outcome.ended, first.outcome.step) == ("signal", 1)
+    assert saves(broken) == ["step_1"]
+
+    HOOKS.clear()
+    last = grpo(grpo_settings(broken, model, *changes))
+    assert (last.outcome.ended, last.outcome.step) == ("finished", 3)
+    assert completions_of(broken, 1) == completions_of(straight, 1)
+    for step in (1, 2, 3):
+        asked = [[row["task"] for row in completions_of(d, step)] for d in (straight, broken)]
+        assert asked[0] == asked[1]
+    behind = [metrics_of(broken)[step]["train/staleness"] for step in (1, 2, 3)]
+    assert behind == [0, 0, 1], "the second batch was drawn with the weights that were saved"
+
+
+# ------------------------------------------------------------------------- tasks that are used up
+
+DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=50")
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_dynamic_sampling_ends_when_all_epochs_are_used_up(
+    tmp_path: Path, model: Path, staleness: int
+) -> None:
+    changes = [
+        *MATCHES, *DYNAMIC, RARELY_SAVED, "grpo.val_period=0", f"grpo.max_staleness={staleness}",
+        "loss_fn.use_importance_sampling_correction=true", "grpo.max_num_steps=100",
+    ]  # fmt: skip
+    done = grpo(grpo_settings(tmp_path, model, *changes))
+    step = done.outcome.step
+    assert done.outcome.ended == "finished"
+    assert 1 <= step < 6, "18 tasks are 6 steps only where none is left out"
+    said = f"no step {step + 1}: all 18 tasks have been drawn (grpo.max_num_epochs=1)"
+    assert said in done.text.replace("\n", " ")
+    assert saves(tmp_path) == [f"step_{step}"]
+    assert "validation/reward_mean" in metrics_of(tmp_path)[step], "val_at_end"
+
+    before = (tmp_path / "saves" / f"step_{step}" / "MANIFEST.json").stat().st_mtime_ns
+    again = grpo(grpo_settings(tmp_path, model, *changes))
+    assert again.outcome.ended == "finished"
+    if again.outcome.step == step:  # what it drew for the step that never came may be better now
+        after = (tmp_path / "saves" / f"step_{step}" / "MANIFEST.json").stat().st_mtime_ns
+        assert after == before
+
+
+def test_more_epochs_go_on_from_tasks_that_were_used_up(tmp_path: Path, model: Path) -> None:
+    changes = [*MATCHES, *DYNAMIC, *NO_VALIDATION, RARELY_SAVED, "grpo.max_num_steps=100"]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    grpo(grpo_settings(straight, model, *changes, "grpo.max_num_epochs=2"))
+    first = grpo(grpo_settings(broken, model, *changes)).outcome.step
+    last = grpo(grpo_settings(broken, model, *changes, "grpo.max_num_epochs=2")).outcome.step
+    assert last > first
+    assert_same_runs(straight, broken, last)
+
+
+def test_without_any_step_it_is_an_error(tmp_path: Path, model: Path) -> None:
+    worthless = "+env.custom.matches={name: policy_fakes.Matches, kwargs: {reward: 0.0}}"
+    with pytest.raises(TrainingError, match=r"nothing was learned: no step 1: all 18 .* 0 of 3"):
+        grpo(grpo_settings(tmp_path, model, "data.env_name=matches", worthless, *DYNAMIC))
+
+
+# -------------------------------------------------------------------------------- a goal is reached
+
+
+def test_a_validation_that_is_good_enough_ends_the_run(tmp_path: Path, model: Path) -> None:
+    changes = [*MATCHES, RARELY_SAVED, "grpo.val_period=2", "grpo.max_num_steps=5"]
+    goal = [*changes, "grpo.stop_at_validation_metric=accuracy"]
+    reached = [*goal, "grpo.stop_at_validation_threshold=0.0"]
+    for _ in range(2):  # the second ends where the first did
+        done = grpo(grpo_settings(tmp_path, model, *reached))
+        assert (done.outcome.ended, done.outcome.step) == ("finished", 2)
+        assert "step 2 is the last: validation_reward_mean=" in done.text
+        assert saves(tmp_path) == ["step_2"]
+    too_high = [*goal, "grpo.stop_at_validation_threshold=1.5"]
+    assert grpo(grpo_settings(tmp_path, model, *too_high)).outcome.step == 5
+    grpo(grpo_settings(tmp_path / "straight", model, *changes))
+    assert metrics_of(tmp_path)[5] == metrics_of(tmp_path / "straight")[5]
+
+    at_once = grpo(grpo_settings(tmp_path / "start", model, *reached, "grpo.val_at_start=true"))
+    assert (at_once.outcome.ended, at_once.outcome.step) == ("finished", 0)
+    assert saves(tmp_path / "start") == []
+
+
+def test_a_goal_that_was_not_measured_is_told(tmp_path: Path, model: Path) -> None:
+    done = grpo(
+        grpo_settings(
+            tmp_path, model, "data.env_name=matches", "grpo.max_num_steps=2",
+            "+env.custom.matches={name: policy_fakes.Matches, kwargs: {reward: 0.25}}",
+            "grpo.stop_at_validation_metric=pass_k", "grpo.stop_at_validation_threshold=0.0",
+            "grpo.val_num_generations_per_prompt=2",
+        )
+    )  # fmt: skip
+    assert "step 2: no validation_pass@2 to end the run by" in done.text
+
+
+# ------------------------------------------------------------------------------ steps that go wrong
+
+
+def test_a_step_of_which_a_part_was_applied_is_no_bad_step(tmp_path: Path, model: Path) -> None:
+    done = grpo(
+        grpo_settings(
+            tmp_path, model, "data.env_name=uneven", "+env.custom.uneven.name=policy_fakes.Uneven",
+            *NO_VALIDATION, "grpo.normalize_rewards=false", "policy.train_global_batch_size=4",
+            "grpo.max_bad_steps=1", "grpo.max_num_steps=1", "policy.generation.temperature=1.6",
+        )
+    )  # fmt: skip
+    figures = metrics_of(tmp_path)[1]
+    applied, failed = figures["train/optimizer_steps"], figures["train/optimizer_steps_not_applied"]
+    assert applied >= 1
+    assert failed >= 1
+    assert figures["train/bad_steps_in_a_row"] == 0
+    said = f"step 1: {failed:.0f} of its {applied + failed:.0f} updates not applied: the "
+    assert said in done.text
+    assert (tmp_path / "logs" / "exp_001" / "bad_steps" / "step_1.jsonl").is_file()
+
+
+def test_a_reference_that_gives_no_numbers_is_told_and_ends_the_run(
+    tmp_path: Path, model: Path
+) -> None:
+    """The run goes on with a reference that is loaded again, and is broken by now."""
+    base = tmp_path / "base"
+    shutil.copytree(model, base, ignore=shutil.ignore_patterns("MANIFEST.json", "training"))
+    changes = [
+        *MATCHES, *NO_VALIDATION, "checkpointing.save_period=1", "grpo.max_bad_steps=2",
+        "loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1",
+    ]  # fmt: skip
+    grpo(grpo_settings(tmp_path, base, *changes, "grpo.max_num_steps=1"))
+    assert "train/kl_in_reward" in metrics_of(tmp_path)[1]
+    weights = load_file(base / "model.safetensors")
+    (name,) = [name for name in weights if name.endswith("model.norm.weight")]
+    weights[name] = torch.full_like(weights[name], float("nan"))
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NonFiniteError, match="divergence from the reference policy is not finite"):
+        grpo(grpo_settings(tmp_path, base, *changes))
+    figures = metrics_of(tmp_path)[2]
+    assert figures["train/num_failures"] == 12
+    assert figures["train/bad_steps_in_a_row"] == 1
+    rows = completions_of(tmp_path, 2)
+    assert all(row["reward"] is None and "not finite" in row["failure"] for row in rows)

@@ -1,0 +1,366 @@
+"""GRPO and fine-tuning go on from a checkpoint and end bit for bit as if they had never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from laurel.cli.train import run_training
+from laurel.errors import CheckpointError
+from policy_fakes import HOOKS
+from policy_runs import (
+    HOOKED,
+    MATCHES,
+    assert_same_runs,
+    completions_of,
+    grpo,
+    grpo_settings,
+    metrics_of,
+    sft,
+    sft_settings,
+    sums,
+    warm_started,
+)
+from runs import ROOT, environment, last_step, manifest_hashes, wait_until, write_rows
+
+NUM_STEPS = 6
+LENGTH = (
+    f"grpo.max_num_steps={NUM_STEPS}",
+    "grpo.stop_patience_seconds=600",  # what is ahead is finished, however busy this machine is
+    "checkpointing.save_period=100",
+    "grpo.val_period=0",
+    *MATCHES,
+    *HOOKED,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_started(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def unhooked() -> Iterator[None]:
+    """Nothing is called, and a SIGTERM that comes when no run is listening is not heard."""
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    yield
+    HOOKS.clear()
+    signal.signal(signal.SIGTERM, previous)
+
+
+def interrupt_at(
+    call: int, *, where: str, number: signal.Signals = signal.SIGTERM
+) -> Callable[[], int]:
+    """Send a signal to this process at the n-th call of a hook; returns how many there were."""
+    calls = [0]
+
+    def hook() -> None:
+        calls[0] += 1
+        if calls[0] == call:
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)  # it is heard by a thread, and whoever waits looks now and then
+
+    HOOKS.clear()
+    HOOKS[where] = hook
+    return lambda: calls[0]
+
+
+CORRECTED = "loss_fn.use_importance_sampling_correction=true"
+LORA = "policy.dtensor_cfg.lora_cfg.enabled=true"
+
+MANNERS = {
+    "synchronous": [],
+    "one step ahead": ["grpo.max_staleness=1", CORRECTED],
+    "two steps ahead": ["grpo.max_staleness=2", CORRECTED],
+    "adapters, one step ahead": [
+        LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.1", "grpo.max_staleness=1", CORRECTED,
+    ],
+    "several updates": ["grpo.num_iterations=2", "policy.train_global_batch_size=6"],
+    "dynamic sampling": [
+        "grpo.use_dynamic_sampling=true",
+        "grpo.dynamic_sampling_max_gen_batches=50",
+        "grpo.max_num_epochs=99",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(
+    tmp_path: Path, model: Path, manner: str
+) -> None:
+    changes = [*LENGTH, *MANNERS[manner]]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    grpo(grpo_settings(straight, model, *changes))
+
+    updates_a_step = 4 if manner == "several updates" else 1
+    interrupt_at(2 * updates_a_step, where="update")
+    first = grpo(grpo_settings(broken, model, *changes)).outcome
+    assert (first.ended, first.step) == ("signal", 2), "the step is finished and saved"
+    assert first.latest == broken / "saves" / "step_2"
+
+    calls = interrupt_at(5, where="judge")  # in the next rollouts but one, where nothing is ahead
+    second = grpo(grpo_settings(broken, model, *changes)).outcome
+    assert second.ended == "signal"
+    assert 2 <= second.step < NUM_STEPS
+    if manner == "synchronous":
+        assert (second.step, calls()) == (3, 6), "step 4 was given up in the middle of its rollouts"
+    assert second.latest == broken / "saves" / f"step_{second.step}"
+
+    HOOKS.clear()
+    last = grpo(grpo_settings(broken, model, *changes))
+    assert last.outcome.ended == "finished"
+    assert f"going on from {second.latest}, after step {second.step}" in last.text
+    assert_same_runs(straight, broken, NUM_STEPS)
+    for step in range(1, NUM_STEPS + 1):
+        assert completions_of(broken, step) == completions_of(straight, step)
+    staleness = int(changes[-2][-1]) if "ahead" in manner else 0
+    behind = [metrics_of(broken)[s]["train/staleness"] for s in range(1, NUM_STEPS + 1)]
+    assert behind == [min(s, staleness) for s in range(NUM_STEPS)]
+
+
+def test_rollouts_that_run_ahead_are_in_the_checkpoint_and_not_drawn_again(
+    tmp_path: Path, model: Path
+) -> None:
+    changes = [*LENGTH, *MANNERS["two steps ahead"], "grpo.val_at_end=false"]
+    interrupt_at(3, where="update")
+    grpo(grpo_settings(tmp_path, model, *changes))
+    calls = interrupt_at(1000, where="judge")
+    done = grpo(grpo_settings(tmp_path, model, *changes)).outcome
+    assert done.ended == "finished"
+    assert calls() == 3, "steps 4 and 5 were ahead; only the groups of step 6 were left to judge"
+
+
+def test_what_environments_noted_of_rollouts_that_run_ahead_is_in_the_checkpoint(
+    tmp_path: Path, model: Path
+) -> None:
+    """How many answers could not be read is known to the environment alone."""
+    parts = "{parts: [{env: math}, {env: math_copy, weight: 0.5}]}"
+    changes = [
+        *LENGTH, *MANNERS["one step ahead"], "grpo.max_num_steps=2", "grpo.val_at_end=false",
+        "policy.generation.temperature=1.6", "data.env_name=both",
+        "+env.custom.math_copy.name=policy_fakes.MathCopy",
+        f"+env.composite.both={parts}",
+    ]  # fmt: skip
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    grpo(grpo_settings(straight, model, *changes))
+    interrupt_at(1, where="update")
+    assert grpo(grpo_settings(broken, model, *changes)).outcome.step == 1
+    HOOKS.clear()
+    grpo(grpo_settings(broken, model, *changes))
+    counts = {name: v for name, v in metrics_of(straight)[2].items() if "unparseable" in name}
+    assert len(counts) == 2
+    assert all(counts.values())
+    assert_same_runs(straight, broken, 2)
+
+
+def test_a_signal_in_the_first_rollouts_leaves_no_checkpoint(tmp_path: Path, model: Path) -> None:
+    interrupt_at(1, where="judge")
+    done = grpo(grpo_settings(tmp_path, model, *LENGTH))
+    assert (done.outcome.ended, done.outcome.step, done.outcome.latest) == ("signal", 0, None)
+    assert not (tmp_path / "saves").exists()
+    HOOKS.clear()
+    assert grpo(grpo_settings(tmp_path, model, *LENGTH)).outcome.ended == "finished"
+
+
+def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path: Path, model: Path) -> None:
+    changes = [*LENGTH, "grpo.val_period=2", "grpo.val_num_generations_per_prompt=2"]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    grpo(grpo_settings(straight, model, *changes))
+    interrupt_at(2 * 3 + 1, where="judge")
+    first = grpo(grpo_settings(broken, model, *changes)).outcome
+    assert (first.ended, first.step) == ("signal", 2)
+    assert "validation/reward_mean" not in metrics_of(broken)[2], "it came too late to test"
+    HOOKS.clear()
+    grpo(grpo_settings(broken, model, *changes))
+    assert_same_runs(straight, broken, NUM_STEPS)
+
+
+TIRES = ("data.env_name=tires", "+env.custom.tires.name=policy_fakes.Tires")
+
+
+def test_what_environments_remember_knows_nothing_of_rollouts_that_were_given_up(
+    tmp_path: Path, model: Path
+) -> None:
+    changes = [*LENGTH, *TIRES, "grpo.val_period=2", "grpo.val_num_generations_per_prompt=2"]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    grpo(grpo_settings(straight, model, *changes))
+    for call, step in ((5, 1), (3 + 1, 2)):  # in rollouts, then in a validation
+        interrupt_at(call, where="judge")
+        done = grpo(grpo_settings(broken, model, *changes)).outcome
+        assert (done.ended, done.step) == ("signal", step)
+    HOOKS.clear()
+    grpo(grpo_settings(broken, model, *changes))
+    assert_same_runs(straight, broken, NUM_STEPS)
+
+
+def test_a_run_does_not_learn_otherwise_because_it_is_validated(
+    tmp_path: Path, model: Path
+) -> None:
+    seen = []
+    for period in (0, 1):
+        changes = [*LENGTH, *TIRES, f"grpo.val_period={period}", "grpo.val_at_end=false"]
+        grpo(grpo_settings(tmp_path / f"{period}", model, *changes))
+        logged = metrics_of(tmp_path / f"{period}")
+        seen.append([logged[s]["train/reward"] for s in range(1, NUM_STEPS + 1)])
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) > 2
+
+
+def test_the_reference_of_a_policy_from_nothing_is_the_same_when_a_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    """Its tokenizer has read the prompts that are too long to be asked, too."""
+    changes = [*LENGTH, "loss_fn.reference_policy_kl_penalty=1", "data.split_validation_size=0"]
+    for name, limits in (("straight", [4]), ("broken", [2, 4])):
+        long = " ".join(f"laurels {i * i} grow" for i in range(400))
+        (tmp_path / name).mkdir()
+        rows = [*sums(12), {"input": long, "output": "1"}]
+        write_rows(tmp_path / name / "tasks.jsonl", rows)
+        for limit in limits:
+            limited = [*changes, f"grpo.max_num_steps={limit}", "grpo.val_at_end=false"]
+            grpo(grpo_settings(tmp_path / name, None, *limited))
+    kl = [
+        [metrics_of(tmp_path / name)[step].get("train/kl_penalty") for step in (3, 4)]
+        for name in ("straight", "broken")
+    ]
+    assert kl[0] == kl[1]
+    assert any(kl[0])
+    assert_same_runs(tmp_path / "straight", tmp_path / "broken", 4)
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(tmp_path: Path, model: Path) -> None:
+    changes = [*LENGTH, "grpo.val_at_start=true", "grpo.val_at_end=false"]
+    grpo(grpo_settings(tmp_path / "straight", model, *changes))
+    for limit in (2, 2, 5, NUM_STEPS):
+        grpo(grpo_settings(tmp_path / "broken", model, *changes, f"grpo.max_num_steps={limit}"))
+    assert_same_runs(tmp_path / "straight", tmp_path / "broken", NUM_STEPS)
+
+
+# ------------------------------------------------------------------------------------------ killed
+
+PROGRAM = """
+import sys, torch
+from laurel.cli.train import run_training
+run_training("grpo", None, sys.argv[1:])
+"""
+
+
+def start(overrides: list[str], *, log: Path) -> subprocess.Popen[bytes]:
+    python_path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *overrides], stdout=output, stderr=subprocess.STDOUT,
+            env=environment() | {"PYTHONPATH": python_path},
+        )  # fmt: skip
+
+
+def test_kill_9_at_any_moment(tmp_path: Path, model: Path) -> None:
+    changes = [
+        *LENGTH, *MANNERS["one step ahead"], "grpo.max_num_steps=24", "grpo.max_num_epochs=99",
+        "checkpointing.save_period=7", "checkpointing.keep_top_k=2",
+    ]  # fmt: skip
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    grpo(grpo_settings(straight, model, *changes))
+    moments = random.Random()
+    overrides = grpo_settings(broken, model, *changes)
+    process = start(overrides, log=tmp_path / "log.txt")
+    target = moments.randrange(8, 18)
+    wait_until(lambda: last_step(broken) >= target, process)
+    time.sleep(moments.random() / 10)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    last = grpo(overrides)
+    assert "going on from" in last.text
+    assert_same_runs(straight, broken, 24)
+
+
+def test_sigterm_ends_the_command_well_and_ctrl_c_with_130(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = grpo_settings(tmp_path, model, *LENGTH)
+    interrupt_at(2, where="update")
+    run_training("grpo", None, overrides)  # returns, so the exit status is 0
+    said = capsys.readouterr().out
+    assert "stopped by SIGTERM after step 2; run it again to go on" in said
+    assert (tmp_path / "saves" / "step_2" / "MANIFEST.json").is_file()
+
+    interrupt_at(1, where="judge", number=signal.SIGINT)
+    with pytest.raises(SystemExit) as end:
+        run_training("grpo", None, overrides)
+    assert end.value.code == 130
+    assert "stopped by SIGINT after step" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------- another run
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("grpo.seed=7", "grpo.seed: 42 then, 7 now"),
+        ("grpo.num_generations_per_prompt=8", "grpo.num_generations_per_prompt: 4 then, 8 now"),
+        ("policy.generation.temperature=0.5", "generation.temperature: 1.0 then, 0.5 now"),
+        ("loss_fn.ratio_clip_max=0.3", "loss_fn.ratio_clip_max: 0.2 then, 0.3 now"),
+        ("+env.custom.matches.kwargs.reward=2.0", "env.custom.matches.kwargs"),
+        ("data.split_validation_size=0.5", "training data: "),
+    ],
+)
+def test_another_run_is_refused_and_the_change_is_named(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, change: str, named: str
+) -> None:
+    directory = tmp_path_factory.getbasetemp() / "one_run"
+    if not directory.exists():
+        grpo(grpo_settings(directory, model, *LENGTH, "grpo.max_num_steps=1"))
+    with pytest.raises(CheckpointError, match=r"of another run \(.*Give this run another") as no:
+        grpo(grpo_settings(directory, model, *LENGTH, "grpo.max_num_steps=2", change))
+    assert named in str(no.value)
+    assert [p.name for p in (directory / "logs").iterdir()] == ["exp_001"]
+
+
+def test_what_changes_nothing_may_change(tmp_path: Path, model: Path) -> None:
+    grpo(grpo_settings(tmp_path, model, *LENGTH, "grpo.max_num_steps=1"))
+    done = grpo(
+        grpo_settings(
+            tmp_path, model, *LENGTH, "grpo.val_period=1", "grpo.max_val_samples=2",
+            "policy.generation.max_concurrent=2", "env.max_failed_share=0.1",
+            "logger.num_val_samples_to_print=0", "grpo.max_bad_steps=9", "grpo.max_num_steps=2",
+        )
+    )  # fmt: skip
+    assert done.outcome.step == 2
+
+
+# --------------------------------------------------------------------------------------------- SFT
+
+
+@pytest.mark.parametrize("more", [[], [LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]])
+def test_fine_tuning_goes_on(tmp_path: Path, more: list[str]) -> None:
+    changes = ["sft.max_num_epochs=3", "sft.val_period=4", *more, *HOOKED]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    grouped = sft(sft_settings(straight, *changes))
+    interrupt_at(5, where="update")
+    first = sft(sft_settings(broken, *changes)).outcome
+    assert (first.ended, first.step) == ("signal", 5)
+    HOOKS.clear()
+    sft(sft_settings(broken, *changes, "sft.max_num_steps=11"))
+    done = sft(sft_settings(broken, *changes))
+    assert (done.outcome.ended, done.outcome.step) == ("finished", grouped.outcome.step)
+    expected, found = metrics_of(straight), metrics_of(broken)
+    for step in range(1, grouped.outcome.step + 1):
+        assert found[step].items() >= expected[step].items()
+    last = f"saves/step_{grouped.outcome.step}"
+    assert manifest_hashes(broken / last) == manifest_hashes(straight / last)
+    info = json.loads((broken / last / "training_info.json").read_text(encoding="utf-8"))
+    assert info["total_steps"] == grouped.outcome.step
+    with pytest.raises(CheckpointError, match=r"sft\.seed: 42 then, 7 now"):
+        sft(sft_settings(broken, *changes, "sft.seed=7"))
+    shutil.rmtree(broken)

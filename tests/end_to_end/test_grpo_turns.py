@@ -1,0 +1,99 @@
+"""Learner and generator take turns on one device: one rests while the other works."""
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from laurel.cli.assemble_grpo import assemble
+from laurel.config.grpo_training import GRPORun
+from laurel.config.load import load_config
+from policy_runs import MATCHES, grpo_settings, metrics_of
+
+
+class Watched:
+    """A learner that notes when it rests, and may not be asked meanwhile."""
+
+    def __init__(self, learner):
+        self._learner = learner
+        self.rests, self.is_resting = 0, False
+
+    def __getattr__(self, name):
+        assert not self.is_resting, f"{name} while it rests"
+        return getattr(self._learner, name)
+
+    def update(self, batch, loss):
+        assert not self.is_resting
+        update = self._learner.update(batch, loss)
+        update.performance["rank_token_imbalance"] = 0.25
+        return update
+
+    @contextmanager
+    def resting(self):
+        assert not self.is_resting
+        self.is_resting = True
+        self.rests += 1
+        try:
+            yield
+        finally:
+            self.is_resting = False
+
+
+class Sleepy:
+    """A generator whose rest is noted."""
+
+    def __init__(self):
+        self.said = []
+
+    async def sleep(self):
+        self.said.append("sleep")
+
+    async def wake(self):
+        self.said.append("wake")
+
+
+def run(directory, change, *settings):
+    overrides = [*grpo_settings(directory, None, *MATCHES, *settings)]
+    config = load_config(GRPORun, None, overrides).config
+    with ExitStack() as stack:
+        training, position = assemble(config, stack, console=Console(quiet=True))
+        training.parts = change(training.parts)
+        training.run(position)
+        return training
+
+
+def test_the_learner_rests_while_completions_are_drawn(tmp_path):
+    training = run(
+        tmp_path,
+        lambda parts: replace(parts, learner=Watched(parts.learner), learner_rests=True),
+        "grpo.max_num_steps=2", "grpo.val_period=2",
+    )  # fmt: skip
+    learner = training.parts.learner
+    assert learner.rests == 3, "two steps and a validation"
+    assert not learner.is_resting
+    logged = metrics_of(tmp_path)
+    assert sorted(step for step in logged if step) == [1, 2]
+
+
+def test_how_even_the_work_was_is_logged(tmp_path):
+    run(tmp_path, lambda parts: replace(parts, learner=Watched(parts.learner)),
+        "grpo.max_num_steps=1", "grpo.val_period=0")  # fmt: skip
+    text = next((tmp_path / "logs").rglob("metrics.jsonl")).read_text()
+    assert '"performance/rank_token_imbalance": 0.25' in text
+
+
+def test_the_generator_wakes_also_where_the_learner_fails(tmp_path):
+    generator = Sleepy()
+
+    def fail(batch, loss):
+        assert generator.said == ["sleep"]
+        raise KeyError("no luck")
+
+    def change(parts):
+        parts.learner.update = fail
+        return replace(parts, generator=generator, generator_rests=True)
+
+    with pytest.raises(KeyError, match="no luck"):
+        run(tmp_path, change, "grpo.max_num_steps=1", "grpo.val_period=0")
+    assert generator.said == ["sleep", "wake"]

@@ -1,0 +1,164 @@
+"""Who judges a run on Ray: reward workers spread over the nodes, and several models in slots."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from laurel.environments import open_reward_loop
+from policy_runs import grpo, grpo_settings, metrics_of, warm_started
+from reward_models import small_model, write_model
+from runs import Finished
+
+ray = pytest.importorskip("ray")
+from laurel.distributed.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
+
+BOUND = 1e-5
+STORE = 80 * 2**20
+FIGURES = ("train/loss", "train/grad_norm", "train/reward", "train/reward_std")
+SETTLED = (
+    "~policy.optimizer",
+    "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2}}",
+    "grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_end=false",
+    "data.env_name=reward_model",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_started(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two reward models, with statistics of their scores."""
+    root = tmp_path_factory.mktemp("judges")
+    for seed in (0, 1):
+        judge = small_model(seed=seed)
+        judge.contract = judge.contract.with_rules(mean=0.25, std=0.5 + seed)
+        (root / str(seed)).mkdir()
+        write_model(judge, root / str(seed))
+    return [str(root / "0"), str(root / "1")]
+
+
+def run(directory: Path, model: Path, rewards: dict[str, Any], *changes: str) -> Finished:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "rewards.yaml"
+    path.write_text(yaml.safe_dump({"env": {"reward_model": {"enabled": True, **rewards}}}))
+    return grpo(grpo_settings(directory, model, *SETTLED, *changes), path=path)
+
+
+def assert_same(found: Path, expected: Path, *more: str) -> None:
+    for step in (1, 2):
+        figures = metrics_of(found)[step]
+        assert figures["train/num_failures"] == 0
+        assert figures["env/reward_model/num_samples"] == 12
+        for name in (*FIGURES, *more):
+            value = metrics_of(expected)[step][name]
+            assert figures[name] == pytest.approx(value, rel=BOUND, abs=BOUND), name
+
+
+# -------------------------------------------------------------------------------- reward workers
+
+
+@pytest.fixture
+def two_nodes(no_ray: None) -> Iterator[str]:
+    """Of one slot each, and nothing besides; their address."""
+    from ray.cluster_utils import Cluster
+
+    slots = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": STORE}
+    nodes = Cluster(initialize_head=True, head_node_args={**slots, "include_dashboard": False})
+    try:
+        nodes.add_node(**slots)
+        yield nodes.address
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def test_reward_workers_are_on_all_nodes_and_one_that_is_killed_changes_nothing(
+    tmp_path: Path,
+    model: Path,
+    judges: list[str],
+    two_nodes: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rewards = {"model_name": judges[0], "precision": "float32"}
+    run(tmp_path / "here", model, rewards)
+    nodes: list[str] = []
+    victims: list[int] = []
+    submit = SpreadGroup._submit
+
+    def submit_and_kill(group: SpreadGroup, calls: Any) -> Any:
+        pending = submit(group, calls)
+        nodes.append(group._node_ids[0])
+        if len(nodes) == 4:
+            victims.append(group._pids[0])
+            os.kill(group._pids[0], signal.SIGKILL)
+        return pending
+
+    monkeypatch.setattr(SpreadGroup, "_submit", submit_and_kill)
+    run(
+        tmp_path / "there", model, {**rewards, "num_workers": 2, "resources": {"num_nodes": 1}},
+        "cluster.num_nodes=2", "cluster.gpus_per_node=1", f"cluster.address={two_nodes}",
+    )  # fmt: skip
+    assert len(set(nodes)) == 2
+    assert len(victims) == 1
+    assert "reward_worker rank 0 of 1 died in prepare" in caplog.text
+    assert "it is replaced, 1 of 8 at most" in caplog.text
+    assert_same(tmp_path / "there", tmp_path / "here")
+
+
+# -------------------------------------------------------------------------------- several models
+
+
+def ensemble(judges: list[str]) -> dict[str, Any]:
+    parts = [
+        {"name": name, "model_name": judge, "precision": "float32"}
+        for name, judge in zip(("kind", "wise"), judges, strict=True)
+    ]
+    return {"models": parts, "combine": "mean_minus_std", "uncertainty_penalty": 0.5}
+
+
+@pytest.fixture(scope="module")
+def several_here(tmp_path_factory: pytest.TempPathFactory, model: Path, judges: list[str]) -> Path:
+    directory = tmp_path_factory.mktemp("several_here")
+    run(directory, model, ensemble(judges))
+    return directory
+
+
+WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "two replicas of each": ({"resources": {"gpus_per_node": 2}}, ("cluster.gpus_per_node=3",)),
+    "at the end, in turns with the policy": (
+        {"use_reward_loop": False}, ("cluster.backend=ray", "cluster.gpus_per_node=1")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_several_models_judge_from_slots_as_they_do_here(
+    tmp_path: Path,
+    model: Path,
+    judges: list[str],
+    several_here: Path,
+    small_cluster: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    ways: tuple[dict[str, Any], tuple[str, ...]],
+) -> None:
+    def load_here(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was loaded in the process of the run")
+
+    monkeypatch.setattr(open_reward_loop, "open_reward_model", load_here)
+    rewards, changes = ways
+    done = run(tmp_path, model, {**ensemble(judges), **rewards}, *changes)
+    assert "reward_model: node 0, slot" in done.text
+    parts = (f"env/reward_model/part/{name}/{what}" for name in ("kind", "wise")
+             for what in ("mean", "std"))  # fmt: skip
+    assert_same(tmp_path, several_here, *parts)

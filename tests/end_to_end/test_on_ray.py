@@ -1,0 +1,154 @@
+"""The run of the laptop on a Ray cluster: the same figures, whichever way its models are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
+from runs import settings, train
+
+pytestmark = pytest.mark.usefixtures("small_cluster")
+
+SPREAD = {
+    "dp 2": ("cluster.gpus_per_node=2",),
+    "tp 2": ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2"),
+    "dp 2 x tp 2": ("cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=2"),
+}
+BOUND = 1e-5
+
+
+def figures(directory: Path, step: int, names: tuple[str, ...]) -> dict[str, float]:
+    return {name: metrics_of(directory)[step][name] for name in names}
+
+
+def assert_close(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=BOUND, abs=BOUND), name
+
+
+# ----------------------------------------------------------------------------------- reward models
+
+RM_FIGURES = (
+    "train/loss",
+    "train/grad_norm",
+    "train/rewards_chosen_mean",
+    "train/rewards_rejected_mean",
+)
+RM_VALIDATED = ("validation-default/loss", "validation-default/margin_mean")
+PLAIN_STEPS = "policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2, momentum: 0.9}}"
+"""Adam divides by what rounding makes of gradients near zero: its steps say little of them."""
+
+
+def rm_settings(directory: Path, *changes: str) -> list[str]:
+    kept = (f"+{PLAIN_STEPS}", "rm.max_num_epochs=3", "rm.max_num_steps=10")
+    chosen = [c for c in settings(directory) if not c.startswith("policy.optimizer")]
+    return [*chosen, *kept, *changes]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in this process."""
+    directory = tmp_path_factory.mktemp("here")
+    train(rm_settings(directory))
+    return directory
+
+
+@pytest.mark.parametrize("ways", SPREAD.values(), ids=SPREAD)
+def test_a_reward_model_learns_the_same_spread(tmp_path: Path, here: Path, ways: str) -> None:
+    finished = train(rm_settings(tmp_path, *ways))
+    assert "places  policy: node 0, slots 0-" in finished.text
+    for step in (1, 4, 10):
+        assert_close(figures(tmp_path, step, RM_FIGURES), figures(here, step, RM_FIGURES))
+    assert_close(figures(tmp_path, 10, RM_VALIDATED), figures(here, 10, RM_VALIDATED))
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "saves" / "step_10")
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path: Path, here: Path) -> None:
+    train(
+        rm_settings(tmp_path, *SPREAD["dp 2"], "rm.max_num_steps=3", "checkpointing.save_period=3")
+    )
+    train(
+        rm_settings(tmp_path, *SPREAD["tp 2"], "rm.max_num_steps=6", "checkpointing.save_period=3")
+    )
+    last = train(rm_settings(tmp_path))
+    assert "going on from" in last.text
+    for step in (4, 6, 7, 10):
+        assert_close(figures(tmp_path, step, RM_FIGURES), figures(here, step, RM_FIGURES))
+
+
+# ------------------------------------------------------------------------------------------ GRPO
+
+GRPO_FIGURES = ("train/loss", "train/grad_norm", "train/reward", "train/approx_entropy")
+GRPO = (
+    "~policy.optimizer",
+    "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2}}",
+    "loss_fn.reference_policy_kl_penalty=0.05",
+    "grpo.max_num_steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_started(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("judge")
+    latest = train(settings(directory, "rm.max_num_steps=5")).outcome.latest
+    assert latest is not None
+    return latest
+
+
+def own_slots(judge: Path) -> tuple[str, ...]:
+    return (
+        "env.reward_model.enabled=true", f"env.reward_model.model_name={judge}",
+        "env.reward_model.precision=float32", "data.env_name=reward_model",
+    )  # fmt: skip
+
+
+ROLES = {
+    "one rank each": (
+        "cluster.gpus_per_node=3", "env.reward_model.resources.gpus_per_node=1",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=1",
+    ),
+    "all in turns on two slots": ("cluster.gpus_per_node=2",),
+    "tp 2 judged by two replicas": (
+        "cluster.gpus_per_node=4", "env.reward_model.resources.gpus_per_node=2",
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grpo_here(tmp_path_factory: pytest.TempPathFactory, model: Path, judge: Path) -> Path:
+    directory = tmp_path_factory.mktemp("grpo_here")
+    grpo(grpo_settings(directory, model, *GRPO, *own_slots(judge)))
+    return directory
+
+
+@pytest.mark.parametrize("ways", ROLES.values(), ids=ROLES)
+def test_grpo_is_the_same_with_roles_of_their_own(
+    tmp_path: Path, model: Path, judge: Path, grpo_here: Path, ways: tuple[str, ...]
+) -> None:
+    finished = grpo(grpo_settings(tmp_path, model, *GRPO, *own_slots(judge), *ways))
+    assert "drawn by GeneratorReplicas" in finished.text
+    for step in (1, 2):
+        assert_close(figures(tmp_path, step, GRPO_FIGURES), figures(grpo_here, step, GRPO_FIGURES))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saves" / "step_2")
+
+
+def test_one_rank_on_ray_is_one_rank_here(tmp_path: Path, model: Path) -> None:
+    """One of each, without a judge: the figures are equal to the last bit."""
+    settled = ("grpo.max_num_steps=2", *MATCHES)
+    grpo(grpo_settings(tmp_path / "here", model, *settled))
+    grpo(grpo_settings(tmp_path / "ray", model, *settled, "cluster.backend=ray"))
+    expected, found = metrics_of(tmp_path / "here"), metrics_of(tmp_path / "ray")
+    for step, row in expected.items():
+        assert {k: v for k, v in found[step].items() if k in row} == row

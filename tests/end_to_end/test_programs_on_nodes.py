@@ -1,0 +1,244 @@
+"""Programs of the policy on every node of a Ray cluster, and nodes that are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from laurel.config.sandbox import SandboxConfig
+from laurel.environments.sandbox import node_runner
+from laurel.environments.sandbox.detection import detect
+from laurel.environments.sandbox.inside.monitor import RUNNING
+from laurel.environments.sandbox.jobs import Limits, SandboxJob, Status
+from laurel.environments.sandbox.node_crew import ClusterNodes
+from laurel.environments.sandbox.node_pool import open_pool_on
+from laurel.environments.sandbox.pool import SandboxPool
+from laurel.environments.sandbox.tiers import Tier
+from policy_runs import (
+    completions_of,
+    grpo,
+    grpo_settings,
+    metrics_of,
+    writer_of_functions,
+)
+from runs import write_rows
+from sandbox_processes import END, below, is_gone, wait_until
+
+ray = pytest.importorskip("ray")
+from laurel.distributed.ray_cluster import RayCluster  # noqa: E402  where there is Ray
+from laurel.distributed.ray_node_group import (  # noqa: E402
+    NodeGroup,
+    is_on_the_only_node,
+    nodes_to_work_on,
+)
+
+STORE = 80 * 2**20
+LIMITS = Limits(wall_s=60, cpu_s=60)
+STEPS = (
+    "~policy.optimizer",
+    "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2}}",
+    "data.dataset_name=CodeTasks", "data.env_name=code", "env.code.sandbox.min_tier=D",
+    "policy.generation.max_new_tokens=24", "policy.max_total_sequence_length=96",
+    "grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_end=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sandbox() -> None:
+    found = detect()
+    if found.tier in (None, Tier.LIMITS_ONLY):
+        pytest.skip(found.sentence())
+
+
+@pytest.fixture
+def two_nodes(no_ray: None) -> Iterator[Any]:
+    """Of two slots each."""
+    from ray.cluster_utils import Cluster
+
+    slots = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": STORE}
+    nodes = Cluster(initialize_head=True, head_node_args={**slots, "include_dashboard": False})
+    try:
+        nodes.second = nodes.add_node(**slots)
+        yield nodes
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+@pytest.fixture
+def groups() -> list[NodeGroup]:
+    """Every process on a node that was started, the newest last."""
+    return []
+
+
+@pytest.fixture
+def pool(two_nodes: Any, groups: list[NodeGroup]) -> Iterator[SandboxPool]:
+    def make(*args: Any, **kwargs: Any) -> NodeGroup:
+        groups.append(NodeGroup(*args, **kwargs))
+        return groups[-1]
+
+    with RayCluster(two_nodes.address):
+        config = SandboxConfig(num_workers=2, min_tier="D")
+        with open_pool_on(
+            config, ClusterNodes(nodes_to_work_on, make, is_on_the_only_node)
+        ) as pool:
+            yield pool
+
+
+def jobs(count: int) -> list[SandboxJob]:
+    return [
+        SandboxJob(id=str(n), code=f"import time\ntime.sleep(0.4)\nprint({n})", limits=LIMITS)
+        for n in range(count)
+    ]
+
+
+def assert_all_right(results: list[Any]) -> None:
+    assert [(one.status, one.stdout) for one in results] == [
+        (Status.OK, f"{n}\n") for n in range(len(results))
+    ], [one.reason for one in results if one.reason]
+
+
+def running_below(group: NodeGroup) -> list[psutil.Process]:
+    return below(group._pids[0], RUNNING)
+
+
+def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(
+    pool: SandboxPool, groups: list[NodeGroup], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not is_on_the_only_node()
+    assert pool.num_workers == 4 or os.sched_getaffinity(0) == {0}
+    assert len({group._node_ids[0] for group in groups}) == 2
+    futures = [pool.submit(job) for job in jobs(24)]
+    wait_until(lambda: all(running_below(group) for group in groups[:2]))
+    victim = groups[1]
+    left = [victim._pids[0], *(one.pid for one in below(victim._pids[0]))]
+    os.kill(victim._pids[0], signal.SIGKILL)
+    results = [future.result(END) for future in futures]
+    assert_all_right(results)
+    assert 1 <= sum(one.attempt == 2 for one in results) <= pool.num_workers
+    assert "is started again, restart 1 of 8 at most" in caplog.text
+    assert groups[2]._node_ids == victim._node_ids
+    for pid in left:
+        wait_until(lambda pid=pid: is_gone(pid))
+    processes = [group._pids[0] for group in (groups[0], groups[2])]
+    zygotes = [one.pid for pid in processes for one in below(pid)]
+    assert zygotes
+    pool.close()
+    for pid in (*processes, *zygotes):
+        wait_until(lambda pid=pid: is_gone(pid))
+
+
+def test_a_node_that_is_lost_leaves_its_programs_to_the_other(
+    pool: SandboxPool,
+    groups: list[NodeGroup],
+    two_nodes: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    futures = [pool.submit(job) for job in jobs(16)]
+    second = next(g for g in groups if g._node_ids[0] == two_nodes.second.node_id)
+    wait_until(lambda: running_below(second))
+    two_nodes.remove_node(two_nodes.second, allow_graceful=False)
+    assert_all_right([future.result(4 * END) for future in futures])
+    assert "sandbox workers are given up" in caplog.text
+    assert_all_right(pool.run(jobs(4)))
+    wait_until(is_on_the_only_node)
+
+
+def test_an_actor_that_hangs_is_lost_and_ended(
+    pool: SandboxPool, groups: list[NodeGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_all_right(pool.run(jobs(4)))
+    for name in ("START_SECONDS", "GRACE_SECONDS"):
+        monkeypatch.setattr(node_runner, name, 1.0)
+    monkeypatch.setattr(node_runner, "MARGIN_SECONDS", 2.0)
+    victim = groups[1]
+    left = [victim._pids[0], *(one.pid for one in below(victim._pids[0]))]
+    os.kill(victim._pids[0], signal.SIGSTOP)
+    quick = [replace(job, limits=Limits(cpu_s=2, wall_s=4)) for job in jobs(12)]
+    assert_all_right(pool.run(quick))
+    monkeypatch.undo()
+    assert groups[2]._node_ids == victim._node_ids
+    for pid in left:
+        wait_until(lambda pid=pid: is_gone(pid))
+
+
+def test_closing_in_the_middle_of_everything_leaves_the_cluster_in_peace(
+    pool: SandboxPool, groups: list[NodeGroup]
+) -> None:
+    futures = [pool.submit(job) for job in jobs(40)]
+    wait_until(lambda: all(running_below(group) for group in groups))
+    begun = time.monotonic()
+    pool.close()
+    assert not [thread for thread in pool._threads if thread.is_alive()]
+    assert time.monotonic() - begun < END
+    statuses = Counter(future.result(0).status for future in futures)
+    assert statuses.keys() <= {Status.OK, Status.SANDBOX_ERROR}
+    assert statuses[Status.SANDBOX_ERROR]
+    assert len(groups) == 2, "none was started again"
+    assert len(ray.nodes()) == 2
+
+
+# --------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writes functions that give 1 or 2, each as often right as wrong."""
+    return writer_of_functions(tmp_path_factory.mktemp("model"))
+
+
+def run(directory: Path, model: Path, *changes: str) -> None:
+    directory.mkdir()
+    rows = [
+        {
+            "prompt": f"Give {1 + i % 2} ({i})", "entry": "f",
+            "test_code": f"assert f() == {1 + i % 2}",
+            "reference_solution": f"def f(): return {1 + i % 2}",
+        }
+        for i in range(16)
+    ]  # fmt: skip
+    write_rows(directory / "tasks.jsonl", rows)
+    done = grpo(grpo_settings(directory, model, *STEPS, *changes))
+    assert done.outcome.ended == "finished"
+
+
+def test_a_run_on_a_cluster_has_the_rewards_of_one_in_process(
+    tmp_path: Path, model: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "here", model, "env.code.num_workers=2")
+    asked: list[str] = []
+    submit = NodeGroup._submit
+
+    def submit_and_note(group: NodeGroup, calls: Any) -> Any:
+        asked.extend(group._node_ids[0] for call in calls.values() if call.method == "pair")
+        return submit(group, calls)
+
+    monkeypatch.setattr(NodeGroup, "_submit", submit_and_note)
+    run(
+        tmp_path / "there", model, "env.code.num_workers=1", "cluster.backend=ray",
+        f"cluster.address={two_nodes.address}",
+    )  # fmt: skip
+    nodes = Counter(asked)
+    assert len(nodes) == 2
+    assert min(nodes.values()) > 1
+    for step in (1, 2):
+        here, there = (metrics_of(tmp_path / name)[step] for name in ("here", "there"))
+        assert there["env/code/sandbox_failures"] == 0
+        assert 0 < there["train/reward"] < 1
+        for name in here:
+            if name.startswith(("env/code/", "train/reward")):
+                assert there[name] == pytest.approx(here[name], rel=1e-6), name
+        found = [
+            [(row["completion"], row["reward"]) for row in completions_of(tmp_path / name, step)]
+            for name in ("here", "there")
+        ]
+        assert sorted(found[0]) == sorted(found[1])

@@ -1,0 +1,69 @@
+"""A rank that dies in a run on Ray: one clear error, and the run goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from policy_runs import metrics_of
+from runs import run, settings, start, train, wait_until
+
+pytest.importorskip("ray")
+
+SPREAD = ("cluster.gpus_per_node=2", "cluster.device=cpu")
+LONG = (
+    "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2, momentum: 0.9}}",
+    "rm.max_num_epochs=100", "rm.max_num_steps=400", "rm.val_period=0", "rm.val_at_end=false",
+    "checkpointing.save_period=5",
+)  # fmt: skip
+
+
+def long_settings(directory: Path, *changes: str) -> list[str]:
+    chosen = [c for c in settings(directory) if not c.startswith(("policy.optimizer", "rm.val"))]
+    return [*chosen, *LONG, *changes]
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The processes of a run that hold a rank."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if "ray::Seat" in " ".join(child.cmdline()):
+                found.append(child)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_killed_rank_ends_the_run_and_it_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "out.txt"
+    saves = tmp_path / "saves"
+    process = start(long_settings(tmp_path, *SPREAD), log=log)
+    try:
+        wait_until(lambda: (saves / "step_5").is_dir(), process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        ranks[1].send_signal(signal.SIGKILL)
+        assert process.wait(timeout=60) == 75  # it can be tried again
+    finally:
+        process.kill()
+    text = log.read_text()
+    assert "policy rank" in text
+    assert "died" in text
+    assert text.count("error:") == 1
+    assert "Traceback" not in text
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert [p for p in alive if "ray::Seat" in " ".join(p.cmdline())] == []
+
+    resumed = run(long_settings(tmp_path, *SPREAD, "rm.max_num_steps=30"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert "going on from" in resumed.stdout
+    straight = tmp_path / "straight"
+    train(long_settings(straight, "rm.max_num_steps=30"))
+    last = max(metrics_of(straight))
+    expected, found = metrics_of(straight)[last], metrics_of(tmp_path)[last]
+    assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5, abs=1e-5)

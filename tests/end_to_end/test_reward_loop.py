@@ -1,0 +1,233 @@
+"""Rewards while completions are still being drawn: the same ones as afterwards, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pyarrow import parquet
+
+from laurel.distributed.spawned_group import SpawnedGroup
+from laurel.errors import EnvironmentFailedError, WorkerError
+from laurel.observe.loggers import read_metrics
+from laurel.rewards import preparing
+from laurel.rewards.group_scorer import GroupScorer
+from laurel.rewards.preparing import Preparers
+from policy_runs import assert_same_runs, grpo, grpo_settings, metrics_of, warm_started
+from runs import settings, train
+
+BOUND = 1e-5
+FIGURES = ("train/loss", "train/grad_norm", "train/reward", "train/reward_std", "train/reward_min")
+PLAIN = (
+    "~policy.optimizer",
+    "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2}}",
+    "grpo.max_num_steps=2",
+)
+"""Adam divides by what rounding makes of gradients near zero: its steps say little of them."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_started(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    latest = train(settings(tmp_path_factory.mktemp("judge"), "rm.max_num_steps=5")).outcome.latest
+    assert latest is not None
+    return latest
+
+
+def judged_by(judge: Path, *changes: str) -> tuple[str, ...]:
+    return (
+        "env.reward_model.enabled=true", f"env.reward_model.model_name={judge}",
+        "env.reward_model.precision=float32", "data.env_name=reward_model", *changes,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory, model: Path, judge: Path) -> Path:
+    """A run with the loop, as it is by default."""
+    directory = tmp_path_factory.mktemp("streamed")
+    grpo(grpo_settings(directory, model, *PLAIN, *judged_by(judge)))
+    return directory
+
+
+def assert_same_figures(found: Path, expected: Path) -> None:
+    for step in (1, 2):
+        for name in FIGURES:
+            value = metrics_of(expected)[step][name]
+            assert metrics_of(found)[step][name] == pytest.approx(value, rel=BOUND, abs=BOUND), name
+
+
+def timed(directory: Path) -> Mapping[str, float]:
+    """All figures of the first step, the timed ones too."""
+    rows = read_metrics(directory / "logs" / "exp_001" / "metrics.jsonl")
+    return next(row for row in rows if int(row["step"]) == 1 and "train/loss" in row)
+
+
+WAYS = {
+    "at the end": ("env.reward_model.use_reward_loop=false",),
+    "at the end, as verl says it": ("reward_model.use_reward_loop=false",),
+    "two replicas and a worker": (
+        "env.reward_model.num_replicas=2", "env.reward_model.num_workers=1"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_rewards_and_losses_are_the_same(
+    tmp_path: Path, model: Path, judge: Path, streamed: Path, ways: tuple[str, ...]
+) -> None:
+    grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, *ways)))
+    assert_same_figures(tmp_path, streamed)
+
+
+def test_how_much_was_hidden_is_logged(
+    tmp_path: Path, model: Path, judge: Path, streamed: Path
+) -> None:
+    grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, "use_reward_loop=false")))
+    after, during = timed(tmp_path), timed(streamed)
+    for figures in (after, during):
+        assert 0 <= figures["performance/reward_hidden_share"] <= 1
+        busy = figures["timing/train/rollout/environment_busy"]
+        assert 0 < busy <= figures["timing/train/rollout/environment"] + 1e-6
+    # Everything was judged after the last completion.
+    busy = after["timing/train/rollout/environment_busy"]
+    assert after["timing/train/rollout/environment_exposed"] >= busy
+    assert after["performance/reward_hidden_share"] == 0
+
+
+def test_a_run_with_the_loop_goes_on_bit_for_bit(tmp_path: Path, model: Path, judge: Path) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    grpo(grpo_settings(straight, model, *judged_by(judge)))
+    grpo(grpo_settings(broken, model, *judged_by(judge, "grpo.max_num_steps=2")))
+    again = grpo(grpo_settings(broken, model, *judged_by(judge)))
+    assert "going on from" in again.text
+    assert_same_runs(straight, broken, 4)
+
+
+# ----------------------------------------------------------------------------------------- failures
+
+
+def flaky(judge: Path, *changes: str) -> tuple[str, ...]:
+    return (
+        "data.env_name=flaky",
+        f"+env.custom.flaky={{name: reward_loop_fakes.FlakyEnvironment, "
+        f"kwargs: {{model_name: {judge}}}}}",
+        "grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=24", *changes,
+    )  # fmt: skip
+
+
+def test_failures_are_masked_and_counted_and_never_a_number(
+    tmp_path: Path, model: Path, judge: Path
+) -> None:
+    grpo(grpo_settings(tmp_path, model, *PLAIN, *flaky(judge, "env.max_failed_share=0.9")))
+    figures = metrics_of(tmp_path)
+    counted = 0.0
+    for step in (1, 2):
+        path = tmp_path / "logs" / "exp_001" / "completions" / f"step_{step:06d}.parquet"
+        rows = parquet.read_table(path).to_pylist()
+        failed = [row for row in rows if row["reward"] is None]
+        counted += figures[step]["train/num_failures"]
+        assert len(failed) == figures[step]["train/num_failures"]
+        words = [n for n in figures[step] if n.startswith("train/reward/failed")]
+        left_out = figures[step]["train/num_failures_left_out"]
+        assert sum(figures[step][name] for name in words) == len(failed) + left_out
+        # Some tasks fail for good: others are in their place.
+        assert (left_out > 0) == (figures[step]["train/groups_replaced"] > 0)
+        assert set(words) <= {"train/reward/failed_timeout", "train/reward/failed_nan"}
+        assert all(not row["advantage"] for row in failed)
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        assert 0.0 not in rewards
+        assert figures[step]["train/reward"] == pytest.approx(sum(rewards) / len(rewards))
+    assert counted > 0
+
+
+def test_too_large_a_share_of_failures_ends_the_run(
+    tmp_path: Path, model: Path, judge: Path
+) -> None:
+    many = "+env.custom.flaky.kwargs.share=0.95"
+    with pytest.raises(EnvironmentFailedError, match=r"could not judge .* of 24 samples"):
+        grpo(grpo_settings(tmp_path, model, *PLAIN, *flaky(judge, many)))
+
+
+def test_when_nobody_is_left_who_renders_the_run_ends_and_says_why(
+    tmp_path: Path, model: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = Preparers.prepare
+
+    def kill_and_prepare(self: Preparers, groups: Any) -> Any:
+        for group in self.groups:
+            assert isinstance(group, SpawnedGroup)
+            os.kill(group._process.pid, signal.SIGKILL)
+        return prepare(self, groups)
+
+    monkeypatch.setattr(Preparers, "prepare", kill_and_prepare)
+    monkeypatch.setattr(preparing, "MAX_RESTARTS", 1)
+    ways = WAYS["two replicas and a worker"]
+    with pytest.raises(WorkerError, match=r"reward_worker 0 was lost .* lower num_workers") as end:
+        grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, *ways)))
+    assert end.value.exit_code == 75
+
+
+# ---------------------------------------------------------------------------------------------- Ray
+
+ON_RAY = (
+    "cluster.gpus_per_node=3", "env.reward_model.resources.gpus_per_node=2",
+    "env.reward_model.batch_timeout=10",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [(signal.SIGKILL, "died in score"), (signal.SIGSTOP, "in score within 10 s")],
+    ids=["killed", "stopped"],
+)
+def test_a_replica_that_is_lost_in_mid_batch_changes_nothing(
+    tmp_path: Path,
+    model: Path,
+    judge: Path,
+    streamed: Path,
+    small_cluster: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: signal.Signals,
+    why: str,
+) -> None:
+    victims: list[int] = []
+    asked: list[int] = []
+    compute = GroupScorer._values
+
+    def compute_and_die(self: Any, *args: Any, **kwargs: Any) -> Any:
+        group = self._group
+        asked.append(group._pids[0])
+        if len(asked) == 5 and not victims:
+            start = group.start_each
+
+            def start_and_kill(*call: Any) -> Any:
+                pending = start(*call)
+                victims.append(group._pids[0])
+                os.kill(group._pids[0], number)
+                return pending
+
+            monkeypatch.setattr(group, "start_each", start_and_kill)
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(GroupScorer, "_values", compute_and_die)
+    grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, *ON_RAY)))
+    assert len(victims) == 1
+    assert not psutil.pid_exists(victims[0])
+    assert len(set(asked)) >= 2, "the other replica, or the one in its place, did the rest"
+    assert "restart 1 of 3 at most" in caplog.text
+    assert why in caplog.text
+    assert_same_figures(tmp_path, streamed)
+    for step in (1, 2):
+        figures = metrics_of(tmp_path)[step]
+        assert figures["train/num_failures"] == 0
+        assert figures["env/reward_model/num_samples"] == 12

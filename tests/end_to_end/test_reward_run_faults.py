@@ -1,0 +1,204 @@
+"""Runs of `laurel grpo` that `laurel serve` judges: what dies, and that they end all the same.
+
+The router of such a run lives in the process of the run. Figures in brackets are the cases of the
+project's fault matrix.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from policy_runs import (
+    assert_same_runs,
+    completions_of,
+    grpo,
+    grpo_settings,
+    metrics_of,
+    warm_started,
+)
+from reward_models import small_model, write_model
+from runs import command, environment, last_step, wait_until
+from serve_processes import KEY, Serving
+
+NUM_STEPS = 8
+QUIET = ("--access-log", "none")
+LENGTH = (
+    f"grpo.max_num_steps={NUM_STEPS}", "grpo.max_num_epochs=99", "grpo.val_period=0",
+    "grpo.val_at_end=false", "checkpointing.save_period=2", "data.env_name=reward_model",
+    "env.reward_model.enabled=true", "env.reward_model.api_key_env=KEY_OF_THE_TEST",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_started(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_THE_TEST", KEY)
+
+
+class Server:
+    """`laurel serve`, always on the same port."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        self._directory, self._arguments = directory, arguments
+        self._port = 0
+        self.start()
+
+    def start(self) -> None:
+        self._serving = Serving(self._directory, *self._arguments, *QUIET, port=self._port).ready()
+        self.url = self._serving.url
+        self._port = int(self.url.rpartition(":")[2])
+
+    def kill(self) -> None:
+        self._serving.__exit__()
+
+    def figure(self, name: str) -> float:
+        """One of those of `/metrics`; only digits and letters in its name."""
+        _, text = self._serving.ask("/metrics")
+        (line,) = [one for one in text.decode().splitlines() if one.startswith(f"{name} ")]
+        return float(line.split()[1])
+
+
+@contextmanager
+def served(directory: Path, *arguments: str, count: int = 1) -> Iterator[list[Server]]:
+    with ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            found.append(Server(directory, *arguments))
+            stack.callback(found[-1].kill)
+        yield found
+
+
+def asking(servers: list[Server], **settings: object) -> tuple[str, ...]:
+    urls = ", ".join(server.url for server in servers)
+    more = (f"env.reward_model.{name}={value}" for name, value in settings.items())
+    return (*LENGTH, f"env.reward_model.urls=[{urls}]", *more)
+
+
+@contextmanager
+def running(overrides: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`laurel grpo` in a process of its own."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command(overrides, program=("-m", "laurel.cli.main", "grpo")),
+            stdout=output, stderr=subprocess.STDOUT, env=environment(),
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_that_is_killed_with_its_router_ends_the_same_and_nothing_is_computed_twice(
+    tmp_path: Path, model: Path
+) -> None:  # [23]
+    """Killed while completions of a step are scored that has not been learned from. There is no
+    ledger of scores: the run draws the same completions again, and the server knows their scores.
+    """
+    directory = tmp_path / "rm"
+    write_model(small_model(max_length=128), directory)
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    with served(tmp_path, "--model", str(directory), "--cpu-threads", "1") as (server,):
+        settings = asking([server])
+        overrides = grpo_settings(broken, model, *settings)
+        asked = "laurel_scorer_completions_total"
+        with running(overrides, tmp_path / "log.txt") as process:
+            wait_until(lambda: last_step(broken) >= 3, process)
+            before = server.figure(asked)
+            wait_until(lambda: server.figure(asked) > before, process)
+            process.kill()
+            assert process.wait() == -signal.SIGKILL
+        assert 3 <= last_step(broken) < NUM_STEPS
+        last = grpo(overrides)
+        assert "going on from" in last.text
+        computed, asked_before = server.figure("laurel_scorer_computed_total"), server.figure(asked)
+
+        grpo(grpo_settings(straight, model, *settings))
+        assert server.figure(asked) > asked_before
+        assert server.figure("laurel_scorer_computed_total") == computed
+    for step in range(1, NUM_STEPS + 1):
+        expected, found = completions_of(straight, step), completions_of(broken, step)
+        assert [row["completion"] for row in found] == [row["completion"] for row in expected]
+        rewards = [row["reward"] for row in found]
+        assert rewards == pytest.approx([row["reward"] for row in expected], abs=1e-5)
+        assert metrics_of(broken)[step]["train/num_failures"] == 0
+
+
+def after_step(step: int, directory: Path, do: Callable[[], None]) -> threading.Thread:
+    """Do something as soon as a run in this process has got there."""
+
+    def wait_and_do() -> None:
+        while last_step(directory) < step:
+            time.sleep(0.002)
+        do()
+
+    thread = threading.Thread(target=wait_and_do)
+    thread.start()
+    return thread
+
+
+def test_a_run_waits_for_servers_that_die_and_come_back_and_ends_the_same(
+    tmp_path: Path, model: Path
+) -> None:  # [1, 14]
+    """First one of two, then both. Every figure and weight is that of a quiet run."""
+    quiet, restless = tmp_path / "quiet", tmp_path / "restless"
+    deaths = []
+    with served(tmp_path, "--null", count=2) as (one, other):
+        settings = asking([one, other])
+        grpo(grpo_settings(quiet, model, *settings))
+
+        def fall() -> None:
+            one.kill()
+            deaths.append(last_step(restless))
+
+        def fall_and_rise() -> None:
+            other.kill()
+            deaths.append(last_step(restless))
+            one.start()
+            other.start()
+
+        first = after_step(2, restless, fall)
+        second = after_step(4, restless, fall_and_rise)
+        done = grpo(grpo_settings(restless, model, *settings))
+        for thread in (first, second):
+            thread.join()
+    assert done.outcome.ended == "finished"
+    assert 2 <= deaths[0] <= deaths[1] < NUM_STEPS, "it was under way"
+    assert_same_runs(quiet, restless, NUM_STEPS)
+
+
+def test_a_run_whose_servers_stay_away_ends_and_can_be_gone_on_with(
+    tmp_path: Path, model: Path
+) -> None:  # [15]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    log = tmp_path / "log.txt"
+    with served(tmp_path, "--null") as (server,):
+        settings = asking([server], request_timeout=15, attempt_timeout=10)
+        settings += ("env.max_failed_share=0",)  # one failed score ends it: none is left out
+        grpo(grpo_settings(straight, model, *settings))
+        overrides = grpo_settings(broken, model, *settings)
+        with running(overrides, log) as process:
+            wait_until(lambda: last_step(broken) >= 3, process)
+            server.kill()
+            assert process.wait(timeout=100) == 1
+        said = log.read_text()
+        assert "could not judge" in said
+        assert "connection: " in said
+        assert "Traceback" not in said
+        assert last_step(broken) < NUM_STEPS
+        server.start()
+        done = grpo(overrides)
+        assert "going on from" in done.text
+    assert_same_runs(straight, broken, NUM_STEPS)

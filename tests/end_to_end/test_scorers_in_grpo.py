@@ -1,0 +1,239 @@
+"""`laurel grpo` judged by a function, by servers, by a judge, and by several models."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from judges import judge_server, question
+from laurel.config.grpo_training import GRPORun
+from laurel.config.load import load_config
+from laurel.errors import ConfigError, EnvironmentFailedError, UserError
+from laurel.rewards.load import ScorerOptions, find_model, load_scorer
+from policy_runs import completions_of, grpo, grpo_settings, metrics_of, warm_started
+from reward_models import small_model, write_model
+from reward_servers import Answer, RewardServer
+
+TWO_STEPS = ("grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_end=false",
+             "checkpointing.save_period=2")  # fmt: skip
+FIGURE = "env/reward_model/"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_started(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reward_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("reward_models")
+    found = {}
+    for seed, name in enumerate(("first", "second")):
+        loaded = small_model(seed=seed)
+        loaded.contract = loaded.contract.with_rules(mean=0.25, std=0.5 + seed)
+        (root / name).mkdir()
+        write_model(loaded, root / name)
+        found[name] = str(root / name)
+    return found
+
+
+FUNCTION = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
+    assert extra_info["prompt"][-1]["role"] == "user"
+    right = float(f"{{{ground_truth}}}" in solution_str)
+    return {"score": right + bonus, "right": right}
+
+async def waited(data_source, solution_str, ground_truth, extra_info):
+    if "1" in solution_str:
+        raise ValueError("a one")
+    return 1.0
+
+def ranks(data_sources, solution_strs, ground_truths, extra_infos):
+    assert len(solution_strs) == 4, solution_strs
+    order = sorted(solution_strs, key=len)
+    return [order.index(one) for one in solution_strs]
+
+def never(data_source, solution_str, ground_truth, extra_info):
+    raise ValueError("no reward today")
+"""
+
+
+def configured(directory: Path, rewards: dict[str, Any], **run: Any) -> str:
+    """A file that sets the environment; returns the option that reads it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "rewards.py").write_text(FUNCTION)
+    written = {"env": {"reward_model": {"enabled": True, **rewards}}, **run}
+    path = directory / "rewards.yaml"
+    path.write_text(yaml.safe_dump(written))
+    return str(path)
+
+
+def run(directory: Path, model: Path, rewards: dict[str, Any], *changes: str) -> Any:
+    path = configured(directory, rewards)
+    return grpo(
+        grpo_settings(directory, model, *TWO_STEPS, "data.env_name=reward_model", *changes),
+        path=Path(path),
+    )
+
+
+def function_in(directory: Path, name: str, **settings: Any) -> dict[str, Any]:
+    return {"path": f"{directory}/rewards.py:{name}", **settings}
+
+
+# ---------------------------------------------------------------------------------------- function
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_function_gives_the_rewards(tmp_path: Path, model: Path, num_workers: int) -> None:
+    function = function_in(tmp_path, "compute_score", kwargs={"bonus": 0.5})
+    done = run(tmp_path, model, {"function": function, "num_workers": num_workers})
+    assert done.outcome.ended == "finished"
+    for step, figures in metrics_of(tmp_path).items():
+        rows = completions_of(tmp_path, step)
+        expected = [0.5 + (f"{{{answer_of(row)}}}" in row["completion"]) for row in rows]
+        assert [row["reward"] for row in rows] == expected
+        assert figures["train/reward"] == pytest.approx(sum(expected) / len(rows))
+        right = figures[f"{FIGURE}part/right/mean"]
+        assert right == pytest.approx(sum(expected) / len(rows) - 0.5)
+
+
+def answer_of(row: dict[str, Any]) -> int:
+    """As `policy_runs.sums` makes them."""
+    (number,) = re.findall(r"number (\d+)\?", str(row["prompt"]))
+    return 1 + int(number) % 2
+
+
+def test_a_group_function_gets_every_group_whole(tmp_path: Path, model: Path) -> None:
+    done = run(tmp_path, model, {"function": function_in(tmp_path, "ranks", group=True)})
+    assert done.outcome.ended == "finished"
+    assert metrics_of(tmp_path)[2]["train/num_failures"] == 0
+
+
+def test_failures_of_a_function_are_left_out_and_counted(tmp_path: Path, model: Path) -> None:
+    rewards = {"function": function_in(tmp_path, "waited")}
+    run(tmp_path, model, rewards, "env.max_failed_share=1.0")
+    for step, figures in metrics_of(tmp_path).items():
+        rows = completions_of(tmp_path, step)
+        failed = [row for row in rows if "1" in row["completion"]]
+        assert figures[f"{FIGURE}num_failures"] == len(failed) > 0
+        assert figures["train/num_failures"] >= len(
+            failed
+        )  # those of groups that were refilled, too
+        assert figures["train/reward"] == 1.0
+        assert all("ValueError: a one" in row["failure"] for row in failed)
+
+
+def test_a_function_that_always_fails_stops_the_run(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(EnvironmentFailedError, match="no reward today"):
+        run(tmp_path, model, {"function": function_in(tmp_path, "never")})
+
+
+# ----------------------------------------------------------------------------------------- servers
+
+
+def test_servers_give_the_run_that_the_model_gives(
+    tmp_path: Path, model: Path, reward_models: dict[str, str]
+) -> None:
+    """One of the two fails now and then, which changes nothing."""
+
+    def at_times(number: int, asked: Any) -> Answer | None:
+        return Answer(status=500) if number % 3 == 1 else None
+
+    name = reward_models["first"]
+    scorer = load_scorer(find_model(name), ScorerOptions(device="cpu"), say=lambda _: None)
+    run(tmp_path / "here", model, {"model_name": name, "precision": "float32"})
+    with RewardServer() as one, RewardServer(at_times) as other:
+        one.scorer = other.scorer = scorer  # type: ignore[assignment]
+        rewards = {"urls": [one.url, other.url], "model_name": name}
+        done = run(tmp_path / "there", model, rewards)
+        assert len(one.asked) > 2
+    assert done.outcome.ended == "finished"
+    here, there = metrics_of(tmp_path / "here"), metrics_of(tmp_path / "there")
+    for step in (1, 2):
+        for figure in ("train/reward", f"{FIGURE}mean_reward", f"{FIGURE}std_reward"):
+            assert there[step][figure] == pytest.approx(here[step][figure], abs=1e-5), figure
+        assert there[step]["train/num_failures"] == 0
+        assert [row["completion"] for row in completions_of(tmp_path / "there", step)] == [
+            row["completion"] for row in completions_of(tmp_path / "here", step)
+        ]
+
+
+# ------------------------------------------------------------------------------------------- judge
+
+
+def test_a_judge_gives_the_rewards(tmp_path: Path, model: Path) -> None:
+    def say(asked: Any) -> str:
+        response, _, known = question(asked).partition("|known:")
+        return f"Score: {10 if f'{{{known}}}' in response else 2}"
+
+    with judge_server(say) as server:
+        judge = {"urls": [server.url], "model": "judge", "num_samples": 2, "temperature": 0.5,
+                 "template": "{{ response }}|known:{{ ground_truth }}"}  # fmt: skip
+        done = run(tmp_path, model, {"judge": judge, "transform": {"scale": 0.1}})
+        assert len(server.asked) <= 2 + 2 * 2 * 12
+    assert done.outcome.ended == "finished"
+    for step, figures in metrics_of(tmp_path).items():
+        rows = completions_of(tmp_path, step)
+        expected = [1.0 if f"{{{answer_of(row)}}}" in row["completion"] else 0.2 for row in rows]
+        assert [row["reward"] for row in rows] == pytest.approx(expected)
+        assert figures[f"{FIGURE}part/unreadable/mean"] == 0.0
+
+
+# ----------------------------------------------------------------------------------------- several
+
+
+@pytest.mark.parametrize("loop", [True, False])
+def test_two_models_give_the_rewards(
+    tmp_path: Path, model: Path, reward_models: dict[str, str], loop: bool
+) -> None:
+    parts = [
+        {"name": "kind", "model_name": reward_models["first"], "precision": "float32"},
+        {"name": "wise", "model_name": reward_models["second"], "precision": "float32"},
+    ]
+    rewards = {"models": parts, "combine": "mean_minus_std", "uncertainty_penalty": 0.5,
+               "use_reward_loop": loop}  # fmt: skip
+    done = run(tmp_path, model, rewards)
+    assert done.outcome.ended == "finished"
+    figures = metrics_of(tmp_path)[1]
+    kind = (figures[f"{FIGURE}part/kind/mean"] - 0.25) / 0.5
+    wise = (figures[f"{FIGURE}part/wise/mean"] - 0.25) / 1.5
+    # The penalty is at most half the mean distance of the two, and at least that of their means.
+    assert figures["train/reward"] < (kind + wise) / 2 - 0.25 * abs(kind - wise) + 1e-6
+    assert math.isfinite(figures["train/reward"])
+
+
+# ----------------------------------------------------------------------------------- wrong settings
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ({"urls": ["http://127.0.0.1:1"], "connect_patience": 0}, "127.0.0.1:1/v1/score does not"),
+        ({"urls": ["http://127.0.0.1:1"], "api_key_env": "NO_KEY"}, "NO_KEY: there is no such"),
+        ({"function": {"path": "no_such_module:f"}}, "there is no module 'no_such_module'"),
+        ({"function": {"path": "os.path:jion"}}, "did you mean 'join'"),
+        ({"judge": {"urls": ["http://127.0.0.1:1"], "model": "m", "template": "{{ x }}"}},
+         "env.reward_model.judge.template: there is no 'x'"),
+        ({"models": [{"name": n, "model_name": f"/none/{n}"} for n in "ab"]},
+         "env.reward_model.models[0].model_name=/none/a: there is no such directory"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_told_before_the_policy_is_loaded(
+    tmp_path: Path, rewards: dict[str, Any], message: str
+) -> None:
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / "config.json").write_text("not even JSON")
+    with pytest.raises(UserError, match=re.escape(message)):
+        run(tmp_path, policy, rewards)
+
+
+def test_a_wrong_key_is_told_with_the_right_one(tmp_path: Path) -> None:
+    path = configured(tmp_path, {"function": {"path": "m:f", "time_out": 3}})
+    with pytest.raises(ConfigError, match="did you mean 'timeout'"):
+        load_config(GRPORun, Path(path), [])

@@ -1,0 +1,62 @@
+"""Log-probabilities on a GPU: as on the CPU; and in bfloat16 with float32 sums."""
+
+import pytest
+import torch
+
+import tiny
+from laurel.data.forest import plant
+from laurel.models.load_policy import check_policy_paths
+from laurel.models.outputs import all_logits, token_logprobs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
+]
+DEVICE = torch.device("cuda")
+SHAPES = [(40, [5, 1, 30]), (1, [7]), (3, [2, 2])]
+
+
+@pytest.mark.parametrize("name", sorted(tiny.LANGUAGE_MODELS))
+def test_the_self_check_passes_and_the_cpu_says_the_same(name):
+    model = tiny.tiny_policy(name, std=0.05)
+    forest = plant(tiny.random_groups(0, SHAPES))
+    expected_M = model.logprobs(forest)
+    model.to(DEVICE)
+    assert check_policy_paths(model) < 1e-4
+    torch.testing.assert_close(model.logprobs(forest).cpu(), expected_M, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_products_of_bfloat16_are_exact_and_summed_in_float32(softcap):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator).bfloat16().to(DEVICE).requires_grad_()
+        for shape in ((16, 64), (200, 64), (200,))
+    )
+    targets = torch.randint(0, 200, (16,), generator=generator).to(DEVICE)
+    rules = {"softcap": softcap, "logit_scale": 0.5, "temperature": 0.7}
+    factors = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    exact = token_logprobs(factors[0], targets, factors[1], bias_V=factors[2], **rules)
+    found = token_logprobs(hidden, targets, weight, bias_V=bias, chunk_size=5, **rules)
+    assert found.logprobs_M.dtype == torch.float32
+    torch.testing.assert_close(found.logprobs_M.double(), exact.logprobs_M, rtol=0, atol=1e-4)
+    logits = all_logits(hidden, weight, bias_V=bias)
+    wanted = (hidden.double() @ weight.double().T + bias.double()).detach()
+    torch.testing.assert_close(logits.double(), wanted, rtol=0, atol=1e-4)
+    ours = torch.autograd.grad(found.logprobs_M.sum(), (hidden, weight, bias))
+    theirs = torch.autograd.grad(exact.logprobs_M.sum(), factors)
+    for gradient, wanted in zip(ours, theirs, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient.double() - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+def test_the_head_multiplies_in_the_precision_of_the_decoder():
+    model = tiny.tiny_policy("qwen3", std=0.05, precision=torch.bfloat16).to(DEVICE)
+    forest = plant(tiny.random_groups(0, SHAPES))
+    low_M = model(forest).logprobs_M
+    assert low_M.dtype == torch.float32
+    low_M.sum().backward()
+    assert model.head.weight.grad.dtype == torch.float32
+    with model.in_full_precision():
+        full_M = model.logprobs(forest)
+    assert 0 < (low_M.detach() - full_M).abs().max() < 0.1

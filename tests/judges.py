@@ -1,0 +1,68 @@
+"""A judge for tests: a real server on loopback that answers chat completions from a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from fakes import WordScorer
+from laurel.config.scorers import JudgeConfig
+from laurel.types import Message
+from reward_servers import Asked, Behaviour, RewardServer
+
+Say = Callable[[Asked], str | None]
+
+
+def chat_answer(text: str | None, *, finish_reason: str = "stop") -> dict[str, Any]:
+    """What an OpenAI-compatible server answers with."""
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+    return {"id": "x", "object": "chat.completion", "model": "judge", "choices": [choice]}
+
+
+def judge_server(say: Say, behave: Behaviour | None = None, **settings: Any) -> RewardServer:
+    """A server that says what `say` makes of a request."""
+    return RewardServer(behave, answer=lambda asked: chat_answer(say(asked)), **settings)
+
+
+def question(asked: Asked) -> str:
+    """What the judge was asked."""
+    text: str = asked.value["messages"][-1]["content"]
+    return text
+
+
+def response_in(asked: Asked) -> str:
+    """The response in a question of the template `ONLY_RESPONSE`."""
+    return question(asked).removeprefix("judge:")
+
+
+ONLY_RESPONSE = "judge:{{ response }}"
+
+
+def judge_config(*servers: RewardServer, **settings: Any) -> JudgeConfig:
+    """A judge at these servers, which is asked with the response alone."""
+    given = {"model": "judge", "template": ONLY_RESPONSE, "connect_patience": 0.0}
+    return JudgeConfig(**{"urls": [server.url for server in servers]} | given | settings)
+
+
+def word_judge(scorer: WordScorer) -> RewardServer:
+    """A judge whose verdicts are those of a `WordScorer`; ask it with `word_judge_config`."""
+
+    def say(asked: Asked) -> str:
+        said = [Message(m["role"], m["content"]) for m in json.loads(question(asked))]
+        score = scorer._score(tuple(said))
+        return f"Score: {score.value!r}" if score.failure is None else f"I cannot: {score.failure}"
+
+    return judge_server(say)
+
+
+def word_judge_config(server: RewardServer) -> JudgeConfig:
+    """Any number is a verdict."""
+    whole = "{{ (conversation + [{'role': 'assistant', 'content': response}]) | tojson }}"
+    return judge_config(server, template=whole, lowest=None, highest=None)
+
+
+def by_length(asked: Asked) -> str:
+    """A verdict: the length of the response, 10 at most."""
+    return f"Long words.\nScore: {min(10, len(response_in(asked)))}"

@@ -1,0 +1,280 @@
+"""What the processes of the parallel tests compute: the same steps, alone or over a mesh."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import tiny
+from laurel.config.schema import LoraConfig
+from laurel.data.forest import plant
+from laurel.errors import ModelError
+from laurel.models.across_ranks import AcrossRanks
+from laurel.models.adapters import add_adapters
+from laurel.models.attention import FOREST, register
+from laurel.models.decoder import Decoder
+from laurel.models.parallel import ParallelShape, held_bytes, local, parallelise, whole
+from laurel.models.policy import PolicyModel
+from laurel.models.pretrained import recompute_activations
+from laurel.models.reward_model import RewardModel
+from laurel.models.sharded_weights import fill_shares, saved_weights
+
+SHAPES = [(9, [5, 3]), (4, [2, 6]), (13, [1, 8]), (2, [4, 4])]
+"""Of groups: trunk and two completions each, other numbers of tokens in every group."""
+LIMIT = 0.05
+"""Of the gradient's norm; always exceeded."""
+
+
+EPSILON = 1e-4
+"""Of Adam: with less, gradients that are zero but for rounding would move weights a whole step."""
+
+
+def build(kind: str, name: str, options: dict[str, Any]) -> Decoder:
+    make = tiny.tiny_policy if kind == "policy" else tiny.tiny_reward_model
+    model: Decoder = make(name, std=0.05, seed=1, num_hidden_layers=2)
+    if options.get("lora"):
+        torch.manual_seed(2)
+        add_adapters(model.network, LoraConfig(enabled=True, dim=4), trains_head=kind != "policy")
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                torch.nn.init.normal_(parameter, std=0.05)
+    if options.get("recomputes"):
+        recompute_activations(model.network)
+    return model.train()
+
+
+def loss_of(outputs: Any, denominator: float) -> torch.Tensor:
+    if hasattr(outputs, "logprobs_M"):
+        return -outputs.logprobs_M.sum() / denominator
+    margins = outputs[0::2, 0] - outputs[1::2, 0]
+    return -torch.nn.functional.logsigmoid(margins).sum() / denominator
+
+
+def weight_of(group: Any, kind: str) -> float:
+    """What a group adds to the denominator: tokens, or a pair."""
+    return float(sum(len(ids) for ids in group.branches_ids_G)) if kind == "policy" else 1.0
+
+
+def steps(kind: str, model: Decoder, ranks: AcrossRanks | None) -> dict[str, Any]:
+    """Two optimizer steps of two micro-batches each, as the learner takes them."""
+    groups = tiny.random_groups(3, SHAPES)
+    place, num_places = (ranks.place, ranks.num_places) if ranks else (0, 1)
+    mine = groups[place::num_places]
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(named, lr=2e-3, eps=EPSILON, fused=True)
+    result: dict[str, Any] = {"losses": [], "norms": [], "place": place}
+    for step in range(2):
+        count = sum(weight_of(group, kind) for group in mine)
+        denominator = ranks.total(count) if ranks else count
+        loss_sum, said = torch.zeros(()), []
+        for batch in (mine[: len(mine) // 2], mine[len(mine) // 2 :]):
+            outputs = model(plant(batch))
+            loss = loss_of(outputs, denominator)
+            loss.backward()
+            said.append((outputs.logprobs_M if kind == "policy" else outputs).detach())
+            loss_sum += loss.detach()
+        totals = ranks.totals({"loss": loss_sum}) if ranks else {"loss": loss_sum}
+        result["losses"].append(float(totals["loss"]))
+        if step == 0:
+            result["outputs"] = torch.cat(said)
+            result["gradients"] = {n: whole(p.grad).clone() for n, p in named}
+        if ranks:
+            result["norms"].append(ranks.clip([p for _, p in named], LIMIT))
+        else:
+            parameters = [p for _, p in named]
+            result["norms"].append(float(torch.nn.utils.clip_grad_norm_(parameters, LIMIT)))
+        optimizer.step()
+        optimizer.zero_grad()
+    result["weights"] = {n: whole(p.detach()).clone() for n, p in named}
+    return result
+
+
+def spread(sizes: dict[str, int], cases: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
+    """`steps` of each case on a mesh."""
+    mesh = ParallelShape(**sizes).mesh("cpu")
+    results = []
+    for kind, name, options in cases:
+        model = build(kind, name, options)
+        parallelise(
+            model, mesh, reshard_after_forward=options.get("reshards", True),
+            sequence_parallel=options.get("shares_tokens", False),
+        )  # fmt: skip
+        result = steps(kind, model, AcrossRanks(mesh))
+        result["bytes"] = held_bytes(model)
+        results.append(result)
+    return results
+
+
+def alone(kind: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`steps` in one process, without any mesh."""
+    model = build(kind, name, options)
+    return {**steps(kind, model, None), "bytes": held_bytes(model)}
+
+
+def kept_bytes(sizes: dict[str, int], cases: list[tuple[int, dict[str, Any]]]) -> list[int]:
+    """What models of so many layers keep of 257 tokens for the backward pass, weights included."""
+    mesh = ParallelShape(**sizes).mesh("cpu")
+    results = []
+    for layers, options in cases:
+        model = tiny.tiny_policy("llama", num_hidden_layers=layers, hidden_size=64)
+        if options.get("recomputes"):
+            recompute_activations(model.network)
+        parallelise(model, mesh, sequence_parallel=options.get("shares_tokens", False))
+        kept: dict[int, torch.Tensor] = {}
+
+        def pack(tensor: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
+            kept[local(tensor).untyped_storage().data_ptr()] = local(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model.train()(plant(tiny.random_groups(3, [(250, [3, 4])])))
+        results.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+    return results
+
+
+def of_rows(sizes: dict[str, int] | None, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What a policy says of padded rows of an odd length, and the gradients."""
+    model = tiny.tiny_policy(name, std=0.05, seed=1, path="padded")
+    if sizes is not None:
+        mesh = ParallelShape(**sizes).mesh("cpu")
+        parallelise(model, mesh, sequence_parallel=options["shares_tokens"])
+    logprobs_M = model.train()(tiny.padded(tiny.random_groups(3, SHAPES))).logprobs_M
+    logprobs_M.mean().backward()
+    gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return {"outputs": logprobs_M.detach(), "gradients": gradients}
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the largest tensor that is made outside the meta device.
+
+    Views need no memory of their own: safetensors gives views of the mapped file (`set_`), of which
+    only what is copied is read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.by = 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = func.is_view or func.overloadpacket is torch.ops.aten.set_
+        if isinstance(result, torch.Tensor) and not is_view and result.device.type != "meta":
+            self.largest, self.by = max(
+                (self.largest, self.by), (local(result).untyped_storage().nbytes(), str(func))
+            )
+        return result
+
+
+def empty_model(directory: str, kind: str) -> Decoder:
+    """A model on the meta device, from the configuration of a saved one."""
+    register()
+    factory: Any = AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
+    with torch.device("meta"):
+        network = factory.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    network.set_attn_implementation(FOREST)
+    if kind == "policy":
+        return PolicyModel(network, path="forest", precision=torch.float32)
+    return RewardModel(network, head_name="score", path="forest", precision=torch.float32)
+
+
+def read(sizes: dict[str, int], cases: list[tuple[str, str]]) -> list[Any]:
+    """Models read straight into shares: what they are and compute, then after a step of SGD."""
+    mesh = ParallelShape(**sizes).mesh("cpu")
+    results = []
+    for kind, directory in cases:
+        model = empty_model(directory, kind)
+        parallelise(model, mesh)
+        with Allocations() as made:
+            fill_shares(model, Path(directory), torch.device("cpu"))
+        batch = plant(tiny.random_groups(5, SHAPES))
+        weights = {n: w.clone() for n, w in saved_weights(model.network)}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outputs = []
+        for _ in range(2):
+            found = model(batch)
+            values = found.logprobs_M if kind == "policy" else found
+            outputs.append(values.detach())
+            (values.mean() / mesh["dp_shard"].size()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(
+            {"weights": weights, "outputs": outputs, "largest": made.largest, "by": made.by,
+             "bytes": held_bytes(model)}
+        )  # fmt: skip
+    return results
+
+
+def refused(sizes: dict[str, int], directory: str) -> str:
+    """What is said of weights that do not fit."""
+    model = empty_model(directory, "policy")
+    parallelise(model, ParallelShape(**sizes).mesh("cpu"))
+    try:
+        fill_shares(model, Path(directory), torch.device("cpu"))
+    except ModelError as error:
+        return str(error)
+    return "nothing"
+
+
+def agree(sizes: dict[str, int], values: list[float]) -> dict[str, Any]:
+    """What ranks agree on, of one number each place brings."""
+    ranks = AcrossRanks(ParallelShape(**sizes).mesh("cpu"))
+    value = torch.tensor(values[ranks.place])
+    found = ranks.totals({"mean": value, "score_min": value, "score_max": value})
+    return {
+        "place": ranks.place,
+        "total": ranks.total(values[ranks.place]),
+        "totals": {name: float(sum_) for name, sum_ in found.items()},
+        "all_positive": ranks.all_hold(values[ranks.place] > 0),
+        "all_finite": ranks.all_hold(math.isfinite(values[ranks.place])),
+    }
+
+
+def half_way(sizes: dict[str, int]) -> dict[str, Any]:
+    """bfloat16: gathered so, or by autocast over float32 as in one process."""
+    mesh = ParallelShape(**sizes).mesh("cpu")
+    batch = plant(tiny.random_groups(5, SHAPES))
+    results: dict[str, Any] = {}
+    for name, precision in (("autocast", None), ("gathered", torch.bfloat16)):
+        model = tiny.tiny_reward_model("qwen3", std=0.05, seed=1, precision=torch.bfloat16)
+        parallelise(model, mesh, precision=precision)
+        scores = model(batch)
+        scores.sum().backward()
+        kinds = {(p.dtype, p.grad.dtype) for p in model.parameters()}
+        results[name] = {"scores": scores.detach(), "kinds": kinds}
+    return results
+
+
+def fail(at: int) -> None:
+    if torch.distributed.get_rank() == at:
+        raise ValueError("this rank has had enough")
+    torch.distributed.barrier()
+
+
+def leave_pid_and_sleep(folder: str, seconds: float) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(seconds)
+
+
+def mlp_plan(network: torch.nn.Module) -> dict[str, str]:
+    """A plan made of the model, found by its import path."""
+    splits = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    names = [name for name, _ in network.named_modules()]
+    return {n: splits[n.rpartition(".")[2]] for n in names if n.rpartition(".")[2] in splits}
+
+
+def spread_twice() -> str:
+    mesh = ParallelShape().mesh("cpu")
+    model = build("reward", "llama", {})
+    parallelise(model, mesh)
+    try:
+        parallelise(model, mesh)
+    except ModelError as error:
+        return str(error)
+    return "nothing"

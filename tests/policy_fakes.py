@@ -1,0 +1,305 @@
+"""A generator and environments without any model, for everything that plays tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from laurel.algorithms.rollouts import Rollouts
+from laurel.environments.interface import EnvironmentInterface
+from laurel.environments.math_environment import MathEnvironment
+from laurel.protocols import Judged
+from laurel.types import (
+    Conversation,
+    EnvironmentReturn,
+    Generated,
+    GenerationRequest,
+    Message,
+    SamplingParams,
+    Task,
+    Weights,
+)
+
+SAMPLING = SamplingParams(max_new_tokens=8)
+
+
+def ids_of(text: str) -> Any:
+    """A text as the fakes' tokens: its bytes."""
+    return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+
+
+class ByteChat:
+    """A chat format in which every byte is a token; a prompt ends with `>`."""
+
+    def __init__(self) -> None:
+        self.histories: list[Conversation] = []
+
+    def prompt_ids(self, conversation: Conversation, /) -> Any:
+        return ids_of("".join(m.content for m in conversation) + ">")
+
+    def observation_ids(
+        self, observation: Mapping[str, str], /, *, history: Conversation, turn_ids: Any
+    ) -> Any:
+        self.histories.append(history)
+        return ids_of(f"[{observation['content']}]>")
+
+
+@dataclass(frozen=True)
+class Say:
+    """One completion as it is scripted."""
+
+    text: str
+    finish_reason: Any = "stop"
+    after: Callable[[], bool] | None = None
+    """It ends once this is so."""
+    ids: Any = None
+
+
+@dataclass
+class ScriptedGenerator:
+    """Says what the script says, completion by completion in the script's order.
+
+    A script is called with a request and gives pairs of an index and what it says; an exception in
+    it is raised, `None` waits for ever.
+    """
+
+    script: Callable[[GenerationRequest], Sequence[Any]]
+    requests: list[GenerationRequest] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+    weight_version: int = 0
+    updates: list[int] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
+        self.requests.append(request)
+        self.open.add(request.id)
+        try:
+            for item in self.script(request):
+                await asyncio.sleep(0)
+                if item is None:
+                    await asyncio.Event().wait()
+                if isinstance(item, BaseException):
+                    raise item
+                index, said = item
+                while said.after is not None and not said.after():
+                    await asyncio.sleep(0.001)
+                ids_L = ids_of(said.text) if said.ids is None else said.ids
+                self.events.append(f"said {request.id} {index}")
+                yield Generated(
+                    index=index,
+                    ids_L=ids_L,
+                    logprobs_L=np.full(len(ids_L), -0.5, dtype=np.float32),
+                    text=said.text,
+                    finish_reason=said.finish_reason,
+                    weight_version=self.weight_version,
+                )
+        finally:
+            self.open.discard(request.id)
+
+    async def update_weights(self, weights: Weights) -> None:
+        assert not self.open, "weights changed in the middle of a request"
+        self.weight_version = weights.version
+        self.updates.append(weights.version)
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def saying(*texts: str) -> Callable[[GenerationRequest], list[Any]]:
+    """A script in which completion `i` of every request says text `i` (again from the first)."""
+    return lambda request: [(i, Say(texts[i % len(texts)])) for i in range(len(request.seeds_G))]
+
+
+class Judge(EnvironmentInterface):
+    """Judges by a function of the latest answer and the metadata; remembers its calls.
+
+    The verdict is a dictionary: `reward` (or `rewards`, named), `over`, `observation`, `stops`,
+    `metadata`, `failure`, `answer`.
+    """
+
+    def __init__(
+        self,
+        verdict: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda text, metadata: {},
+        *,
+        judges: Judged = "group",
+        stop_strings: Sequence[str] | None = None,
+        before: Callable[[list[str]], None] = lambda texts: None,
+    ) -> None:
+        self.verdict = verdict
+        self.judges = judges
+        self.stop_strings = stop_strings
+        self.before = before
+        self.calls: list[list[str]] = []
+        self.logs: list[Any] = []
+        self.metadata: list[Any] = []
+        self.batches: list[Mapping[str, Any]] = []
+
+    def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+        texts = [log[-1]["content"] for log in message_log_batch]
+        self.calls.append(texts)
+        self.logs += message_log_batch
+        self.metadata += metadata
+        self.before(texts)
+        verdicts = [self.verdict(t, m or {}) for t, m in zip(texts, metadata, strict=True)]
+        parts = verdicts[0].get("rewards")
+        if parts is None:
+            rewards: Any = torch.tensor([float(v.get("reward", 1.0)) for v in verdicts])
+        else:
+            rewards = {n: torch.tensor([float(v["rewards"][n]) for v in verdicts]) for n in parts}
+        return EnvironmentReturn(
+            observations=[
+                v.get("observation", {"role": "user", "content": "ok"}) for v in verdicts
+            ],
+            metadata=[v.get("metadata", m) for v, m in zip(verdicts, metadata, strict=True)],
+            next_stop_strings=[v.get("stops") for v in verdicts],
+            rewards=rewards,
+            terminateds=torch.tensor([v.get("over", True) for v in verdicts]),
+            answers=[v.get("answer") for v in verdicts],
+            failures=[v.get("failure") for v in verdicts],
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, float]]:
+        self.batches.append(batch)
+        return batch, {"seen": float(len(batch["rewards"]))}
+
+    def shutdown(self) -> None: ...
+
+
+def task(
+    text: str = "q", *, name: str = "judge", task_id: str | None = None, **metadata: Any
+) -> Task:
+    return Task(
+        id=task_id or text, prompt=(Message("user", text),), environment=name, metadata=metadata
+    )
+
+
+def rollouts_of(generator: ScriptedGenerator, **options: Any) -> Rollouts:
+    """With one environment called `judge`, unless `environments` are given."""
+    judge = options.pop("judge", None)
+    environments = options.pop("environments", None) or {"judge": judge or Judge()}
+    defaults: dict[str, Any] = {"max_turns": 1, "max_length": 64, "seed": 7}
+    chat = options.pop("chat", None) or ByteChat()
+    return Rollouts(generator, environments, chat, **(defaults | options))
+
+
+# ----------------------------------------------------------- for whole runs, by their import path
+
+HOOKS: dict[str, Callable[[], None]] = {}
+"""What `Matches` calls before it judges (`judge`), and `HookedAdamW` before it steps (`update`)."""
+
+
+class Matches(Judge):
+    """Gives `reward` to an answer that has the known one in it; the `poison` is a failure."""
+
+    def __init__(
+        self, *, poison: str | None = None, reward: float = 1.0, noise: float = 0.0
+    ) -> None:
+        self.noise_floor = noise
+
+        def verdict(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
+            if poison is not None and poison in text:
+                return {"failure": f"{poison!r} is poison"}
+            return {"reward": reward * (str(metadata["ground_truth"]) in text), "answer": text}
+
+        super().__init__(verdict, before=lambda texts: HOOKS.get("judge", lambda: None)())
+
+
+class HookedAdamW(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        HOOKS.get("update", lambda: None)()
+        return super().step(closure)
+
+
+class Shouts(EnvironmentInterface):
+    """Asks everybody twice, and rewards both answers, never with 0 or 1."""
+
+    judges = "completion"
+
+    def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+        over = [sum(m["role"] == "assistant" for m in log) > 1 for log in message_log_batch]
+        right = [
+            str(m["ground_truth"]) in log[-1]["content"]
+            for log, m in zip(message_log_batch, metadata, strict=True)
+        ]
+        return EnvironmentReturn(
+            observations=[{"role": "user", "content": "again"}] * len(over),
+            metadata=list(metadata),
+            next_stop_strings=[None] * len(over),
+            rewards=torch.tensor([0.25 + 0.1 * r for r in right]),
+            terminateds=torch.tensor(over),
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, float]]:
+        return batch, {"mean_length": float(batch["generation_lengths"].double().mean())}
+
+    def shutdown(self) -> None: ...
+
+
+class Uneven(Matches):
+    """Gives as much as float32 holds where the known answer is 2."""
+
+    def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+        found = super().step(message_log_batch, metadata)
+        sizes = [3e38 if str(m["ground_truth"]) == "2" else 1.0 for m in metadata]
+        return found._replace(rewards=found.rewards * torch.tensor(sizes))
+
+
+class MathCopy(MathEnvironment):
+    """The environment for mathematics, under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__({"num_workers": 1})
+
+
+class Fades(Matches):
+    """Gives nothing to anybody after so many calls."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self._limit = calls
+
+    def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+        found = super().step(message_log_batch, metadata)
+        fades = len(self.calls) > self._limit
+        return found._replace(rewards=found.rewards * 0) if fades else found
+
+
+class Tires(Matches):
+    """Gives less and less, by how many batches it has measured; remembers that in checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_judged = self.num_measured = 0
+        self.lock = threading.Lock()
+
+    def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+        found = super().step(message_log_batch, metadata)
+        with self.lock:
+            self.num_judged += len(message_log_batch)
+        return found._replace(rewards=found.rewards / (1 + self.num_measured))
+
+    def global_post_process_and_metrics(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, float]]:
+        self.num_measured += self.num_judged
+        self.num_judged = 0
+        return super().global_post_process_and_metrics(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"judged": self.num_judged, "measured": self.num_measured}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_judged, self.num_measured = state["judged"], state["measured"]

@@ -1,0 +1,73 @@
+"""Engines in Ray actors, for tests. They take seconds to start: share them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laurel.config.grpo_training import GRPOPolicyConfig
+from laurel.config.schema import ClusterConfig
+from laurel.distributed.reservations import Resources
+from laurel.engines.engine_worker import EngineWorker
+from laurel.engines.load_engine import EngineMaker, TransformersMaker, from_directory
+from laurel.models.export_policy import save_policy
+from laurel.protocols import WorkerGroup
+
+MAX_LENGTH = 1024
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Any]:
+    """A small cluster; inside another of these it is the same."""
+    ray_cluster = pytest.importorskip("laurel.distributed.ray_cluster", exc_type=ImportError)
+    with ray_cluster.RayCluster(cpus=4, gpus=0, object_store_bytes=80 * 2**20) as started:
+        yield started
+
+
+def maker(directory: str, policy: Any, tokenizer: Any, *, max_concurrent: int) -> EngineMaker:
+    """Saves a policy of the test, and says how an engine is made of it."""
+    save_policy(Path(directory), policy, tokenizer, card="")
+    return TransformersMaker(
+        policy=from_directory(GRPOPolicyConfig(precision="float32"), directory),
+        cluster=ClusterConfig(device="cpu", cpu_threads=1),
+        seed=0,
+        end_ids=(tokenizer.eos_token_id,),
+        max_length=MAX_LENGTH,
+        max_concurrent=max_concurrent,
+    )
+
+
+class TellingWorker(EngineWorker):
+    """Says where it runs."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def groups(
+    cluster: Any,
+    make_engine: EngineMaker,
+    count: int,
+    *,
+    on_pid: Callable[[int, int], None] = lambda index, pid: None,
+    limit: float = 60.0,
+) -> Callable[[int], WorkerGroup]:
+    """For `GeneratorReplicas`: each replica has a slot of its own, also after a restart.
+
+    `on_pid` is told the process of each that is made.
+    """
+    from laurel.distributed.ray_group import RayGroup
+
+    slots = cluster.reserve("generation", count, Resources(cpus=0.5))
+
+    def make_group(index: int) -> WorkerGroup:
+        group = RayGroup(slots.part("generation", [index]), TellingWorker, make_engine, limit=limit)
+        on_pid(index, group.call_one(0, "pid"))
+        return group
+
+    return make_group

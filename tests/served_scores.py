@@ -1,0 +1,103 @@
+"""A reward server in a thread of this process, over a scripted backend."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import httpx2
+
+from laurel.rewards.batch_jobs import BatcherLimits
+from laurel.rewards.batcher import BatchingScorer
+from laurel.rewards.server.app import make_app
+from laurel.rewards.server.endpoints import RequestLimits
+from laurel.rewards.server.gate import GateOptions
+from laurel.rewards.server.run import ServerRun, listen
+from laurel.rewards.server.serving import RewardService, ServedModel
+from scripted_backend import ScriptedBackend
+
+KEY = "a key of more than sixteen letters".replace(" ", "-")
+
+
+def served(backend: ScriptedBackend, version: str = "1", **limits: Any) -> ServedModel:
+    """A model that answers with the scores of a backend. In an event loop."""
+    scorer = BatchingScorer(
+        backend, model_version=version, limits=BatcherLimits(max_delay=0, **limits)
+    )
+    return ServedModel(name=f"model {version}", version=version, scorer=scorer)
+
+
+class Running:
+    """The server. Leaving it ends it as SIGTERM would."""
+
+    def __init__(
+        self,
+        backend: Any = None,
+        *,
+        gate: dict[str, Any] | None = None,
+        limits: RequestLimits | None = None,
+        batcher: dict[str, Any] | None = None,
+        access_log: Any = None,
+        open_model: Any = None,
+        loads: threading.Event | None = None,
+        **service: Any,
+    ) -> None:
+        self.backend: Any = backend or ScriptedBackend()
+        self.service = RewardService(open_model=open_model, **service)
+        options = GateOptions(**{"api_key": KEY, "hosts": ("127.0.0.1",), **(gate or {})})
+        self.app = make_app(self.service, options, limits=limits, access_log=access_log)
+        listener = listen("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.run = ServerRun(self.app, self.service, listener, drain_seconds=20)
+        self._batcher = batcher or {}
+        self._loads = loads
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.client = httpx2.Client(
+            base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False,
+            timeout=30,
+        )  # fmt: skip
+
+    def _run(self) -> None:
+        async def open_model() -> ServedModel:
+            if self._loads is not None:
+                await asyncio.to_thread(self._loads.wait, 20)
+            return served(self.backend, **self._batcher)
+
+        self.run.run(open_model, on_ready=lambda _: self._ready.set())
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        if self._loads is None:
+            assert self._ready.wait(20)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        if isinstance(self.backend, ScriptedBackend):
+            self.backend.may_go.set()
+        if self._loads is not None:
+            self._loads.set()
+        self.run.stop()
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the server did not end"
+
+    def score(self, *answers: str, prompt: str = "q", **more: Any) -> httpx2.Response:
+        """Ask for the scores of one group."""
+        group = {"id": "g", "prompt": prompt, "completions": list(answers)}
+        return self.post("/v1/score", {"groups": [group], **more})
+
+    def post(self, path: str, value: Any, headers: Any = None) -> httpx2.Response:
+        """In ASCII, so that half a character can travel."""
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        return self.client.post(path, content=json.dumps(value), headers=headers)
+
+    def in_thread(self, ask: Any) -> tuple[threading.Thread, list[Any]]:
+        """Ask in a thread; the answer is put into the list."""
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(ask()))
+        thread.start()
+        return thread, found

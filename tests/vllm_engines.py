@@ -1,0 +1,91 @@
+"""vLLM engines on tiny models made in the test. They take seconds to start: share them."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import tiny
+import tiny_tokenizers
+from laurel.config.grpo_training import GenerationConfig
+from laurel.engines.vllm_engine import VllmEngine
+from laurel.types import Weights
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+MAX_LENGTH = 1024
+HEAD_DIM = 32
+"""vLLM's attention on CPUs knows none smaller."""
+
+
+def require_vllm() -> None:
+    if not HAS_VLLM:
+        pytest.skip("vLLM is not installed: make test-vllm")
+
+
+def random_model(model_type: str, *, tied: bool, seed: int, vocab_size: int) -> Any:
+    """Weights so large that a stale tensor moves log-probabilities by whole numbers."""
+    config = AutoConfig.for_model(
+        model_type,
+        **{
+            **tiny.COMMON,
+            "vocab_size": vocab_size,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "head_dim": HEAD_DIM,
+            "tie_word_embeddings": tied,
+        },
+    )
+    torch.manual_seed(seed)
+    factory: Any = AutoModelForCausalLM
+    return tiny.draw_weights(factory.from_config(config, dtype=torch.float32), 0.2).eval()
+
+
+class Learner:
+    """Holds the weights that the engine should have."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def logprobs(self, ids: Any) -> np.ndarray[Any, Any]:
+        """The probe."""
+        whole = torch.as_tensor(np.asarray(ids)).long()
+        with torch.inference_mode():
+            logprobs = self.model(input_ids=whole[None]).logits[0].float().log_softmax(-1)
+        found: np.ndarray[Any, Any] = logprobs[:-1].gather(1, whole[1:, None])[:, 0].numpy()
+        return found
+
+    def weights(self, version: int) -> Weights:
+        return Weights(version=version, tensors=lambda: self.model.state_dict().items())
+
+
+@contextmanager
+def started(
+    model: Any, probe: Any, *, max_concurrent: int = 6, tokenizer: Any = None, **options: Any
+) -> Iterator[VllmEngine]:
+    """An engine that starts with a model's weights, and is closed in the end."""
+    tokenizer = tokenizer or tiny_tokenizers.chatml()
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        settings: dict[str, Any] = {
+            "generation": GenerationConfig(max_concurrent=max_concurrent),
+            "max_length": MAX_LENGTH,
+            "precision": "float32",
+            "end_ids": [tokenizer.eos_token_id],
+            "probe": probe,
+        }
+        engine = VllmEngine(Path(directory), **{**settings, **options})
+    # The directory is gone: nothing reads it again.
+    try:
+        yield engine
+    finally:
+        engine.close()
