@@ -83,13 +83,20 @@ def _written(entries: list[Any], there: set[str]) -> Iterator[Any]:
 def _reference() -> dict[str, str]:
     """A page for each line of ARCHITECTURE.md's table of rooms, and one that lists them."""
     pages: dict[str, str] = {}
-    lines = ["# Reference", "", "Made from the docstrings, low to high: a room uses only those above it.", ""]
+    lines = [
+        "# Reference",
+        "",
+        "Made from the docstrings, low to high: a room uses only those above it.",
+        "",
+    ]
     seen: set[Path] = set()
     rooms = _rooms()
     for room, answers in rooms:
         name = f"reference/{room.replace('/', '_')}.md"
         pages[name] = _room_page(room, answers, [other for other, _ in rooms], seen)
-        lines.append(f"- [`laurel.{room.replace('/', '.')}`]({posixpath.basename(name)}): {answers}")
+        lines.append(
+            f"- [`laurel.{room.replace('/', '.')}`]({posixpath.basename(name)}): {answers}"
+        )
     left = {path for path in SOURCE.rglob("*.py") if path.stem[0] != "_"} - seen
     if left:
         log.warning("no room of ARCHITECTURE.md's table holds %s", sorted(map(str, left)))
@@ -123,7 +130,7 @@ def _room_page(room: str, answers: str, rooms: list[str], seen: set[Path]) -> st
     return "\n".join(text)
 
 
-# -------------------------------------------------------------------------------- the text of a page
+# ------------------------------------------------------------------------------ the text of a page
 
 _FENCE_NOTE = re.compile(
     r"^(?P<indent> *)<!-- (?P<kind>not run|file|hidden setup|output)(?:: *(?P<value>.*?))? *-->\n"
@@ -157,7 +164,9 @@ def _shown_link(link: re.Match[str], folder: str, page: str) -> str:
     anchor = link["anchor"] or ""
     if path in INCLUDED or path.startswith("docs/"):
         name = INCLUDED.get(path) or path.removeprefix("docs/")
-        return f"[{link['text']}]({posixpath.relpath(name, posixpath.dirname(page) or '.')}{anchor})"
+        return (
+            f"[{link['text']}]({posixpath.relpath(name, posixpath.dirname(page) or '.')}{anchor})"
+        )
     if not (ROOT / path).exists():
         log.warning("%s: a link to %s, which does not exist", page, path)
     shown = link["text"].strip("`")
