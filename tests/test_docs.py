@@ -176,7 +176,7 @@ def test_an_output_that_is_another_is_seen_and_written(server, tmp_path):
 
 
 def test_settings_and_options_that_are_none():
-    assert problems({"grpo": {"num_generations_per_prompt": 4}}) is None
+    assert problems({"grpo": {"max_num_steps": 4}}) is None
     assert "num_generation" in str(problems({"grpo": {"num_generation_per_prompt": 4}}))
     assert problems({"enabled": True, "target_max": 2.0}) is None
     assert problems({"nothing": 1}) is not None

@@ -4,6 +4,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "models"))
-from test_value_heads import llama_factory  # noqa: E402 - it lies beside its tests
+from test_value_heads import llama_factory
 
 llama_factory(Path("lf"))
