@@ -107,8 +107,15 @@ def _rooms() -> list[tuple[str, str]]:
     """Each room and what it answers, in the table's order."""
     table = _root_file("ARCHITECTURE.md").split("## Rooms")[1]
     rows = re.findall(r"^\| (`.+?) \| (.+?) \|", table.split("\n## ")[0], re.MULTILINE)
-    found = [(room, answers) for names, answers in rows for room in re.findall(r"`([^`]+)`", names)]
-    return found
+    return [
+        told for names, answers in rows for told in _told(re.findall(r"`([^`]+)`", names), answers)
+    ]
+
+
+def _told(rooms: list[str], answers: str) -> list[tuple[str, str]]:
+    """A line for two rooms says two things, divided by a semicolon."""
+    parts = answers.split("; ") if len(rooms) > 1 else [answers]
+    return list(zip(rooms, parts, strict=True))
 
 
 def _room_page(room: str, answers: str, rooms: list[str], seen: set[Path]) -> str:

@@ -38,7 +38,7 @@ def _within(node: ast.Module | ast.ClassDef, prefix: str, models: set[str]) -> I
                 yield f"{prefix}{child.name}"
             if isinstance(child, ast.ClassDef):
                 yield from _within(child, f"{child.name}.", models)
-                if child.name in models:
+                if child.name in models - PYDANTIC:
                     yield from _fields(child)
 
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: every class of errors.py has its section, every message is in the code."""
+"""docs/troubleshooting.md: a section for each class of errors.py; messages that the code has."""
 
 from __future__ import annotations
 
