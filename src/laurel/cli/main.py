@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from laurel import __version__
+from laurel.cli.data_commands import data_app
 from laurel.cli.eval_commands import eval_app
 from laurel.cli.export_command import export
 from laurel.cli.options import (
@@ -311,6 +312,7 @@ sandbox_app = typer.Typer(
 )
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(eval_app, name="eval")
+app.add_typer(data_app, name="data")
 
 
 @sandbox_app.callback()
