@@ -14,6 +14,7 @@ from laurel import __version__
 from laurel.cli.data_commands import data_app
 from laurel.cli.eval_commands import eval_app
 from laurel.cli.export_command import export
+from laurel.cli.init_command import init
 from laurel.cli.options import (
     AdminKeyOption,
     ApiKeyOption,
@@ -194,6 +195,7 @@ def score(
 
 
 app.command("export")(export)
+app.command("init")(init)
 
 
 @app.command("serve")

@@ -149,19 +149,17 @@ def _show_legend(console: Console, pieces: Sequence[Piece], separator: str) -> N
     line = Text("legend   ")
     for role in roles:
         if role not in (TEMPLATE, UNCLEAR):
-            line.append(f" {visible(role)} ", style=style_of(role))
-            line.append("  ")
-    if TEMPLATE in roles:
-        line.append("template: what the chat template writes around messages  ")
-    if UNCLEAR in roles:
-        line.append("unclear: beside a message that was cut or that the template changed  ")
-    line.append(f"{separator} between tokens")
-    console.print(line)
+            line.append(f" {visible(role)} ", style=style_of(role)).append("  ")
+    console.print(line.append(f"{separator} stands between tokens"))
+    meanings = {
+        TEMPLATE: "what the chat template writes around messages",
+        UNCLEAR: "beside a message that was cut, or that the template changed",
+    }
+    lines = [Text(f"{role}: {about}") for role, about in meanings.items() if role in roles]
     if any(piece.is_learned for piece in pieces):
-        console.print(Text("         ").append("loss", style=LEARNED).append(
-            ": these tokens count in the loss"
-        ))  # fmt: skip
+        lines.append(Text("").append("loss", LEARNED).append(": these tokens count in the loss"))
     if any(piece.is_pooled for piece in pieces):
-        console.print(Text("         ").append("[score]", style=POOLED).append(
-            ": the token from which the reward model reads the score"
-        ))  # fmt: skip
+        what = ": the token from which the reward model reads the score"
+        lines.append(Text("").append("[score]", POOLED).append(what))
+    for one in lines:
+        console.print(Text("         ").append_text(one))
