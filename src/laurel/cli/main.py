@@ -11,8 +11,10 @@ from typing import Annotated, Literal
 import typer
 
 from laurel import __version__
+from laurel.cli.data_commands import data_app
 from laurel.cli.eval_commands import eval_app
 from laurel.cli.export_command import export
+from laurel.cli.init_command import init
 from laurel.cli.options import (
     AdminKeyOption,
     ApiKeyOption,
@@ -193,6 +195,7 @@ def score(
 
 
 app.command("export")(export)
+app.command("init")(init)
 
 
 @app.command("serve")
@@ -311,6 +314,7 @@ sandbox_app = typer.Typer(
 )
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(eval_app, name="eval")
+app.add_typer(data_app, name="data")
 
 
 @sandbox_app.callback()
