@@ -1,4 +1,4 @@
-"""The tests that docs/reliability.md names for faults exist, and every row names one or says where."""
+"""The tests that docs/reliability.md names for faults exist, and every row names its proof."""
 
 import re
 from pathlib import Path
@@ -26,6 +26,8 @@ def test_every_row_says_what_proves_it():
     for row in rows():
         proof = row.rstrip(" |").rsplit(" | ", 1)[-1]
         places = re.findall(r"\((\w+\.md)\)", proof), re.findall(r"`(tests/\S+\.py)`", proof)
-        assert NAMED.search(proof) or any(places) or list(TESTS.rglob(f"{proof.strip('`')}.py")), row
+        assert NAMED.search(proof) or any(places) or list(TESTS.rglob(f"{proof.strip('`')}.py")), (
+            row
+        )
         assert all((TESTS.parent / "docs" / page).is_file() for page in places[0]), row
         assert all((TESTS.parent / file).is_file() for file in places[1]), row

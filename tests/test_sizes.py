@@ -75,7 +75,10 @@ LONG = "policy.max_total_sequence_length={}"
 JUDGE = ("env.reward_model.enabled=true", "data.env_name=reward_model")
 JUDGED_BY = "env.reward_model.model_name={}"
 JUDGE_TP = "env.reward_model.dtensor_cfg.tensor_parallel_size={}"
-SET_ASIDE = ("env.reward_model.resources.gpus_per_node={}", "env.reward_model.resources.num_nodes=1")
+SET_ASIDE = (
+    "env.reward_model.resources.gpus_per_node={}",
+    "env.reward_model.resources.num_nodes=1",
+)
 BATCH = ("grpo.num_prompts_per_step={}", "policy.train_global_batch_size={}")
 
 
@@ -154,8 +157,8 @@ def tables() -> str:
 
 
 def table(sizes: tuple[Size, ...]) -> str:
-    head = "| model | machine | ranks | GiB of each device | command |\n| --- | --- | --- | --- | --- |"
-    return "\n".join([head, *map(row, sizes)])
+    head = "| model | machine | ranks | GiB of each device | command |"
+    return "\n".join([head, "| --- | --- | --- | --- | --- |", *map(row, sizes)])
 
 
 def row(size: Size) -> str:

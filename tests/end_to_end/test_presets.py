@@ -10,7 +10,7 @@ from laurel.algorithms.advantages import compute_advantages
 from laurel.algorithms.policy_losses import PolicyLoss
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
-from policy_runs import grpo, grpo_settings, metrics_of, warm_started
+from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 PRESETS = CONFIGS / "presets"
@@ -35,7 +35,7 @@ def of(name: str) -> GRPORun:
 
 
 def test_all_that_the_guide_names_are_there() -> None:
-    assert NAMES == sorted([*FIRST, "gdpo"])
+    assert sorted([*FIRST, "gdpo"]) == NAMES
     guide = (CONFIGS.parents[1] / "docs" / "grpo.md").read_text(encoding="utf-8")
     assert [name for name in NAMES if f"presets/{name}.yaml" not in guide] == []
 
@@ -68,7 +68,9 @@ def test_gdpo_hears_each_component_by_hand() -> None:
         [[1.0, 0.0, 0.0, 10.0]], of("gdpo").grpo, components_BG=[parts]
     ).values_BG[0]
     # Each component alone is 3/2 and -1/2; their sums 1 and -1 have a deviation of sqrt(4/3).
-    assert list(found) == pytest.approx([0.75**0.5, -(0.75**0.5), -(0.75**0.5), 0.75**0.5], rel=1e-4)
+    assert list(found) == pytest.approx(
+        [0.75**0.5, -(0.75**0.5), -(0.75**0.5), 0.75**0.5], rel=1e-4
+    )
 
 
 def test_their_losses() -> None:
@@ -91,8 +93,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_with_it_learns(name: str, tmp_path: Path, model: Path) -> None:
-    changes = ["grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_end=false",
-               "data.env_name=matches", "+env.custom.matches.name=policy_fakes.Matches"]  # fmt: skip
+    changes = ["grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_end=false", *MATCHES]
     if name == "gdpo":
         parts = "{as_components: true, parts: [{env: matches}, {env: math, weight: 2}]}"
         changes += ["data.env_name=both", f"+env.composite.both={parts}"]

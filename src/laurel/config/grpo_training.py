@@ -61,9 +61,9 @@ class GRPOPolicyConfig(PolicyConfig):
     """Any class of `torch.optim`, with its arguments. Kwargs that you give replace all of these.
     Default: AdamW at a rate that policies of 1B to 2B bear; larger ones take less."""
     scheduler: NamedCall | list[NamedCall | Milestones] | None = None
-    """A class of `torch.optim.lr_scheduler`; or a list of them with a `milestones` entry; null keeps
-    the learning rate constant. Default: constant, so a run can be prolonged as if it had always been
-    longer."""
+    """A class of `torch.optim.lr_scheduler`; or a list of them with a `milestones` entry; null
+    keeps the learning rate constant. Default: constant, so a run can be prolonged as if it had
+    always been longer."""
     generation: GenerationConfig = GenerationConfig()
     """See there."""
 
@@ -72,7 +72,7 @@ class GRPOPolicyConfig(PolicyConfig):
 
 
 class GRPOConfig(Section):
-    """How much is drawn and learned from in a step, how rewards are compared, when it is validated."""
+    """What is drawn and learned from in a step, how rewards are compared, when it is validated."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
         {"invalid_tool_call_advantage", "malformed_thinking_advantage", "reward_penalties",
@@ -150,7 +150,7 @@ class GRPOConfig(Section):
     """Validation tasks, at most; all where there are fewer. Default: the standard error of an
     accuracy is then 0.03 at most."""
     val_batch_size: int = Field(default=256, ge=1)
-    """Validation tasks that are answered side by side."""
+    """Validation tasks that are answered side by side. Default: all of them at once."""
     val_num_generations_per_prompt: int = Field(default=1, ge=1)
     """Completions of each validation task; above 1, pass@k is measured. Default: the cheapest
     unbiased figure."""
