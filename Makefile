@@ -7,12 +7,15 @@ STAMP  := $(VENV)/.laurel-installed
 VLLM_VENV  ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.laurel-installed
 
-.PHONY: help setup setup-vllm demo test test-vllm check format bench clean
+DOCS_STAMP := $(VENV)/.laurel-docs-installed
+
+.PHONY: help setup setup-vllm demo test test-vllm check format bench docs docs-serve clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the tests"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make check   format, lint and types"
+	@echo "make docs    the site of docs/ and of the docstrings, into site/ (make docs-serve shows it here)"
 	@echo "make bench   the benchmarks that need no peer (see benchmarks/README.md)"
 	@echo "make setup   only make the virtual environment $(VENV)"
 
@@ -62,5 +65,19 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/rm_scoring.py
 
+# The variable: Material tells at every build that MkDocs 2 will not do.
+DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $(DOCS_STAMP)
+
+docs: $(DOCS_STAMP)
+	$(DOCS) build --strict --quiet
+	@echo "site/index.html"
+
+docs-serve: $(DOCS_STAMP)
+	$(DOCS) serve --dev-addr 127.0.0.1:$(or $(PORT),8001)
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) demo logs results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) demo logs results build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

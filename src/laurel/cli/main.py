@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -344,6 +345,9 @@ def check_sandbox(
 
 def main() -> None:
     """Entry point: errors of users are one message and exit code 2, never a traceback."""
+    with suppress(OSError):  # a working directory that is gone
+        # As with `python -m`, modules beside the user can be named; last, so that they hide none.
+        sys.path.append(os.getcwd())
     try:
         app()
     except LaurelError as error:
