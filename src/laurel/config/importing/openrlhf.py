@@ -126,7 +126,7 @@ def validation(work: Work) -> None:
 
 def _loggers(work: Work) -> None:
     key = work["logger.wandb.key"]
-    work.put("logger.wandb_enabled", key not in (None, False, ""), by=())
+    work.put("logger.wandb_enabled", key not in (None, False, ""), by=("logger.wandb.key",))
     if key not in (None, False, ""):
         work.refuse("logger.wandb.key", "keys are not written into files: wandb login, or the "
                     "variable WANDB_API_KEY; logger.wandb_enabled is set")  # fmt: skip

@@ -26,8 +26,8 @@ def rewards(work: Work) -> None:
     agent = work.text("train.agent_func_path")
     env = "env.reward_model."
     if agent is not None:
-        work.refuse("train.agent_func_path", "write it as an environment (until then env.math judges): "
-                    "env.custom, data.env_name")  # fmt: skip
+        work.refuse("train.agent_func_path", "write it as an environment: "
+                    "env.custom, data.env_name; until then env.math judges")  # fmt: skip
     elif url is not None and all(urlsplit(one).scheme for one in url.split(",")):
         urls = [one.strip().removesuffix("/get_reward") for one in url.split(",")]
         work.put(env + "urls", urls, by=("reward.remote_url",))

@@ -35,7 +35,7 @@ def _pairs(work: Work) -> None:
         work.put("data.input_key", work["data.input_key"], by=("data.input_key",))
         if work.text("data.output_key") is not None:
             work.put("data.output_key", work["data.output_key"], by=("data.output_key",))
-        work.put("data.splitvalidation_size", 0.0, by=())
+        work.put("data.split_validation_size", 0.0, by=())
         return
     if work.text("data.prompt_key") is not None:
         work.put("data.prompt_key", work["data.prompt_key"], by=("data.prompt_key",))
@@ -60,14 +60,13 @@ def _pair_loss(work: Work) -> None:
         work.put("data.margin_key", "margin", by=("model.margin_loss_enable",))
 
 
+_LENGTH = "policy.max_total_sequence_length"
 _MODEL_RULES: tuple[Rule, ...] = (
     together(("model.model_name_or_path",), ("policy.model_name",), "as it is", _model),
     same("model.gradient_checkpointing_enable", "policy.dtensor_cfg.activation_checkpointing"),
     same("train.max_epochs", "{run}.max_num_epochs"),
     same("train.batch_size", "policy.train_global_batch_size"),
     same("train.micro_batch_size", "policy.train_micro_batch_size"),
-    together(("data.max_len",), ("policy.max_total_sequence_length", "data.truncation_side"),
-             "cut on the right; reward models force an end-of-sequence token there", _max_length),
     *optimizer_rules(),
     together(("eval.dataset", "eval.split", "eval.steps"),
              ("{run}.val_period", "{run}.val_at_start", "{run}.val_at_end", "data.val_data_path",
@@ -79,6 +78,8 @@ _MODEL_RULES: tuple[Rule, ...] = (
 RM = Table(
     rules=(
         *_MODEL_RULES,
+        together(("data.max_len",), (_LENGTH, "data.truncation_side"),
+                 "cut on the right; an end-of-sequence token is forced there", _max_length),
         together(("data.dataset", "data.dataset_probs", "data.dataset_split", "data.prompt_key",
                   "data.chosen_key", "data.rejected_key"),
                  ("data.train_data_path", "data.train", "data.train_split", "data.prompt_key",
@@ -106,10 +107,11 @@ RM = Table(
 SFT = Table(
     rules=(
         *_MODEL_RULES,
+        together(("data.max_len",), (_LENGTH,), "cut on the right", _max_length),
         together(("data.dataset", "data.dataset_probs", "data.dataset_split", "data.input_key",
                   "data.output_key"),
                  ("data.train_data_path", "data.train", "data.train_split", "data.input_key",
-                  "data.output_key", "data.splitvalidation_size"),
+                  "data.output_key", "data.split_validation_size"),
                  "several, with commas, are a list; probabilities are not carried", _pairs),
         unneeded("whole conversations are read as they are", "data.multiturn"),
         absent("Laurel learns what the assistant says, never the prompt",

@@ -102,7 +102,8 @@ def put_schedule(
     elif stages:
         kwargs = {"factor": 1.0, "total_iters": 1}
         stages.append({"name": _SCHEDULERS + "ConstantLR", "kwargs": kwargs})
-    keys = [k for k in (*by, *warmup_by) if k not in _refused(work)]
+    warmup_by = [key for key in warmup_by if warmup_steps or work.is_said(key)]
+    keys = [key for key in (*by, *warmup_by) if key not in _refused(work)]
     if len(stages) < 2:
         work.put("policy.scheduler", stages[0] if stages else None, by=keys)
     else:

@@ -21,7 +21,7 @@ from laurel.config.importing.commands import PROGRAMS, Command, find_command
 from laurel.config.importing.engine import Imported, import_said
 from laurel.config.importing.rules import Run, Table
 from laurel.config.importing.work import Work
-from laurel.config.source import read_document
+from laurel.config.source import read_document, read_file
 from laurel.config.tree import MISSING, plain
 from laurel.errors import ConfigError
 
@@ -127,7 +127,18 @@ def _read(request: Request, name: str) -> _Read:
             f"{name}: neither a command line of a program that is known ({PROGRAMS}) nor YAML: "
             f"{str(error).removeprefix(name)}"
         ) from None
-    return _Read(values=_mapping(values, name))
+    return _Read(values=_with_inherited(_mapping(values, name), request))
+
+
+def _with_inherited(values: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+    """What a file of NeMo RL says with those it names; Hydra's `defaults` are not followed."""
+    if "defaults" not in values or request.text is not None:
+        return values
+    try:
+        whole = plain(read_file(request.path))
+    except ConfigError:
+        return values
+    return whole if "policy" in whole else values
 
 
 def _text(path: Path) -> str:
@@ -183,6 +194,8 @@ def _system(request: Request, read: _Read, name: str) -> tuple[System, str]:
 
 def _told_by_keys(values: Mapping[str, Any]) -> tuple[System | None, str]:
     scores = {system: _score(system, values) for system in TITLES}
+    if scores["nemo-rl"]:
+        return "nemo-rl", "its sections " + ", ".join(_known("nemo-rl", values)[:3])
     best = max(scores, key=lambda system: scores[system])
     if not scores[best] or list(scores.values()).count(scores[best]) > 1:
         return None, ""
@@ -196,11 +209,8 @@ def _score(system: System, values: Mapping[str, Any]) -> int:
 def _known(system: System, values: Mapping[str, Any]) -> list[str]:
     """Keys of a source that a system has."""
     if system == "nemo-rl":
-        sections = [key for key in values if key in _OUR_SECTIONS and isinstance(values[key], dict)]
-        is_ours = "policy" in sections or any(key in sections for key in TABLES["trl"])
-        # As many as its keys would be if they were counted like the others.
-        count = sum(len(values[key]) for key in sections) if is_ours else 0
-        return (sections * (1 + count))[: max(count, len(sections))] if is_ours else []
+        sections = [key for key in values if key in _SECTIONS and isinstance(values[key], dict)]
+        return sections if "policy" in sections else []
     found: list[str] = []
     for table in TABLES[system].values():
         exact = {key for key in table.known() if not key.endswith(".*")}
@@ -209,8 +219,8 @@ def _known(system: System, values: Mapping[str, Any]) -> list[str]:
     return found
 
 
-_OUR_SECTIONS = ("policy", "rm", "sft", "grpo", "loss_fn", "data", "env", "checkpointing", "logger",
-                 "cluster")  # fmt: skip
+_SECTIONS = ("policy", "rm", "sft", "grpo", "loss_fn", "env", "checkpointing", "cluster")
+"""Of a file of NeMo RL; no other system has a section `policy`."""
 
 
 def _run(request: Request, read: _Read, system: System, name: str) -> tuple[Run, str]:

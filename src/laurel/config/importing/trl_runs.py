@@ -34,9 +34,8 @@ def _template(work: Work) -> None:
         work.unneeded("chat_template_path", "the tokenizer's own is used")
 
 
+_LENGTH = "policy.max_total_sequence_length"
 _TEXT = (
-    together(("max_length",), ("policy.max_total_sequence_length", "data.overlong"),
-             "reward models: longer pairs are dropped; null becomes a limit", _max_length),
     together(("chat_template_path",), ("policy.tokenizer.chat_template",), "only a .jinja file",
              _template),
     absent("the template and the tokenizer end a turn: policy.tokenizer.*", "eos_token"),
@@ -53,6 +52,8 @@ def _centering(work: Work) -> None:
 RM = Table(
     rules=(
         *COMMON_RULES,
+        together(("max_length",), (_LENGTH, "data.overlong"),
+                 "longer pairs are dropped, as there; null becomes a limit", _max_length),
         *_TEXT,
         together(("center_rewards_coefficient",), ("rm.loss.center_rewards_coefficient",),
                  "null is 0", _centering),
@@ -95,6 +96,8 @@ _SFT_DEFAULTS: dict[str, Any] = {
 SFT = Table(
     rules=(
         *COMMON_RULES,
+        together(("max_length",), (_LENGTH,), "the end is cut off, as there; null becomes a limit",
+                 _max_length),
         *_TEXT,
         together(("assistant_only_loss",), ("sft.only_unmask_final",),
                  "only the assistant is imitated here", _who_is_imitated),

@@ -36,9 +36,8 @@ def _judge(work: Work) -> None:
         work.put(env + "enabled", True, by=(_MODEL + "enable",))
         work.put("data.env_name", "reward_model", by=())
         if work.text(_MODEL + "model_path") is None:
-            work.refuse(_MODEL + "model_path", "not said: set env.reward_model.model_name")
-        else:
-            work.put(env + "model_name", work[_MODEL + "model_path"], by=(_MODEL + "model_path",))
+            raise work.problem(_MODEL + "model_path", f"{_MODEL}enable is true: which model?")
+        work.put(env + "model_name", work[_MODEL + "model_path"], by=(_MODEL + "model_path",))
         _longest(work)
         return
     for key in work.said_of((_MODEL + "model_path", _MODEL + "enable")):

@@ -70,6 +70,8 @@ class Work:
         self.came_from: dict[str, tuple[str, ...]] = {}
         self.origins: dict[str, str] = {}
         """For people: where each of them is from."""
+        self.reached: dict[str, list[str]] = {}
+        """By key of the source, what it decided; also where it was left out."""
 
     # ----------------------------------------------------------------------------------- the source
 
@@ -151,6 +153,9 @@ class Work:
         target = to.format(run=self.run)
         keys = tuple(by)
         said = [key for key in keys if key in self.said]
+        for key in keys:
+            found = self.reached.setdefault(key, [])
+            found += [target] if target not in found else []
         # A default is shown, too: nobody wrote it, and it may differ from ours.
         for key in said or keys:
             entry = self._entry(key, "carried" if said else "default")
