@@ -259,6 +259,46 @@ def test_trl_reward_model(tmp_path: Path) -> None:
     assert told["eval_strategy"] == "not carried"  # epochs
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [("linear", {}), ("cosine", {}), ("constant_with_warmup", {}), ("constant", {}),
+     ("cosine_with_min_lr", {"min_lr_rate": 0.1})],
+)  # fmt: skip
+@pytest.mark.parametrize("warm_up", [0, 3])
+def test_the_learning_rate_of_every_step_is_that_of_the_trainer(
+    tmp_path: Path, name: str, kwargs: dict[str, float], warm_up: int
+) -> None:
+    import torch
+    from transformers import get_scheduler
+
+    from laurel.algorithms.optimizers import build_scheduler
+
+    steps, rate = 10, 1e-3
+    text = (f"model_name_or_path: a\ndataset_name: b\nmax_steps: {steps}\nlearning_rate: {rate}\n"
+            f"lr_scheduler_type: {name}\nwarmup_steps: {warm_up}\n"
+            f"lr_scheduler_kwargs: {kwargs}\n")  # fmt: skip
+    found = imported(tmp_path, text, run="rm").imported
+    config: Any = found.config
+
+    def rates(make: Any) -> list[float]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
+        scheduler = make(optimizer)
+        told = []
+        for _ in range(steps):
+            told.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        return told
+
+    ours = rates(lambda optimizer: build_scheduler(config.policy.scheduler, optimizer))
+    theirs = rates(lambda optimizer: get_scheduler(
+        name, optimizer, num_warmup_steps=warm_up, num_training_steps=steps,
+        scheduler_specific_kwargs=kwargs,
+    ))  # fmt: skip
+    assert ours == pytest.approx(theirs, rel=1e-6, abs=2e-11)
+
+
 def test_a_schedule_without_a_length_is_not_carried(tmp_path: Path) -> None:
     found = imported(tmp_path, TRL_REWARD_JSON, "a.json").imported
     assert fates(found)["lr_scheduler_type"] == "not carried"
@@ -478,6 +518,7 @@ def test_an_unknown_key_is_not_carried_and_the_one_meant_is_named(tmp_path: Path
         ("beta: 0.1\npacking: true\nlearning_rate: 1.0e-5", "a.yaml", {},
          r"it has keys of several: grpo \(beta\), sft \(packing\)"),
         ("", "a.yaml", {}, r"neither a mapping"),
+        (VERL, "a.sh", {"devices": 8}, r"--devices is for TRL, whose files do not say it; verl's"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_told(

@@ -83,6 +83,10 @@ def import_configuration(request: Request) -> Told:
     name = "stdin" if str(request.path) == STDIN else str(request.path)
     read = _read(request, name)
     system, by = _system(request, read, name)
+    if request.devices is not None and system != "trl":
+        raise ConfigError(
+            f"--devices is for TRL, whose files do not say it; {TITLES[system]}'s do: leave it out"
+        )
     if system == "nemo-rl":
         return Told(imported=_nemo_rl(request, read, name), system=system, by=by)
     run, run_by = _run(request, read, system, name)

@@ -114,10 +114,13 @@ def trainer(work: Work) -> None:
         never = FAR if key == "save_freq" else 0
         work.put(ours, steps if steps > 0 else never, by=(f"trainer.{key}",))
     work.put("grpo.val_at_end", work.whole("trainer.test_freq") > 0, by=("trainer.test_freq",))
+    has_rows = bool(work["data.val_files"])
+    if not has_rows and work.whole("trainer.test_freq") > 0:
+        work.refuse("data.val_files", "not said: set data.val_data_path, or there is no validation")
     work.put("checkpointing.metric_name", None, by=(), how="the most recent are kept")
     work.put("checkpointing.keep_top_k", work["trainer.max_actor_ckpt_to_keep"],
              by=("trainer.max_actor_ckpt_to_keep",))  # fmt: skip
-    work.put("grpo.val_at_start", work["trainer.val_before_train"],
+    work.put("grpo.val_at_start", work.flag("trainer.val_before_train") and has_rows,
              by=("trainer.val_before_train",))  # fmt: skip
     _loggers(work, project, name)
     mode = "trainer.resume_mode"
