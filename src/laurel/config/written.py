@@ -101,7 +101,7 @@ class _Writer:
             if inner:
                 yield f"{margin}{name}:\n{inner}"
             else:
-                yield textwrap.indent(_entry(name, _as_plain(value, self.repeatable)), margin)
+                yield textwrap.indent(entry(name, _as_plain(value, self.repeatable)), margin)
 
     def _about(self, owner: type[Section], key: str, about: str) -> str:
         """The meaning of a key; where its docstring points to another, that one's words."""
@@ -126,11 +126,17 @@ def _comment(about: str, margin: str) -> Iterator[str]:
             yield f"{margin}# {line}\n"
 
 
-def _entry(name: str, value: Any) -> str:
+def entry(name: str, value: Any) -> str:
+    """One key with its plain value, as the lines of a block."""
     return yaml.dump(
         {name: value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True,
         default_flow_style=False, width=10**6,
     )  # fmt: skip
+
+
+def literal(value: Any) -> Any:
+    """Plain values whose texts read back as themselves, also where they look like references."""
+    return _as_plain(value, set())
 
 
 def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
