@@ -184,6 +184,8 @@ def test_settings_and_options_that_are_none():
     assert arguments == ["rm", "--confg", "a.yaml", "policy.x=1"]
     assert "--confg" in str(wrong_options(arguments))
     assert wrong_options(["eval", "pairs", "-m", "a", "-d", "b"]) is None
+    assert wrong_options(["config", "--for", "rm", "rm.max_num_steps=1"]) is None
+    assert "evil" in str(wrong_options(["evil", "pairs"]))
     assert "precisoin" in str(
         wrong_overrides(["rm", "-c", "examples/configs/rm.yaml", "policy.precisoin=float32"])
     )

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 import tiny_tokenizers
-from laurel.config.grpo_training import GenerationConfig
+from laurel.config.generation import GenerationConfig
 from laurel.engines.vllm_engine import VllmEngine
 from laurel.types import Weights
 

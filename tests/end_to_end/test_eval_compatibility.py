@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen3Config
 
 from eval_rows import WORDS, accuracies, list_rows, pair_rows, refused, write
 from laurel.models.tokenizer import CHATML
-from reward_models import small_model, write_model
-from runs import WarmCommand
 from tiny_tokenizers import make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def laurel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommand]:
-    command = WarmCommand(tmp_path_factory.mktemp("warm"))
-    yield command
-    command.close()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(small_model(), directory)
-    return directory
-
 
 # ---------------------------------------------------------------------- as the reference formats
 

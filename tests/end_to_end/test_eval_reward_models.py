@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,6 @@ from laurel.rewards.load import open_scorer
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model
 from reward_servers import RewardServer
-from runs import WarmCommand
-
-
-@pytest.fixture(scope="module")
-def laurel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommand]:
-    command = WarmCommand(tmp_path_factory.mktemp("warm"))
-    yield command
-    command.close()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(small_model(), directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,8 +12,11 @@ from typing import Annotated, Literal
 import typer
 
 from laurel import __version__
+from laurel.cli.config_commands import config_app
+from laurel.cli.data_commands import data_app
 from laurel.cli.eval_commands import eval_app
 from laurel.cli.export_command import export
+from laurel.cli.init_command import init
 from laurel.cli.options import (
     AdminKeyOption,
     ApiKeyOption,
@@ -84,27 +88,6 @@ def train_policy(config: ConfigOption = None, overrides: Overrides = None) -> No
     from laurel.cli.train import run_training
 
     run_training("grpo", config, overrides or [])
-
-
-@app.command("config")
-def show_config(
-    config: ConfigOption = None,
-    overrides: Overrides = None,
-    describe: Annotated[
-        bool, typer.Option("--describe", help="Write what each key means above it.")
-    ] = False,
-    kind: Annotated[
-        Literal["rm", "sft", "grpo"], typer.Option("--for", help="The command it is for.")
-    ] = "rm",
-) -> None:
-    """Print the configuration of a run with every default, as YAML."""
-    from laurel.cli.train import SCHEMAS
-    from laurel.config.load import load_config, to_yaml
-
-    loaded = load_config(SCHEMAS[kind], config, overrides or [])
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    sys.stdout.write(to_yaml(loaded.config, describe=describe))
 
 
 @app.command("plan")
@@ -193,6 +176,7 @@ def score(
 
 
 app.command("export")(export)
+app.command("init")(init)
 
 
 @app.command("serve")
@@ -310,7 +294,9 @@ sandbox_app = typer.Typer(
     help="Where programs that a model wrote are run.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(config_app, name="config")
 app.add_typer(eval_app, name="eval")
+app.add_typer(data_app, name="data")
 
 
 @sandbox_app.callback()
@@ -340,6 +326,9 @@ def check_sandbox(
 
 def main() -> None:
     """Entry point: errors of users are one message and exit code 2, never a traceback."""
+    with suppress(OSError):  # a working directory that is gone
+        # As with `python -m`, modules beside the user can be named; last, so that they hide none.
+        sys.path.append(os.getcwd())
     try:
         app()
     except LaurelError as error:

@@ -20,14 +20,16 @@ class MathEnvironmentConfig(Section):
     foreign_keys: ClassVar[frozenset[str]] = frozenset({"math_verify_impl"})
 
     num_workers: int = Field(default=8, ge=1)
-    """Processes that check answers; at most one per core is started."""
+    """Processes that check answers; at most one per core is started. Default: as many as
+    most machines have cores to spare."""
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
     """`math`: math-verify; the others read a letter after the last "Answer:"."""
     stop_strings: list[str] | None = None
     """Where a completion ends besides the end of its turn."""
     timeout_seconds: float = Field(default=3.0, gt=0)
     """Wall-clock limit of one answer, after which its process is killed. A timeout is a verdict
-    (the policy wrote what cannot be checked in time), worth 0 and counted."""
+    (the policy wrote what cannot be checked in time), worth 0 and counted. Default: real answers
+    are checked in milliseconds."""
     forbid_unevaluated: bool = True
     """Do not take an integral, sum or product for its value where the known answer has none: the
     policy would only restate the problem."""
@@ -40,13 +42,15 @@ class ScoreTransformConfig(Section):
     """Subtract the score of the task's own reference answer (`ground_truth`)."""
     normalize: Literal["none", "stored", "running"] = "none"
     """Subtract a mean and divide by a standard deviation: `stored` are those that the model was
-    saved with (scoring.json), `running` those of all scores so far in training."""
+    saved with (scoring.json), `running` those of all scores so far in training. Default: what is
+    compared within a group is changed by no mean, and normalised by no scale."""
     scale: float = 1.0
     """Multiplied."""
     shift: float = 0.0
     """Added."""
     clip: tuple[float, float] | None = None
-    """Lowest and highest reward."""
+    """Lowest and highest reward. Default: a bound hides what the reward model says of the best
+    answers."""
 
     @model_validator(mode="after")
     def _clip_is_a_range(self) -> ScoreTransformConfig:
@@ -82,14 +86,16 @@ class RewardModelEnvironmentConfig(ScorerSource):
     """See there."""
     use_reward_loop: bool = True
     """Judge completions while others are still being drawn; false: the whole batch of a step at
-    once, when its last completion has been drawn. The scores are the same but for rounding."""
+    once, when its last completion has been drawn. The scores are the same but for rounding.
+    Default: a step is shorter with it (docs/benchmarks.md)."""
     num_replicas: int = Field(default=1, ge=1)
     """Replicas of the model with the loop, in processes of their own where there are several. On
     Ray it is the slots of `resources`, or of the placement, that say how many."""
     num_workers: int = Field(default=0, ge=0)
     """Processes that render and tokenise conversations, for models that are loaded and for servers
     that are sent tokens or text, or that run `function`; of several models each has so many. 0:
-    threads of this one do. On Ray those that render are actors, spread over the nodes."""
+    threads of this one do. On Ray those that render are actors, spread over the nodes. Default:
+    threads do where prompts are short."""
     benchmarks: dict[str, BenchmarkSetConfig] = Field(default_factory=dict)
     """What `laurel grpo` measures the reward model on once, before the first step, by names of your
     own: how good is the judge? Logged as `reward_model/<Name>_...`."""
@@ -221,9 +227,11 @@ class EnvironmentsConfig(Section):
     custom: dict[str, NamedCall] = Field(default_factory=dict)
     """Your own environments, by names of your own: an import path, and keyword arguments."""
     max_failed_share: float = Field(default=0.5, ge=0.0, le=1.0)
-    """The run stops where an environment fails to judge more than this share of a batch."""
+    """The run stops where an environment fails to judge more than this share of a batch. Default:
+    the rest would be no fair sample."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Limit of one step of an environment; what it was to judge is then a failure."""
+    """Limit of one step of an environment; what it was to judge is then a failure. Default: longer
+    than any verdict that still helps a step."""
 
     def names(self) -> list[str]:
         """Every name that a task may ask for."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from laurel.config.environments import EnvironmentsConfig, ResourcesConfig
+from laurel.config.environments import EnvironmentsConfig
+from laurel.config.generation import GenerationConfig
 from laurel.config.health import HealthConfig
 from laurel.config.policy_loss import PolicyLossConfig
 from laurel.config.rewards import AdvantageConfig, RewardScalingConfig, RewardShapingConfig
@@ -23,94 +24,7 @@ from laurel.config.schema import (
 from laurel.config.section import Section
 from laurel.config.tasks import TaskDataConfig
 
-# -------------------------------------------------------------------------------------- generation
-
-
-class VllmConfig(Section):
-    """vLLM's own settings."""
-
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"async_engine", "use_deep_gemm", "num_last_layers_in_bf16", "num_first_layers_in_bf16",
-         "expert_parallel_size", "kv_cache_dtype", "skip_tokenizer_init", "logprobs_mode",
-         "use_tqdm", "enable_vllm_metrics_logger", "vllm_metrics_logger_interval",
-         "http_refit_api_key_env_var", "http_refit_server_port", "zmq_refit_server_port",
-         "reset_encoder_cache_after_weight_update"}
-    )  # fmt: skip
-
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of its weights; `auto` is `policy.precision`."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that share each layer."""
-    pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Devices that share the layers."""
-    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
-    """Share of a GPU's memory that it may take."""
-    max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prompt with its completion; null is `policy.max_total_sequence_length`."""
-    enforce_eager: bool = False
-    """Do not capture CUDA graphs."""
-    load_format: str = "auto"
-    """How vLLM reads the first weights."""
-
-
-class ColocatedConfig(Section):
-    """Whether generation shares the policy's devices."""
-
-    enabled: bool = True
-    """Take turns on the same devices."""
-    resources: ResourcesConfig = ResourcesConfig()
-    """Otherwise: its own."""
-
-
-class GenerationConfig(Section):
-    """How completions are drawn."""
-
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"refit_transport", "refit_cfg", "mcore_generation_config", "sglang_cfg", "trtllm_cfg",
-         "dynamo_cfg", "port_range_low", "port_range_high", "real_quant_export_cpu_offload"}
-    )  # fmt: skip
-
-    backend: Literal["auto", "transformers", "vllm"] = "auto"
-    """`transformers`: in this process, with the learner's own weights; `vllm`: an engine of its own
-    (extra `vllm`). `auto`: vllm where it is installed and a GPU is there, else transformers."""
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    """Longest completion of one turn; null: up to `policy.max_total_sequence_length`."""
-    temperature: float = Field(default=1.0, ge=0)
-    """Of sampling. The learner's log-probabilities are taken at the same temperature."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Draw only from the likeliest tokens that make up this share."""
-    top_k: int | None = Field(default=None, ge=1)
-    """Draw only from so many likeliest tokens."""
-    stop_token_ids: list[int] | None = None
-    """End a completion, besides the model's own end-of-turn tokens."""
-    stop_strings: list[str] | None = None
-    """End a completion."""
-    val_temperature: float | None = Field(default=None, ge=0)
-    """In validation; null is `temperature`."""
-    val_top_p: float | None = Field(default=None, gt=0, le=1)
-    """In validation."""
-    val_top_k: int | None = Field(default=None, ge=1)
-    """In validation."""
-    max_concurrent: int = Field(default=256, ge=1)
-    """Completions that are drawn side by side, at most (transformers)."""
-    timeout_seconds: float = Field(default=1800.0, gt=0)
-    """Seconds without any finished completion after which the engine is given up."""
-    vllm_cfg: VllmConfig = VllmConfig()
-    """See there."""
-    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's engine."""
-    colocated: ColocatedConfig = ColocatedConfig()
-    """See there."""
-    weight_probe_tolerance: float | None = Field(default=None, gt=0)
-    """Largest difference between the engine's and the learner's log-probabilities of a probe after
-    each transfer of weights, beyond which the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
-
-    @field_validator("stop_strings")
-    @classmethod
-    def _stops_are_texts(cls, stops: list[str] | None) -> list[str] | None:
-        if "" in (stops or ()):
-            raise ValueError("an empty stop string would end every completion before it begins")
-        return stops
+# ------------------------------------------------------------------------------------------ policy
 
 
 class GRPOPolicyConfig(PolicyConfig):
@@ -121,28 +35,35 @@ class GRPOPolicyConfig(PolicyConfig):
     }  # fmt: skip
 
     model_name: str | None = "Qwen/Qwen2.5-1.5B"
-    """Hub name or directory of a causal language model. Null with `policy.scratch`."""
+    """Hub name or directory of a causal language model. Null with `policy.scratch`. Default: a
+    small base model that already does some mathematics."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """See there."""
     train_global_batch_size: int = Field(default=512, ge=1)
-    """Completions of one optimizer step."""
+    """Completions of one optimizer step. Default: the 32 x 16 completions of a step, so one update
+    of each batch."""
     train_micro_batch_size: int = Field(default=4, ge=1)
-    """Completions of one forward pass where packing is off; with packing on it scales the
-    budget."""
+    """Completions of one forward pass where packing is off; with packing on it scales the budget.
+    Default: 2,048 tokens a pass at the default length."""
     logprob_batch_size: int = Field(default=4, ge=1)
     """Sequences of full length that make up the token budget of a pass without gradients (old and
     reference log-probabilities)."""
     logprob_chunk_size: int | None = Field(default=None, ge=1)
-    """Tokens whose logits are in memory at a time; null chooses about 16M logits."""
+    """Tokens whose logits are in memory at a time; null chooses about 16M logits. Default: logits
+    of a large vocabulary would else outweigh the model."""
     max_total_sequence_length: int = Field(default=512, ge=2)
-    """Longest prompt with its completion, in tokens."""
+    """Longest prompt with its completion, in tokens. Default: short answers, on one GPU; reasoning
+    needs thousands."""
     optimizer: NamedCall = NamedCall(
         name="torch.optim.AdamW",
         kwargs={"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8},
     )
-    """Any class of `torch.optim`, with its arguments. Kwargs that you give replace all of these."""
+    """Any class of `torch.optim`, with its arguments. Kwargs that you give replace all of these.
+    Default: AdamW at a rate that policies of 1B to 2B bear; larger ones take less."""
     scheduler: NamedCall | list[NamedCall | Milestones] | None = None
-    """See `PolicyConfig.scheduler`."""
+    """A class of `torch.optim.lr_scheduler`; or a list of them with a `milestones` entry; null
+    keeps the learning rate constant. Default: constant, so a run can be prolonged as if it had
+    always been longer."""
     generation: GenerationConfig = GenerationConfig()
     """See there."""
 
@@ -151,7 +72,7 @@ class GRPOPolicyConfig(PolicyConfig):
 
 
 class GRPOConfig(Section):
-    """The `grpo` section."""
+    """What is drawn and learned from in a step, how rewards are compared, when it is validated."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
         {"invalid_tool_call_advantage", "malformed_thinking_advantage", "reward_penalties",
@@ -160,44 +81,54 @@ class GRPOConfig(Section):
     )  # fmt: skip
 
     num_prompts_per_step: int = Field(default=32, ge=1)
-    """Tasks of one step."""
+    """Tasks of one step. Default: with 16 completions each, one update of 512."""
     num_generations_per_prompt: int = Field(default=16, ge=1)
-    """Completions of each: G."""
+    """Completions of each: G. Default: the mean and deviation of fewer say little, and the prompt
+    is computed once for all."""
     min_valid_per_group: int = Field(default=2, ge=1)
     """Completions of a group that must have a reward: with fewer the group is left out, and another
-    task drawn in its place. Never more than there are completions."""
+    task drawn in its place. Never more than there are completions. Default: one alone has nothing
+    to be compared with."""
     max_rollout_turns: int = Field(default=1, ge=1)
-    """Turns of the policy in one conversation, at most."""
+    """Turns of the policy in one conversation, at most. Default: a question and its answer."""
     max_num_epochs: int = Field(default=1, ge=1)
     """Passes over the tasks. They settle the number of steps; dynamic sampling, which leaves groups
-    out, takes fewer, and ends when the tasks of all passes are used up."""
+    out, takes fewer, and ends when the tasks of all passes are used up. Default: the data says when
+    it is over."""
     max_num_steps: int = Field(default=1_000_000, ge=0)
-    """Steps at most."""
+    """Steps at most. Default: in effect no limit."""
     num_iterations: int = Field(default=1, ge=1)
-    """Times that each batch of rollouts is learned from."""
+    """Times that each batch of rollouts is learned from. Default: on-policy: the ratio is 1, and no
+    old log-probabilities are computed."""
     max_staleness: int = Field(default=0, ge=0)
-    """Steps that generation may run ahead of training: 0 is synchronous."""
+    """Steps that generation may run ahead of training: 0 is synchronous. Default: what is learned
+    from was drawn by these very weights."""
     stop_patience_seconds: float = Field(default=5.0, ge=0)
     """A run that is told to end by a signal lets the rollouts that are ahead finish for so long
     after it. Those that do not are given up, so as to save in time, and drawn again when the run
-    goes on: with newer weights than a run that was never stopped would have used."""
+    goes on: with newer weights than a run that was never stopped would have used. Default: a
+    scheduler's grace period has to hold the save, too."""
     normalize_rewards: bool = True
-    """Divide advantages by a standard deviation."""
+    """Divide advantages by a standard deviation. Default: GRPO as published (arXiv 2402.03300)."""
     use_leave_one_out_baseline: bool = True
-    """Compare each sample with the others of its group only."""
+    """Compare each sample with the others of its group only. Default: a sample in its own baseline
+    would shrink its advantage."""
     adv_estimator: AdvantageConfig = AdvantageConfig()
     """See there."""
     advantage_clip_low: float | None = None
-    """Lowest advantage."""
+    """Lowest advantage. Default: nothing is cut."""
     advantage_clip_high: float | None = None
     """Highest advantage."""
     overlong_filtering: bool = False
-    """Leave cut-off completions out of the loss and of every statistic of their group."""
+    """Leave cut-off completions out of the loss and of every statistic of their group. Default: an
+    answer without an end has its reward like any other."""
     use_dynamic_sampling: bool = False
-    """DAPO: keep only groups whose rewards differ, and generate until the step is full."""
+    """DAPO: keep only groups whose rewards differ, and generate until the step is full. Default: it
+    costs generation, and pays where most groups are all right or all wrong."""
     dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
     """Batches of generation for one step at most: before the run stops, with dynamic sampling, and
-    without it before the step goes on with groups that have too few rewards."""
+    without it before the step goes on with groups that have too few rewards. Default: where ten do
+    not do, the tasks are the wrong ones."""
     batch_multiplier: float = Field(default=1.0, ge=1)
     """Tasks drawn per batch of generation, in steps' worth, with dynamic sampling."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
@@ -205,24 +136,29 @@ class GRPOConfig(Section):
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     """See there."""
     max_bad_steps: int = Field(default=3, ge=1)
-    """Steps in a row whose loss or gradient is not finite before the run stops."""
+    """Steps in a row whose loss or gradient is not finite before the run stops. Default: one bad
+    batch is an accident, three in a row are a fault."""
     val_period: int = Field(default=10, ge=0)
-    """Steps between validations; 0 turns them off."""
+    """Steps between validations; 0 turns them off. Default: as often as it is saved, so every
+    checkpoint has its figure."""
     val_at_start: bool = False
-    """Validate before the first step (logged at step 0)."""
+    """Validate before the first step (logged at step 0). Default: it costs a validation; worth it
+    to know where a run began."""
     val_at_end: bool = True
-    """Validate after the last step."""
+    """Validate after the last step. Default: so the last checkpoint can be the best one."""
     max_val_samples: int = Field(default=256, ge=1)
-    """Validation tasks, at most; all where there are fewer."""
+    """Validation tasks, at most; all where there are fewer. Default: the standard error of an
+    accuracy is then 0.03 at most."""
     val_batch_size: int = Field(default=256, ge=1)
-    """Validation tasks that are answered side by side."""
+    """Validation tasks that are answered side by side. Default: all of them at once."""
     val_num_generations_per_prompt: int = Field(default=1, ge=1)
-    """Completions of each validation task; above 1, pass@k is measured."""
+    """Completions of each validation task; above 1, pass@k is measured. Default: the cheapest
+    unbiased figure."""
     stop_at_validation_metric: str | None = None
     """End the run, saved, as soon as this figure of a validation is at least the threshold:
     `reward_mean` (or `accuracy`), `pass_k` or `env/<name>/accuracy`."""
     stop_at_validation_threshold: float | None = None
-    """See there."""
+    """What `stop_at_validation_metric` has to reach."""
     health: HealthConfig = HealthConfig()
     """See there."""
     seed: int = Field(default=42, ge=0)

@@ -27,7 +27,7 @@ from laurel.config.tree import DEFAULT, Node
 from laurel.config.written import to_yaml
 from laurel.errors import ConfigError
 
-__all__ = ["LoadedConfig", "load_config", "to_yaml"]
+__all__ = ["LoadedConfig", "check_tree", "load_config", "to_yaml"]
 
 T = TypeVar("T", bound=Section)
 
@@ -39,6 +39,8 @@ class LoadedConfig(Generic[T]):
     config: T
     warnings: tuple[str, ...]
     """At most one: the keys of other systems' files that were left out."""
+    ignored: tuple[str, ...] = ()
+    """Those keys."""
 
 
 def load_config(
@@ -57,7 +59,22 @@ def load_config(
     config = checker.section(schema, tree)
     if problems or not isinstance(config, schema):
         raise ConfigError(_all_of(problems))
-    return LoadedConfig(config=config, warnings=_warnings(checker.ignored))
+    ignored = tuple(checker.ignored)
+    return LoadedConfig(config=config, warnings=_warnings(checker.ignored), ignored=ignored)
+
+
+def check_tree(schema: type[T], tree: Node) -> T:
+    """A configuration made by a program, with its places as they are in the messages.
+
+    Raises:
+        ConfigError: What is wrong, all at once.
+    """
+    problems: list[str] = []
+    tree = with_defaults(schema, tree)
+    config = Checker(schema, tree, problems).section(schema, tree)
+    if problems or not isinstance(config, schema):
+        raise ConfigError(_all_of(problems))
+    return config
 
 
 def _all_of(problems: list[str]) -> str:

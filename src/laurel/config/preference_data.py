@@ -41,7 +41,7 @@ class DataConfig(SetsConfig):
     )  # fmt: skip
 
     dataset_name: str | None = None
-    """See `DatasetConfig.dataset_name`; for training and, where no other is said, validation. Null
+    """See `data.train.dataset_name`; for training and, where no other is said, validation. Null
     is told from the rows, and is HelpSteer3 where no path is given either."""
     val_data_path: str | None = None
     """Validation rows; the set is called `default`."""
@@ -51,15 +51,15 @@ class DataConfig(SetsConfig):
     """Several validation sets by name: a path, a block of its own with any `dataset_name`, or a
     block with a `benchmark`, such as `{benchmark: reward-bench, data_path: rows.jsonl.gz}`."""
     prompt_key: str = "prompt"
-    """See `DatasetConfig.prompt_key`."""
+    """See `data.train.prompt_key`."""
     chosen_key: str = "chosen"
-    """See `DatasetConfig.chosen_key`."""
+    """See `data.train.chosen_key`."""
     rejected_key: str = "rejected"
-    """See `DatasetConfig.rejected_key`."""
+    """See `data.train.rejected_key`."""
     margin_key: str | None = None
-    """See `DatasetConfig.margin_key`."""
+    """See `data.train.margin_key`."""
     target_key: str | None = None
-    """See `DatasetConfig.target_key`."""
+    """See `data.train.target_key`."""
 
     train: DatasetConfig | list[DatasetConfig] | None = None
     """Block form of the training set; a list is concatenated."""

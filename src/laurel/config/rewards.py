@@ -13,7 +13,7 @@ class RewardScalingConfig(Section):
     """A linear map of the reward, after clamping it to the source range."""
 
     enabled: bool = False
-    """Scale."""
+    """Scale. Default: advantages are normalised anyway."""
     source_min: float = 0.0
     """Rewards below count as this."""
     source_max: float = 1.0
@@ -34,11 +34,12 @@ class RewardShapingConfig(Section):
     """Penalties for long and unfinished completions. They never raise a reward."""
 
     enabled: bool = False
-    """Shape."""
+    """Shape. Default: a penalty changes what is asked for."""
     overlong_buffer_length: int = Field(default=128, ge=1)
-    """Tokens before `max_response_length` over which the penalty grows (DAPO)."""
+    """Tokens before `max_response_length` over which the penalty grows (DAPO). Default: a quarter
+    of the default length."""
     overlong_buffer_penalty: float = Field(default=1.0, ge=0)
-    """Penalty at `max_response_length`."""
+    """Penalty at `max_response_length`. Default: as much as a right answer earns."""
     max_response_length: int | None = Field(default=None, ge=1)
     """Longest completion; null is `policy.max_total_sequence_length`."""
     stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
@@ -53,13 +54,15 @@ class AdvantageConfig(Section):
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
     """`grpo`: against the group; `gdpo`: each component against its group, then weighted and
-    normalised over the batch; `reinforce_plus_plus`: normalised over the batch."""
+    normalised over the batch; `reinforce_plus_plus`: normalised over the batch. Default: the method
+    the command is named after."""
     normalize_rewards: bool | None = None
     """Null is `grpo.normalize_rewards`."""
     use_leave_one_out_baseline: bool | None = None
     """Null is `grpo.use_leave_one_out_baseline`."""
     minus_baseline: bool = True
-    """REINFORCE++: subtract the group's mean first."""
+    """REINFORCE++: subtract the group's mean first. Default: without it easy prompts push every
+    answer up."""
     scale: Literal["group", "batch", "none"] | None = None
     """What advantages are divided by: the group's standard deviation, the batch's, or nothing.
     Null: `group` where rewards are normalised, else `none`."""
@@ -69,11 +72,14 @@ class AdvantageConfig(Section):
     and weighs less than each of several right ones; so one deviation for the group is the
     default."""
     std_ddof: Literal[0, 1] = 1
-    """1 divides squares by n - 1; 0 by n."""
+    """1 divides squares by n - 1; 0 by n. Default: the deviation of a sample."""
     std_eps: float = Field(default=1e-6, ge=0)
-    """Added to the standard deviation."""
+    """Added to the standard deviation. Default: far below any difference of rewards that means
+    something."""
     noise_floor_factor: float = Field(default=10.0, ge=0)
     """Groups are divided by no less than this many times the scorer's measured noise: differences
-    that are only noise stay small. 0 turns it off."""
+    that are only noise stay small. 0 turns it off. Default: advantages that are rounding stay below
+    about a tenth (docs/benchmarks.md)."""
     reward_weights: list[float] | None = None
-    """GDPO: one for each component, in alphabetical order of their names."""
+    """GDPO: one for each component, in alphabetical order of their names. Default: all components
+    weigh alike."""

@@ -89,7 +89,7 @@ class LoraConfig(Section):
     )
 
     enabled: bool = False
-    """Train adapters and the head instead of every weight."""
+    """Train adapters and the head instead of every weight. Default: full training where it fits."""
     target_modules: list[str] = Field(default_factory=list)
     """Names of the linear layers to adapt; with `match_all_linear` they are not needed."""
     exclude_modules: list[str] = Field(default_factory=list)
@@ -118,7 +118,8 @@ class DTensorConfig(Section):
     sequence_parallel: bool = False
     """Shard activations over the tensor-parallel ranks."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more arithmetic."""
+    """Recompute activations in the backward pass: less memory, about a third more arithmetic.
+    Default: memory is bought with time only where it is short."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share each layer."""
     context_parallel_size: int = Field(default=1, ge=1)
@@ -204,7 +205,8 @@ class PolicyConfig(Section):
     max_total_sequence_length: int = Field(default=8192, ge=2)
     """Longest conversation in tokens."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """Arithmetic of the decoder. Master weights, reward head and loss are float32 either way."""
+    """Arithmetic of the decoder. Master weights, reward head and loss are float32 either way.
+    Default: half the memory of activations, and tensor cores."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     """See there."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
@@ -214,7 +216,8 @@ class PolicyConfig(Section):
     dynamic_batching: BatchingConfig = BatchingConfig()
     """Where packing is off: padded micro-batches of similar lengths up to a token budget."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this norm; null leaves them."""
+    """Gradients are scaled down to this norm; null leaves them. Default: one odd batch cannot throw
+    the model off."""
     optimizer: NamedCall = NamedCall(
         name="torch.optim.AdamW",
         kwargs={"lr": 2e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
@@ -258,14 +261,15 @@ class CheckpointingConfig(Section):
     higher_is_better: bool | None = None
     """Null: told from the metric's name (lower for losses and calibration errors)."""
     keep_top_k: int | None = Field(default=3, ge=1)
-    """How many best checkpoints stay, besides the latest; null keeps all."""
+    """How many best checkpoints stay, besides the latest; null keeps all. Default: disks fill
+    up."""
     save_period: int = Field(default=16, ge=1)
     """Steps between saves; the last step is always saved."""
     checkpoint_must_save_by: str | None = None
     """Time budget `DD:HH:MM:SS` from the start of the run: a last save is made so that it is
     finished by then, and the run ends."""
     save_optimizer: bool = True
-    """Without it a checkpoint cannot be resumed exactly."""
+    """Without it a checkpoint cannot be resumed exactly. Default: runs are killed."""
     in_background: bool | None = None
     """Train on while a checkpoint is written: the loop waits only until weights and optimizer have
     been copied to host memory, which needs that much of it on each node for the time of the save.
@@ -321,7 +325,7 @@ class LoggerConfig(Section):
     log_dir: str = "logs"
     """Each run writes to the next free `exp_001`, `exp_002`, ... inside."""
     jsonl_enabled: bool = True
-    """Write `metrics.jsonl`, one line a step."""
+    """Write `metrics.jsonl`, one line a step. Default: `laurel report` reads it."""
     tensorboard_enabled: bool = True
     """Write TensorBoard events."""
     wandb_enabled: bool = False
@@ -357,7 +361,8 @@ class ClusterConfig(Section):
     """Threads of the arithmetic on CPU; null means one per core this process may use."""
     backend: Literal["auto", "local", "ray"] = "auto"
     """`local`: everything in this process; `ray`: a process for each rank of each role. `auto`:
-    local where the roles are of one rank each and share one slot."""
+    local where the roles are of one rank each and share one slot. Default: no Ray where one process
+    does."""
     address: str | None = None
     """Of a Ray cluster that runs: `host:port`, or `auto` for that of this machine. Null: one is
     started here, and ends with the run; it has one node."""

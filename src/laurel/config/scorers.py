@@ -63,7 +63,8 @@ class AskingConfig(Section):
     attempt_timeout: float = Field(default=30.0, gt=0)
     """Seconds of one try."""
     hedge: bool = False
-    """Ask a second server as well where an answer takes unusually long."""
+    """Ask a second server as well where an answer takes unusually long. Default: it doubles some of
+    the work."""
     connect_patience: float = Field(default=60.0, ge=0)
     """Seconds to wait for a server that does not answer yet when the run begins."""
 
@@ -210,7 +211,8 @@ class ScorerSource(AskingConfig):
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Null names are those of the model."""
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way."""
+    """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way.
+    Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
     batch_size: int = Field(default=32, ge=1)
     """Conversations of one forward pass where neither packing nor dynamic batching is on; with
     them the token budget counts."""

@@ -61,6 +61,15 @@ def read_text(text: str, place: str) -> Node:
     return _Reader(text, place, lines=False).tree()
 
 
+def read_document(text: str, name: str) -> Node:
+    """The tree of a document as it stands: its `defaults` are a key like any other.
+
+    Raises:
+        ConfigError: It is not YAML, or a key is given twice; the message names `name` and the line.
+    """
+    return _Reader(text, name, lines=True).tree()
+
+
 def _with_parents(path: Path, children: tuple[Path, ...], named_by: str = "") -> Node:
     path = path.expanduser()
     if path.resolve() in [child.resolve() for child in children]:

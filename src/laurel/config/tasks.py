@@ -45,11 +45,11 @@ class TaskDataConfig(TextDataConfig):
     )  # fmt: skip
 
     dataset_name: str | None = None
-    """See `TaskSetConfig.dataset_name`; null with no path is OpenMathInstruct-2."""
+    """See `data.train.dataset_name`; null with no path is OpenMathInstruct-2."""
     processor: str | None = None
-    """See `TaskSetConfig.processor`."""
+    """See `data.train.processor`."""
     env_name: str | None = None
-    """See `TaskSetConfig.env_name`; null is `reward_model` where that is enabled, else `math`."""
+    """See `data.train.env_name`; null is `reward_model` where that is enabled, else `math`."""
     train: TaskSetConfig | list[TaskSetConfig] | None = None
     """Block form of the training set; a list is a mixture, all rows of all."""
     validation: TaskSetConfig | list[TaskSetConfig] | dict[str, TaskSetConfig] | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -15,6 +16,8 @@ from laurel.config.shape import item_kinds, kinds_of, sections_of
 from laurel.config.source import read_scalars_our_way
 
 _WIDTH = 100
+_SAME_KEY = "See the same key of a set"
+_POINTER = re.compile(r"See `(\w+)\.(\w+)`")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -50,36 +53,71 @@ _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(list, _represent_list)
 
 
-def to_yaml(config: Section, *, describe: bool = False) -> str:
-    """Every key with its value, also where it is the default.
+def to_yaml(config: Section, *, describe: bool = False, keys: Collection[str] | None = None) -> str:
+    """Every key with its value, also where it is the default; or those that are named.
 
     With `describe`, the docstring of each key stands above it. Blocks of which a run may have
     several (data sets, schedulers) have only the keys that were given: what they leave out may be
     filled from a neighbour (`data.default`), and a written null would stop that.
+
+    Args:
+        config: The whole configuration.
+        describe: Whether meanings are written.
+        keys: Dotted names of the only keys to write, each with all that is below it.
     """
-    return "".join(_lines(config, _repeatable(type(config)), indent=0, describe=describe))
+    schema = type(config)
+    writer = _Writer(
+        repeatable=_repeatable(schema), describe=describe,
+        sections={one.__name__: one for one in _sections(schema)},
+    )  # fmt: skip
+    return "".join(writer.lines(config, "", keys))
 
 
-def _lines(
-    section: Section, repeatable: set[type[Section]], *, indent: int, describe: bool
-) -> Iterator[str]:
-    margin = "  " * indent
-    for name, field in type(section).model_fields.items():
-        if type(section) in repeatable and name not in section.model_fields_set:
-            continue
-        value = getattr(section, name)
-        if describe:
-            about = field.description or ""
-            if isinstance(value, Section) and about in ("", "See there."):
-                about = type(value).__doc__ or ""
-            yield from _comment(about, margin)
-        inner = ""
-        if isinstance(value, Section):
-            inner = "".join(_lines(value, repeatable, indent=indent + 1, describe=describe))
-        if inner:
-            yield f"{margin}{name}:\n{inner}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Writer:
+    repeatable: set[type[Section]]
+    describe: bool
+    sections: dict[str, type[Section]]
+    """Every section of the schema, by its name."""
+
+    def lines(self, section: Section, path: str, keys: Collection[str] | None) -> Iterator[str]:
+        margin = "  " * path.count(".")
+        for name, field in type(section).model_fields.items():
+            if type(section) in self.repeatable and name not in section.model_fields_set:
+                continue
+            here = f"{path}{name}"
+            if keys is not None and not any(f"{key}.".startswith(f"{here}.") for key in keys):
+                continue
+            value = getattr(section, name)
+            if self.describe:
+                about = self._about(type(section), name, field.description or "")
+                if isinstance(value, Section) and about in ("", "See there."):
+                    about = type(value).__doc__ or ""
+                yield from _comment(about, margin)
+            inner = ""
+            if isinstance(value, Section):
+                below = None if keys is None or here in keys else keys
+                inner = "".join(self.lines(value, f"{here}.", below))
+            if inner:
+                yield f"{margin}{name}:\n{inner}"
+            else:
+                yield textwrap.indent(entry(name, _as_plain(value, self.repeatable)), margin)
+
+    def _about(self, owner: type[Section], key: str, about: str) -> str:
+        """The meaning of a key; where its docstring points to another, that one's words."""
+        if about.startswith(_SAME_KEY):
+            blocks = sections_of(kinds_of(owner.model_fields["train"].annotation))
+            target = blocks[0].model_fields[key] if blocks else None
+            pointer = _SAME_KEY
         else:
-            yield textwrap.indent(_entry(name, _as_plain(value, repeatable)), margin)
+            found = _POINTER.match(about)
+            bases = {one.__name__: one for one in owner.__mro__ if issubclass(one, Section)}
+            named = {**bases, **self.sections}.get(found[1]) if found else None
+            target = named.model_fields.get(found[2]) if found and named else None
+            pointer = found[0] if found else ""
+        if target is None or not target.description:
+            return about
+        return target.description.rstrip(".") + about.removeprefix(pointer)
 
 
 def _comment(about: str, margin: str) -> Iterator[str]:
@@ -88,11 +126,17 @@ def _comment(about: str, margin: str) -> Iterator[str]:
             yield f"{margin}# {line}\n"
 
 
-def _entry(name: str, value: Any) -> str:
+def entry(name: str, value: Any) -> str:
+    """One key with its plain value, as the lines of a block."""
     return yaml.dump(
         {name: value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True,
         default_flow_style=False, width=10**6,
     )  # fmt: skip
+
+
+def literal(value: Any) -> Any:
+    """Plain values whose texts read back as themselves, also where they look like references."""
+    return _as_plain(value, set())
 
 
 def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
@@ -108,6 +152,17 @@ def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
     if isinstance(value, list | tuple):
         return [_as_plain(item, repeatable) for item in value]
     return escaped(value) if isinstance(value, str) else value
+
+
+def _sections(schema: type[Section]) -> set[type[Section]]:
+    """The schema and every section below it."""
+    found = {schema}
+    for field in schema.model_fields.values():
+        kinds = kinds_of(field.annotation)
+        inside = [kind for outer in kinds for kind in item_kinds(outer) or ()]
+        for section in sections_of((*kinds, *inside)):
+            found |= _sections(section)
+    return found
 
 
 def _repeatable(schema: type[Section]) -> set[type[Section]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laurel.config.grpo_training import GenerationConfig
+from laurel.config.generation import GenerationConfig
 from laurel.config.schema import ClusterConfig, PolicyConfig
 from laurel.protocols import Generator
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from laurel.config.grpo_training import GenerationConfig
+from laurel.config.generation import GenerationConfig
 from laurel.engines.background_loop import BackgroundLoop
 from laurel.engines.lifeline import Lifeline
 from laurel.engines.pause_gate import PauseGate

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
-from laurel.config.grpo_training import GenerationConfig
+from laurel.config.generation import GenerationConfig
 from laurel.errors import ConfigError, MissingDependencyError
 
 CPU_CACHE_BYTES = 1 << 30

@@ -117,7 +117,11 @@ def load_reward_model(
 
 
 def load_contract(
-    config: PolicyConfig, *, max_length: int, truncation_side: Literal["left", "right"]
+    config: PolicyConfig,
+    *,
+    max_length: int,
+    truncation_side: Literal["left", "right"],
+    for_training: bool = False,
 ) -> tuple[ScoringContract, list[str]]:
     """The contract that a reward model scores by, without its weights, and what to know of it.
 
@@ -125,6 +129,7 @@ def load_contract(
         config: The policy section.
         max_length: As for `load_reward_model`.
         truncation_side: Likewise.
+        for_training: A language model is taken for what training makes of it, with a new head.
 
     Raises:
         ModelError: See `load_reward_model`.
@@ -142,12 +147,13 @@ def load_contract(
         )
     tokenizer = find_tokenizer(config, name, (), is_resumed=False)
     hf_config = read_config(config, name)
+    has_new_head = for_training and not _is_classifier(hf_config)
     hf_config.num_labels = _num_outputs(config)
     factory: Any = AutoModelForSequenceClassification
     with torch.device("meta"):  # its modules tell how it pools
         classifier = factory.from_config(hf_config, trust_remote_code=config.trust_remote_code)
     agree_on_padding(classifier, tokenizer, teaches_padding=False)
-    read = _Read(classifier, has_new_head=False)
+    read = _Read(classifier, has_new_head=has_new_head)
     contract = _contract(config, tokenizer, name, read, max_length, truncation_side, notes)
     return contract, notes
 
@@ -246,8 +252,7 @@ def _load(
 
     hf_config = read_config(config, name)
     refuse_hub_name(name, hf_config)
-    architectures = hf_config.architectures or []
-    is_classifier = any(a.endswith("ForSequenceClassification") for a in architectures)
+    is_classifier = _is_classifier(hf_config)
     hf_config.num_labels = _num_outputs(config)
     factory = AutoModelForSequenceClassification
     model, info = read_weights(
@@ -266,6 +271,10 @@ def _load(
         _init_head(model, seed)
     strange = tuple(foreign_heads(info["unexpected_keys"]))
     return _Read(model, has_new_head, strange, foreign)
+
+
+def _is_classifier(hf_config: Any) -> bool:
+    return any(n.endswith("ForSequenceClassification") for n in hf_config.architectures or [])
 
 
 def _agree(classifier: Any, tokenizer: Any) -> None:

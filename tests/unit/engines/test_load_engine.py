@@ -9,7 +9,8 @@ import torch
 import tiny_tokenizers
 import vllm_engines
 from generators import collect, draw, policy_and_tokenizer, request, run
-from laurel.config.grpo_training import GenerationConfig, GRPOPolicyConfig
+from laurel.config.generation import GenerationConfig
+from laurel.config.grpo_training import GRPOPolicyConfig
 from laurel.config.schema import ClusterConfig, ScratchConfig
 from laurel.distributed.local_group import LocalGroup
 from laurel.engines.engine_worker import EngineWorker

@@ -20,7 +20,7 @@ import pytest
 
 import tiny_tokenizers
 from generators import collect, draw, request, run
-from laurel.config.grpo_training import GenerationConfig
+from laurel.config.generation import GenerationConfig
 from laurel.errors import DataError, EngineError, MissingDependencyError
 from laurel.types import Weights
 from vllm_engines import HAS_VLLM, MAX_LENGTH, Learner, random_model, require_vllm, started

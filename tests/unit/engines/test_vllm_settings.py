@@ -5,7 +5,7 @@ import os
 import pytest
 
 from generators import request
-from laurel.config.grpo_training import GenerationConfig
+from laurel.config.generation import GenerationConfig
 from laurel.engines.vllm_requests import check_limits, sampling_arguments
 from laurel.engines.vllm_settings import engine_arguments, environment, precision_of
 from laurel.errors import ConfigError, DataError

@@ -124,7 +124,7 @@ def test_everything_of_a_run_is_on_its_page(tmp_path: Path) -> None:
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
     text = re.sub(r"\s+", " ", re.sub(r"<script.*?</script>|<[^>]+>", " ", html, flags=re.DOTALL))
     for words in (
-        "An alarm is still on since step 41: It jumped. Lower it.",
+        "An alarm is still on since step 41: gradient. It jumped. Lower it.",
         "The norm of the gradient jumped: 51 at step 40, 51 times its median of 1",
         "gradient 41 still on train/grad_norm 51 10 1 It jumped. Lower it. Samples of that step "
         "prompt why completion so reward 1.5",

@@ -1,0 +1,121 @@
+"""`laurel config import`: the lists that it prints, and the file that it writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from laurel.cli.output_file import check_output, replace_file
+from laurel.config.importing.sources import STDIN, TITLES, Request, Told, import_configuration
+from laurel.config.importing.text import said, to_text
+from laurel.config.importing.work import Entry, is_secret, shown
+
+_LISTS = (
+    ("carried", "carried"),
+    ("default", "not said there, and unlike Laurel's default: written"),
+    ("not needed", "not needed"),
+    ("not carried", "not carried"),
+)
+
+
+def run_import(request: Request, *, output: Path | None, as_json: bool) -> None:
+    """Import, print what became of each key, and write the configuration.
+
+    Without `output` the configuration is printed and the lists go to stderr.
+
+    Raises:
+        ConfigError: See `import_configuration`.
+        DataError: The output cannot be written.
+    """
+    source = str(request.path)
+    if output is not None:
+        check_output(output, read_from=source)
+    if source == STDIN:
+        request = replace(request, text=sys.stdin.read())
+    told = import_configuration(request)
+    name = "stdin" if source == STDIN else request.path.name
+    text = to_text(told.imported, source=name, output=str(output or "FILE"))
+    if output is not None:
+        with replace_file(output) as file:
+            file.write(text)
+    if as_json:
+        print(json.dumps(as_facts(told, output), indent=2, allow_nan=False))
+        return
+    lists = "".join(f"{line}\n" for line in as_lines(told, output))
+    if output is None:
+        sys.stderr.write(lists)
+        sys.stdout.write(text)
+    else:
+        sys.stdout.write(lists)
+
+
+def as_lines(told: Told, output: Path | None) -> Iterator[str]:
+    """What became of every key, for people."""
+    imported = told.imported
+    if told.by:
+        yield told.by
+    for fate, heading in _LISTS:
+        entries = imported.with_fate(fate)
+        if not entries and fate != "not carried":
+            continue
+        yield f"{heading} ({len(entries)})"
+        if fate == "not needed":
+            yield from _by_reason(entries)
+            continue
+        for one in entries:
+            yield from _entry_lines(one)
+    if output is not None:
+        yield f"wrote {output}; run it: laurel {imported.run} --config {output}"
+
+
+def _by_reason(entries: Sequence[Entry]) -> Iterator[str]:
+    """Keys that are not needed for the same reason, together."""
+    for why in dict.fromkeys(one.why for one in entries):
+        keys = ", ".join(said(one) for one in entries if one.why == why)
+        yield f"  {keys}: {why}"
+
+
+def _entry_lines(one: Entry) -> Iterator[str]:
+    if one.fate == "not carried":
+        yield f"  {said(one)}: {' '.join(one.why.split())}"
+        return
+    key = said(one) if one.is_said else one.key
+    to = ", ".join(f"{ours}={shown(ours, value)}" for ours, value in one.to.items())
+    yield f"  {key}" if list(one.to) == [one.key] else f"  {key} -> {to}"
+    if one.why:
+        yield f"      {one.why}"
+
+
+def as_facts(told: Told, output: Path | None) -> dict[str, Any]:
+    """The same for programs."""
+    imported = told.imported
+
+    def facts(fate: str) -> list[dict[str, Any]]:
+        return [_fact(one) for one in imported.with_fate(fate)]
+
+    return {
+        "from": told.system,
+        "system": TITLES[told.system],
+        "for": imported.run,
+        "told_by": told.by or None,
+        "carried": facts("carried"),
+        "defaults": facts("default"),
+        "not_needed": facts("not needed"),
+        "not_carried": facts("not carried"),
+        "configuration": dict(imported.values),
+        "written": None if output is None else str(output),
+    }
+
+
+def _fact(one: Entry) -> dict[str, Any]:
+    value = "(not shown)" if is_secret(one.key) and one.value else one.value
+    found: dict[str, Any] = {"key": one.key, "value": value}
+    if one.to:
+        found["to"] = one.to
+    if one.why:
+        found["why"] = one.why
+    return found

@@ -1,0 +1,63 @@
+"""The command line of `laurel init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def init(
+    task: Annotated[
+        Literal["rm", "grpo-math", "grpo-rm", "grpo-code"] | None,
+        typer.Option("--task", "-t", help="What is to be trained; asked for if not said."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="The model to begin with: a directory or a hub name; asked for if not said.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            "-d",
+            metavar="DATA",
+            help="Training rows: a file, the name of a data set, or a hub name; asked for if not "
+            "said.",
+        ),
+    ] = None,
+    reward_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Of grpo-rm: who judges; default: results/rm, never asked for."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Default: the task's name, .yaml."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write over a file that is there.")
+    ] = False,
+) -> None:
+    """Write a commented configuration to start from, after three questions: task, model, data.
+
+    On a terminal what no option says is asked; elsewhere it is an error. The machine is looked at,
+    and so is the data, as laurel data check does.
+
+    Example: laurel init --task rm --model Qwen/Qwen3-0.6B --data pairs.jsonl
+    """  # fmt: skip
+    from laurel.cli.init import InitOptions, run_init
+
+    run_init(
+        InitOptions(
+            task=task, model=model, data=data, reward_model=reward_model, output=output,
+            force=force,
+        )
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""The `policy.generation` section: how completions are drawn. Names follow NeMo RL's files."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from laurel.config.environments import ResourcesConfig
+from laurel.config.section import Section
+
+
+class VllmConfig(Section):
+    """vLLM's own settings."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"async_engine", "use_deep_gemm", "num_last_layers_in_bf16", "num_first_layers_in_bf16",
+         "expert_parallel_size", "kv_cache_dtype", "skip_tokenizer_init", "logprobs_mode",
+         "use_tqdm", "enable_vllm_metrics_logger", "vllm_metrics_logger_interval",
+         "http_refit_api_key_env_var", "http_refit_server_port", "zmq_refit_server_port",
+         "reset_encoder_cache_after_weight_update"}
+    )  # fmt: skip
+
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of its weights; `auto` is `policy.precision`."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that share each layer."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Devices that share the layers."""
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
+    """Share of a GPU's memory that it may take. Default: the policy's weights are on the same
+    device."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt with its completion; null is `policy.max_total_sequence_length`."""
+    enforce_eager: bool = False
+    """Do not capture CUDA graphs. Default: graphs make decoding faster."""
+    load_format: str = "auto"
+    """How vLLM reads the first weights."""
+
+
+class ColocatedConfig(Section):
+    """Whether generation shares the policy's devices."""
+
+    enabled: bool = True
+    """Take turns on the same devices. Default: no device waits for another role."""
+    resources: ResourcesConfig = ResourcesConfig()
+    """Otherwise: its own."""
+
+
+class GenerationConfig(Section):
+    """How completions are drawn."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"refit_transport", "refit_cfg", "mcore_generation_config", "sglang_cfg", "trtllm_cfg",
+         "dynamo_cfg", "port_range_low", "port_range_high", "real_quant_export_cpu_offload"}
+    )  # fmt: skip
+
+    backend: Literal["auto", "transformers", "vllm"] = "auto"
+    """`transformers`: in this process, with the learner's own weights; `vllm`: an engine of its own
+    (extra `vllm`). `auto`: vllm where it is installed and a GPU is there, else transformers.
+    Default: the in-process engine needs no second copy of the weights."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion of one turn; null: up to `policy.max_total_sequence_length`."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Of sampling. The learner's log-probabilities are taken at the same temperature. Default: the
+    distribution that is trained, as it is."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw only from the likeliest tokens that make up this share. Default: no tail is cut: what is
+    never drawn is never learned from."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Draw only from so many likeliest tokens. Default: likewise."""
+    stop_token_ids: list[int] | None = None
+    """End a completion, besides the model's own end-of-turn tokens."""
+    stop_strings: list[str] | None = None
+    """End a completion."""
+    val_temperature: float | None = Field(default=None, ge=0)
+    """In validation; null is `temperature`."""
+    val_top_p: float | None = Field(default=None, gt=0, le=1)
+    """In validation."""
+    val_top_k: int | None = Field(default=None, ge=1)
+    """In validation."""
+    max_concurrent: int = Field(default=256, ge=1)
+    """Completions that are drawn side by side, at most (transformers). Default: a bound on the
+    memory of keys and values."""
+    timeout_seconds: float = Field(default=1800.0, gt=0)
+    """Seconds without any finished completion after which the engine is given up. Default: half an
+    hour without one completion is a hang."""
+    vllm_cfg: VllmConfig = VllmConfig()
+    """See there."""
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine."""
+    colocated: ColocatedConfig = ColocatedConfig()
+    """See there."""
+    weight_probe_tolerance: float | None = Field(default=None, gt=0)
+    """Largest difference between the engine's and the learner's log-probabilities of a probe after
+    each transfer of weights, beyond which the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
+
+    @field_validator("stop_strings")
+    @classmethod
+    def _stops_are_texts(cls, stops: list[str] | None) -> list[str] | None:
+        if "" in (stops or ()):
+            raise ValueError("an empty stop string would end every completion before it begins")
+        return stops

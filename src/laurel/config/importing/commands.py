@@ -1,0 +1,229 @@
+"""Command lines of training programs, read as a shell would read them, without running any."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from laurel.config.source import read_text
+from laurel.config.tree import plain
+from laurel.errors import ConfigError
+
+_TRL = r"(?:trl[./]scripts[./])(?P<run>\w+?)(?:\.py)?$"
+_PROGRAMS: tuple[tuple[str, str, str], ...] = (
+    ("trl", r"^(?:\S*/)?" + _TRL, "flags"),
+    ("openrlhf", r"^(?:\S*/)?openrlhf[./]cli[./](?:train_)?(?P<run>\w+?)(?:\.py)?$", "flags"),
+    ("verl", r"^(?:\S*[./])?main_(?P<run>ppo|dapo)\w*?(?:\.py)?$", "overrides"),
+)
+_RUNS: Mapping[tuple[str, str], str] = {
+    ("trl", "reward"): "rm", ("trl", "grpo"): "grpo", ("trl", "sft"): "sft",
+    ("openrlhf", "rm"): "rm", ("openrlhf", "ppo_ray"): "grpo", ("openrlhf", "sft"): "sft",
+    ("verl", "ppo"): "grpo", ("verl", "dapo"): "grpo",
+}  # fmt: skip
+"""Programs by system and name, and the run that they are."""
+
+PROGRAMS = (
+    "trl reward|grpo|sft, openrlhf.cli.train_rm|train_ppo_ray|train_sft, verl.trainer.main_ppo"
+)
+"""For messages."""
+
+_ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
+_ARRAY = re.compile(r"^\s*([A-Za-z_]\w*)\+?=\((.*?)\)[ \t]*(?:#.*)?$", re.DOTALL | re.MULTILINE)
+_ENDS = {";", "&&", "||", "|", "&", ">", ">>", "2>&1", "<", "EOF"}
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?\Z")
+_FROM_OUTSIDE = ("HOME", "USER", "PWD")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A training program and what it is told."""
+
+    system: str
+    run: str
+    program: str
+    values: Mapping[str, Any]
+    unresolved: Mapping[str, str] = field(default_factory=dict)
+    """Keys whose values hold variables that the text does not set."""
+    devices: int | None = None
+    """Processes that its launcher is told to start."""
+
+
+def find_command(text: str, name: str) -> Command | None:
+    """The first training program in a script or a command line; None where there is none.
+
+    Raises:
+        ConfigError: Quotes that do not close, a flag given twice with different values, or a
+            program of a known system that no run here answers to.
+    """
+    joined = re.sub(r"\\\n", " ", text)
+    variables = {key: os.environ[key] for key in _FROM_OUTSIDE if key in os.environ}
+    arrays: dict[str, str] = {}
+    for found in _ARRAY.finditer(joined):
+        arrays[found[1]] = found[2]
+    for line in _ARRAY.sub("", joined).splitlines():
+        assigned = _ASSIGNMENT.match(line)
+        words = _words(line, name) if _may_matter(line) else []
+        if assigned and len(_words(assigned[2], name, strict=False)) <= 1:
+            value = _words(_filled(assigned[2], variables), name, strict=False)
+            variables[assigned[1]] = value[0] if value else ""
+            continue
+        place = _program_at(words)
+        if place is not None:
+            at, system, run, style = place
+            told = list(_expanded(words[at + 1 :], arrays, variables, name))
+            return _command(words[:at], words[at], system, run, style, told)
+    return None
+
+
+def _may_matter(line: str) -> bool:
+    return any(word in line for word in ("trl", "openrlhf", "main_ppo", "main_dapo"))
+
+
+def _words(line: str, name: str, *, strict: bool = True) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError as error:
+        if not strict:
+            return [line]
+        raise ConfigError(f"{name}: not a command line: {error} in {line.strip()[:60]!r}") from None
+
+
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[3]
+        if name in variables:
+            return variables[name]
+        return found[0] if found[2] is None else found[2]
+
+    before = None
+    while before != text:
+        before, text = text, _VARIABLE.sub(value, text)
+    return text
+
+
+def _expanded(
+    words: Sequence[str], arrays: Mapping[str, str], variables: Mapping[str, str], name: str
+) -> Iterator[str]:
+    for word in words:
+        if word in _ENDS:
+            return
+        array = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word)
+        if array and array[1] in arrays:
+            inner = " ".join(
+                shlex.join(_words(line, name)) for line in arrays[array[1]].splitlines()
+            )
+            yield from (_filled(one, variables) for one in _words(inner, name))
+        else:
+            yield _filled(word, variables)
+
+
+def _program_at(words: Sequence[str]) -> tuple[int, str, str, str] | None:
+    for at, word in enumerate(words):
+        if word.rpartition("/")[2] == "trl" and at + 1 < len(words):
+            return at + 1, "trl", words[at + 1], "flags"
+        for system, pattern, style in _PROGRAMS:
+            found = re.match(pattern, word)
+            if found:
+                return at, system, found["run"], style
+    return None
+
+
+def _command(
+    launcher: Sequence[str], program: str, system: str, run: str, style: str, told: Sequence[str]
+) -> Command:
+    ours = _RUNS.get((system, run))
+    if ours is None:
+        raise ConfigError(f"{program} is another program of {system}; those imported: {PROGRAMS}")
+    values = _flags(told) if style == "flags" else _overrides(told)
+    unresolved = {
+        key: value for key, value in values.items()
+        if (isinstance(value, str) and re.search(r"\$\{?[A-Za-z_]", value) and system != "verl")
+        or (isinstance(value, str) and re.search(r"\$[A-Za-z_]", value))
+    }  # fmt: skip
+    return Command(
+        system=system, run=ours, program=program, devices=_devices(launcher),
+        values={k: v for k, v in values.items() if k not in unresolved}, unresolved=unresolved,
+    )  # fmt: skip
+
+
+def _devices(launcher: Sequence[str]) -> int | None:
+    for flag, value in zip(launcher, [*launcher, ""][1:], strict=True):
+        name, _, inline = flag.partition("=")
+        if name in ("--num_processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus"):
+            number = inline or value
+            return int(number) if number.isdigit() else None
+    return None
+
+
+def _flags(words: Sequence[str]) -> dict[str, Any]:
+    """`--key value`, `--key=value`, `--key a b` (a list) and `--key` (true)."""
+    values: dict[str, Any] = {}
+    key: str | None = None
+    given: list[Any] = []
+
+    def settle() -> None:
+        if key is not None:
+            value = True if not given else given[0] if len(given) == 1 else list(given)
+            _set(values, key, value, f"--{key}")
+
+    for word in words:
+        if word.startswith("--") and len(word) > 2 and not _NUMBER.match(word):
+            settle()
+            key, has_value, value = word[2:].partition("=")
+            given = [scalar(value)] if has_value else []
+        elif key is None:
+            _set(values, word if word == "$@" else f"'{word}'", word, word)
+        elif word == "$@":
+            _set(values, word, word, word)
+        else:
+            given.append(scalar(word))
+    settle()
+    return values
+
+
+def _overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Hydra's `a.b=c`, `+a.b=c` and `++a.b=c`; its own options keep their dashes."""
+    values: dict[str, Any] = {}
+    waiting: str | None = None
+    for word in words:
+        key, has_value, value = word.partition("=")
+        if waiting is not None and not has_value:
+            values[waiting], waiting = word, None
+            continue
+        if word.startswith("--"):
+            waiting = None if has_value else key
+            values[key] = value if has_value else True
+        elif has_value:
+            _set(values, key.lstrip("+"), scalar(value, lists=True), word)
+        elif word.startswith("~"):
+            values[word] = "deleted"
+        else:
+            values[word if word == "$@" else f"'{word}'"] = word
+    return values
+
+
+def _set(values: dict[str, Any], key: str, value: Any, where: str) -> None:
+    if key in values and values[key] != value:
+        raise ConfigError(f"{where} is given twice, as {values[key]!r} and {value!r}; keep one")
+    values[key] = value
+
+
+def scalar(text: str, *, lists: bool = False) -> Any:
+    """A word of a command line as the value that it spells."""
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    if _NUMBER.match(text):
+        digits = text.replace("_", "")
+        return float(digits) if re.search(r"[.eE]", digits) else int(digits)
+    if lists and text[:1] in ("[", "{"):
+        try:
+            return plain(read_text(text, "an override"))
+        except ConfigError:
+            return text
+    return text

@@ -1,0 +1,120 @@
+"""From what a source says to a configuration of ours that is checked, and a fate for every key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from laurel.config.grpo_training import GRPORun
+from laurel.config.importing.rules import Run, Table
+from laurel.config.importing.work import Entry, Work
+from laurel.config.load import check_tree
+from laurel.config.reward_training import RewardTrainingRun
+from laurel.config.section import Section
+from laurel.config.sft_training import SFTRun
+from laurel.config.tree import Node, nearest, plain
+from laurel.errors import ConfigError
+
+SCHEMAS: Mapping[Run, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "grpo": GRPORun}
+
+WHOLE = ("policy.optimizer", "policy.scheduler")
+"""Keys whose parts replace all of ours together, and so are written together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """A configuration of another system in ours."""
+
+    system: str
+    run: Run
+    values: Mapping[str, Any]
+    """By our keys, dotted: what the file says and, of the other system's defaults, what differs
+    from ours."""
+    origins: Mapping[str, str]
+    """Where each is from, for people."""
+    entries: tuple[Entry, ...]
+    """Every key that the source says, and the defaults that matter, in the order of the table."""
+    config: Section
+    """The same, checked by the schema."""
+
+    def with_fate(self, fate: str) -> list[Entry]:
+        """The entries of one of the lists: carried, default, not needed, not carried."""
+        return [entry for entry in self.entries if entry.fate == fate]
+
+
+def import_said(table: Table, work: Work, run: Run) -> Imported:
+    """Give every key of the source its fate, and check what comes out.
+
+    Raises:
+        ConfigError: A value, or what the values together would be; the message names the key of
+            the source.
+    """
+    for rule in table.rules:
+        rule.convert(work)
+    for key in work.said:
+        if key not in work.entries:
+            _without_rule(table, work, key)
+    _drop_our_defaults(work, SCHEMAS[run])
+    config = check_tree(SCHEMAS[run], _nested(work.values, f"what {work.system} says"))
+    order = {key: i for i, key in enumerate(table.known())}
+    entries = sorted(work.entries.values(), key=lambda e: order.get(e.key, len(order)))
+    return Imported(
+        system=work.system, run=run, config=config,
+        values={key: plain(node) for key, node in work.values.items()},
+        origins={key: work.origins[key] for key in work.values},
+        entries=tuple(entries),
+    )  # fmt: skip
+
+
+def _without_rule(table: Table, work: Work, key: str) -> None:
+    if table.rule_of(key) is not None:
+        work.unneeded(key, "it has no effect beside the other keys of this file")
+        return
+    near = nearest(key, [k for k in table.known() if not k.endswith(".*")])
+    hint = f"; did you mean {near}?" if near else ""
+    work.refuse(key, f"not known to this version of Laurel's table of {work.system}{hint}")
+
+
+def _drop_our_defaults(work: Work, schema: type[Section]) -> None:
+    """Leave out what nobody said and what is ours anyway."""
+    ours = schema().model_dump(mode="json")
+    units = {to: next((w for w in WHOLE if to.startswith(w)), to) for to in work.values}
+    needed: set[str] = set()
+    for to, unit in units.items():
+        is_ours = default_at(ours, to) == plain(work.values[to])
+        if work.came_from[to] or not is_ours:
+            needed.add(unit)
+    for to, unit in units.items():
+        if unit not in needed:
+            del work.values[to]
+    for key, entry in list(work.entries.items()):
+        if entry.fate == "default":
+            entry.to = {
+                to: value
+                for to, value in entry.to.items()
+                if to in work.values and default_at(ours, to) != plain(work.values[to])
+            }
+            if not entry.to:
+                del work.entries[key]
+
+
+def default_at(ours: Any, dotted: str) -> Any:
+    """The value of a key in a dumped configuration; null where there is none."""
+    for part in dotted.split("."):
+        ours = ours.get(part) if isinstance(ours, dict) else None
+    return ours
+
+
+def _nested(values: Mapping[str, Node], place: str) -> Node:
+    tree: dict[str, Node] = {}
+    for dotted, node in values.items():
+        *blocks, last = dotted.split(".")
+        level = tree
+        for block in blocks:
+            below = level.setdefault(block, Node(value={}, place=place))
+            if not isinstance(below.value, dict):
+                raise ConfigError(f"{place}: {dotted} and a key above it are both set")
+            level = below.value
+        level[last] = node
+    return Node(value=tree, place=place)

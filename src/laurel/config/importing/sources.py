@@ -1,0 +1,335 @@
+"""The systems that files are imported from: telling which wrote a file, and reading it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from laurel.config.importing import (
+    nemo_rl,
+    openrlhf_ppo,
+    openrlhf_runs,
+    trl_grpo,
+    trl_runs,
+    verl,
+)
+from laurel.config.importing.commands import PROGRAMS, Command, find_command
+from laurel.config.importing.engine import Imported, import_said
+from laurel.config.importing.rules import Run, Table
+from laurel.config.importing.work import Work
+from laurel.config.source import read_document, read_file
+from laurel.config.tree import MISSING, plain
+from laurel.errors import ConfigError
+
+System = Literal["trl", "openrlhf", "verl", "nemo-rl"]
+
+TITLES: Mapping[System, str] = {
+    "trl": "TRL", "openrlhf": "OpenRLHF", "verl": "verl", "nemo-rl": nemo_rl.SYSTEM,
+}  # fmt: skip
+TABLES: Mapping[System, Mapping[Run, Table]] = {
+    "trl": {"rm": trl_runs.RM, "grpo": trl_grpo.GRPO, "sft": trl_runs.SFT},
+    "openrlhf": {"rm": openrlhf_runs.RM, "grpo": openrlhf_ppo.GRPO, "sft": openrlhf_runs.SFT},
+    "verl": {"grpo": verl.GRPO},
+}
+"""NeMo RL has none: its names are ours."""
+
+STDIN = "-"
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,([^{}]*))?\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is to be imported, and what the source does not say itself."""
+
+    path: Path
+    text: str | None = None
+    """What was read where the path is `-`."""
+    system: System | None = None
+    run: Run | None = None
+    devices: int | None = None
+    total_steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """An import, and how its source was recognised."""
+
+    imported: Imported
+    system: System
+    by: str
+    """Empty where it was said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """A source as it stands."""
+
+    values: Mapping[str, Any]
+    """As nested as they are written."""
+    command: Command | None = None
+
+
+def import_configuration(request: Request) -> Told:
+    """Turn a configuration of another system into ours.
+
+    Raises:
+        ConfigError: The file cannot be read, is of none of the systems or of another than is said,
+            or what it says cannot be a configuration here.
+    """
+    name = "stdin" if str(request.path) == STDIN else str(request.path)
+    read = _read(request, name)
+    system, by = _system(request, read, name)
+    if request.devices is not None and system != "trl":
+        raise ConfigError(
+            f"--devices is for TRL, whose files do not say it; {TITLES[system]}'s do: leave it out"
+        )
+    if system == "nemo-rl":
+        return Told(imported=_nemo_rl(request, read, name), system=system, by=by)
+    run, run_by = _run(request, read, system, name)
+    table = TABLES[system][run]
+    said, lost = _said(table, read)
+    command = read.command
+    work = Work(
+        system=TITLES[system], run=run, said=said, defaults=table.defaults,
+        devices=request.devices or (command.devices if command else None),
+        total_steps=request.total_steps,
+    )  # fmt: skip
+    for key, why in lost.items():
+        work.refuse(key, why)
+    imported = import_said(table, work, run)
+    return Told(
+        imported=imported, system=system, by="; ".join(part for part in (by, run_by) if part)
+    )
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+def _read(request: Request, name: str) -> _Read:
+    text = request.text if request.text is not None else _text(request.path)
+    suffix = request.path.suffix.lower()
+    if suffix == ".json":
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{name}:{error.lineno}: not JSON: {error.msg}") from None
+        return _Read(values=_mapping(values, name))
+    if suffix not in (".yaml", ".yml"):
+        command = find_command(text, name)
+        if command is not None:
+            return _Read(values=command.values, command=command)
+    try:
+        values = plain(read_document(text, name))
+    except ConfigError as error:
+        if suffix in (".yaml", ".yml"):
+            raise
+        raise ConfigError(
+            f"{name}: neither a command line of a program that is known ({PROGRAMS}) nor YAML: "
+            f"{str(error).removeprefix(name)}"
+        ) from None
+    return _Read(values=_with_inherited(_mapping(values, name), request))
+
+
+def _with_inherited(values: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+    """What a file of NeMo RL says with those it names; Hydra's `defaults` are not followed."""
+    if "defaults" not in values or request.text is not None:
+        return values
+    try:
+        whole = plain(read_file(request.path))
+    except ConfigError:
+        return values
+    return whole if "policy" in whole else values
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; - is stdin") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; name the file of a configuration") from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"{path} is not text; training_args.bin is a pickle, which Laurel does not open: dump "
+            "it as JSON, training_args.to_json_string()"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _mapping(values: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(values, dict) or not values:
+        raise ConfigError(
+            f"{name}: neither a mapping of keys (YAML, JSON) nor a command line of a program that "
+            f"is known: {PROGRAMS}"
+        )
+    return values
+
+
+# ------------------------------------------------------------------------------------- which system
+
+
+def _system(request: Request, read: _Read, name: str) -> tuple[System, str]:
+    said = request.system
+    if read.command is not None:
+        found: System | None = read.command.system  # type: ignore[assignment]
+        by = f"the program {read.command.program}"
+    else:
+        found, by = _told_by_keys(read.values)
+    if said is None:
+        if found is None:
+            known = ", ".join(TITLES.values())
+            raise ConfigError(f"{name}: none of its keys tells where it is from ({known}): --from")
+        return found, f"told to be of {TITLES[found]} by {by}"
+    is_none = read.command is None and _score(said, read.values) == 0
+    if found is not None and found != said and (read.command is not None or is_none):
+        raise ConfigError(
+            f"{name} is not of {TITLES[said]}: {by} {'are' if ',' in by else 'is'} of "
+            f"{TITLES[found]}; --from {found}, or leave it out"
+        )
+    if is_none:
+        raise ConfigError(f"{name}: no key of {TITLES[said]} is in it")
+    return said, ""
+
+
+def _told_by_keys(values: Mapping[str, Any]) -> tuple[System | None, str]:
+    scores = {system: _score(system, values) for system in TITLES}
+    if scores["nemo-rl"]:
+        return "nemo-rl", "its sections " + ", ".join(_known("nemo-rl", values)[:3])
+    best = max(scores, key=lambda system: scores[system])
+    if not scores[best] or list(scores.values()).count(scores[best]) > 1:
+        return None, ""
+    return best, "its keys " + ", ".join(_known(best, values)[:3])
+
+
+def _score(system: System, values: Mapping[str, Any]) -> int:
+    return len(_known(system, values))
+
+
+def _known(system: System, values: Mapping[str, Any]) -> list[str]:
+    """Keys of a source that a system has."""
+    if system == "nemo-rl":
+        sections = [key for key in values if key in _SECTIONS and isinstance(values[key], dict)]
+        return sections if "policy" in sections else []
+    found: list[str] = []
+    for table in TABLES[system].values():
+        exact = {key for key in table.known() if not key.endswith(".*")}
+        exact |= set(table.other_names or ())
+        found += [key for key in _flat(values, table) if key in exact and key not in found]
+    return found
+
+
+_SECTIONS = ("policy", "rm", "sft", "grpo", "loss_fn", "env", "checkpointing", "cluster")
+"""Of a file of NeMo RL; no other system has a section `policy`."""
+
+
+def _run(request: Request, read: _Read, system: System, name: str) -> tuple[Run, str]:
+    tables = TABLES[system]
+    if read.command is not None:
+        run: Run = read.command.run  # type: ignore[assignment]
+        if request.run not in (None, run):
+            raise ConfigError(
+                f"{name}: {read.command.program} is laurel {run}, not {request.run}; "
+                "leave --for out"
+            )
+        return run, ""
+    if request.run is not None:
+        if request.run not in tables:
+            raise ConfigError(
+                f"{TITLES[system]} has no {request.run} that is imported; --for {'|'.join(tables)}"
+            )
+        return request.run, ""
+    if len(tables) == 1:
+        return next(iter(tables)), ""
+    told = {kind: _telling(table, read.values) for kind, table in tables.items()}
+    found = [kind for kind, keys in told.items() if keys]
+    if len(found) != 1:
+        why = "nothing in it tells" if not found else "it has keys of several: " + ", ".join(
+            f"{kind} ({told[kind][0]})" for kind in found
+        )  # fmt: skip
+        raise ConfigError(f"{name}: which run is it for? {why}; --for {'|'.join(tables)}")
+    return found[0], f"told to be for laurel {found[0]} by {told[found[0]][0]}"
+
+
+def _telling(table: Table, values: Mapping[str, Any]) -> list[str]:
+    names = table.other_names or {}
+    return [key for key in _flat(values, table) if names.get(key, key) in table.told_by]
+
+
+# ------------------------------------------------------------------------------------- what is said
+
+
+def _said(table: Table, read: _Read) -> tuple[dict[str, Any], dict[str, str]]:
+    """The keys by this table's names, and those whose values cannot be known."""
+    names = table.other_names or {}
+    said: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    lost: dict[str, str] = {}
+    for key, value in _flat(read.values, table).items():
+        name = names.get(key, key)
+        if name in said and said[name] != value:
+            raise ConfigError(
+                f"{key} is another name of {spelled[name]}, and they differ: {said[name]!r} and "
+                f"{value!r}; keep one"
+            )
+        said[name], spelled[name] = value, key
+    for key, value in list(said.items()):
+        if isinstance(value, str) and "${" in value:
+            _resolve(said, table, key, lost)
+    if read.command is not None:
+        for key, value in read.command.unresolved.items():
+            name = names.get(key, key)
+            said.pop(name, None)
+            lost[name] = f"{value} holds a variable that the text does not set: write its value"
+    return said, lost
+
+
+def _resolve(said: dict[str, Any], table: Table, key: str, lost: dict[str, str]) -> None:
+    """Replace references to other keys; a key is dropped where one leads nowhere."""
+
+    def value_of(found: re.Match[str]) -> Any:
+        name, default = found[1], found[2]
+        value = said.get(name, table.defaults.get(name, default))
+        return None if isinstance(value, str) and "${" in value else value
+
+    text = said[key]
+    whole = _REFERENCE.fullmatch(text)
+    if whole:
+        value = value_of(whole)
+    else:
+        parts = {found[0]: value_of(found) for found in _REFERENCE.finditer(text)}
+        value = None if None in parts.values() else text
+        for part, there in parts.items():
+            value = value.replace(part, str(there)) if value is not None else None
+    if value is None or (isinstance(value, str) and "${" in value):
+        del said[key]
+        lost[key] = f"{text} refers to what the file does not hold: write its value"
+    else:
+        said[key] = value
+
+
+def _flat(values: Mapping[str, Any], table: Table, prefix: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Nested keys with dots, down to those that the table knows as they are."""
+    exact = set(table.known())
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = ".".join((*prefix, str(name)))
+        if value is MISSING:
+            continue
+        if isinstance(value, dict) and value and key not in exact:
+            found |= _flat(value, table, (*prefix, str(name)))
+        else:
+            found[key] = value
+    return found
+
+
+def _nemo_rl(request: Request, read: _Read, name: str) -> Imported:
+    if str(request.path) == STDIN:
+        raise ConfigError("a file of NeMo RL may name others (defaults), and is read by its name")
+    kinds = [kind for kind in ("grpo", "sft", "rm") if kind in read.values]
+    run: Run = request.run or (kinds[0] if kinds else "rm")  # type: ignore[assignment]
+    return nemo_rl.import_file(request.path, run)

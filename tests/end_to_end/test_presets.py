@@ -1,0 +1,102 @@
+"""The presets in `examples/configs/presets`: alone, behind a file, by hand and in runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laurel.algorithms.advantages import compute_advantages
+from laurel.algorithms.policy_losses import PolicyLoss
+from laurel.config.grpo_training import GRPORun
+from laurel.config.load import load_config
+from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
+
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+PRESETS = CONFIGS / "presets"
+NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+ONE_RIGHT, ONE_WRONG = [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]
+FIRST = {
+    "cispo": [1.5, -0.5, -0.5, -0.5],  # mean 1/4, deviation 1/2
+    "dapo": [1.5, -0.5, -0.5, -0.5],
+    "dr_grpo": [0.75, -0.25, -0.25, -0.25],
+    "gspo": [1.5, -0.5, -0.5, -0.5],
+    "reinforce_plus_plus": [1.62019, -0.54006, -0.54006, -0.54006],  # over sqrt(1.5 / 7)
+    "rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
+}
+"""Advantages of `ONE_RIGHT` in a batch with `ONE_WRONG`."""
+
+
+def of(name: str) -> GRPORun:
+    config = load_config(GRPORun, PRESETS / f"{name}.yaml", []).config
+    assert isinstance(config, GRPORun)
+    return config
+
+
+def test_all_that_the_guide_names_are_there() -> None:
+    assert sorted([*FIRST, "gdpo"]) == NAMES
+    guide = (CONFIGS.parents[1] / "docs" / "grpo.md").read_text(encoding="utf-8")
+    assert [name for name in NAMES if f"presets/{name}.yaml" not in guide] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_loads_behind_a_file_and_changes_only_the_method(name: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    base = CONFIGS / "grpo_math_1B.yaml"
+    mine.write_text(f"defaults: [{base}, {PRESETS / name}.yaml]\n", encoding="utf-8")
+    loaded, plain = load_config(GRPORun, mine, []), load_config(GRPORun, base, [])
+    assert not loaded.warnings
+    changed = {
+        key
+        for key, value in loaded.config.model_dump().items()
+        if value != plain.config.model_dump()[key]
+    }
+    assert changed
+    assert changed <= {"grpo", "loss_fn"}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_its_advantages_by_hand(name: str) -> None:
+    found = compute_advantages([ONE_RIGHT, ONE_WRONG], of(name).grpo)
+    assert list(found.values_BG[0]) == pytest.approx(FIRST[name], rel=1e-4)
+
+
+def test_gdpo_hears_each_component_by_hand() -> None:
+    parts = [{"a": a, "b": b} for a, b in zip(ONE_RIGHT, [0.0, 0.0, 0.0, 10.0], strict=True)]
+    found = compute_advantages(
+        [[1.0, 0.0, 0.0, 10.0]], of("gdpo").grpo, components_BG=[parts]
+    ).values_BG[0]
+    # Each component alone is 3/2 and -1/2; their sums 1 and -1 have a deviation of sqrt(4/3).
+    assert list(found) == pytest.approx(
+        [0.75**0.5, -(0.75**0.5), -(0.75**0.5), 0.75**0.5], rel=1e-4
+    )
+
+
+def test_their_losses() -> None:
+    expected = {
+        "cispo": ("cispo", "tokens"), "dapo": ("ppo", "tokens"), "dr_grpo": ("ppo", "max_length"),
+        "gdpo": ("ppo", "tokens"), "gspo": ("ppo", "sequences"),
+        "reinforce_plus_plus": ("ppo", "tokens"), "rloo": ("reinforce", "max_length"),
+    }  # fmt: skip
+    for name, wanted in expected.items():
+        loss = of(name).loss_fn
+        assert (loss.kind, PolicyLoss(loss, max_length=8).normalizer) == wanted, name
+    assert of("gspo").loss_fn.sequence_level_importance_ratios
+    assert of("dapo").grpo.reward_shaping.enabled
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_started(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_with_it_learns(name: str, tmp_path: Path, model: Path) -> None:
+    changes = ["grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_end=false", *MATCHES]
+    if name == "gdpo":
+        parts = "{as_components: true, parts: [{env: matches}, {env: math, weight: 2}]}"
+        changes += ["data.env_name=both", f"+env.composite.both={parts}"]
+    grpo(grpo_settings(tmp_path, model, *changes), path=PRESETS / f"{name}.yaml")
+    figures = metrics_of(tmp_path)[1]
+    assert figures["train/grad_norm"] > 0.0

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.color import Color
+from rich.console import Console
+from rich.style import Style
+from typer.testing import CliRunner
+
+import tiny_tokenizers
+from laurel.cli.data_check import examine
+from laurel.cli.first_row import tokenised_row
+from laurel.cli.main import app
+from laurel.cli.token_pieces import TEMPLATE, UNCLEAR, pieces_of
+from laurel.cli.token_view import LEARNED, OTHER_ROLE, POOLED, ROLE_STYLES, show_row
+from laurel.models.tokenizer import render
+from laurel.types import Message
+from model_directories import save_model
+from tiny import tiny_language_model
+
+PAIR = {"prompt": "Where is the laurel?", "chosen": "By the gate 🌿.", "rejected": "No."}
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "user"},  # the template says this word, too
+        {"role": "assistant", "content": "Yes."},
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny language model with ChatML."""
+    directory = tmp_path_factory.mktemp("model")
+    return str(save_model(directory, tiny_language_model("qwen3")))
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def check(*arguments: str) -> tuple[int, str, BaseException | None]:
+    done = CliRunner().invoke(app, ["data", "check", *arguments])
+    return done.exit_code, re.sub(r" +", " ", done.stdout.replace("\n", " ")), done.exception
+
+
+def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", PAIR, {**PAIR, "chosen": "No."}, {"prompt": "x"}, PAIR)
+    code, said, _ = check(path)
+    assert code == 0
+    assert "format pairs" in said
+    assert "rm yes: 1 of 4 rows" in said
+    assert "identical sides 1 (line 2)" in said
+    assert "malformed 1 (line 3)" in said
+    assert "duplicate 1 (line 4)" in said
+    assert "stops at rows.jsonl:3 unless you mend the rows or set data.on_bad_row=skip" in said
+    assert "sft yes" in said
+    assert "grpo yes" in said
+    assert "laurel eval pairs" in said
+    assert "add --model DIR" in said
+
+
+def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path: Path, model: str) -> None:
+    path = write(tmp_path / "rows.jsonl", PAIR)
+    code, said, _ = check(path, "--for", "rm", "--model", model, "--json")
+    assert code == 0
+    parts = json.loads(said)["first_row"]["parts"]
+    assert [part["title"].partition(",")[0] for part in parts] == [
+        "prompt", "better answer", "worse answer"
+    ]  # fmt: skip
+    prompt, better, worse = (part["tokens"] for part in parts)
+    assert not any(token["pooled"] for token in prompt)
+    for answer in (better, worse):
+        assert [token["pooled"] for token in answer] == [False] * (len(answer) - 1) + [True]
+    text = {
+        role: "".join(token["text"] for token in better if token["role"] == role)
+        for role in ("assistant", TEMPLATE)
+    }
+    assert text["assistant"] == PAIR["chosen"]
+    assert text[TEMPLATE].startswith("<|im_end|>")
+    leaf = next(token for token in better if token["text"] == "🌿")
+    assert len(leaf["ids"]) == 4  # its bytes
+
+
+def test_what_the_assistant_says_counts_in_the_loss(tmp_path: Path, model: str) -> None:
+    path = write(tmp_path / "rows.jsonl", CHAT)
+    code, said, _ = check(path, "--for", "sft", "--model", model, "--json")
+    (part,) = json.loads(said)["first_row"]["parts"]
+    learned = "".join(token["text"] for token in part["tokens"] if token["in_loss"])
+    asked = "".join(token["text"] for token in part["tokens"] if token["role"] == "user")
+    assert code == 0
+    assert learned.startswith("Yes.")
+    assert "brief" not in learned
+    assert asked == "user"
+
+
+def test_without_colours_the_layout_says_the_same(tmp_path: Path, model: str) -> None:
+    path = write(tmp_path / "rows.jsonl", PAIR)
+    _, said, _ = check(path, "--for", "rm", "--model", model)
+    assert "\x1b" not in said
+    assert re.search(r"assistant 17 B.y. .t.h.e", said)  # 13 letters, and one of four bytes
+    assert re.search(r"template 1 score \[", said)
+    assert "[score]: the token from which the reward model reads the score" in said
+    chats = write(tmp_path / "chats.jsonl", CHAT)
+    _, said, _ = check(chats, "--for", "sft", "--model", model)
+    assert re.search(r"assistant 4 loss Y.e.s", said)
+    assert "loss: these tokens count in the loss" in said
+
+
+def test_a_terminal_gets_colours_and_loses_none_of_the_words(tmp_path: Path, model: str) -> None:
+    reading = examine(write(tmp_path / "rows.jsonl", CHAT), "sft").shown
+    assert reading is not None
+    row = tokenised_row(reading, model)
+    shown: dict[bool, str] = {}
+    for has_colours in (True, False):
+        screen = io.StringIO()
+        console = Console(
+            file=screen, width=100, force_terminal=True, no_color=not has_colours,
+            color_system="truecolor", markup=False,
+        )  # fmt: skip
+        show_row(console, row)
+        shown[has_colours] = screen.getvalue()
+    assert "48;2;230;159;0" in shown[True]  # the assistant's background
+    assert "48;2" not in shown[False]
+    plain = [re.sub(r"\x1b\[[0-9;]*m", "", text) for text in shown.values()]
+    assert plain[0] == plain[1]
+
+
+def luminance(color: Color) -> float:
+    channels = [channel / 255 for channel in color.get_truecolor()]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+
+
+@pytest.mark.parametrize("written", [*ROLE_STYLES.values(), OTHER_ROLE, POOLED])
+def test_letters_can_be_read_on_their_background(written: str) -> None:
+    style = Style.parse(written)
+    assert style.color is not None
+    assert style.bgcolor is not None
+    high, low = sorted((luminance(style.color), luminance(style.bgcolor)), reverse=True)
+    assert (high + 0.05) / (low + 0.05) >= 4.5  # WCAG 2, AA
+    assert "underline" in LEARNED
+
+
+def test_tokens_of_a_cut_conversation_keep_their_roles() -> None:
+    tokenizer = tiny_tokenizers.chatml()
+    said = (Message("user", "A long question"), Message("assistant", "Short"))
+
+    def text_of(conversation: tuple[Message, ...]) -> str:
+        return render(tokenizer, conversation, {})
+
+    ids = np.asarray(tokenizer(text_of(said), add_special_tokens=False)["input_ids"])
+    whole = pieces_of(tokenizer, ids, said, text_of)
+    cut = pieces_of(tokenizer, ids[8:], said, text_of)
+    assert [piece.role for piece in cut] == [piece.role for piece in whole][8:]
+    assert "".join(piece.text for piece in whole) == text_of(said)
+
+
+def test_a_template_that_changes_what_is_said_leaves_roles_unclear() -> None:
+    tokenizer = tiny_tokenizers.chatml()
+    said = (Message("user", "Question"), Message("assistant", "Short"))
+
+    def shouting(conversation: tuple[Message, ...]) -> str:
+        return "".join(f"[{message.content.upper()}]" for message in conversation)
+
+    ids = np.asarray(tokenizer(shouting(said), add_special_tokens=False)["input_ids"])
+    assert {piece.role for piece in pieces_of(tokenizer, ids, said, shouting)} == {UNCLEAR}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("none.jsonl", None, "does not exist"),
+        ("empty.jsonl", b"", "is empty"),
+        ("bad.jsonl", b"{oops\nnonsense\n", "none of its 2 rows can be read"),
+        ("rows.txt", b"x", "cannot tell the format"),
+        ("cut.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 99)[:30], "breaks off"),
+        ("bad.parquet", b"PAR", "no Parquet file"),
+    ],
+)
+def test_what_holds_no_rows_is_an_error(
+    name: str, content: bytes | None, says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    _, _, error = check(str(path))
+    assert says in str(error)
+    assert getattr(error, "exit_code", None) == 2
+
+
+def test_a_file_that_fits_nothing_lists_what_does(tmp_path: Path) -> None:
+    code, said, _ = check(write(tmp_path / "rows.jsonl", {"foo": 1, "bar": 2}))
+    assert code == 2
+    assert "rm no: 1 malformed" in said
+    assert "sft no:" in said
+    assert "grpo no:" in said
+    assert "pairs prompt, chosen, rejected (rm, sft, grpo, eval pairs)" in said
+
+
+def test_a_file_for_another_command_is_told_so(tmp_path: Path) -> None:
+    code, said, _ = check(write(tmp_path / "rows.jsonl", CHAT), "--for", "rm")
+    assert code == 2
+    assert "this format is for laurel sft and laurel grpo" in said
+    assert "HumanEval" not in said
+
+
+def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path: Path) -> None:
+    row = {"question": "Where?", "better": "Here.", "worse": "No."}
+    path = write(tmp_path / "rows.jsonl", row)
+    keys = ["data.prompt_key=question", "data.chosen_key=better", "data.rejected_key=worse"]
+    _, said, _ = check(path)
+    assert "it looks like pairs: 'question' the prompt" in said
+    assert f"--for rm {' '.join(keys)}" in said
+    code, said, _ = check(path, *keys)
+    assert code == 0
+    assert "rm yes: 1 of 1 row" in said
+    _, _, error = check(path, "data.prompt_ky=question")
+    assert "did you mean 'prompt_key'?" in str(error)
+
+
+def test_a_model_that_cannot_be_used_is_told_after_what_was_found(
+    tmp_path: Path, model: str
+) -> None:
+    path = write(tmp_path / "rows.jsonl", PAIR)
+    _, said, error = check(path, "--model", model, "policy.tokenizer.chat_template=zzz")
+    assert "rm yes: 1 of 1 row" in said
+    assert "'zzz' is neither a template nor a known name" in str(error)

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import tiny_tokenizers
+from laurel.cli.init import InitOptions, run_init
+from laurel.cli.main import app
+from laurel.cli.starter import TASKS, Machine
+from laurel.cli.train import SCHEMAS
+from laurel.config.load import load_config
+from laurel.errors import ConfigError, UserError
+from model_directories import save_model
+from tiny import tiny_language_model
+
+PAIRS = [
+    {"prompt": f"What is {n} + 1?", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(4)
+]
+SUMS = [{"question": row["prompt"], "answer": row["chosen"]} for row in PAIRS]
+PROGRAMS = [
+    {"prompt": f"Write f, which returns {n}.", "test_list": [f"assert f() == {n}"]}
+    for n in range(3)
+]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "rm": PAIRS, "grpo-math": SUMS, "grpo-rm": PAIRS, "grpo-code": PROGRAMS
+}  # fmt: skip
+CPU = Machine()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny language model with ChatML and 1,024 positions."""
+    directory = tmp_path_factory.mktemp("model")
+    return str(save_model(directory, tiny_language_model("qwen3")))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory to work in, but for data of each task."""
+    monkeypatch.chdir(tmp_path)
+    for task, rows in ROWS.items():
+        write(tmp_path / f"{task}.jsonl", rows)
+    return tmp_path
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def options(task: Any, model: str, **more: Any) -> InitOptions:
+    """What a script would say."""
+    return InitOptions(**{"task": task, "model": model, "data": f"{task}.jsonl"} | more)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("num_gpus", [0, 4])
+def test_each_starter_is_read_by_its_command(
+    task: Any, num_gpus: int, here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_init(options(task, model), machine=Machine(num_gpus=num_gpus))
+    path = here / f"{task}.yaml"
+    config: Any = load_config(SCHEMAS[TASKS[task].trainer], path).config
+    assert config.policy.model_name == model
+    assert config.policy.precision == ("bfloat16" if num_gpus else "float32")
+    assert config.policy.max_total_sequence_length <= 1024  # what the model can number
+    assert config.cluster.gpus_per_node == max(1, num_gpus)
+    assert config.data.train_data_path == f"{task}.jsonl"
+    assert config.checkpointing.checkpoint_dir == f"results/{task}"
+    if task != "rm":
+        assert config.default_environment == TASKS[task].environment
+    said = capsys.readouterr()
+    assert f"laurel {TASKS[task].trainer} --config {task}.yaml" in said.out
+    assert "laurel plan" in said.out
+    assert "laurel data check" in said.out
+    assert "warning" not in said.err
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_key_has_a_comment_and_no_comment_points_elsewhere(
+    task: Any, here: Path, model: str
+) -> None:
+    run_init(options(task, model), machine=CPU)
+    lines = (here / f"{task}.yaml").read_text(encoding="utf-8").splitlines()
+    for before, line in zip(["", *lines], lines, strict=False):
+        key = line.strip()
+        if key and not key.startswith("#"):
+            is_kwarg = key.partition(":")[0] in ("lr", "weight_decay", "betas", "eps")
+            assert is_kwarg or before.strip().startswith("#"), line
+        assert not key.startswith("# See "), line
+
+
+@pytest.mark.parametrize("task", ["rm", "grpo-math"])
+def test_a_starter_runs_as_it_is(task: str, here: Path, model: str) -> None:
+    runner = CliRunner()
+    made = runner.invoke(
+        app, ["init", "--task", task, "--model", model, "--data", f"{task}.jsonl"],
+        catch_exceptions=False,
+    )  # fmt: skip
+    assert made.exit_code == 0
+    # Less than a laptop has time for, so that the test is quick.
+    more = ["cluster.cpu_threads=1", "logger.tensorboard_enabled=false"]
+    if task != "rm":
+        more += ["grpo.max_num_steps=1", "policy.generation.max_new_tokens=8"]
+    command = TASKS["rm" if task == "rm" else "grpo-math"].trainer
+    done = runner.invoke(
+        app, [command, "--config", f"{task}.yaml", *more], catch_exceptions=False
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "finished after step 1" in done.output
+    assert (here / "results" / task / "step_1" / "config.json").is_file()
+
+
+def test_questions_are_asked_once_each_and_again_after_a_wrong_answer(
+    here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter(["rmm", "rm", "./nowhere", model, "nothere.jsonl", "HelpSter3", "rm.jsonl"])
+    asked: list[str] = []
+
+    def ask(question: str, default: str) -> str:
+        asked.append(question)
+        return next(answers)
+
+    run_init(InitOptions(), ask=ask, machine=CPU)
+    assert (here / "rm.yaml").is_file()
+    assert len(asked) == 7
+    assert len(set(asked)) == 3
+    said = capsys.readouterr().err
+    for part in ("'rmm' is no task. Did you mean rm?", "there is no such directory",
+                 "nothere.jsonl does not exist", "Did you mean HelpSteer3?"):  # fmt: skip
+        assert part in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("said", "missing"),
+    [
+        ([], "--task is missing"),
+        (["--task", "rm"], "--model is missing"),
+        (["--task", "rm", "--model", "owner/name"], "--data is missing"),
+    ],
+)
+def test_without_a_terminal_what_is_missing_is_an_error(
+    said: list[str], missing: str, here: Path
+) -> None:
+    done = CliRunner().invoke(app, ["init", *said])
+    assert isinstance(done.exception, ConfigError)
+    assert missing in str(done.exception)
+    assert "no terminal" in str(done.exception)
+    assert not list(here.glob("*.yaml"))
+
+
+def test_a_file_is_not_written_over_unless_that_is_forced(here: Path, model: str) -> None:
+    path = here / "mine.yaml"
+    path.write_text("precious", encoding="utf-8")
+    with pytest.raises(ConfigError, match="--force"):
+        run_init(options("rm", model, output=Path("mine.yaml")), machine=CPU)
+    assert path.read_text(encoding="utf-8") == "precious"
+    run_init(options("rm", model, output=Path("mine.yaml"), force=True), machine=CPU)
+    assert "checkpoint_dir: results/mine" in path.read_text(encoding="utf-8")
+
+
+def test_columns_of_other_names_are_mapped_in_the_file(here: Path, model: str) -> None:
+    rows = [{"question": r["prompt"], "better": r["chosen"], "worse": r["rejected"]} for r in PAIRS]
+    write(here / "own.jsonl", rows)
+    run_init(options("rm", model, data="own.jsonl"), machine=CPU)
+    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
+    keys = config.data.prompt_key, config.data.chosen_key, config.data.rejected_key
+    assert keys == ("question", "better", "worse")
+
+
+@pytest.mark.parametrize(
+    ("task", "rows", "why"),
+    [
+        ("grpo-code", SUMS, "bring no tests"),
+        ("grpo-math", [{"prompt": "Write a line."}], "does not fit"),
+        ("rm", SUMS, "columns of no known class"),
+    ],
+)
+def test_data_that_does_not_fit_is_said(
+    task: str, rows: list[dict[str, Any]], why: str, here: Path, model: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(here / "own.jsonl", rows)
+    run_init(options(task, model, data="own.jsonl"), machine=CPU)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "warning the data does not fit" in said
+    assert why in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": "./nowhere"}, "there is no such directory"),
+        ({"data": "nothere.jsonl"}, "does not exist"),
+        ({"data": "HelpSter3"}, "Did you mean HelpSteer3"),
+        ({"reward_model": "results/rm"}, "--reward-model is for --task grpo-rm"),
+        ({"output": Path("no/such/x.yaml")}, "does not exist"),
+    ],
+)
+def test_what_is_said_wrong_is_an_error_and_nothing_is_written(
+    changes: dict[str, Any], says: str, here: Path, model: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        run_init(replace(options("rm", model), **changes), machine=CPU)
+    assert not list(here.glob("**/*.yaml"))
+
+
+def test_what_a_tokenizer_lacks_is_settled_in_the_file(here: Path) -> None:
+    bare = tiny_tokenizers.make_tokenizer(pad="</s>", more=("<pad>",), template=None)
+    directory = here / "bare"
+    save_model(directory, tiny_language_model("qwen3"), bare)
+    run_init(options("rm", "bare"), machine=CPU)
+    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
+    assert config.policy.tokenizer.chat_template == "chatml"
+    assert config.policy.tokenizer.pad_token == "auto"
+
+
+def test_data_sets_of_the_table_are_named_and_not_looked_at(here: Path, model: str) -> None:
+    run_init(options("grpo-code", model, data="HumanEval"), machine=CPU)
+    config: Any = load_config(SCHEMAS["grpo"], here / "grpo-code.yaml").config
+    assert (config.data.dataset_name, config.data.train_data_path) == ("HumanEval", None)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laurel.cli.data_check import examine
+from laurel.data.known_formats import FORMATS, KnownFormat, recognise
+from laurel.data.near_misses import suggestions
+
+DOCS = Path(__file__).parents[3] / "docs" / "data_formats.md"
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("known", FORMATS, ids=lambda known: known.name)
+def test_every_example_is_of_its_own_format(known: KnownFormat) -> None:
+    assert recognise(known.example) is known
+
+
+def test_the_docs_show_every_example() -> None:
+    written = DOCS.read_text(encoding="utf-8")
+    shown = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
+    for known in FORMATS:
+        assert known.example in shown, known.name
+        assert f"| {known.columns} |" in written, known.name
+
+
+@pytest.mark.parametrize("known", FORMATS, ids=lambda known: known.name)
+def test_the_commands_of_a_format_read_its_example(known: KnownFormat, tmp_path: Path) -> None:
+    findings = examine(write(tmp_path / "rows.jsonl", known.example), None)
+    reading = {one.trainer: one for one in findings.readings}
+    assert findings.known is known
+    for trainer in known.trainers:
+        assert reading[trainer].report is not None, reading[trainer].problem
+        assert reading[trainer].report.num_kept == 1
+        assert set(known.trainers[trainer]) <= set(reading[trainer].settings)
+    if "rm" not in known.trainers:
+        assert not reading["rm"].fits
+    if "grpo" in known.trainers:
+        asked = next(one for one in reading["grpo"].settings if one.startswith("data.env_name"))
+        assert asked.partition("=")[2] in reading["grpo"].environments
+    if known.evaluation is not None:
+        uses = {use.command: use.num_rows for use in findings.others}
+        assert uses[f"eval {known.evaluation}"] == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "trainer", "settings"),
+    [
+        (
+            {"question": "Where?", "better_answer": "Here.", "worseAnswer": "No."},
+            "rm",
+            ("data.prompt_key=question", "data.chosen_key=better_answer",
+             "data.rejected_key=worseAnswer"),
+        ),
+        ({"prompt": "Where?", "choosen": "Here.", "rejected": "No."}, "rm",
+         ("data.chosen_key=choosen",)),
+        (
+            {"dialog": [{"role": "user", "content": "Where?"},
+                        {"role": "assistant", "content": "Here."}]},
+            "sft",
+            ("data.chat_key=dialog",),
+        ),
+        ({"q": "Where?", "a": "Here."}, "sft", ("data.input_key=q", "data.output_key=a")),
+        ({"user": "Where?"}, "grpo", ("data.input_key=user", "data.env_name=reward_model")),
+    ],
+)  # fmt: skip
+def test_a_near_miss_is_mapped_by_keys_that_then_read_the_file(
+    row: dict[str, Any], trainer: Any, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    first = suggestions(row)[0]
+    assert (first.trainer, first.settings) == (trainer, settings)
+    path = write(tmp_path / "rows.jsonl", row)
+    assert not examine(path, trainer).is_usable
+    assert examine(path, trainer, settings).is_usable
+
+
+def test_columns_that_no_key_maps_are_to_be_renamed() -> None:
+    row = {"context": "Where?", "response_1": "Here.", "response_2": "No.", "overall_preference": 1}
+    (found,) = suggestions(row)
+    assert found.trainer is None
+    assert found.says.startswith("HelpSteer3, if you rename 'response_1' to 'response1'")
+
+
+def test_what_could_not_be_read_is_not_suggested() -> None:
+    assert suggestions({"foo": 1, "bar": 2}) == []
+    assert suggestions({"chosen": 5, "rejected": 6, "question": 7}) == []
+    same = [{"role": "user", "content": "Where?"}]
+    assert suggestions({"dialog": same}) == []  # nobody answers
+
+
+def test_programs_in_other_languages_are_no_humaneval() -> None:
+    row = {"prompt": "const one = () => {", "entry_point": "one", "test": "x"}
+    found = recognise(row)
+    assert found is None or found.name != "HumanEval"
