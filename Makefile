@@ -74,7 +74,7 @@ $(DOCS_STAMP): $(STAMP)
 
 docs: $(DOCS_STAMP)
 	$(DOCS) build --strict --quiet
-	@echo "site/index.html"
+	@echo "site/index.html (its search needs a server: make docs-serve)"
 
 docs-serve: $(DOCS_STAMP)
 	$(DOCS) serve --dev-addr 127.0.0.1:$(or $(PORT),8001)

@@ -83,13 +83,20 @@ def _written(entries: list[Any], there: set[str]) -> Iterator[Any]:
 def _reference() -> dict[str, str]:
     """A page for each line of ARCHITECTURE.md's table of rooms, and one that lists them."""
     pages: dict[str, str] = {}
-    lines = ["# Reference", "", "Made from the docstrings, low to high: a room uses only those above it.", ""]
+    lines = [
+        "# Reference",
+        "",
+        "Made from the docstrings, low to high: a room uses only those above it.",
+        "",
+    ]
     seen: set[Path] = set()
     rooms = _rooms()
     for room, answers in rooms:
         name = f"reference/{room.replace('/', '_')}.md"
         pages[name] = _room_page(room, answers, [other for other, _ in rooms], seen)
-        lines.append(f"- [`laurel.{room.replace('/', '.')}`]({posixpath.basename(name)}): {answers}")
+        lines.append(
+            f"- [`laurel.{room.replace('/', '.')}`]({posixpath.basename(name)}): {answers}"
+        )
     left = {path for path in SOURCE.rglob("*.py") if path.stem[0] != "_"} - seen
     if left:
         log.warning("no room of ARCHITECTURE.md's table holds %s", sorted(map(str, left)))
@@ -100,8 +107,15 @@ def _rooms() -> list[tuple[str, str]]:
     """Each room and what it answers, in the table's order."""
     table = _root_file("ARCHITECTURE.md").split("## Rooms")[1]
     rows = re.findall(r"^\| (`.+?) \| (.+?) \|", table.split("\n## ")[0], re.MULTILINE)
-    found = [(room, answers) for names, answers in rows for room in re.findall(r"`([^`]+)`", names)]
-    return found
+    return [
+        told for names, answers in rows for told in _told(re.findall(r"`([^`]+)`", names), answers)
+    ]
+
+
+def _told(rooms: list[str], answers: str) -> list[tuple[str, str]]:
+    """A line for two rooms says two things, divided by a semicolon."""
+    parts = answers.split("; ") if len(rooms) > 1 else [answers]
+    return list(zip(rooms, parts, strict=True))
 
 
 def _room_page(room: str, answers: str, rooms: list[str], seen: set[Path]) -> str:
@@ -123,7 +137,7 @@ def _room_page(room: str, answers: str, rooms: list[str], seen: set[Path]) -> st
     return "\n".join(text)
 
 
-# -------------------------------------------------------------------------------- the text of a page
+# ------------------------------------------------------------------------------ the text of a page
 
 _FENCE_NOTE = re.compile(
     r"^(?P<indent> *)<!-- (?P<kind>not run|file|hidden setup|output)(?:: *(?P<value>.*?))? *-->\n"
@@ -157,7 +171,9 @@ def _shown_link(link: re.Match[str], folder: str, page: str) -> str:
     anchor = link["anchor"] or ""
     if path in INCLUDED or path.startswith("docs/"):
         name = INCLUDED.get(path) or path.removeprefix("docs/")
-        return f"[{link['text']}]({posixpath.relpath(name, posixpath.dirname(page) or '.')}{anchor})"
+        return (
+            f"[{link['text']}]({posixpath.relpath(name, posixpath.dirname(page) or '.')}{anchor})"
+        )
     if not (ROOT / path).exists():
         log.warning("%s: a link to %s, which does not exist", page, path)
     shown = link["text"].strip("`")

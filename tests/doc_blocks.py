@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 
 _FENCE = re.compile(
     r"^(?:<!-- (?P<note>[^\n]*?) -->\n)?"
-    r"^(?P<indent> *)(?P<fence>`{3,})(?P<language>\w*)[^\n`]*\n(?P<text>.*?)^(?P=indent)(?P=fence) *$",
+    r"^(?P<indent> *)(?P<fence>`{3,})(?P<language>\w*)[^\n`]*\n"
+    r"(?P<text>.*?)^(?P=indent)(?P=fence) *$",
     re.MULTILINE | re.DOTALL,
 )
 _SETUP = re.compile(r"^<!-- hidden setup: (?P<script>\S+) -->$", re.MULTILINE)
@@ -101,7 +102,7 @@ def faults(document: Document) -> list[str]:
     return wrong
 
 
-# ------------------------------------------------------------------------------ comparing what it said
+# -------------------------------------------------------------------------- comparing what it said
 
 _MASKS = (
     (re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]"), ""),

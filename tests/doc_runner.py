@@ -27,7 +27,7 @@ BESIDE = ("examples", "recipes", "benchmarks", "LICENSE")
 WIDTH = 100
 
 
-class BlockFailed(AssertionError):  # noqa: N818 - a failed test is an assertion
+class BlockFailed(AssertionError):
     """A block that did not run, or said something else than its page shows."""
 
 
@@ -48,7 +48,7 @@ def warm_server() -> Iterator[WarmServer]:
         server.programs.mkdir()
         program = server.programs / "laurel"
         program.write_text(
-            f"#!/bin/sh\nexec {sys.executable} -S -E {SCRIPTS / 'ask_warm_server.py'} \"$@\"\n"
+            f'#!/bin/sh\nexec {sys.executable} -S -E {SCRIPTS / "ask_warm_server.py"} "$@"\n'
         )
         program.chmod(0o755)
         process = subprocess.Popen(
@@ -67,7 +67,9 @@ def warm_server() -> Iterator[WarmServer]:
 
 
 def _environment(folder: Path, server: WarmServer) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in ("LANG", "TMPDIR", "LAUREL_DATA") if name in os.environ}
+    kept = {
+        name: os.environ[name] for name in ("LANG", "TMPDIR", "LAUREL_DATA") if name in os.environ
+    }
     return {
         **kept,
         "PATH": os.pathsep.join((str(server.programs), str(Path(sys.executable).parent),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,6 @@ from laurel.config.sft_training import SFTRun
 from laurel.errors import ConfigError
 
 RUNS: dict[str, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "grpo": GRPORun}
-_OURS = ("cluster", "checkpointing", "data", "env", "grpo", "logger", "loss_fn", "policy", "rm", "sft")
-_HERE = Path("page.yaml")
 
 
 def check_settings(block: Block) -> None:
@@ -34,7 +33,9 @@ def check_settings(block: Block) -> None:
 
 def problems(settings: dict[str, Any]) -> str | None:
     """Why no schema takes these settings; None where one does."""
-    whole = [run for run in RUNS.values() if _fits(settings, run)]
+    runs = list(RUNS.values())
+    whole = [run for run in runs if settings and run.model_fields.keys() >= settings.keys()]
+    whole = whole or [run for run in runs if _fits(settings, run)]
     if whole:
         told = [_told_by_loading(settings, run) for run in whole]
         return None if None in told else "; ".join(filter(None, told))
@@ -46,22 +47,22 @@ def problems(settings: dict[str, Any]) -> str | None:
 
 
 def _fits(settings: dict[str, Any], section: type[Section]) -> bool:
-    known = {*section.model_fields, *section.foreign_keys, "defaults"}
+    known = {*section.model_fields, *section.foreign_keys}
     if section in RUNS.values():
-        known |= {name.split(".")[0] for name in section.other_names}
+        known |= {"defaults"} | {name.split(".")[0] for name in section.other_names}
     return bool(settings) and known >= settings.keys()
 
 
 def _told_by_loading(settings: dict[str, Any], run: type[Section]) -> str | None:
-    folder = ROOT / "examples" / "configs"
-    path = folder / f".{_HERE.stem}-{abs(hash(str(settings)))}.yaml"
-    try:
+    if "defaults" in settings:  # relative to the file; a page's stand at the root of a checkout
+        settings = {**settings, "defaults": str(ROOT / settings["defaults"])}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "page.yaml"
         path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-        load_config(run, path)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        path.unlink(missing_ok=True)
+        try:
+            load_config(run, path)
+        except ConfigError as error:
+            return str(error)
     return None
 
 
@@ -88,7 +89,9 @@ def laurel_commands(text: str) -> Iterator[list[str]]:
     for line in re.sub(r"\\\n", " ", text).splitlines():
         if re.match(r"\s*laurel\s", line):
             words = shlex.split(line, comments=True)
-            ends = [i for i, word in enumerate(words) if word in ("|", ">", "&", "&&", ">>", "<", ";")]
+            ends = [
+                i for i, word in enumerate(words) if word in ("|", ">", "&", "&&", ">>", "<", ";")
+            ]
             yield words[1 : min(ends, default=len(words))]
 
 
@@ -99,15 +102,18 @@ def wrong_options(arguments: list[str]) -> str | None:
     from laurel.cli.main import app
 
     command: Any = typer.main.get_command(app)
-    rest = list(arguments)
-    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
-        name = rest.pop(0)
-        if name not in command.commands:
-            return f"there is no command {name}"
-        command = command.commands[name]
-    known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    rest, known = list(arguments), {"--help"}
+    while True:
+        known |= {name for option in command.params for name in option.opts}
+        known |= {name for option in command.params for name in option.secondary_opts}
+        below = getattr(command, "commands", {})
+        if not below or not rest or rest[0] not in below:
+            break
+        command = below[rest.pop(0)]
+    if below and not command.invoke_without_command and rest and not rest[0].startswith("-"):
+        return f"there is no command {rest[0]}"
     given = [word.split("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)]
-    unknown = [word for word in given if word not in known and word != "--help"]
+    unknown = [word for word in given if word not in known]
     return f"{' '.join(arguments)}: no such option: {unknown}" if unknown else None
 
 

@@ -1,7 +1,7 @@
 """`laurel`, Python scripts and Python blocks of pages, each in a process forked from this one.
 
-This one has loaded torch already, which saves four seconds a command. It listens on a Unix socket
-(its argument). A request is one message: JSON, with the caller's stdin, stdout and stderr beside it.
+This one has loaded torch already, which saves four seconds a command. It listens on a Unix
+socket (its argument). A request is one message: JSON, and the caller's stdin, stdout and stderr.
 The answer is the process's id, and at its end its exit status. So whoever asks sees a process of
 its own: with its streams, its folder, its environment, its signals and its status.
 """

@@ -31,7 +31,9 @@ class Tokenised(Protocol):
     """A row that has become tokens."""
 
     @property
-    def tokens(self) -> TokenGroup: ...  # noqa: D102
+    def tokens(self) -> TokenGroup:
+        """Its prompt and completions, in tokens."""
+        ...
 
 
 Sample = TypeVar("Sample", bound=Tokenised)

@@ -49,13 +49,24 @@ class Periods(Protocol):
     """What the sections `rm`, `sft` and `grpo` have in common."""
 
     @property
-    def val_period(self) -> int: ...  # noqa: D102
+    def val_period(self) -> int:
+        """Steps between validations; 0: none in between."""
+        ...
+
     @property
-    def val_at_start(self) -> bool: ...  # noqa: D102
+    def val_at_start(self) -> bool:
+        """Validate before the first step."""
+        ...
+
     @property
-    def val_at_end(self) -> bool: ...  # noqa: D102
+    def val_at_end(self) -> bool:
+        """Validate after the last step."""
+        ...
+
     @property
-    def max_bad_steps(self) -> int: ...  # noqa: D102
+    def max_bad_steps(self) -> int:
+        """Steps in a row that may be not finite before the run ends."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

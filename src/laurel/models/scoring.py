@@ -41,8 +41,11 @@ class GoldenScore(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     messages: tuple[Message, ...]
+    """The conversation, raw."""
     values_K: tuple[float, ...]
+    """What each output of the head gave."""
     num_tokens: int
+    """Of the rendered conversation, after cutting."""
 
 
 class ScoringRules(BaseModel):
@@ -51,30 +54,43 @@ class ScoringRules(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = FORMAT
+    """Version of this file's form."""
     template_sha256: str
     """Hash of the chat template that is saved with the tokenizer."""
     template_kwargs: dict[str, Any] = {}
+    """Variables that the template is rendered with."""
     pinned_date: str | None = None
     """The date that a template with a clock was pinned to."""
     bos_id: int | None
+    """The token that begins a text; null where there is none, as below."""
     eos_id: int | None
+    """The token that ends a text."""
     pad_id: int | None
+    """The token that fills rows up; its place is never scored."""
     pooled: Literal["last", "model"] = "last"
     """`last`: the score is read from the last token. `model`: an encoder pools by itself."""
     max_length: int
+    """Tokens; longer conversations are cut."""
     truncation_side: Literal["left", "right"]
+    """Where they are cut."""
     head_dtype: str = "float32"
+    """In which the head computes."""
     attributes: tuple[str, ...] = ()
     """Names of the outputs of a regression head; empty for a scalar."""
     attribute_weights: tuple[float, ...] | None = None
+    """With which attributes become one score."""
     mean: float | None = None
+    """Of the scores of reference completions, with `std`; null: not measured."""
     std: float | None = None
+    """Their standard deviation."""
     num_reference: int = 0
     """Completions that mean and std were measured on."""
     golden: tuple[GoldenScore, ...] = ()
+    """What the model must score again at every load."""
     golden_dtype: str = "float32"
     """Dtype of the weights, and of the arithmetic that gave the golden scores."""
     versions: dict[str, str] = {}
+    """Of the libraries that it was saved with."""
 
     @classmethod
     def read(cls, directory: Path) -> ScoringRules:
