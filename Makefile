@@ -7,13 +7,14 @@ STAMP  := $(VENV)/.laurel-installed
 VLLM_VENV  ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.laurel-installed
 
-.PHONY: help setup setup-vllm demo test test-vllm check format bench clean
+.PHONY: help setup setup-vllm demo test test-vllm check format bench notebooks clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the tests"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make check   format, lint and types"
 	@echo "make bench   the benchmarks that need no peer (see benchmarks/README.md)"
+	@echo "make notebooks   run examples/notebooks and write them with their outputs"
 	@echo "make setup   only make the virtual environment $(VENV)"
 
 setup: $(STAMP)
@@ -61,6 +62,9 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/rm_scoring.py
+
+notebooks: $(STAMP)
+	$(BIN)/python tests/test_notebooks.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) demo logs results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
