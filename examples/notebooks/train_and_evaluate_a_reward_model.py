@@ -20,7 +20,7 @@ from laurel import api
 from laurel.data.number_words import REQUESTS, boxed, in_words, numbers
 
 plt.style.use("tableau-colorblind10")  # colours that everybody can tell apart
-here = Path("results/reward-model-notebook")
+here = Path("results/rm-notebook")
 shutil.rmtree(here, ignore_errors=True)  # each run of the notebook begins anew
 here.mkdir(parents=True)
 
@@ -57,7 +57,7 @@ def pairs(count, seed, held_out=False):
     generator = random.Random(seed)
     for _ in range(count):
         prompt, number = asked(generator, held_out)
-        subset = "one digit off" if generator.random() < 0.3 else "another number"
+        subset = "one digit off" if generator.random() < 0.4 else "another number"
         chosen = answer(generator, number, 0.6)
         rejected = answer(generator, wrong_number(generator, number, subset), 0.4)
         if generator.random() < 0.1:
@@ -81,7 +81,8 @@ train = list(pairs(6000, seed=0))
 train += [train[0], train[1], train[2] | {"rejected": train[2]["chosen"]}]
 train_path = write("train", train)
 held_out = pd.DataFrame(pairs(600, seed=1, held_out=True))
-held_out_paths = [write(subset, rows) for subset, rows in held_out.groupby("subset")]
+kinds = held_out.groupby("subset")
+held_out_paths = [write(kind.replace(" ", "-"), rows) for kind, rows in kinds]
 pd.DataFrame(train[:4])
 
 # %% [markdown]
@@ -230,8 +231,9 @@ api.show(evaluation)
 #
 # - **accuracy** beside its two baselines and its interval. 90 % is the ceiling here, because a
 #   tenth of the held-out labels is swapped as well.
-# - **the two files**: the model knows another number when it sees one, and is worse at near
-#   misses. One figure for everything would have hidden that.
+# - **the two files**: near misses ("one digit off") beside any other number. One figure for all
+#   would hide that a model knows one kind and not the other; the intervals say whether a
+#   difference is more than chance.
 # - **either as often** counts pairs with a longer and with a shorter chosen answer alike. It is
 #   lower: some of the accuracy was a liking for "The answer is", which people have as well.
 # - **data sets**: how many held-out prompts were in the training set. None were, so this is no
