@@ -9,7 +9,7 @@ VLLM_STAMP := $(VLLM_VENV)/.laurel-installed
 
 DOCS_STAMP := $(VENV)/.laurel-docs-installed
 
-.PHONY: help setup setup-vllm demo test test-vllm check format bench docs docs-serve clean
+.PHONY: help setup setup-vllm demo test test-vllm check format bench docs docs-serve notebooks clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the tests"
@@ -17,6 +17,7 @@ help:
 	@echo "make check   format, lint and types"
 	@echo "make docs    the site of docs/ and of the docstrings, into site/ (make docs-serve shows it here)"
 	@echo "make bench   the benchmarks that need no peer (see benchmarks/README.md)"
+	@echo "make notebooks   run examples/notebooks and write them with their outputs"
 	@echo "make setup   only make the virtual environment $(VENV)"
 
 setup: $(STAMP)
@@ -78,6 +79,9 @@ docs: $(DOCS_STAMP)
 
 docs-serve: $(DOCS_STAMP)
 	$(DOCS) serve --dev-addr 127.0.0.1:$(or $(PORT),8001)
+
+notebooks: $(STAMP)
+	$(BIN)/python tests/test_notebooks.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) demo logs results build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -95,7 +95,7 @@ class RolloutSource:
         """What the environments remembered before the rollouts that were given up last."""
         self._loop = asyncio.new_event_loop()
         self._one_at_a_time = asyncio.Lock()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
     @property
@@ -282,6 +282,15 @@ class RolloutSource:
             self._is_stopped = True
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._rollouts.close()
+
+    def _run(self) -> None:
+        """The loop until it is stopped, and its end.
+
+        That needs the loop once more, and the thread of who closes may have one that runs: that of
+        a notebook.
+        """
+        self._loop.run_forever()
         pending = asyncio.all_tasks(self._loop)
         self._loop.run_until_complete(end_all(pending, patience=1.0))
         with contextlib.suppress(TimeoutError):
@@ -289,7 +298,6 @@ class RolloutSource:
                 asyncio.wait_for(self._loop.shutdown_asyncgens(), timeout=1.0)
             )
         self._loop.close()
-        self._rollouts.close()
 
     def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -43,6 +43,8 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The latest of every validation metric, by full name."""
     seconds: float = 0.0
+    run_dir: Path | None = None
+    """Where it logged; see `observe.run_record.read_run`."""
 
 
 class Periods(Protocol):
@@ -191,6 +193,7 @@ class TrainingLoop(ABC):
             best=None if self.store is None else self.store.best(),
             metrics=self.latest_metrics,
             seconds=time.monotonic() - started,
+            run_dir=self.state.run_dir,
         )
 
     def _train(self, position: Position) -> tuple[Position, Ending]:

@@ -15,7 +15,6 @@ from laurel.cli.eval_scoring import OpenScorer, check_model, open_scorer
 from laurel.cli.eval_tables import print_compatibility, print_evaluation, print_matrix
 from laurel.config.benchmarks import BenchmarkName
 from laurel.data.benchmark_rows import BenchmarkRow
-from laurel.environments.noise_floor import measure_noise
 from laurel.errors import ConfigError
 from laurel.evaluation import rm_bench
 from laurel.evaluation.benchmarks import (
@@ -38,9 +37,7 @@ _WITNESSES = 8
 
 
 def run_benchmark(name: BenchmarkName, request: Request) -> int:
-    """Score the rows of a benchmark, and show and write what came of it.
-
-    What needs no model is checked first.
+    """Score the rows of a benchmark, and show and write what came of it; see `evaluated`.
 
     Returns:
         The exit code: 1 where a completion has no score, else 0.
@@ -49,6 +46,28 @@ def run_benchmark(name: BenchmarkName, request: Request) -> int:
         UserError: A model, a row, a file or a setting that cannot be used.
     """
     console = make_console(stderr=True)
+    evaluation = evaluated(name, request, console)
+    if request.as_json:
+        print(evaluation.as_json())
+    else:
+        show_evaluation(evaluation)
+    say_failures(evaluation, console)
+    return 1 if evaluation.failures else 0
+
+
+def evaluated(name: BenchmarkName, request: Request, console: Console) -> Evaluation:
+    """Score the rows of a benchmark, and write what came of it where files are asked for.
+
+    What needs no model is checked first.
+
+    Args:
+        name: The benchmark.
+        request: What is asked for.
+        console: Told what was loaded and written, and how far it is.
+
+    Raises:
+        UserError: A model, a row, a file or a setting that cannot be used.
+    """
     check_request(request)
     with console.status("reading the rows"):
         rows = BENCHMARKS[name].read(request)
@@ -56,12 +75,7 @@ def run_benchmark(name: BenchmarkName, request: Request) -> int:
     with open_scorer(request.scorer, console) as scorer:
         evaluation = evaluate(name, rows, request, scorer, started=started)
     write_evaluation(evaluation, request, console)
-    if request.as_json:
-        print(evaluation.as_json())
-    else:
-        show_evaluation(evaluation)
-    say_failures(evaluation, console)
-    return 1 if evaluation.failures else 0
+    return evaluation
 
 
 def check_request(request: Request) -> None:
@@ -185,6 +199,8 @@ def _diagnosed(
     for name in request.members:
         with open_scorer(replace(request.scorer, model=name), scorer.console) as member:
             members[name] = _column(_pairs_scored(rows, request, member))
+    from laurel.environments.noise_floor import measure_noise
+
     noise = None
     with suppress(ValueError):  # nothing of it can be scored
         noise = measure_noise(scorer.score_now_quietly, [row.group for row in rows[:_WITNESSES]])

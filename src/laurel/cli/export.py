@@ -29,6 +29,8 @@ from laurel.rewards.load import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from laurel.models.model_card import EvaluationTable
 
 
@@ -56,7 +58,9 @@ class ExportOptions:
     """What `--set` says."""
 
 
-def run_export(options: ExportOptions, *, hub: HubApi | None = None) -> None:
+def run_export(
+    options: ExportOptions, *, hub: HubApi | None = None, messages: Console | None = None
+) -> None:
     """Write a model as a directory that needs nothing of Laurel.
 
     What needs no model is checked first. What fails the test of what was written is not kept.
@@ -64,12 +68,13 @@ def run_export(options: ExportOptions, *, hub: HubApi | None = None) -> None:
     Args:
         options: See there.
         hub: Stands in for the Hugging Face hub.
+        messages: Told what is done and found; None is standard error.
 
     Raises:
         UserError: A model, a directory, a setting or a login that cannot be used; or a directory
             that would give other scores.
     """
-    messages = make_console(stderr=True)
+    messages = messages or make_console(stderr=True)
 
     def say(text: str) -> None:
         messages.print(Text("\n".join(map(visible, text.split("\n")))), soft_wrap=True)

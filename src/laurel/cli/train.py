@@ -38,17 +38,24 @@ _USES = {
 
 
 def run_training(kind: Kind, path: Path | None, overrides: Sequence[str]) -> None:
+    """The command: a run that a signal or its time budget ended has saved what it did and exits
+    with 0; Ctrl-C exits with 130.
+    """
+    if trained(kind, path, overrides, make_console()).signal == "SIGINT":
+        sys.exit(130)
+
+
+def trained(kind: Kind, path: Path | None, overrides: Sequence[str], console: Console) -> Outcome:
     """Train, and say how it ended and where everything lies.
 
-    A run that a signal or its time budget ended has saved what it did and exits with 0; Ctrl-C
-    exits with 130.
+    Raises:
+        UserError: Something that cannot be used.
+        TrainingError: The run went wrong.
     """
     loaded = load_config(SCHEMAS[kind], path, overrides)
-    console = make_console()
-    outcome = _TRAINERS[kind](loaded.config, console=console, warnings=loaded.warnings)
+    outcome: Outcome = _TRAINERS[kind](loaded.config, console=console, warnings=loaded.warnings)
     conclude(outcome, console, use=_USES[kind])
-    if outcome.signal == "SIGINT":
-        sys.exit(130)
+    return outcome
 
 
 def conclude(outcome: Outcome, console: Console, *, use: str) -> None:

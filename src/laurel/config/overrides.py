@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
 
 from laurel.config.other_names import spelled_here
 from laurel.config.section import Section
@@ -92,6 +95,38 @@ def _parse_value(text: str, place: str) -> Node:
     # `a: b` is a mapping to YAML, and `a #1` has a comment; on a command line both are text.
     is_whole = text == (node.value if node.text is None else node.text)
     return node if is_whole else as_text
+
+
+def overrides_of(settings: Mapping[str, Any]) -> list[str]:
+    """The changes that a program says as keys and values, in the form of the command line.
+
+    Args:
+        settings: Dotted keys with texts, paths, numbers, booleans, None, and lists and mappings of
+            those. A key need not be there before; a sign in front of it is refused.
+
+    Raises:
+        ConfigError: A key or a value that has no such form.
+    """
+    return [_as_override(key, value) for key, value in settings.items()]
+
+
+def _as_override(key: str, value: Any) -> str:
+    if not isinstance(key, str) or not re.match(r"[^+~=\s][^=]*$", key):
+        raise ConfigError(f"setting {key!r}: write it as 'section.key', without a sign before it")
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_as_text)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"setting '{key}': {error}; it may be a text, a path, a finite number, True, False, "
+            "None, or a list or mapping of those"
+        ) from error
+    return f"++{key}={written}"
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be written in a configuration")
 
 
 class _Edit:

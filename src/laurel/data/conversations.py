@@ -62,17 +62,31 @@ def read_scoring_rows(path: str, *, stdin: IO[bytes] | None = None) -> Iterator[
     else:
         rows = read_rows(path, on_bad_row=refuse)
     for source, row in rows:
-        try:
-            prompt, completions_G = _parts(row)
-        except UnusableRow as problem:
-            refuse(source, problem)
         where = source if path == STDIN else locate(path, source)
-        own_id = row.get("id")
-        yield ScoringRow(
-            group=Group(id=where, prompt=prompt, completions_G=completions_G),
-            source=source,
-            id=own_id if isinstance(own_id, str | int) and not isinstance(own_id, bool) else None,
-        )
+        yield scoring_row(row, source=source, where=where)
+
+
+def scoring_row(row: Row, *, source: str, where: str) -> ScoringRow:
+    """What a row asks to be scored.
+
+    Args:
+        row: In any of the shapes that a file's rows may have.
+        source: See `ScoringRow.source`.
+        where: The same with the place of the file, for messages and as the id of the group.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    try:
+        prompt, completions_G = _parts(row)
+    except UnusableRow as problem:
+        raise DataError(f"{where}: {problem.message}. {problem.remedy}.") from problem
+    own_id = row.get("id")
+    return ScoringRow(
+        group=Group(id=where, prompt=prompt, completions_G=completions_G),
+        source=source,
+        id=own_id if isinstance(own_id, str | int) and not isinstance(own_id, bool) else None,
+    )
 
 
 def _stdin_rows(

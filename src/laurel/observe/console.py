@@ -11,6 +11,7 @@ import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from io import StringIO
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
@@ -77,13 +78,25 @@ class PairRow:
 def make_console(*, stderr: bool = False) -> Console:
     """The console of a command: no markup, no highlighting; honours NO_COLOR.
 
-    A character that the stream cannot encode is shown as its escape instead of ending the run.
+    A character that the stream cannot encode is shown as its escape instead of ending the run. In a
+    notebook it writes plain text, line by line, as into a file: what is saved with a notebook can
+    then be compared, and nothing asks for widgets.
     """
     stream = sys.stderr if stderr else sys.stdout
     reconfigure = getattr(stream, "reconfigure", None)  # a captured stream may not have it
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    # Its kernel sets FORCE_COLOR, which would make a terminal of it.
+    is_notebook = type(stream).__module__.startswith("ipykernel.")
+    return Console(
+        stderr=stderr, markup=False, emoji=False, highlight=False, force_jupyter=False,
+        force_terminal=False if is_notebook else None,
+    )  # fmt: skip
+
+
+def silent_console() -> Console:
+    """A console that nobody reads."""
+    return Console(file=StringIO(), force_jupyter=False, force_terminal=False)
 
 
 def print_metrics(console: Console, title: str, metrics: Mapping[str, float]) -> None:

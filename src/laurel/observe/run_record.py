@@ -95,6 +95,19 @@ class RunRecord:
         series = self.series(name)
         return series.values[-1] if series else None
 
+    def completion_file(self, step: int) -> Path:
+        """The completions of a training step with their rewards: parquet, a row each.
+
+        Raises:
+            DataError: There are none of this step.
+        """
+        path = self.path / COMPLETIONS_DIRECTORY / f"step_{step:06d}.parquet"
+        if not path.is_file():
+            held = [int(file.stem[5:]) for file in completion_files(self.path, self.num_steps)]
+            hint = f"there are those of steps {held[0]} to {held[-1]}" if held else "there are none"
+            raise DataError(f"{path.parent}: no completions of step {step}; {hint}")
+        return path
+
     def total(self, name: str) -> float:
         """Sum of a metric over the run: of timers, the seconds spent."""
         return math.fsum(self.series(name).values)

@@ -42,6 +42,12 @@ class ModelPlace:
     notes: tuple[str, ...] = ()
     """What was decided on the way to it."""
 
+    @property
+    def shown(self) -> str:
+        """Its name for people: without the working directory, where it lies in that."""
+        name, here = Path(self.name), Path.cwd()
+        return str(name.relative_to(here)) if name.is_relative_to(here) else self.name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerOptions:
@@ -315,7 +321,7 @@ def _check(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     path = f"token forest (self-check: {difference:.1e})" if model.path == "forest" else "padded"
     say(
-        f"model   {type(model.classifier).__name__} from {place.name}: {parameters / 1e6:.1f}M "
+        f"model   {type(model.classifier).__name__} from {place.shown}: {parameters / 1e6:.1f}M "
         f"parameters, {precision} on {model.device.type}, {path}"
     )
     for note in loaded.notes:

@@ -618,3 +618,13 @@ def test_whoever_is_patient_loses_nothing() -> None:
         source.take(0)
         assert [batch.step for batch in source.settle(is_patient=is_patient)] == [1]
         assert len(asked) >= 2
+
+
+def test_it_ends_where_a_loop_runs_already() -> None:
+    """As in a notebook, whose kernel has one in the thread that runs the cells."""
+
+    async def cell() -> Batch:
+        with source_of(ScriptedGenerator(saying("a")), max_staleness=1) as source:
+            return source.take(0)
+
+    assert asyncio.run(cell()).groups

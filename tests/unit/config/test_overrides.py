@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from laurel.config.load import load_config
-from laurel.config.overrides import parse_override
+from laurel.config.overrides import overrides_of, parse_override
 from laurel.config.section import Section
 from laurel.config.tree import plain
 from laurel.errors import ConfigError
@@ -278,3 +279,46 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         "  override 'inner.kind=tow': inner.kind: must be one of one, two, not 'tow'; "
         "did you mean 'two'?",
     ]
+
+
+def test_settings_of_a_program_are_changes() -> None:
+    settings = {
+        "inner.size": 3,
+        "inner.label": "a: b # c",
+        "inner.nested.path": Path("some where") / "x.jsonl",
+        "inner.optional": None,
+        "inner.call.kwargs.lr": 1e-05,
+        "inner.sets.new": {"path": "p"},
+        "inner.blocks": [{"split": "test"}],
+    }
+    inner = load_config(Run, None, overrides_of(settings)).config.inner
+    assert (inner.size, inner.label, inner.optional) == (3, "a: b # c", None)
+    assert inner.nested.path == str(Path("some where") / "x.jsonl")
+    assert inner.call.kwargs == {"lr": 1e-05, "eps": 1e-8, "betas": [0.9, 0.99]}
+    assert inner.sets == {"new": Block(path="p")}
+    assert inner.blocks == [Block(split="test")]
+
+
+@given(st.text(st.characters(exclude_characters="$", exclude_categories=("C",))))
+def test_a_text_of_a_program_arrives_as_it_is(text: str) -> None:
+    assert load_config(Run, None, overrides_of({"inner.label": text})).config.inner.label == text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("+inner.size", 1, "without a sign"),
+        ("inner=size", 1, "write it as 'section.key'"),
+        ("", 1, "write it as 'section.key'"),
+        ("inner.size", object(), "'inner.size': object cannot be written"),
+        ("inner.size", float("nan"), "a finite number"),
+    ],
+)
+def test_settings_that_have_no_form_are_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        overrides_of({key: value})
+
+
+def test_a_setting_with_a_slip_names_its_neighbour() -> None:
+    with pytest.raises(ConfigError, match=r"inner\.siz: unknown key; did you mean 'size'"):
+        load_config(Run, None, overrides_of({"inner.siz": 1}))

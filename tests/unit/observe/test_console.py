@@ -18,6 +18,7 @@ from laurel.observe.console import (
     print_pairs,
     print_scores,
     shorten_middle,
+    silent_console,
     visible,
 )
 from laurel.types import Conversation, Message, Preference, Score, group_of
@@ -250,3 +251,25 @@ def test_a_console_for_errors(capsys: pytest.CaptureFixture[str]) -> None:
     make_console(stderr=True).print("oh no")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "oh no\n")
+
+
+def test_in_a_notebook_it_is_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(io.StringIO):
+        """Like the kernel's, which is told by its module."""
+
+    Stream.__module__ = "ipykernel.iostream"
+    monkeypatch.setenv("FORCE_COLOR", "1")  # the kernel sets it
+    monkeypatch.setattr(sys, "stdout", Stream())
+    console = make_console()
+    with console.status("working"):
+        console.print("done", style="bold")
+    assert not console.is_jupyter
+    assert sys.stdout.getvalue() == "done\n"
+
+
+def test_a_silent_console_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    silent_console().print("hello")
+    assert capsys.readouterr() == ("", "")

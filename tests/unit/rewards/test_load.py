@@ -9,6 +9,7 @@ import torch
 from laurel.config.schema import PackingConfig, PolicyConfig, TokenizerConfig
 from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.rewards.load import (
+    ModelPlace,
     ScorerOptions,
     check_files,
     check_not_missing,
@@ -155,3 +156,10 @@ def test_errors_are_put_in_other_words_and_keep_their_kind():
         raise CheckpointError("the file")
     with pytest.raises(KeyError), reworded(str.upper):
         raise KeyError("not the user's")
+
+
+def test_a_place_is_shown_from_where_one_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ModelPlace(name=str(tmp_path / "results" / "rm")).shown == "results/rm"
+    assert ModelPlace(name=str(tmp_path.parent / "rm")).shown == str(tmp_path.parent / "rm")
+    assert ModelPlace(name="organisation/model").shown == "organisation/model"

@@ -1,0 +1,241 @@
+"""The commands as Python functions: settings and files in, values out; for notebooks and programs.
+
+::
+
+    from laurel import api
+
+    outcome = api.train("rm", {"policy.model_name": "Qwen/Qwen3-0.6B",
+                               "data.dataset_name": "BinaryPreferenceDataset",
+                               "data.train_data_path": "pairs.jsonl"})
+    run = api.read_run(outcome.run_dir)
+    print(run.series("train/loss").values)
+    scores = api.score(outcome.best, [{"prompt": "...", "completions": ["...", "..."]}])
+    api.show(api.evaluate("pairs", outcome.best, ["held_out.jsonl"], diagnostics=True))
+
+Each does what the command of its name does, and says it on the console unless `quiet`. What goes
+wrong is an error of `laurel.errors`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from rich.console import Console
+
+from laurel.cli.eval_request import Request
+from laurel.cli.eval_results import Evaluation
+from laurel.cli.eval_run import evaluated, show_evaluation
+from laurel.cli.eval_scoring import EvalScorer
+from laurel.cli.export import ExportOptions, run_export
+from laurel.cli.local_scorer import say_on
+from laurel.cli.train import SCHEMAS, Kind, trained
+from laurel.config.benchmarks import BenchmarkName
+from laurel.config.overrides import overrides_of
+from laurel.config.tree import nearest
+from laurel.data.conversations import scoring_row
+from laurel.errors import ConfigError
+from laurel.observe.console import make_console, silent_console
+from laurel.observe.run_record import RunRecord, Series
+from laurel.observe.run_record import read_run as _read_run
+from laurel.rewards.load import ScorerOptions
+from laurel.rewards.load import open_scorer as _open_scorer
+
+if TYPE_CHECKING:
+    from laurel.algorithms.training_loop import Outcome
+    from laurel.rewards.local import LocalScorer
+    from laurel.types import Score
+
+__all__ = [
+    "Evaluation", "RunRecord", "Series", "evaluate", "export", "open_scorer", "read_run", "score",
+    "show", "train",
+]  # fmt: skip
+
+# A library that is imported later asks for ipywidgets in every notebook; no bar of its is shown.
+warnings.filterwarnings("ignore", message="IProgress not found")
+
+
+def train(
+    kind: Kind,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    config: str | Path | None = None,
+    quiet: bool = False,
+) -> Outcome:
+    """What `laurel rm`, `laurel sft` or `laurel grpo` does.
+
+    Example::
+
+        api.train("grpo", {"env.custom.polite.name": "__main__.Polite"}, config="grpo.yaml")
+
+    Args:
+        kind: `rm` (a reward model), `sft` (fine-tuning) or `grpo`.
+        settings: Keys as on the command line (`policy.optimizer.kwargs.lr`) with their values:
+            texts, paths, numbers, booleans, None, and lists and mappings of those. They go before
+            what the file says.
+        config: A configuration file; without it the defaults are changed.
+        quiet: Say nothing.
+
+    Returns:
+        How it ended, where the checkpoints are (`latest`, `best`) and where it logged (`run_dir`).
+
+    Raises:
+        UserError: Something that cannot be used; all of a configuration at once.
+        TrainingError: The run went wrong.
+    """
+    _check_choice("kind", kind, SCHEMAS)
+    path = None if config is None else Path(config)
+    return trained(kind, path, overrides_of(settings or {}), _console(quiet))
+
+
+def read_run(directory: str | Path | None) -> RunRecord:
+    """What a run left where it logged: metrics, data reports, samples, alarms.
+
+    Args:
+        directory: `run_dir` of the outcome.
+
+    Raises:
+        DataError: Nothing of a run is there, or a file is broken.
+    """
+    if directory is None:
+        raise ConfigError("there is no directory to read a run from: name the one it logged to")
+    return _read_run(Path(directory))
+
+
+def open_scorer(model: str | Path, *, quiet: bool = False) -> LocalScorer:
+    """A reward model that is ready to score, checked as at every load.
+
+    Args:
+        model: A directory of a model, a checkpoint or a run with checkpoints; a name on the hub.
+        quiet: Do not say what was found.
+
+    Raises:
+        UserError: There is none, or it does not give the scores it was saved with.
+    """
+    return _open_scorer(str(model), say=say_on(_console(quiet)))
+
+
+def score(
+    model: LocalScorer | str | Path, rows: Iterable[Mapping[str, Any]]
+) -> list[tuple[Score, ...]]:
+    """What a reward model says of conversations, as `laurel score` does.
+
+    Args:
+        model: From `open_scorer`, or what that takes.
+        rows: In the shapes that lines of a file may have, such as `{"prompt", "completions"}`,
+            `{"prompt", "chosen", "rejected"}` or `{"messages"}`.
+
+    Returns:
+        For each row one score a completion, in order. A score has a `value`, or a `failure`.
+
+    Raises:
+        UserError: A model or a row that cannot be used.
+    """
+    groups = [
+        scoring_row(dict(row), source=f"rows[{index}]", where=f"rows[{index}]").group
+        for index, row in enumerate(rows)
+    ]
+    scorer = open_scorer(model, quiet=True) if isinstance(model, str | Path) else model
+    return scorer.score_now(groups)
+
+
+def evaluate(
+    benchmark: BenchmarkName,
+    model: str | Path,
+    data: Sequence[str | Path] = (),
+    *,
+    diagnostics: bool = False,
+    train_data: Sequence[str | Path] = (),
+    sensitivity: bool = False,
+    dataset: str | None = None,
+    max_samples: int | None = None,
+    output: str | Path | None = None,
+    scorer_options: ScorerOptions | None = None,
+    cpu_threads: int | None = None,
+    quiet: bool = False,
+) -> Evaluation:
+    """What `laurel eval` does; `show` prints its tables.
+
+    Args:
+        benchmark: As the commands are called, e.g. `pairs`.
+        model: A directory, a name on the hub, or the address of a running `laurel serve`.
+        data: Rows: files, directories or names on the hub; empty is the benchmark's own place.
+        diagnostics: Of `pairs`: calibration, accuracy by length and more, in
+            `report()["diagnostics"]`. The next two imply it.
+        train_data: Of `pairs`: what the model was trained on, for a baseline and leaks.
+        sensitivity: Of `pairs`: score the answers once more in other forms.
+        dataset: Of `pairs`: the class that reads them, if it is not to be told by the columns.
+        max_samples: Rows at most of each set.
+        output: Write three JSON files into this directory.
+        scorer_options: How a model that is loaded here scores.
+        cpu_threads: On CPU; None is one per core.
+        quiet: Do not say what was found.
+
+    Raises:
+        UserError: A model, a row or a file that cannot be used.
+    """
+    _check_choice("benchmark", benchmark, get_args(BenchmarkName))
+    scorer = EvalScorer(
+        model=str(model), options=scorer_options or ScorerOptions(), cpu_threads=cpu_threads
+    )
+    request = Request(
+        scorer=scorer, data=tuple(map(str, data)), dataset=dataset, diagnostics=diagnostics,
+        train_data=tuple(map(str, train_data)), sensitivity=sensitivity, max_samples=max_samples,
+        output=None if output is None else Path(output),
+    )  # fmt: skip
+    return evaluated(benchmark, request, _console(quiet))
+
+
+def show(evaluation: Evaluation) -> None:
+    """Print the tables of an evaluation."""
+    show_evaluation(evaluation)
+
+
+def export(
+    model: str | Path,
+    output: str | Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    evaluations: Sequence[str | Path] = (),
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Path:
+    """What `laurel export` does: a plain Hugging Face directory, tested before it is kept.
+
+    Args:
+        model: A directory of a model, a checkpoint or a run; a name on the hub.
+        output: Where it goes.
+        dtype: Of the weights.
+        evaluations: Directories that `evaluate(..., output=...)` wrote, for the model card.
+        overwrite: Whether a directory that is there may give way.
+        quiet: Do not say what was found.
+
+    Returns:
+        The directory.
+
+    Raises:
+        UserError: A model or a directory that cannot be used, or one that would give other scores.
+    """
+    options = ExportOptions(
+        model=str(model), output=Path(output), dtype=dtype, overwrite=overwrite,
+        evaluations=tuple(map(Path, evaluations)),
+    )  # fmt: skip
+    run_export(options, messages=_console(quiet))
+    return options.output
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+def _console(quiet: bool) -> Console:
+    return silent_console() if quiet else make_console()
+
+
+def _check_choice(what: str, given: str, choices: Iterable[str]) -> None:
+    known = list(choices)
+    if given not in known:
+        near = nearest(given, known)
+        hint = f"; did you mean '{near}'?" if near else ""
+        raise ConfigError(f"{what} '{given}' is none of {', '.join(known)}{hint}")
