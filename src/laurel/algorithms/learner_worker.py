@@ -253,9 +253,9 @@ class LearnerWorker:
         """See `Place.host`."""
         return self._link.host
 
-    def invite(self, address: str) -> int:
+    def invite(self, address: str, size: int, patience: float) -> int:
         """See `WeightLink.invite`; asked of the first rank alone."""
-        return self._link.invite(address)
+        return self._link.invite(address, size, patience)
 
     def send_weights(self, meeting: Meeting, changing_only: bool, num_bytes: int) -> str | None:
         """Give weights to engines that call `EngineWorker.receive_weights` at the same time.

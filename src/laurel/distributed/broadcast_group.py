@@ -13,18 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laurel.distributed.rendezvous import LOOPBACK, Place, store_of
+from laurel.distributed.rendezvous import LOOPBACK, Place
 from laurel.errors import BroadcastError
 
 
 class BroadcastGroup:
     """The processes that have met. After an error it is of no use, and closed."""
 
-    def __init__(self, place: Place, device: torch.device, *, patience: float) -> None:
+    def __init__(self, place: Place, store: Any, device: torch.device, *, patience: float) -> None:
         """Meet the others.
 
         Args:
             place: In this group; rank 0 tells.
+            store: See `store_of`.
             device: Where what is told lies: gloo tells what is on a CPU, NCCL what is on GPUs. A
                 GPU can be of one member only.
             patience: Seconds for the others to come, and for each broadcast.
@@ -35,12 +36,12 @@ class BroadcastGroup:
         self.place = place
         self.device = device
         self._limit = timedelta(seconds=patience)
+        self._store = store
         self._group: Any = None
         try:
-            self._store = store_of(place, timeout=self._limit)
             self._group = self._nccl() if device.type == "cuda" else self._gloo()
         except RuntimeError as error:
-            raise BroadcastError(f"the processes did not meet: {_reason(error)}") from error
+            raise BroadcastError(f"the processes did not meet: {reason_of(error)}") from error
 
     def _gloo(self) -> Any:
         kind: Any = dist.ProcessGroupGloo
@@ -87,7 +88,7 @@ class BroadcastGroup:
     def broken(self, error: RuntimeError) -> BroadcastError:
         """Close the group, so that no other member waits for this one, and say why."""
         self.close()
-        return BroadcastError(_reason(error))
+        return BroadcastError(reason_of(error))
 
     def close(self) -> None:
         """Leave. What others still expect from this process fails there. Idempotent."""
@@ -115,7 +116,7 @@ class Broadcast:
             raise self._group.broken(error) from error
 
 
-def _reason(error: RuntimeError) -> str:
+def reason_of(error: RuntimeError) -> str:
     """What torch says, without where in its source it says so."""
     line = str(error).partition("\n")[0]
     return line.rpartition("] ")[2] if line.startswith("[/") else line

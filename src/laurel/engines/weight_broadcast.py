@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from laurel.distributed.broadcast_group import Broadcast, BroadcastGroup
-from laurel.distributed.rendezvous import Place, bind_master
+from laurel.distributed.broadcast_group import Broadcast, BroadcastGroup, reason_of
+from laurel.distributed.rendezvous import Place, bind_master, store_of
 from laurel.engines.weight_buckets import Bucket, PackedTensor, bytes_of
 from laurel.errors import BroadcastError
 
@@ -49,21 +51,32 @@ class WeightLink:
         self._place = place
         self._group: BroadcastGroup | None = None
         self._number = -1
-        self._bound: tuple[int, int] | None = None
+        self._store: Any = None
 
     @property
     def host(self) -> str:
         """See `Place.host`."""
         return self._place.host
 
-    def invite(self, address: str) -> int:
-        """A port at an address of this machine that is kept for the next meeting.
+    def invite(self, address: str, size: int, patience: float) -> int:
+        """Have a place to meet, of which this process is rank 0.
+
+        Args:
+            address: Of this machine, that all can reach.
+            size: How many will come.
+            patience: Seconds that words wait for each other there.
+
+        Returns:
+            The port.
 
         Raises:
             ConfigError: The address is not one of this machine's.
+            BroadcastError: Nobody can be heard there.
         """
-        self._bound = bind_master(address)
-        return self._bound[0]
+        port, listener = bind_master(address)
+        place = self._at(address, port, rank=0, size=size)
+        self._store = _store_of(replace(place, listener=listener), patience)
+        return port
 
     def group(self, meeting: Meeting) -> BroadcastGroup:
         """Meet the others, or find that this is done.
@@ -74,29 +87,35 @@ class WeightLink:
         if self._group is not None and self._number == meeting.number:
             return self._group
         self.close()
-        bound, self._bound = self._bound, None
-        place = Place(
-            role=self._place.role,
-            rank=meeting.rank,
-            world_size=meeting.size,
-            local_rank=self._place.local_rank,
-            master_address=meeting.address,
-            master_port=meeting.port,
-            listener=bound[1] if bound is not None and meeting.rank == 0 else None,
-            host=self._place.host,
-        )
+        place = self._at(meeting.address, meeting.port, rank=meeting.rank, size=meeting.size)
+        store, self._store = self._store, None
+        if meeting.rank > 0:
+            store = _store_of(place, meeting.patience)
         device = torch.device(meeting.device)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        self._group = BroadcastGroup(place, device, patience=meeting.patience)
+        self._group = BroadcastGroup(place, store, device, patience=meeting.patience)
         self._number = meeting.number
         return self._group
+
+    def _at(self, address: str, port: int, *, rank: int, size: int) -> Place:
+        return replace(
+            self._place, rank=rank, world_size=size, master_address=address, master_port=port,
+            listener=None,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Leave the others. Idempotent."""
         if self._group is not None:
             self._group.close()
         self._group = None
+
+
+def _store_of(place: Place, patience: float) -> Any:
+    try:
+        return store_of(place, timeout=timedelta(seconds=patience))
+    except RuntimeError as error:
+        raise BroadcastError(f"no place to meet: {reason_of(error)}") from error
 
 
 def send(group: BroadcastGroup, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> None:

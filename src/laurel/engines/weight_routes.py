@@ -223,7 +223,8 @@ class Broadcast(WeightRoute):
             "send_weights", self._invitation(0), changing_only, self.bucket_bytes
         )
         sent: str | None = sending.wait()[0]
-        received = to.wait(receiving, timeout=self.patience)
+        # Whoever lives has given up by itself before that.
+        received = to.wait(receiving, timeout=1.5 * self.patience)
         reason = next((why for why in (sent, *received.values()) if why is not None), None)
         if reason is not None or len(received) < len(indices):
             self._met = ()
@@ -239,7 +240,7 @@ class Broadcast(WeightRoute):
         try:
             host = learner.call_one(0, "host")
             address = LOOPBACK if hosts <= {host} else host
-            port = learner.call_one(0, "invite", address)
+            port = learner.call_one(0, "invite", address, len(members), self.patience)
         except WorkerError as error:
             if not all(learner.alive()):
                 raise
