@@ -28,7 +28,6 @@ from laurel.types import Generated, GenerationRequest, Weights
 
 _log = logging.getLogger(__name__)
 
-BUCKET_BYTES = 256 << 20
 PATIENCE = 120.0
 
 
@@ -50,7 +49,7 @@ class GeneratorReplicas:
         say: Callable[[str], None] = _log.warning,
         max_restarts: int = 3,
         transfer: WeightTransfer = THROUGH_RAY,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         patience: float = PATIENCE,
     ) -> None:
         """Make the replicas, all at the same time.
@@ -69,7 +68,7 @@ class GeneratorReplicas:
             max_restarts: Of all replicas together, as long as this generator lives.
             transfer: How weights come: see `weight_routes`. For `broadcast` they must be those of a
                 `LearnerGroup`.
-            bucket_bytes: Of weights that travel at a time.
+            bucket_bytes: Of weights that travel at a time; None: what suits the way.
             patience: Seconds after which a replica that gives no sign is taken for dead.
 
         Raises:

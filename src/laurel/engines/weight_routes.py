@@ -49,10 +49,19 @@ class SentWeights(Weights):
 THROUGH_RAY = WeightTransfer(name="object_store")
 
 
+BUCKET_BYTES = {"object_store": 64 << 20, "broadcast": 16 << 20}
+"""Sizes of buckets that were quickest of 16, 64 and 256 MiB (`benchmarks/weight_transfer.py`)."""
+
+
 def route_of(
-    transfer: WeightTransfer, *, bucket_bytes: int, patience: float, say: Callable[[str], None]
+    transfer: WeightTransfer,
+    *,
+    bucket_bytes: int | None,
+    patience: float,
+    say: Callable[[str], None],
 ) -> WeightRoute:
-    """The way that was chosen: see its class."""
+    """The way that was chosen: see its class. Buckets are of its own size, where none is given."""
+    bucket_bytes = bucket_bytes or BUCKET_BYTES[transfer.name]
     if transfer.name == "object_store":
         return ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
     return Broadcast(bucket_bytes=bucket_bytes, patience=patience, say=say, device=transfer.device)
