@@ -10,11 +10,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from laurel.distributed.rendezvous import Place, store_of
+from laurel.distributed.rendezvous import LOOPBACK, Place, store_of
 from laurel.engines.engine_worker import EngineWorker
-from laurel.engines.weight_broadcast import Meeting, WeightLink, send
+from laurel.engines.weight_broadcast import Meeting, WeightLink, received, send
+from laurel.engines.weight_buckets import unpack
 from laurel.errors import BroadcastError, EngineError
 from laurel.types import Generated, GenerationRequest, Weights
 
@@ -136,3 +138,24 @@ class KeepingWorker(EngineWorker):
     def expect(self, **changes: Any) -> None:
         for name, value in changes.items():
             setattr(self._engine, name, value)
+
+
+def told(device: str) -> list[tuple[str, Tensor]]:
+    """What the second of two processes hears from the first; on GPUs each has its own."""
+    rank = dist.get_rank()
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    link = WeightLink(Place(role="weights"))
+    ports = [link.invite(LOOPBACK, 2, 60.0) if rank == 0 else 0]
+    dist.broadcast_object_list(ports)
+    meeting = Meeting(
+        number=0, rank=rank, size=2, address=LOOPBACK, port=ports[0], device=device, patience=60.0
+    )
+    group = link.group(meeting)
+    assert link.group(meeting) is group
+    if rank == 0:
+        send(group, of(1), max_bytes=1024)
+        return []
+    parts = [part for bucket in received(group) for part in bucket]
+    assert all(unpack(part).device.type == device for part in parts)
+    return [(part.name, unpack(part).cpu()) for part in parts]

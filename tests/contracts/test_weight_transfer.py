@@ -204,7 +204,7 @@ def test_a_broadcast_that_breaks_ends_through_rays_store(play):
     playing.give(1)
     playing.require(1)
     assert playing.generator.num_weight_fallbacks == 1
-    assert "broadcast of the weights of step 1 broke off (generation rank 0" in playing.said[0]
+    assert "of the weights of step 1 broke off (generation replica 2 was lost)" in playing.said[0]
     assert "all later ones" not in playing.said[0]
     assert all({"repeat_weights", "take_weights"} <= set(calls) for calls in asked)
     for calls in asked:

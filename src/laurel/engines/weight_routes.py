@@ -85,6 +85,10 @@ class Round:
         """Those that take part."""
         return {i: group for i, group in self._groups.items() if i not in self.lost}
 
+    def name(self, index: int) -> str:
+        """One of them, in messages."""
+        return name_of(self._groups[index], index)
+
     def start(self, method: str, *args: Any) -> dict[int, Pending]:
         """Ask everybody who is left for the same."""
         return self.start_each(method, dict.fromkeys(self.left, args))
@@ -124,7 +128,7 @@ class Round:
             group = self._groups[index]
             if group.alive()[0]:  # it said no, and so would the next one in its place
                 reason = error.__cause__ or error
-                raise EngineError(f"{name_of(group, index)}: {reason}") from error
+                raise EngineError(f"{self.name(index)}: {reason}") from error
             self.lost[index] = error
             return None
 
@@ -267,8 +271,8 @@ class Broadcast(WeightRoute):
 
     def _tell(self, version: int, reason: str, lost: Iterable[int], to: Round) -> None:
         self.num_fallbacks += 1
-        losses = [_first_line(to.lost[index]) for index in lost]
-        why = "; ".join(losses) or reason
+        losses = [f"{to.name(index)} was lost" for index in lost]
+        why = ", ".join(losses) or reason
         # Where nobody was lost the next one would break as well, and cost as much time.
         self._is_given_up = not losses
         self._say(
