@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from laurel.observe.loggers import read_metrics
 from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
 from runs import settings, train
 
@@ -135,10 +136,19 @@ def grpo_here(tmp_path_factory: pytest.TempPathFactory, model: Path, judge: Path
 
 @pytest.mark.parametrize("ways", ROLES.values(), ids=ROLES)
 def test_grpo_is_the_same_with_roles_of_their_own(
-    tmp_path: Path, model: Path, judge: Path, grpo_here: Path, ways: tuple[str, ...]
+    tmp_path: Path,
+    model: Path,
+    judge: Path,
+    grpo_here: Path,
+    ways: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     finished = grpo(grpo_settings(tmp_path, model, *GRPO, *own_slots(judge), *ways))
-    assert "drawn by GeneratorReplicas" in finished.text
+    assert "drawn by GeneratorReplicas, weights by broadcast" in finished.text
+    assert "broke off" not in caplog.text
+    lines = read_metrics(tmp_path / "logs" / "exp_001" / "metrics.jsonl")
+    key = "performance/weight_transfer_fallbacks"
+    assert [line[key] for line in lines if key in line] == [0.0, 0.0]
     for step in (1, 2):
         assert_close(figures(tmp_path, step, GRPO_FIGURES), figures(grpo_here, step, GRPO_FIGURES))
     AutoModelForCausalLM.from_pretrained(tmp_path / "saves" / "step_2")
@@ -148,7 +158,8 @@ def test_one_rank_on_ray_is_one_rank_here(tmp_path: Path, model: Path) -> None:
     """One of each, without a judge: the figures are equal to the last bit."""
     settled = ("grpo.max_num_steps=2", *MATCHES)
     grpo(grpo_settings(tmp_path / "here", model, *settled))
-    grpo(grpo_settings(tmp_path / "ray", model, *settled, "cluster.backend=ray"))
+    through_ray = "policy.generation.weight_transfer=object_store"
+    grpo(grpo_settings(tmp_path / "ray", model, *settled, "cluster.backend=ray", through_ray))
     expected, found = metrics_of(tmp_path / "here"), metrics_of(tmp_path / "ray")
     for step, row in expected.items():
         assert {k: v for k, v in found[step].items() if k in row} == row

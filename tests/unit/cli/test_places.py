@@ -55,6 +55,10 @@ def test_more_slots_or_an_address_are_ray(overrides: tuple[str, ...]) -> None:
         ),
         (("policy.dtensor_cfg.cpu_offload=true",), "the policy has one rank"),
         (("cluster.gpus_per_node=1", *ONE_FOR_JUDGING), "resources.gpus_per_node"),
+        (
+            ("policy.generation.weight_transfer=ipc",),
+            "no transfer by CUDA IPC; set it to auto, broadcast or object_store",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_told_with_the_key(overrides: tuple[str, ...], said: str) -> None:

@@ -151,3 +151,24 @@ def test_nobody_waits_for_a_reader_that_has_gone():
     waiting.join(5)
     assert not waiting.is_alive()
     stream.put(bucket_of("c"))
+
+
+def test_what_comes_again_is_not_read_again():
+    """However the buckets are cut the second time; and a third time, which begins too early."""
+    stream = WeightStream(3)
+    read = []
+    reader = threading.Thread(target=lambda: read.extend(stream.weights.tensors()))
+    reader.start()
+    parts = [pack(name, torch.tensor([float(i)])) for i, name in enumerate("abcde")]
+    stream.put(parts[:2])
+    stream.put(parts[2:3])
+    stream.repeat()
+    stream.put(parts[:1])
+    stream.repeat()
+    stream.put(parts[:4])
+    stream.put(parts[4:])
+    stream.complete()
+    reader.join(10)
+    assert [(name, tensor.item()) for name, tensor in read] == list(
+        zip("abcde", range(5), strict=True)
+    )
