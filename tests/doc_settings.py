@@ -105,6 +105,8 @@ def wrong_options(arguments: list[str]) -> str | None:
         if name not in command.commands:
             return f"there is no command {name}"
         command = command.commands[name]
+    if "show" in getattr(command, "commands", {}):  # `laurel config --for sft`
+        command = command.commands["show"]
     known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
     given = [word.split("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)]
     unknown = [word for word in given if word not in known and word != "--help"]
