@@ -9,7 +9,7 @@ VLLM_STAMP := $(VLLM_VENV)/.laurel-installed
 
 DOCS_STAMP := $(VENV)/.laurel-docs-installed
 
-.PHONY: help setup setup-vllm demo test test-vllm check format bench docs docs-serve notebooks clean
+.PHONY: help setup setup-vllm demo test test-vllm check format bench docs docs-serve notebooks release clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the tests"
@@ -18,6 +18,7 @@ help:
 	@echo "make docs    the site of docs/ and of the docstrings, into site/ (make docs-serve shows it here)"
 	@echo "make bench   the benchmarks that need no peer (see benchmarks/README.md)"
 	@echo "make notebooks   run examples/notebooks and write them with their outputs"
+	@echo "make release VERSION=x.y.z   build, check and try a release; DRY_RUN=1 keeps nothing of it"
 	@echo "make setup   only make the virtual environment $(VENV)"
 
 setup: $(STAMP)
@@ -82,6 +83,12 @@ docs-serve: $(DOCS_STAMP)
 
 notebooks: $(STAMP)
 	$(BIN)/python tests/test_notebooks.py
+
+# Commits, tags and uploads nothing; says in the end what is left to do.
+release: $(STAMP)
+	@test -n "$(VERSION)" || { echo "which version? make release VERSION=x.y.z" >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	$(BIN)/python tools/release.py $(VERSION) $(if $(DRY_RUN),--dry-run)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) demo logs results build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

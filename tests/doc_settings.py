@@ -102,16 +102,16 @@ def wrong_options(arguments: list[str]) -> str | None:
     from laurel.cli.main import app
 
     command: Any = typer.main.get_command(app)
-    rest, known = list(arguments), {"--help"}
-    while True:
-        known |= {name for option in command.params for name in option.opts}
-        known |= {name for option in command.params for name in option.secondary_opts}
-        below = getattr(command, "commands", {})
-        if not below or not rest or rest[0] not in below:
-            break
-        command = below[rest.pop(0)]
-    if below and not command.invoke_without_command and rest and not rest[0].startswith("-"):
-        return f"there is no command {rest[0]}"
+    rest = list(arguments)
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+        name = rest.pop(0)
+        if name not in command.commands:
+            return f"there is no command {name}"
+        command = command.commands[name]
+    if "show" in getattr(command, "commands", {}):  # `laurel config --for sft`
+        command = command.commands["show"]
+    known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    known.add("--help")
     given = [word.split("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)]
     unknown = [word for word in given if word not in known]
     return f"{' '.join(arguments)}: no such option: {unknown}" if unknown else None

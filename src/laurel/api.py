@@ -31,7 +31,8 @@ from laurel.cli.eval_run import evaluated, show_evaluation
 from laurel.cli.eval_scoring import EvalScorer
 from laurel.cli.export import ExportOptions, run_export
 from laurel.cli.local_scorer import say_on
-from laurel.cli.train import SCHEMAS, Kind, trained
+from laurel.cli.schemas import SCHEMAS, Kind
+from laurel.cli.train import trained
 from laurel.config.benchmarks import BenchmarkName
 from laurel.config.overrides import overrides_of
 from laurel.config.tree import nearest

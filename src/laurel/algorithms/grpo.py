@@ -278,7 +278,7 @@ class GRPO(TrainingLoop):
 
     def _show(self, name: str, figures: Mapping[str, float], step: int) -> None:
         shown = "  ".join(f"{k} {v:.4f}" for k, v in figures.items() if k in SHOWN or "/acc" in k)
-        self.progress.message(f"step {step}  {name}  {shown}")
+        self.progress.message(f"step {step}  {name}  {shown}", is_routine=True)
 
     # --------------------------------------------------------------------------------- reporting
 

@@ -135,7 +135,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         step: int,
     ) -> None:
         shown = "  ".join(f"{k} {figures[k]:.4f}" for k in SHOWN_OF_BENCHMARKS if k in figures)
-        self.progress.message(f"step {step}  validation-{benchmark.name}  {shown}")
+        self.progress.message(f"step {step}  validation-{benchmark.name}  {shown}", is_routine=True)
         failures = [one.failure for of_row in scores for one in of_row if one.failure is not None]
         if failures:
             self.progress.message(
@@ -150,7 +150,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         figures = "  ".join(
             f"{k} {validation.metrics[k]:.4f}" for k in SHOWN if k in validation.metrics
         )
-        self.progress.message(f"step {step}  validation-{name}  {figures}")
+        self.progress.message(f"step {step}  validation-{name}  {figures}", is_routine=True)
         count = self.config.logger.num_val_samples_to_print
         pairs = zip(samples, validation.scores_BG, strict=True)
         rows = [PairRow.of(sample.preference, scores) for sample, scores in pairs]

@@ -135,7 +135,7 @@ class Saving:
         self._deadline.took("save", begun.save.seconds)
         if begun.in_background:
             self._logger.log({BEHIND: begun.save.seconds - begun.seconds}, step=step)
-        self._progress.message(f"saved {path}{begun.remark}")
+        self._progress.message(f"saved {path}{begun.remark}", is_routine=True)
 
     def salvage(self, step: int) -> None:
         """The run has failed: keep what is under way, if that can still be written.

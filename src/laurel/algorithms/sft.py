@@ -68,4 +68,4 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
     ) -> None:
         """See `EpochTraining`."""
         shown = "  ".join(f"{k} {v:.4f}" for k, v in validation.metrics.items())
-        self.progress.message(f"step {step}  validation-{name}  {shown}")
+        self.progress.message(f"step {step}  validation-{name}  {shown}", is_routine=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from laurel.cli.json_output import JsonOption, write_json
 from laurel.cli.options import ConfigOption, Overrides
 
 SHOW = "show"
@@ -20,7 +21,7 @@ class ShowsByDefault(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the name of the command in front where it is left out."""
         first = args[0] if args else ""
-        if first not in self.commands and first != "--help":
+        if first not in self.commands and first not in ("-h", "--help"):
             args = [SHOW, *args]
         return super().parse_args(ctx, args)
 
@@ -46,14 +47,20 @@ def show_config(
     kind: Annotated[
         Literal["rm", "sft", "grpo"], typer.Option("--for", help="The command it is for.")
     ] = "rm",
+    as_json: JsonOption = False,
 ) -> None:
     """Print the configuration of a run with every default, as YAML."""
-    from laurel.cli.train import SCHEMAS
+    from laurel.cli.schemas import SCHEMAS
     from laurel.config.load import load_config, to_yaml
 
+    if as_json and describe:
+        raise typer.BadParameter("--describe writes comments, and JSON has none")
     loaded = load_config(SCHEMAS[kind], config, overrides or [])
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    if as_json:
+        write_json(loaded.config.model_dump(mode="json"))
+        return
     sys.stdout.write(to_yaml(loaded.config, describe=describe))
 
 
@@ -87,9 +94,11 @@ def import_config(
             min=1, metavar="N", help="Optimizer steps of the run, where a schedule needs them."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Turn a configuration of TRL, OpenRLHF, verl or NeMo RL into ours; say what is not carried.
+    """Turn a configuration of TRL, OpenRLHF, verl or NeMo RL into ours.
+
+    Also says which keys were carried, which are not needed, and which cannot be carried, and why.
 
     Example: laurel config import grpo.yaml --from trl --devices 8 -o grpo_laurel.yaml
     """

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ from rich.text import Text
 
 from laurel.cli.data_reading import RawRows, Reading, look_at, readings_of
 from laurel.cli.first_row import FirstRow, plain_row, tokenised_row
+from laurel.cli.json_output import write_json
 from laurel.cli.local_scorer import find_local
 from laurel.cli.token_view import row_as_facts, show_row
 from laurel.data.benchmark_columns import ON_HUB
@@ -22,7 +21,7 @@ from laurel.data.conversations import read_scoring_rows
 from laurel.data.known_formats import FORMATS, KnownFormat, Trainer
 from laurel.data.near_misses import Suggestion, suggestions
 from laurel.errors import DataError, UserError
-from laurel.observe.console import make_console, shorten_middle, visible
+from laurel.observe.console import make_console, message_console, shorten_middle, visible
 from laurel.rewards.load import check_not_missing, reworded
 
 if TYPE_CHECKING:
@@ -82,12 +81,11 @@ def run_data_check(
         UserError: No file, no rows, a model or an override that cannot be used.
     """
     name = _model_at(model)
-    with make_console(stderr=True).status(f"reading {path}"):
+    with message_console().status(f"reading {path}"):
         findings = examine(path, trainer, overrides)
         row, problem = _first_row(findings.shown, name)
     if as_json:
-        json.dump(_as_facts(findings, row), sys.stdout, indent=1)
-        print()
+        write_json(_as_facts(findings, row))
     else:
         _show(make_console(), findings, row, overrides, has_model=bool(name))
     if problem is not None:

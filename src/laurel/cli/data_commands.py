@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from laurel.cli.json_output import JsonOption
 from laurel.cli.options import ModelOption, Overrides
 
 data_app = typer.Typer(
@@ -36,12 +37,13 @@ def check(
         typer.Option("--for", help="The command it is meant for; default: all are tried."),
     ] = None,
     model: ModelOption = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say what a data file is, which command it fits, what is left out, and show its first row.
+    """Say what a data file is, and which command it fits.
 
-    With a model, in its tokens: by role, with those that count in the loss and the one that the
-    score is read from. The exit code is 2 where no row can be used.
+    Also what is left out, and the first row. With a model, in its tokens: by role, with those
+    that count in the loss and the one that the score is read from. The exit code is 2 where no
+    row can be used.
 
     Example: laurel data check pairs.jsonl --model Qwen/Qwen3-0.6B data.prompt_key=question
     """

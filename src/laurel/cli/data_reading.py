@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from laurel.cli.preference_data import load_data
+from laurel.cli.schemas import SCHEMAS
 from laurel.cli.task_setup import need_answers
-from laurel.cli.train import SCHEMAS
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_training import RewardTrainingRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from laurel.cli.assemble import train_reward_model
 from laurel.cli.assemble_grpo import train_policy
 from laurel.cli.assemble_sft import fine_tune
 from laurel.cli.demo_settings import Files, grpo_run, measuring_run, rm_run, sft_run
+from laurel.cli.json_output import write_json
 from laurel.cli.measure import Measurement, measure_policy
 from laurel.data.number_words import (
     NUM_HELD_OUT,
@@ -23,7 +24,7 @@ from laurel.data.number_words import (
 )
 from laurel.errors import CheckpointError, TrainingError
 from laurel.observe.comparison import Answer, Comparison, print_comparisons
-from laurel.observe.console import make_console
+from laurel.observe.console import make_console, message_console
 from laurel.types import group_of
 
 if TYPE_CHECKING:
@@ -63,15 +64,21 @@ class Result:
         ]  # fmt: skip
 
 
-def run_demo(directory: Path, *, seed: int = 0) -> Result:
+def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> Result:
     """Make data and a model, warm it up, train a reward model, learn from it, and report.
+
+    Args:
+        directory: Where everything goes.
+        seed: Of the data, the model and the draws.
+        as_json: Write what it came to as JSON, too; see `json_output.stdout_for_json`.
 
     Raises:
         CheckpointError: The directory holds something that is not a demo.
         TrainingError: A model did not learn what it should.
     """
     started = time.monotonic()
-    console = make_console()
+    console = message_console(stderr=False)
+    results = console if as_json else make_console()
     _prepare(directory)
     files = Files(directory)
     _stage(console, 1, "Data")
@@ -98,15 +105,17 @@ def run_demo(directory: Path, *, seed: int = 0) -> Result:
     _stage(console, 5, "The truth, before and after, on held-out tasks")
     after = measure_policy(measuring_run(files, seed, trained), console=console)
     comparisons = _compare(before, after, reward_model, console)
-    print_comparisons(console, _some(comparisons, NUM_SHOWN))
-    _say_rate(console, "before GRPO", before)
-    _say_rate(console, "after GRPO ", after)
+    print_comparisons(results, _some(comparisons, NUM_SHOWN))
+    _say_rate(results, "before GRPO", before)
+    _say_rate(results, "after GRPO ", after)
     _stage(console, NUM_STAGES, "Report")
     result = Result(
         rate_before=before.success_rate, rate_after=after.success_rate, reward_accuracy=accuracy
     )
     _report(files, result, comparisons)
-    _say_where(console, files, reward_model, trained)
+    _say_where(results, files, reward_model, trained)
+    if as_json:
+        write_json({**asdict(result), "report": files.report})
     console.print(f"everything took {time.monotonic() - started:.0f} s")
     if missed := result.missed():
         raise TrainingError(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
 
 from laurel.cli import machine
+from laurel.cli.json_output import write_json
 from laurel.cli.machine import Finding, Probe
 from laurel.observe.console import make_console, visible
 
@@ -39,8 +38,7 @@ def run_doctor(*, as_json: bool, probes: Mapping[str, Probe] = PROBES) -> None:
     """
     findings = examine(probes)
     if as_json:
-        facts = {name: finding.facts for name, finding in findings.items()}
-        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+        write_json({name: finding.facts for name, finding in findings.items()})
         return
     console = make_console()
     width = max(map(len, findings))

@@ -20,12 +20,13 @@ from laurel.cli.eval_run import (
 )
 from laurel.cli.eval_scoring import open_scorer
 from laurel.cli.eval_tables import new_table, share_text
+from laurel.cli.json_output import write_json
 from laurel.cli.output_file import replace_file
 from laurel.config.benchmarks import BenchmarkName
 from laurel.data.benchmark_columns import ON_HUB, benchmark_in
 from laurel.errors import DataError
 from laurel.evaluation.benchmarks import BENCHMARKS
-from laurel.observe.console import make_console, visible
+from laurel.observe.console import make_console, message_console, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +52,7 @@ def run_all(request: Request, *, hub: bool) -> int:
     Raises:
         UserError: A model, a row, a file or a setting that cannot be used.
     """
-    console = make_console(stderr=True)
+    console = message_console()
     check_request(request)
     if not request.data and not hub:
         raise DataError(
@@ -64,7 +65,7 @@ def run_all(request: Request, *, hub: bool) -> int:
     absent: list[BenchmarkName] = [name for name in BENCHMARKS if name not in asked]
     evaluations = _evaluated(asked, rows, request, console)
     if request.as_json:
-        print(json.dumps(_report(evaluations, request, absent), indent=2, allow_nan=False))
+        write_json(_report(evaluations, request, absent))
     else:
         for evaluation in evaluations:
             show_evaluation(evaluation)

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from laurel.cli.completion import offer_preferences
 from laurel.cli.eval_options import (
     CompatibilityOption,
     DiagnosticOptions,
+    EnvironmentOption,
     NeededRowOptions,
     OneBenchmarkOptions,
     RowOptions,
     ScoringOptions,
+    TasksOption,
     ZeroSpreadOption,
 )
+from laurel.cli.json_output import JsonOption
 from laurel.cli.option_groups import with_option_groups
 from laurel.cli.options import ConfigOption, ModelOption, Overrides
 
@@ -39,12 +43,8 @@ def eval_policy(
     config: ConfigOption = None,
     overrides: Overrides = None,
     model: ModelOption = "",
-    environment: Annotated[
-        str, typer.Option("--environment", "-e", help="Who judges; default: as the data says.")
-    ] = "",
-    dataset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Tasks, such as GSM8K, HumanEval or MBPP.")
-    ] = None,
+    environment: EnvironmentOption = "",
+    dataset: TasksOption = None,
     data_path: Annotated[
         str | None, typer.Option(metavar="FILE", help="Where they lie, if not on the hub.")
     ] = None,
@@ -68,9 +68,9 @@ def eval_policy(
     samples: Annotated[
         Path | None, typer.Option(help="Write the completions here, as parquet.", metavar="FILE")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Measure a model on an environment: mean reward, pass@k, failures.
+    """A policy on tasks: mean reward, pass@k, failures.
 
     The tasks are those of --dataset, or the validation tasks of a GRPO configuration. The exit code
     is 1 where a completion could not be judged.
@@ -127,14 +127,17 @@ def eval_reward_bench_2(
 @eval_app.command("rm-bench")
 @with_option_groups
 def eval_rm_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
-    """RM-Bench: three styles each against each: easy, normal, hard."""
+    """RM-Bench: three styles each against each.
+
+    Accuracy where style helps (easy), is even (normal) or misleads (hard).
+    """
     _run("rm-bench", rows, how)
 
 
 @eval_app.command("judge-bench")
 @with_option_groups
 def eval_judge_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
-    """JudgeBench: pairs of which one answer is known to be right."""
+    """JudgeBench: pairs with one answer known to be right."""
     _run("judge-bench", rows, how)
 
 
@@ -143,13 +146,18 @@ def eval_judge_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
 def eval_pairs(
     rows: NeededRowOptions,
     dataset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The class that reads them; default: told.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=offer_preferences,
+            help="The class that reads them; default: told.",
+        ),
     ] = None,
     *,
     also: DiagnosticOptions,
     how: OneBenchmarkOptions,
 ) -> None:
-    """Any preferences: how often the model prefers what people preferred.
+    """Any preferences: how often the model agrees.
 
     Example: laurel eval pairs -m results/rm/best -d validation.jsonl.gz
     """
@@ -164,7 +172,7 @@ def eval_pairs(
 @eval_app.command("best-of-n")
 @with_option_groups
 def eval_best_of_n(rows: NeededRowOptions, how: OneBenchmarkOptions) -> None:
-    """Lists with known verdicts: how often the best-scored answer is right.
+    """Lists with verdicts: how often the best-scored is right.
 
     Example: laurel eval best-of-n -m results/rm/best -d groups.jsonl.gz
     """
@@ -183,7 +191,7 @@ def eval_all(
     *,
     how: ScoringOptions,
 ) -> None:
-    """Every benchmark whose rows are at hand, and a summary of all.
+    """Every benchmark whose rows are at hand, and a summary.
 
     Which benchmark a file belongs to is told from its columns. The model is loaded once.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from laurel.cli.eval_results import Result, read_result
 from laurel.cli.eval_tables import name_text, new_table, share_text
+from laurel.cli.json_output import write_json
 from laurel.errors import ConfigError
 from laurel.evaluation.significance import PairedTest, compare
 from laurel.observe.console import make_console, visible
@@ -42,7 +42,7 @@ def run_compare(benchmark: str, first_path: Path, second_path: Path, *, as_json:
     names = [*dict.fromkeys([*first.subsets, *second.subsets])]
     sections = [*dict.fromkeys([*first.sections, *second.sections])]
     if as_json:
-        print(json.dumps(_as_json(first, second, names, sections, tests), indent=2))
+        write_json(_as_json(first, second, names, sections, tests))
     else:
         _print(first, second, names, sections, tests)
     return 0

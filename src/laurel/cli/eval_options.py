@@ -1,4 +1,4 @@
-"""Options of the evaluations of reward models."""
+"""Options of the evaluations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from laurel.cli.completion import offer_environments, offer_tasks
+from laurel.cli.json_output import JsonOption
 from laurel.cli.options import (
     BatchTokensOption,
     DeviceOption,
@@ -15,6 +17,21 @@ from laurel.cli.options import (
     PrecisionOption,
     ThreadsOption,
 )
+
+EnvironmentOption = Annotated[
+    str,
+    typer.Option(
+        "--environment", "-e", autocompletion=offer_environments,
+        help="Who judges; default: as the data says.",
+    ),
+]  # fmt: skip
+TasksOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", autocompletion=offer_tasks,
+        help="Tasks, such as GSM8K, HumanEval or MBPP.",
+    ),
+]  # fmt: skip
 
 RewardModelOption = Annotated[
     str,
@@ -44,7 +61,6 @@ OutputDirectoryOption = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="DIR", help="Write three JSON files into this."),
 ]
-AsJsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, no table.")]
 CompareOption = Annotated[
     tuple[Path, Path] | None,
     typer.Option(
@@ -167,7 +183,7 @@ class ScoringOptions:
     settings: SettingsOption = None
     api_key_env: ApiKeyEnvOption = None
     output: OutputDirectoryOption = None
-    as_json: AsJsonOption = False
+    as_json: JsonOption = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from laurel import __version__
 from laurel.cli.assemble_grpo import check_early, playable
+from laurel.cli.json_output import write_json
 from laurel.cli.output_file import check_output, replace_file
 from laurel.cli.places import open_places, plan_places
 from laurel.cli.task_setup import check_answers, environments_of, need_answers
@@ -22,7 +23,8 @@ from laurel.data.tasks import TaskData, load_tasks
 from laurel.environments.registry import environment_names
 from laurel.errors import ConfigError
 from laurel.evaluation.policy import pass_figures, reward_figures
-from laurel.observe.console import make_console, print_metrics
+from laurel.observe.console import make_console, message_console, print_metrics
+from laurel.observe.json_text import json_text
 from laurel.observe.progress import TrainingProgress
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: EvalOptions) 
     defaults = [] if path is not None else [f"policy.max_total_sequence_length={_room(options)}"]
     changes = [*_ALWAYS, *defaults, *overrides, *_changes(options, path)]
     loaded = load_config(GRPORun, path, changes)
-    console = make_console(stderr=True)
+    console = message_console()
     for warning in loaded.warnings:
         console.print(f"warning: {warning}")
     started = time.monotonic()
@@ -237,15 +239,14 @@ def _show(
     from laurel.algorithms.policy_validation import completion_rows
     from laurel.observe.completions import write_completions
 
-    text = json.dumps(result, indent=2) + "\n"
     if options.output is not None:
         with replace_file(options.output) as file:
-            file.write(text)
+            file.write(json_text(result) + "\n")
         console.print(f"written to {options.output}")
     if options.samples is not None:
         write_completions(options.samples, completion_rows(groups, step=0))
         console.print(f"samples {options.samples}")
     if options.as_json:
-        print(text, end="")
+        write_json(result)
     else:
         print_metrics(make_console(), "Evaluation", result["figures"])

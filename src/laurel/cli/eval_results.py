@@ -76,10 +76,6 @@ class Evaluation:
             **self.details,
         }
 
-    def as_json(self) -> str:
-        """The report as text."""
-        return json.dumps(self.report(), indent=2, allow_nan=False)
-
     def _entry(self, figure: Figure) -> dict[str, Any]:
         return {
             "name": figure.name,

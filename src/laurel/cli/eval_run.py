@@ -13,6 +13,7 @@ from laurel.cli.eval_request import Request
 from laurel.cli.eval_results import Evaluation, check_directory, write_results
 from laurel.cli.eval_scoring import OpenScorer, check_model, open_scorer
 from laurel.cli.eval_tables import print_compatibility, print_evaluation, print_matrix
+from laurel.cli.json_output import write_json
 from laurel.config.benchmarks import BenchmarkName
 from laurel.data.benchmark_rows import BenchmarkRow
 from laurel.errors import ConfigError
@@ -24,7 +25,7 @@ from laurel.evaluation.benchmarks import (
     unscored_pairs,
 )
 from laurel.evaluation.measured import Measured
-from laurel.observe.console import make_console, visible
+from laurel.observe.console import make_console, message_console, visible
 from laurel.types import Score
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ def run_benchmark(name: BenchmarkName, request: Request) -> int:
     Raises:
         UserError: A model, a row, a file or a setting that cannot be used.
     """
-    console = make_console(stderr=True)
+    console = message_console()
     evaluation = evaluated(name, request, console)
     if request.as_json:
-        print(evaluation.as_json())
+        write_json(evaluation.report())
     else:
         show_evaluation(evaluation)
     say_failures(evaluation, console)

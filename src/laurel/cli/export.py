@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Literal
 from rich.text import Text
 
 from laurel.cli.hub import HubApi, check_hub, connect, push
+from laurel.cli.json_output import write_json
 from laurel.cli.scorer_settings import in_terms_of_options, policy_of_settings
 from laurel.cli.whole_directory import check_target, whole_directory
 from laurel.config.schema import ClusterConfig
 from laurel.errors import CheckpointError, ConfigError
-from laurel.observe.console import make_console, visible
+from laurel.observe.console import message_console, visible
 from laurel.rewards.load import (
     ModelPlace,
     Say,
@@ -56,6 +57,7 @@ class ExportOptions:
     cpu_threads: int | None = None
     settings: Sequence[str] = field(default_factory=tuple)
     """What `--set` says."""
+    as_json: bool = False
 
 
 def run_export(
@@ -74,7 +76,7 @@ def run_export(
         UserError: A model, a directory, a setting or a login that cannot be used; or a directory
             that would give other scores.
     """
-    messages = messages or make_console(stderr=True)
+    messages = messages or message_console()
 
     def say(text: str) -> None:
         messages.print(Text("\n".join(map(visible, text.split("\n")))), soft_wrap=True)
@@ -100,6 +102,8 @@ def run_export(
         with messages.status(f"bringing it to {options.push_to_hub}"):
             push(hub, options.push_to_hub, target, private=options.private)
         say(f"pushed  to {options.push_to_hub}")
+    if options.as_json:
+        write_json({"model": place.name, "output": options.output, "hub": options.push_to_hub})
 
 
 def _find(options: ExportOptions) -> ModelPlace:

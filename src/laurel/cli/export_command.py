@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from laurel.cli.json_output import JsonOption
 from laurel.cli.options import (
     DeviceOption,
     MaxLengthOption,
@@ -52,10 +53,12 @@ def export(
     device: DeviceOption = "auto",
     cpu_threads: ThreadsOption = None,
     settings: SettingsOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Write a model as a Hugging Face directory that needs nothing of Laurel, and test it.
+    """Write a model as a plain Hugging Face directory, and test it.
 
-    Reward models of OpenRLHF and LLaMA-Factory are understood, too.
+    What is written needs nothing of Laurel. Reward models of OpenRLHF and
+    LLaMA-Factory are understood, too.
 
     Example: laurel export --model results/rm --output exported --eval results/last
     """
@@ -65,6 +68,6 @@ def export(
         model=model, output=output, step=step, dtype=dtype, overwrite=overwrite,
         evaluations=evaluations or (), without_conversations=without_conversations,
         push_to_hub=push_to_hub, private=private, max_length=max_length, device=device,
-        cpu_threads=cpu_threads, settings=settings or (),
+        cpu_threads=cpu_threads, settings=settings or (), as_json=as_json,
     )  # fmt: skip
     run_export(options)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from laurel.cli.json_output import write_json
 from laurel.cli.output_file import check_output, replace_file
 from laurel.config.importing.sources import STDIN, TITLES, Request, Told, import_configuration
 from laurel.config.importing.text import said, to_text
@@ -43,7 +43,7 @@ def run_import(request: Request, *, output: Path | None, as_json: bool) -> None:
         with replace_file(output) as file:
             file.write(text)
     if as_json:
-        print(json.dumps(as_facts(told, output), indent=2, allow_nan=False))
+        write_json(as_facts(told, output))
         return
     lists = "".join(f"{line}\n" for line in as_lines(told, output))
     if output is None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rich.text import Text
 
+from laurel.cli.json_output import write_json
 from laurel.cli.local_scorer import say_on
 from laurel.cli.output_file import check_output, replace_file
+from laurel.cli.schemas import SCHEMAS
 from laurel.cli.starter import (
     DEFAULT_MODEL,
     DEFAULT_REWARD_MODEL,
@@ -26,11 +28,10 @@ from laurel.cli.starter import (
     starter,
 )
 from laurel.cli.starter_choices import ChosenData, ChosenModel, choose_data, choose_model
-from laurel.cli.train import SCHEMAS
 from laurel.config.load import load_config
 from laurel.config.tree import nearest
 from laurel.errors import ConfigError, UserError
-from laurel.observe.console import make_console, visible
+from laurel.observe.console import make_console, message_console, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,6 +54,7 @@ class InitOptions:
     reward_model: str | None = None
     output: Path | None = None
     force: bool = False
+    as_json: bool = False
 
 
 def run_init(
@@ -68,7 +70,7 @@ def run_init(
     Raises:
         UserError: An answer that cannot be used, or none where nobody can be asked.
     """
-    console = make_console(stderr=True)
+    console = message_console()
     say = say_on(console)
     if ask is None and sys.stdin.isatty():
         ask = _ask_on(console)
@@ -100,7 +102,14 @@ def run_init(
         say(f"note     {note}")
     if data.misfit:
         say(f"warning  the data does not fit: {data.misfit}")
-    _show_next(make_console(), output, task, model, data)
+    if options.as_json:
+        notes = [*model.notes, *data.notes, *_about_judge(answers)]
+        write_json(
+            {"output": output, "task": task_name, "model": model.name, "data": data.settings,
+             "device": machine.device, "notes": notes, "misfit": data.misfit or None}
+        )  # fmt: skip
+    else:
+        _show_next(make_console(), output, task, model, data)
 
 
 # ----------------------------------------------------------------------------------------- asking

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from laurel.cli.json_output import JsonOption
+
 
 def init(
     task: Annotated[
@@ -45,11 +47,13 @@ def init(
     force: Annotated[
         bool, typer.Option("--force", help="Write over a file that is there.")
     ] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Write a commented configuration to start from, after three questions: task, model, data.
+    """Write a commented configuration to start from.
 
-    On a terminal what no option says is asked; elsewhere it is an error. The machine is looked at,
-    and so is the data, as laurel data check does.
+    It asks three questions: task, model, data. On a terminal what no option says is asked;
+    elsewhere it is an error. The machine is looked at, and so is the data, as laurel data check
+    does.
 
     Example: laurel init --task rm --model Qwen/Qwen3-0.6B --data pairs.jsonl
     """  # fmt: skip
@@ -58,6 +62,6 @@ def init(
     run_init(
         InitOptions(
             task=task, model=model, data=data, reward_model=reward_model, output=output,
-            force=force,
+            force=force, as_json=as_json,
         )
     )  # fmt: skip

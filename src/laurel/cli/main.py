@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +16,9 @@ from laurel.cli.config_commands import config_app
 from laurel.cli.data_commands import data_app
 from laurel.cli.eval_commands import eval_app
 from laurel.cli.export_command import export
+from laurel.cli.global_options import QuietOption, VerboseOption, begin, complete_commands
 from laurel.cli.init_command import init
+from laurel.cli.json_output import JsonOption
 from laurel.cli.options import (
     AdminKeyOption,
     ApiKeyOption,
@@ -30,7 +32,10 @@ from laurel.cli.options import (
     SettingsOption,
     ThreadsOption,
 )
+from laurel.cli.report_command import report
+from laurel.cli.sandbox_command import sandbox_app
 from laurel.errors import LaurelError
+from laurel.observe.verbosity import verbosity
 
 app = typer.Typer(
     name="laurel",
@@ -39,6 +44,7 @@ app = typer.Typer(
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -50,44 +56,56 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def laurel(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    is_quiet: QuietOption = False,
+    is_verbose: VerboseOption = False,
 ) -> None:
     """Train reward models, prove how good they are, and use them."""
+    begin(context)
 
 
 @app.command("rm")
-def train_reward_model(config: ConfigOption = None, overrides: Overrides = None) -> None:
+def train_reward_model(
+    config: ConfigOption = None, overrides: Overrides = None, as_json: JsonOption = False
+) -> None:
     """Train a reward model from preferences.
 
     Example: laurel rm --config examples/configs/rm.yaml policy.model_name=Qwen/Qwen3-0.6B
     """
     from laurel.cli.train import run_training
 
-    run_training("rm", config, overrides or [])
+    run_training("rm", config, overrides or [], as_json=as_json)
 
 
 @app.command("sft")
-def fine_tune(config: ConfigOption = None, overrides: Overrides = None) -> None:
-    """Fine-tune a model on conversations: it learns what the assistant says.
+def fine_tune(
+    config: ConfigOption = None, overrides: Overrides = None, as_json: JsonOption = False
+) -> None:
+    """Fine-tune a model on what the assistant says in conversations.
 
     Example: laurel sft --config examples/configs/sft.yaml data.train_data_path=chats.jsonl
     """
     from laurel.cli.train import run_training
 
-    run_training("sft", config, overrides or [])
+    run_training("sft", config, overrides or [], as_json=as_json)
 
 
 @app.command("grpo")
-def train_policy(config: ConfigOption = None, overrides: Overrides = None) -> None:
-    """Train a policy against environments: math checkers, reward models, your own.
+def train_policy(
+    config: ConfigOption = None, overrides: Overrides = None, as_json: JsonOption = False
+) -> None:
+    """Train a policy against environments with GRPO.
+
+    Environments check mathematics, run programs, ask reward models, or are your own.
 
     Example: laurel grpo --config examples/configs/grpo_rm_1B.yaml grpo.max_num_steps=100
     """
     from laurel.cli.train import run_training
 
-    run_training("grpo", config, overrides or [])
+    run_training("grpo", config, overrides or [], as_json=as_json)
 
 
 @app.command("plan")
@@ -120,11 +138,12 @@ def plan(
         str | None,
         typer.Option(metavar="KEY=VALUE,...", help="The same of the reward model that judges."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say where everything of a run would go and what it would take; nothing is loaded or started.
+    """Say where everything of a run would go, and whether it fits.
 
-    The exit code is 2 where it does not fit; every misfit is told, with changes that mend it.
+    Nothing is loaded or started. The exit code is 2 where it does not fit; every misfit
+    is told, with changes that mend it.
 
     Example: laurel plan -c examples/configs/grpo_rm_1B.yaml --nodes 4 --gpus-per-node 8
     """
@@ -147,7 +166,7 @@ def score(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write JSON lines here.", metavar="FILE")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines, no table.")] = False,
+    as_json: JsonOption = False,
     max_length: MaxLengthOption = None,
     batch_tokens: BatchTokensOption = 8192,
     precision: PrecisionOption = "float32",
@@ -219,8 +238,12 @@ def serve(
     log_texts: Annotated[
         bool, typer.Option("--log-texts", help="Put what is asked into the access log.")
     ] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Serve a reward model over HTTP: to Laurel, vLLM's, SGLang's, OpenRLHF's and slime's clients.
+    """Serve a reward model over HTTP.
+
+    Clients of Laurel, vLLM, SGLang, OpenRLHF and slime understand it. With --json one line of JSON
+    says where it is when it is ready.
 
     Example: laurel serve --model results/rm --replicas 2 --port 8000
     """
@@ -231,14 +254,14 @@ def serve(
         api_key_env=api_key_env, admin_key_env=admin_key_env, no_api_key=no_api_key,
         precision=precision, device=device, cpu_threads=cpu_threads, max_length=max_length,
         batch_tokens=batch_tokens, max_waiting=max_waiting, request_seconds=request_seconds,
-        drain_seconds=drain_seconds, access_log=access_log, log_texts=log_texts,
+        drain_seconds=drain_seconds, access_log=access_log, log_texts=log_texts, as_json=as_json,
     )  # fmt: skip
     run_serve(options)
 
 
 @app.command("doctor")
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what this machine has and what Laurel will use."""
     from laurel.cli.doctor import run_doctor
@@ -252,76 +275,24 @@ def demo(
         Path, typer.Option("--directory", "-d", help="Where everything goes.")
     ] = Path("demo"),
     seed: Annotated[int, typer.Option(min=0, help="Of the data, the model and the draws.")] = 0,
+    as_json: JsonOption = False,
 ) -> None:
-    """Make data, a model and a reward model, and learn from it with GRPO: offline, minutes."""
+    """Try it all on data made here: offline, in minutes.
+
+    Makes data and a model, fine-tunes it, trains a reward model, and learns from that with GRPO.
+    """
     from laurel.cli.demo import run_demo
 
-    run_demo(directory, seed=seed)
+    run_demo(directory, seed=seed, as_json=as_json)
 
 
-@app.command("report")
-def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Directories that runs logged to.")
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE")
-    ] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Its heading.")] = "Laurel report",
-    is_followed: Annotated[
-        bool, typer.Option("--follow", help="Write no file: serve the page while the run goes on.")
-    ] = False,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of --follow, on loopback; 0: any that is free.")
-    ] = 0,
-) -> None:
-    """Write one HTML page about runs: what to look at first, curves, samples, configuration.
-
-    Example: laurel report logs/exp_001 logs/exp_002 --output report.html
-    """
-    if is_followed:
-        from laurel.observe.reporting.live import follow
-
-        follow(runs, title=title, port=port, say=partial(print, flush=True))
-        return
-    from laurel.observe.report import write_report
-
-    write_report(output, runs, title=title)
-    print(output)
-
-
-sandbox_app = typer.Typer(
-    help="Where programs that a model wrote are run.", no_args_is_help=True, rich_markup_mode=None
-)
+app.command("report")(report)
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(config_app, name="config")
 app.add_typer(eval_app, name="eval")
 app.add_typer(data_app, name="data")
 
-
-@sandbox_app.callback()
-def sandbox() -> None:
-    """Where programs that a model wrote are run."""
-
-
-@sandbox_app.command("check")
-def check_sandbox(
-    without: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LAYER", help="Try without namespaces, landlock or seccomp. May be repeated."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Lock hostile programs in and say what holds on this machine, what is lost, and the remedy.
-
-    The exit code is 1 where a run would be refused unless it is told to accept less.
-    """
-    from laurel.cli.sandbox_check import run_check
-
-    if not run_check(without=frozenset(without or ()), as_json=as_json):
-        raise typer.Exit(1)
+complete_commands(app)
 
 
 def main() -> None:
@@ -332,6 +303,8 @@ def main() -> None:
     try:
         app()
     except LaurelError as error:
+        if verbosity() == "verbose":
+            traceback.print_exc()
         _complain(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

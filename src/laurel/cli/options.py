@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from laurel.cli.completion import offer_overrides
+
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="YAML file; without it, the defaults.", metavar="FILE"),
@@ -14,7 +16,8 @@ ConfigOption = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
+        autocompletion=offer_overrides,
         help="Changes to the configuration: a.b=c sets, +a.b=c adds, ++a.b=c either, ~a.b deletes.",
     ),
 ]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from laurel.cli.json_output import write_json
 from laurel.cli.plan_report import as_facts, as_text
-from laurel.cli.train import SCHEMAS, Kind
+from laurel.cli.schemas import SCHEMAS, Kind, kind_of
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
 from laurel.config.schema import PolicyConfig
 from laurel.config.scorers import ScorerSource
-from laurel.config.source import read_file
 from laurel.distributed.claims import Run, uses_reward_model
 from laurel.distributed.fitting import fit
 from laurel.distributed.memory import Shapes
@@ -52,22 +51,10 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
     shapes, notes = shapes_of(config, options)
     fitted = fit(config, shapes, device_memory=device_memory)
     if options.as_json:
-        facts = as_facts(fitted, shapes, notes, device_memory=device_memory)
-        json.dump(facts, sys.stdout, indent=1)
-        print()
+        write_json(as_facts(fitted, shapes, notes, device_memory=device_memory))
     else:
         print(as_text(config, fitted, shapes, notes, device_memory=device_memory))
     return fitted.fits
-
-
-def kind_of(path: Path | None) -> Kind:
-    """The command that a file is for, by its sections."""
-    sections = read_file(path).value if path is not None else {}
-    kinds: tuple[Kind, ...] = ("grpo", "sft")
-    for kind in kinds:
-        if isinstance(sections, dict) and kind in sections:
-            return kind
-    return "rm"
 
 
 # ------------------------------------------------------------------------------------------ shapes

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 from rich.text import Text
 
+from laurel.cli.json_output import write_json
 from laurel.environments.sandbox.detection import Detection, detect
 from laurel.environments.sandbox.group_trial import chosen_place, group_words
 from laurel.environments.sandbox.tiers import LAYERS, Tier
@@ -37,9 +35,7 @@ def run_check(*, without: frozenset[str], as_json: bool) -> bool:
     group = group_words(place, reason)
     accepted = found.tier is not None and found.tier.is_at_least(Tier.NO_LANDLOCK)
     if as_json:
-        sys.stdout.write(
-            json.dumps(as_facts(found) | {_GROUP: group, "accepted": accepted}, indent=2) + "\n"
-        )
+        write_json(as_facts(found) | {_GROUP: group, "accepted": accepted})
         return accepted
     console = make_console()
     for line in lines(found, group):

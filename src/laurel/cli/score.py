@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,10 +23,12 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from laurel.cli.json_output import json_stream
 from laurel.cli.local_scorer import check_named, find_local, open_local, say_on
 from laurel.cli.output_file import check_output, replace_file
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
-from laurel.observe.console import make_console, print_scores
+from laurel.observe.console import make_console, message_console, print_scores
+from laurel.observe.json_text import json_text
 from laurel.rewards.load import Say, ScorerOptions
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def run_score(
     Raises:
         UserError: A row, a model, a file or a setting that cannot be used.
     """
-    messages = make_console(stderr=True)
+    messages = message_console()
 
     say = say_on(messages)
     check_named(model)
@@ -90,7 +91,7 @@ def run_score(
     tally = Tally(max_length=rules.max_length)
     with ExitStack() as stack:
         write = _writer(stack, output, as_json=as_json, has_attributes=bool(rules.attributes))
-        shares_screen = (as_json or output is None) and sys.stdout.isatty()
+        shares_screen = (as_json or output is None) and json_stream().isatty()
         progress = ScoringProgress(messages, num_rows, shares_screen=shares_screen)
         stack.enter_context(progress)
         for scored in _scored(rows, scorer, progress):
@@ -149,14 +150,13 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attribu
     if output is not None:
         streams.append(stack.enter_context(replace_file(output)))
     if as_json:
-        streams.append(sys.stdout)
+        streams.append(json_stream())
     if not streams:
         return _table_writer(make_console())
 
     def write_lines(scored: Scored) -> None:
         lines = "".join(
-            json.dumps(json_line(row, scores, has_attributes=has_attributes), allow_nan=False)
-            + "\n"
+            json_text(json_line(row, scores, has_attributes=has_attributes), indent=None) + "\n"
             for row, scores in scored
         )
         for stream in streams:
@@ -272,7 +272,7 @@ class ScoringProgress:
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
-            disable=not (console.is_terminal and console.file.isatty()),
+            disable=not (console.is_interactive and console.file.isatty()),
         )
         self._task = self._progress.add_task("scoring", total=num_rows)
         self._is_wanted = num_rows is not None and num_rows > CHUNK

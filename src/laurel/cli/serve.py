@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from laurel.cli.json_output import write_json
 from laurel.cli.scorer_settings import in_terms_of_options
 from laurel.errors import ConfigError, MissingDependencyError, ModelError
+from laurel.observe.verbosity import verbosity
 from laurel.rewards.load import Precision, reworded
 from laurel.rewards.server.access_log import AccessLog
 from laurel.rewards.server.keys import is_loopback
@@ -54,6 +56,7 @@ class ServeOptions:
     drain_seconds: float
     access_log: str
     log_texts: bool
+    as_json: bool = False
 
     def settings(self) -> ModelSettings:
         """Of the model."""
@@ -72,6 +75,8 @@ class Key:
     source: str
     header: str = ""
     """How a shell writes it, for curl."""
+    place: dict[str, str] | None = None
+    """Where a program finds it: `{"variable": NAME}` or `{"file": PATH}`."""
 
 
 def run_serve(options: ServeOptions) -> None:
@@ -112,19 +117,32 @@ def run_serve(options: ServeOptions) -> None:
     )
     app = _app(service, options, key, admin_key, access_log)
     url = f"http://{_in_url(options.host)}:{port}"
-    say(f"serving {options.model or 'trivial scores (--null)'} on {url}; it is being loaded")
+    _chat(f"serving {options.model or 'trivial scores (--null)'} on {url}; it is being loaded")
+
+    def greet(served: ServedModel) -> None:
+        _greet(served, url, key, admin_key)
+        if options.as_json:
+            ready = {"url": url, "model": served.name, "version": served.version, "key": key.place}
+            write_json(ready, indent=None)
+
     run = ServerRun(app, service, listener, drain_seconds=options.drain_seconds)
     try:
         with reworded(in_terms_of_options):
-            run.run(open_model, on_ready=lambda served: _greet(served, url, key, admin_key))
+            run.run(open_model, on_ready=greet)
     finally:
         if access_log is not None:
             access_log.close()
     if run.left_some:
         say(f"ended; after {options.drain_seconds:g} s some requests were left without an answer")
     else:
-        say("ended; everything that was accepted was answered")
+        _chat("ended; everything that was accepted was answered")
     gc.freeze()  # all is done: looking through what is left for garbage would take a second
+
+
+def _chat(text: str) -> None:
+    """Say what nobody misses under `laurel --quiet`."""
+    if verbosity() != "quiet":
+        say(text)
 
 
 def say(text: str) -> None:
@@ -187,7 +205,12 @@ def _key_of_environment(default: str, chosen: str | None, *, option: str) -> Key
             f"the key in {name} has to have at least {_SHORTEST_KEY} letters of ASCII, without "
             "blanks. `openssl rand -hex 32` makes one"
         )
-    return Key(value=value, source=f"that of the variable {name}", header=f"${name}")
+    return Key(
+        value=value,
+        source=f"that of the variable {name}",
+        header=f"${name}",
+        place={"variable": name},
+    )
 
 
 def _key_of_file(port: int) -> Key:
@@ -209,7 +232,7 @@ def _key_of_file(port: int) -> Key:
             f"the API key cannot be kept in {path} ({error.strerror}); put one into the variable "
             f"{DEFAULT_KEY_ENV}"
         ) from error
-    return Key(value=value, source=f"in {path}", header=f"$(cat {path})")
+    return Key(value=value, source=f"in {path}", header=f"$(cat {path})", place={"file": str(path)})
 
 
 def _kept_key(path: Path) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from laurel.cli.train import SCHEMAS
+from laurel.cli.schemas import SCHEMAS
 from laurel.config.load import load_config, to_yaml
 from laurel.config.section import Section
 from laurel.data.known_formats import Trainer

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
-from laurel.cli.assemble import train_reward_model
-from laurel.cli.assemble_grpo import train_policy
-from laurel.cli.assemble_sft import fine_tune
-from laurel.config.grpo_training import GRPORun
+from laurel.cli.json_output import write_json
+from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.config.load import load_config
-from laurel.config.reward_training import RewardTrainingRun
-from laurel.config.section import Section
-from laurel.config.sft_training import SFTRun
-from laurel.observe.console import make_console, print_metrics
+from laurel.observe.console import make_console, message_console, print_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.algorithms.training_loop import Outcome
 
-Kind = Literal["rm", "sft", "grpo"]
-
-SCHEMAS: dict[Kind, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "grpo": GRPORun}
-_TRAINERS: dict[Kind, Callable[..., Any]] = {
-    "rm": train_reward_model,
-    "sft": fine_tune,
-    "grpo": train_policy,
-}
 _USES = {
     "rm": "laurel score --model {} conversations.jsonl",
     "sft": "laurel grpo policy.model_name={} ...",
@@ -37,25 +25,67 @@ _USES = {
 }
 
 
-def run_training(kind: Kind, path: Path | None, overrides: Sequence[str]) -> None:
+def run_training(
+    kind: Kind, path: Path | None, overrides: Sequence[str], *, as_json: bool = False
+) -> None:
     """The command: a run that a signal or its time budget ended has saved what it did and exits
     with 0; Ctrl-C exits with 130.
+
+    Args:
+        kind: Which command.
+        path: The configuration file; None: the defaults.
+        overrides: Changes to it.
+        as_json: Write how it ended as JSON, too; see `json_output.stdout_for_json`.
     """
-    if trained(kind, path, overrides, make_console()).signal == "SIGINT":
+    console = message_console(stderr=False)
+    last = console if as_json else make_console()
+    outcome = trained(kind, path, overrides, console, last=last)
+    if as_json:
+        write_json(asdict(outcome))
+    if outcome.signal == "SIGINT":
         sys.exit(130)
 
 
-def trained(kind: Kind, path: Path | None, overrides: Sequence[str], console: Console) -> Outcome:
+def trained(
+    kind: Kind,
+    path: Path | None,
+    overrides: Sequence[str],
+    console: Console,
+    *,
+    last: Console | None = None,
+) -> Outcome:
     """Train, and say how it ended and where everything lies.
+
+    Args:
+        kind: Which command.
+        path: The configuration file; None: the defaults.
+        overrides: Changes to it.
+        console: Told how it goes.
+        last: Told how it ended; None: the same.
 
     Raises:
         UserError: Something that cannot be used.
         TrainingError: The run went wrong.
     """
     loaded = load_config(SCHEMAS[kind], path, overrides)
-    outcome: Outcome = _TRAINERS[kind](loaded.config, console=console, warnings=loaded.warnings)
-    conclude(outcome, console, use=_USES[kind])
+    outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
+    conclude(outcome, last or console, use=_USES[kind])
     return outcome
+
+
+def _trainer(kind: Kind) -> Callable[..., Outcome]:
+    """What runs it; its import takes a while, so the configuration is checked before."""
+    if kind == "rm":
+        from laurel.cli.assemble import train_reward_model
+
+        return train_reward_model
+    if kind == "sft":
+        from laurel.cli.assemble_sft import fine_tune
+
+        return fine_tune
+    from laurel.cli.assemble_grpo import train_policy
+
+    return train_policy
 
 
 def conclude(outcome: Outcome, console: Console, *, use: str) -> None:

@@ -110,7 +110,7 @@ def _read_bytes(path: Path, named_by: str) -> bytes:
         raise ConfigError(f"{named_by}{path} cannot be read: {error.strerror}") from error
     if not path.parent.is_dir():
         raise ConfigError(f"{named_by}{path} does not exist: there is no directory {path.parent}")
-    there = {p.stem: p.name for p in sorted(path.parent.iterdir()) if p.suffix in (".yaml", ".yml")}
+    there = {p.stem: p.name for p in sorted(path.parent.glob("[!.]*.y*ml"))}
     near = difflib.get_close_matches(path.stem, there, n=3) or list(there)[:8]
     names = ", ".join(there[stem] for stem in near)
     hint = f"there are: {names}" if names else "its directory holds no YAML file"

@@ -15,7 +15,6 @@ This file moves bytes and knows nothing of models; it does not import torch.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -52,6 +51,7 @@ from laurel.models.manifest import (
     write_manifest,
 )
 from laurel.models.save_under_way import SaveUnderWay, Written
+from laurel.observe.json_text import json_text
 
 __all__ = [
     "CheckpointStore",
@@ -276,7 +276,7 @@ class CheckpointStore:
     def _finish(
         self, temporary: Path, *, step: int, metric: float | None, info: Mapping[str, Any]
     ) -> None:
-        text = json.dumps(_finite(info), indent=2, allow_nan=False)
+        text = json_text(info)
         (temporary / INFO_NAME).write_text(text + "\n", encoding="utf-8")
         self._on_phase("written")
         records = seal_files(temporary, on_file=lambda name: self._on_phase(f"file:{name}"))
@@ -377,14 +377,3 @@ def _make_directory(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for made in missing:
         sync_directory(made.parent)
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinities, for which JSON has no word, as None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -6,19 +6,22 @@ characters appear as escapes, so that no text can colour, clear or reorder the s
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from io import StringIO
-from typing import Literal
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from laurel.observe.verbosity import verbosity
 from laurel.types import Conversation, Preference, Score
 
 _PROMPT_LENGTH = 240
@@ -26,6 +29,7 @@ _ANSWER_LENGTH = 320
 _MESSAGES_SHOWN = 6
 _REORDERING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Marks that make a terminal show text in another order than it is written in."""
+_URGENT = re.compile(r"(warning|FAILED)\b")
 _VERDICT_STYLES = {"right": "green", "wrong": "red", "tie": "yellow", "unknown": "yellow"}
 
 
@@ -75,28 +79,67 @@ class PairRow:
         return "right" if self.better_score > self.worse_score else "wrong"
 
 
+class _Screen(Console):
+    """A console that keeps what moves, and the codes that move it, out of files and dumb terminals.
+
+    FORCE_COLOR makes any file a terminal to rich: it may have colours then, but no display.
+    """
+
+    def __init__(self, *, stderr: bool, is_quiet: bool) -> None:
+        # A notebook's kernel sets FORCE_COLOR, which would make a terminal of its stream.
+        stream = sys.stderr if stderr else sys.stdout
+        is_notebook = type(stream).__module__.startswith("ipykernel.")
+        super().__init__(
+            stderr=stderr, markup=False, emoji=False, highlight=False, force_jupyter=False,
+            force_terminal=False if is_notebook else None,
+        )  # fmt: skip
+        self._is_quiet = is_quiet
+        self.is_interactive = self.is_interactive and self.file.isatty() and not is_quiet
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if not self._is_quiet or (objects and _URGENT.match(str(objects[0]))):
+            super().print(*objects, **options)
+
+    def status(self, status: Any, **options: Any) -> Status:
+        if self.is_interactive:
+            return super().status(status, **options)
+        return Status(status, console=Console(file=io.StringIO(), force_terminal=False))
+
+
 def make_console(*, stderr: bool = False) -> Console:
-    """The console of a command: no markup, no highlighting; honours NO_COLOR.
+    """The console of a command's results: no markup, no highlighting; honours NO_COLOR.
 
     A character that the stream cannot encode is shown as its escape instead of ending the run. In a
     notebook it writes plain text, line by line, as into a file: what is saved with a notebook can
     then be compared, and nothing asks for widgets.
     """
+    return _screen(stderr=stderr, is_quiet=False)
+
+
+def message_console(*, stderr: bool = True) -> Console:
+    """The console of what is said beside the results; `laurel --quiet` leaves of it what is urgent.
+
+    Urgent are lines that begin with `warning` or `FAILED`, and what `print_urgent` prints.
+    """
+    return _screen(stderr=stderr, is_quiet=verbosity() == "quiet")
+
+
+def print_urgent(console: Console, text: str) -> None:
+    """Print a line, whatever stands in it, though the command is told to be quiet."""
+    Console.print(console, text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _screen(*, stderr: bool, is_quiet: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     reconfigure = getattr(stream, "reconfigure", None)  # a captured stream may not have it
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
-    # Its kernel sets FORCE_COLOR, which would make a terminal of it.
-    is_notebook = type(stream).__module__.startswith("ipykernel.")
-    return Console(
-        stderr=stderr, markup=False, emoji=False, highlight=False, force_jupyter=False,
-        force_terminal=False if is_notebook else None,
-    )  # fmt: skip
+    return _Screen(stderr=stderr, is_quiet=is_quiet)
 
 
 def silent_console() -> Console:
     """A console that nobody reads."""
-    return Console(file=StringIO(), force_jupyter=False, force_terminal=False)
+    return Console(file=io.StringIO(), force_jupyter=False, force_terminal=False)
 
 
 def print_metrics(console: Console, title: str, metrics: Mapping[str, float]) -> None:

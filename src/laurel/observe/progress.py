@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from laurel.observe.console import format_number, visible
+from laurel.observe.console import format_number, print_urgent, visible
 
 _SHOWN = {"loss": "loss", "reward": "reward", "accuracy": "accuracy", "lr": "lr",
           "grad_norm": "grad norm"}  # fmt: skip
@@ -132,11 +132,13 @@ class TrainingProgress:
             self._print_line(self._step_line())
             self._printed_step = step
 
-    def message(self, text: str) -> None:
-        """Print a line above the display."""
-        self._console.print(
-            "\n".join(map(visible, text.split("\n"))), markup=False, highlight=False, soft_wrap=True
-        )
+    def message(self, text: str, *, is_routine: bool = False) -> None:
+        """Print a line above the display; `laurel --quiet` leaves out what is routine."""
+        shown = "\n".join(map(visible, text.split("\n")))
+        if is_routine:
+            self._print(shown)
+        else:
+            print_urgent(self._console, shown)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, *, timed: bool = False) -> Iterator[Phase]:
@@ -181,6 +183,9 @@ class TrainingProgress:
 
     def _print_line(self, line: str) -> None:
         self._last_line = self._clock()
+        self._print(line)
+
+    def _print(self, line: str) -> None:
         # One line stays one line: a log file is searched, not looked at.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -234,6 +234,23 @@ def _sentence(record: RunRecord, name: str) -> str:
         mean = math.fsum(shares.values) / len(shares.values)
         said += f" {mean:.0%} of the time of judging was hidden behind drawing."
     return said
+
+
+def findings_of(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """What to look at first, of each run: `name`, `directory` and `findings`, for programs.
+
+    Args:
+        runs: Directories that runs logged to.
+
+    Raises:
+        DataError: A directory holds no run, or a file of it is broken.
+    """
+    records = [read_run(run) for run in runs]
+    found = _findings(records, side_by_side(records))
+    return [
+        {"name": name, "directory": run, "findings": [asdict(one) for one in of_run]}
+        for run, (name, of_run) in zip(runs, found, strict=True)
+    ]
 
 
 def _findings(

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 import tiny_tokenizers
 from laurel.cli.init import InitOptions, run_init
 from laurel.cli.main import app
+from laurel.cli.schemas import SCHEMAS
 from laurel.cli.starter import TASKS, Machine
-from laurel.cli.train import SCHEMAS
 from laurel.config.load import load_config
 from laurel.errors import ConfigError, UserError
 from model_directories import save_model

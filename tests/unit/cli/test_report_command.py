@@ -21,6 +21,14 @@ def test_report(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert done.stdout == f"{page}\n"
     assert "<h1>My runs</h1>" in page.read_text(encoding="utf-8")
+    said = json.loads(
+        CliRunner().invoke(app, ["report", str(run), "-o", str(page), "--json"]).stdout
+    )
+    assert said["page"] == str(page)
+    assert said["runs"][0]["directory"] == str(run)
+    assert all({"weight", "text"} == set(one) for one in said["runs"][0]["findings"])
+    refused = CliRunner().invoke(app, ["report", str(run), "--follow", "--json"])
+    assert refused.exit_code == 2
 
 
 def test_report_of_nothing(tmp_path: Path) -> None:

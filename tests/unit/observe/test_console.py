@@ -1,19 +1,24 @@
+import contextlib
 import io
 import math
+import os
 import re
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 
 from laurel.observe.console import (
     PairRow,
     conversation_text,
     format_number,
     make_console,
+    message_console,
     print_metrics,
     print_pairs,
     print_scores,
@@ -21,6 +26,8 @@ from laurel.observe.console import (
     silent_console,
     visible,
 )
+from laurel.observe.progress import TrainingProgress
+from laurel.observe.verbosity import set_verbosity
 from laurel.types import Conversation, Message, Preference, Score, group_of
 
 NASTY = "[bold]x[/bold] [/] \x1b[31mred\x07\r\n\u202egnidrawkcab\udc80 日本語 👩‍👩‍👧 \x9b2J"
@@ -273,3 +280,73 @@ def test_a_silent_console_says_nothing(
     monkeypatch.setenv("FORCE_COLOR", "1")
     silent_console().print("hello")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.fixture
+def _quiet() -> Iterator[None]:
+    set_verbosity("quiet")
+    yield
+    set_verbosity("normal")
+
+
+@pytest.mark.usefixtures("_quiet")
+def test_quiet_leaves_results_and_what_is_urgent(capsys: pytest.CaptureFixture[str]) -> None:
+    console = message_console()
+    with console.status("loading"):
+        console.print("model   a.b")
+        console.print(Text("warning: a key is ignored"))
+        console.print("FAILED  2 completions")
+        console.rule("1 of 6. Data")
+    with TrainingProgress(2, 0, console) as progress:
+        progress.step(1, {}, pairs=1, tokens=1)
+        progress.message("saved step_1", is_routine=True)
+        progress.message("step 1 not applied: NaN")
+    make_console().print("latest  step_1")
+    said = capsys.readouterr()
+    assert said.out == "latest  step_1\n"
+    assert said.err == (
+        "warning: a key is ignored\nFAILED  2 completions\nstep 1 not applied: NaN\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("term", "force", "is_moving"), [("xterm", "", True), ("dumb", "", False), ("xterm", "1", True)]
+)
+def test_a_spinner_on_a_terminal_that_can_show_it(
+    term: str, force: str, is_moving: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    if force:
+        monkeypatch.setenv("FORCE_COLOR", force)
+    else:
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        console = message_console()
+        with console.status("loading"):
+            pass
+        console.print("done")
+    shown = ""
+    with os.fdopen(master, "rb", buffering=0) as view, contextlib.suppress(OSError):
+        while chunk := view.read(1000):  # Linux ends it with an error
+            shown += chunk.decode(errors="replace")
+    assert ("\x1b[?25l" in shown) == is_moving
+    assert shown.replace("\r\n", "\n").endswith("done\n")
+    assert not re.search(r"\x1b\[3\d", shown)  # no colour
+    if not is_moving:
+        assert "\x1b" not in shown
+
+
+def test_colours_that_are_forced_into_a_file_move_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    console = message_console()
+    with console.status("loading") as status:
+        status.update("still loading")
+        console.print(Text("red", style="red"))
+    assert capsys.readouterr().err == "\x1b[31mred\x1b[0m\n"

@@ -1,0 +1,82 @@
+"""What every command has: `--quiet` and `--verbose`, which may stand anywhere; whole examples."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from laurel.observe.verbosity import Verbosity, set_verbosity
+
+_SAID = "laurel.verbosity"
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+
+
+def begin(context: typer.Context) -> None:
+    """Of a command line that is about to be carried out: as much is said as it asks for so far."""
+    set_verbosity(context.meta.get(_SAID, "normal"))
+
+
+def _says(wanted: Verbosity) -> Callable[[typer.Context, bool], bool]:
+    def callback(context: typer.Context, is_said: bool) -> bool:
+        if is_said and not context.resilient_parsing:
+            if context.meta.setdefault(_SAID, wanted) != wanted:
+                raise typer.BadParameter("--quiet and --verbose exclude each other")
+            set_verbosity(wanted)
+        return is_said
+
+    return callback
+
+
+def _options(*, is_hidden: bool) -> tuple[Any, Any]:
+    quiet = typer.Option(
+        "--quiet", "-q", callback=_says("quiet"), hidden=is_hidden,
+        help="Only errors, warnings and results. May stand anywhere.",
+    )  # fmt: skip
+    verbose = typer.Option(
+        "--verbose", "-v", callback=_says("verbose"), hidden=is_hidden,
+        help="Also debug messages, and where in the code an error is from. May stand anywhere.",
+    )  # fmt: skip
+    return Annotated[bool, quiet], Annotated[bool, verbose]
+
+
+QuietOption, VerboseOption = _options(is_hidden=False)
+
+
+def complete_commands(app: typer.Typer) -> None:
+    """Let every command of an app, and of the groups in it, take both options, too.
+
+    Examples in their help stay in one line, which can be copied.
+    """
+    for command in app.registered_commands:
+        assert command.callback is not None
+        text = inspect.getdoc(command.callback) or ""
+        command.help = re.sub(r"^Example: ", "\b\nExample:\n  ", text, flags=re.MULTILINE)
+        command.callback = _with_both(command.callback)
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        complete_commands(group.typer_instance)
+
+
+def _with_both(command: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(command, eval_str=True)
+    quiet, verbose = _options(is_hidden=True)
+    both = [
+        inspect.Parameter("is_quiet", _BY_NAME, default=False, annotation=quiet),
+        inspect.Parameter("is_verbose", _BY_NAME, default=False, annotation=verbose),
+    ]
+
+    @functools.wraps(command)
+    def called(**said: Any) -> Any:
+        for one in both:  # their callbacks have done what they are for
+            said.pop(one.name)
+        return command(**said)
+
+    parameters = [one.replace(kind=_BY_NAME) for one in signature.parameters.values()]
+    called.__signature__ = inspect.Signature([*parameters, *both])  # type: ignore[attr-defined]
+    called.__annotations__ = {one.name: one.annotation for one in (*parameters, *both)}
+    return called

@@ -1,0 +1,120 @@
+"""What a Tab offers: asked as the shells ask it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from laurel.cli.completion import overrides
+from laurel.cli.main import app
+from laurel.cli.schemas import SCHEMAS
+
+ROOT = Path(__file__).parents[3]
+
+
+def offered(*words: str) -> list[str]:
+    """By bash, which has cut the line into words; the last one is being written."""
+    asked = {
+        "_LAUREL_COMPLETE": "complete_bash",
+        "COMP_WORDS": "\n".join(["laurel", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    done = CliRunner().invoke(app, [], env=asked, prog_name="laurel")
+    return done.stdout.split("\n")[:-1]
+
+
+def test_commands_and_choices() -> None:
+    assert offered("sc") == ["score"]
+    assert {"reward-bench", "rm-bench", "pairs"} <= {*offered("eval", "")}
+    assert offered("config", "--for", "g") == ["grpo"]
+    assert offered("score", "--device", "") == ["auto", "cpu", "cuda"]
+    assert offered("sandbox", "check", "--without", "land") == ["landlock"]
+
+
+def test_names_of_data_sets_and_environments() -> None:
+    assert offered("eval", "policy", "--dataset", "Hum") == ["HumanEval"]
+    assert "BinaryPreferenceDataset" in offered("eval", "pairs", "--dataset", "")
+    assert offered("eval", "policy", "-e", "co") == ["code"]
+
+
+def test_files_are_left_to_the_shell() -> None:
+    assert offered("rm", "--config", "exa") == [""]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("rm", "policy.prec"), ["policy.precision=float32", "policy.precision=bfloat16"]),
+        (("rm", "policy.precision", "=", "b"), ["bfloat16"]),  # as bash cuts it
+        (("rm", "policy.precision", "="), ["float32", "bfloat16"]),
+        (("rm", "policy.precision=b"), ["policy.precision=bfloat16"]),  # as zsh and fish do
+        (("sft", "~policy.prec"), ["~policy.precision"]),
+        (("rm", "policy.nothing"), [""]),
+        (("rm", "nothing.nothing."), [""]),
+        (("rm", "policy.precision.deeper"), [""]),
+    ],
+)
+def test_keys_of_the_configuration(words: tuple[str, ...], expected: list[str]) -> None:
+    assert offered(*words) == expected
+
+
+def test_a_section_comes_with_what_is_in_it() -> None:
+    found = offered("grpo", "los")
+    assert "loss_fn.ratio_clip_min=" in found
+    assert all(one.startswith("loss_fn.") for one in found)
+    assert len({one.removeprefix("loss_fn.")[0] for one in found}) > 1  # bash stops at the dot
+
+
+def test_beside_a_free_key_stands_its_default() -> None:
+    steps = SCHEMAS["grpo"].model_validate({}).grpo.max_num_steps  # type: ignore[attr-defined]
+    expected = ["grpo.max_num_steps=", f"grpo.max_num_steps={steps}"]
+    assert offered("grpo", "grpo.max_num_st") == expected
+
+
+def test_the_schema_is_that_of_the_command_the_option_or_the_file() -> None:
+    assert offered("rm", "grpo.") == [""]
+    assert offered("config", "--for", "grpo", "gr")[0].startswith("grpo.")
+    file = str(ROOT / "examples" / "configs" / "grpo_math_1B.yaml")
+    assert offered("plan", "--config", file, "gr")[0].startswith("grpo.")
+    assert offered("plan", "--config", "not-there.yaml", "rm.s")[0].startswith("rm.s")
+
+
+def test_every_key_is_offered_with_a_word_about_it() -> None:
+    for schema in SCHEMAS.values():
+        sections = [value for value, _ in overrides(schema, "")]
+        assert sections == [f"{name}." for name in schema.model_fields]
+        for section in sections:
+            assert all(about for _, about in overrides(schema, section))
+
+
+def test_a_tab_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from laurel.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = ('torch', 'transformers', 'datasets', 'pandas', 'ray', 'omegaconf')\n"
+        "print([name for name in heavy if name in sys.modules])\n"
+    )
+    asked = {"_LAUREL_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "laurel grpo grpo.max_num"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv = ['laurel']\n" + program],
+        env={**os.environ, **asked}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "grpo.max_num_steps=" in done.stdout, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_each_shell(shell: str, tmp_path: Path) -> None:
+    detection = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
+    program = "import sys; sys.argv[0] = 'laurel'; from laurel.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--show-completion", shell],
+        env={**os.environ, **detection}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert f"_LAUREL_COMPLETE=complete_{shell}" in done.stdout, done.stderr

@@ -1,0 +1,119 @@
+"""`--quiet` and `--verbose`, before and after the command."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from laurel.cli.global_options import QuietOption, VerboseOption, begin, complete_commands
+from laurel.cli.main import app as laurel
+from laurel.cli.main import main
+from laurel.observe.verbosity import set_verbosity, verbosity
+
+
+@pytest.fixture(autouse=True)
+def _normal() -> Iterator[None]:
+    yield
+    set_verbosity("normal")
+
+
+@pytest.fixture(scope="module")
+def app() -> typer.Typer:
+    made = typer.Typer(rich_markup_mode=None)
+    inner = typer.Typer()
+    made.add_typer(inner, name="inner")
+
+    @made.callback()
+    def root(
+        context: typer.Context, is_quiet: QuietOption = False, is_verbose: VerboseOption = False
+    ) -> None:
+        begin(context)
+
+    @inner.command("show")
+    def show(word: str = "-") -> None:
+        """Show it.
+
+        Example: a line that is longer than eighty letters, which is shown as it stands --word long
+        """
+        print(verbosity(), word)
+        logging.getLogger("laurel.test").debug("a detail")
+
+    @inner.command("other")
+    def other() -> None:
+        pass
+
+    complete_commands(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["inner", "show"], "normal -"),
+        (["-q", "inner", "show"], "quiet -"),
+        (["inner", "show", "--quiet", "--word", "x"], "quiet x"),
+        (["-v", "inner", "show"], "verbose -"),
+        (["inner", "show", "-v"], "verbose -"),
+        (["-v", "inner", "show", "-v"], "verbose -"),
+    ],
+)
+def test_they_may_stand_anywhere(app: typer.Typer, arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert done.stdout == f"{said}\n"
+    assert ("DEBUG laurel.test: a detail" in done.stderr) == said.startswith("verbose")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-q", "-v", "inner", "show"], ["-q", "inner", "show", "-v"]]
+)
+def test_one_excludes_the_other(app: typer.Typer, arguments: list[str]) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert "exclude each other" in done.stderr
+
+
+def test_one_command_line_does_not_decide_for_the_next(app: typer.Typer) -> None:
+    CliRunner().invoke(app, ["-q", "inner", "show"])
+    assert CliRunner().invoke(app, ["inner", "show"]).stdout == "normal -\n"
+
+
+def test_an_example_is_one_line_of_the_help(app: typer.Typer) -> None:
+    shown = CliRunner().invoke(app, ["inner", "show", "--help"], terminal_width=80).output
+    example = "a line that is longer than eighty letters, which is shown as it stands --word long"
+    assert f"  Example:\n    {example}\n" in shown
+    assert "--quiet" not in shown
+
+
+@pytest.mark.parametrize(("option", "is_traced"), [("-v", True), ("-q", False)])
+def test_verbose_shows_where_an_error_is_from(
+    option: str,
+    is_traced: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["laurel", option, "config", "policy.modl_name=x"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr()
+    assert end.value.code == 2
+    assert said.out == ""
+    assert "did you mean 'model_name'?" in said.err.splitlines()[-1]
+    assert ("Traceback" in said.err) == is_traced
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["scroe"], "'score'"),
+        (["eval", "rewardbench"], "'reward-bench'"),
+        (["score", "--modle"], "--model"),
+    ],
+)
+def test_what_is_misspelt_is_answered_with_what_was_meant(arguments: list[str], meant: str) -> None:
+    done = CliRunner().invoke(laurel, arguments)
+    assert done.exit_code == 2
+    assert meant in done.stderr
