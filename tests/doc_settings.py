@@ -24,9 +24,9 @@ RUNS: dict[str, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "grpo"
 
 
 def check_settings(block: Block) -> None:
-    """A block of YAML parses; where its keys are ours, a schema takes it."""
+    """A block of YAML parses; a schema takes it, unless it is a file, which a command reads."""
     for document in yaml.safe_load_all(block.text):
-        if isinstance(document, dict) and "apiVersion" not in document:
+        if block.kind == "run" and isinstance(document, dict):
             wrong = problems(document)
             assert not wrong, f"{block.place}: {wrong}"
 
@@ -107,11 +107,16 @@ def wrong_options(arguments: list[str]) -> str | None:
         known |= {name for option in command.params for name in option.opts}
         known |= {name for option in command.params for name in option.secondary_opts}
         below = getattr(command, "commands", {})
-        if not below or not rest or rest[0] not in below:
+        if not below or not rest:
             break
-        command = below[rest.pop(0)]
-    if below and not command.invoke_without_command and rest and not rest[0].startswith("-"):
-        return f"there is no command {rest[0]}"
+        if rest[0] in below:
+            command = below[rest.pop(0)]
+        elif "show" in below:  # what `laurel config` does unless told otherwise
+            command = below["show"]
+        elif rest[0].startswith("-"):
+            break
+        else:
+            return f"there is no command {rest[0]}"
     given = [word.split("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)]
     unknown = [word for word in given if word not in known]
     return f"{' '.join(arguments)}: no such option: {unknown}" if unknown else None
