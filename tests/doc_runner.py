@@ -53,7 +53,8 @@ def warm_server() -> Iterator[WarmServer]:
         program.chmod(0o755)
         process = subprocess.Popen(
             [sys.executable, SCRIPTS / "warm_server.py", server.socket],
-            env=_environment(Path(name), server), stdout=subprocess.PIPE, text=True,
+            env=_environment(Path(name), server),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
             assert process.stdout is not None
@@ -61,9 +62,7 @@ def warm_server() -> Iterator[WarmServer]:
             yield server
         finally:
             process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+            process.communicate()
 
 
 def _environment(folder: Path, server: WarmServer) -> dict[str, str]:

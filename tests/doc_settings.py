@@ -24,9 +24,9 @@ RUNS: dict[str, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "grpo"
 
 
 def check_settings(block: Block) -> None:
-    """A block of YAML parses; where its keys are ours, a schema takes it."""
+    """A block of YAML parses; a schema takes it, unless it is a file, which a command reads."""
     for document in yaml.safe_load_all(block.text):
-        if isinstance(document, dict) and "apiVersion" not in document:
+        if block.kind == "run" and isinstance(document, dict):
             wrong = problems(document)
             assert not wrong, f"{block.place}: {wrong}"
 
@@ -102,16 +102,21 @@ def wrong_options(arguments: list[str]) -> str | None:
     from laurel.cli.main import app
 
     command: Any = typer.main.get_command(app)
-    rest = list(arguments)
-    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
-        name = rest.pop(0)
-        if name not in command.commands:
-            return f"there is no command {name}"
-        command = command.commands[name]
-    if "show" in getattr(command, "commands", {}):  # `laurel config --for sft`
-        command = command.commands["show"]
-    known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
-    known.add("--help")
+    rest, known = list(arguments), {"--help"}
+    while True:
+        known |= {name for option in command.params for name in option.opts}
+        known |= {name for option in command.params for name in option.secondary_opts}
+        below = getattr(command, "commands", {})
+        if not below or not rest:
+            break
+        if rest[0] in below:
+            command = below[rest.pop(0)]
+        elif "show" in below:  # what `laurel config` does unless told otherwise
+            command = below["show"]
+        elif rest[0].startswith("-"):
+            break
+        else:
+            return f"there is no command {rest[0]}"
     given = [word.split("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)]
     unknown = [word for word in given if word not in known]
     return f"{' '.join(arguments)}: no such option: {unknown}" if unknown else None

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -33,10 +34,10 @@ def main() -> None:
         listener.listen()
         print("ready", flush=True)
         while True:
-            try:
-                connection, _ = listener.accept()
-            except KeyboardInterrupt:
+            ready, _, _ = select.select([listener, sys.stdin], [], [])
+            if listener not in ready:  # whoever started this one has ended, however it did
                 return
+            connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
                 watch(connection)
