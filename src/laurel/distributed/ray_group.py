@@ -129,7 +129,7 @@ class RayGroup(GroupCalls):
                 master_port=port,
                 listener=listener if rank == 0 else None,
             )
-            environment = place.environment() | ({"CUDA_VISIBLE_DEVICES": ""} if sees_all else {})
+            environment = place.environment() | _devices(reservation, rank)
             making[rank] = seat.build.remote(sent, place, environment)
         self._collect(making, "", None)
 
@@ -276,6 +276,16 @@ class _RayPending:
             self._error = error
             raise
         return self._results
+
+
+def _devices(reservation: Reservation, rank: int) -> dict[str, str]:
+    """What a process has to be told of the GPUs that are its own: Ray knows those of one slot."""
+    if not reservation.each.gpus:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if reservation.slots_each == 1:
+        return {}
+    assert reservation.devices is not None, "several slots a rank need whole GPUs"
+    return {"CUDA_VISIBLE_DEVICES": reservation.devices[rank]}
 
 
 def _state(seat: Any) -> str:

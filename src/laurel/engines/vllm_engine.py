@@ -37,8 +37,8 @@ from laurel.engines.requests import check_request
 from laurel.engines.vllm_processes import DIED, death_of, end, processes_of
 from laurel.engines.vllm_requests import as_generated, check_limits, sampling_arguments
 from laurel.engines.vllm_settings import (
-    EAGER_ENVIRONMENT,
     ENVIRONMENT,
+    cpu_environment,
     engine_arguments,
     environment,
     importing_vllm,
@@ -118,8 +118,11 @@ class VllmEngine:
                 known=self._vllm.argument_names,
             )
             self._has_sleep_mode = bool(arguments["enable_sleep_mode"])
-            is_eager = on_cpu and arguments["enforce_eager"]
-            with environment(EAGER_ENVIRONMENT if is_eager else {}):
+            num_workers = generation.vllm_cfg.num_devices
+            is_eager = bool(arguments["enforce_eager"])
+            added = cpu_environment(num_workers, is_eager=is_eager) if on_cpu else {}
+            self._has_stages = generation.vllm_cfg.pipeline_parallel_size > 1
+            with environment(added):
                 self._start(arguments)
 
     # ------------------------------------------------------------------------------- start and end
@@ -148,6 +151,8 @@ class VllmEngine:
         self._tokenizer = self._llm.get_tokenizer()
         self._vocab_size = self._llm.model_config.get_vocab_size()
         await self._ask("laurel_end_with", os.getpid())
+        if self._has_stages:
+            await self._ask("laurel_prepare_stage")
         self._reports_untruncated = all(await self._ask("laurel_report_untruncated_logprobs"))
         await self._prove(self._weight_version)
         self._gate.open()

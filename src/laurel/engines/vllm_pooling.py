@@ -27,8 +27,8 @@ from laurel.engines.lifeline import Lifeline
 from laurel.engines.vllm_processes import DIED, death_of, end, processes_of
 from laurel.engines.vllm_settings import (
     CPU_CACHE_BYTES,
-    EAGER_ENVIRONMENT,
     ENVIRONMENT,
+    cpu_environment,
     environment,
     importing_vllm,
 )
@@ -109,7 +109,9 @@ class VllmPooling:
                 **(_cpu_arguments() if on_cpu else {}),
             }
             pooler = {"seq_pooling_type": "LAST"} if reads_last else {}
-            with environment(EAGER_ENVIRONMENT if on_cpu else {}):
+            num_workers = options.tensor_parallel_size
+            added = cpu_environment(num_workers, is_eager=True) if on_cpu else {}
+            with environment(added):
                 self._start(arguments, {**pooler, "use_activation": False})
 
     # ------------------------------------------------------------------------------- start and end

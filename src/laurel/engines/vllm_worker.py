@@ -34,6 +34,16 @@ class LaurelWorker:
             )
             waiting.start()
 
+    def laurel_prepare_stage(self) -> None:
+        """Make the buffer that a later stage of a pipeline takes the work of earlier ones into.
+
+        vLLM makes it on its first pass of trial, which a model that runs eagerly on a CPU with a
+        cache of given size never has.
+        """
+        runner = self.model_runner
+        if hasattr(runner, "intermediate_tensors") and runner.intermediate_tensors is None:
+            runner.profile_run()
+
     def laurel_load_weights(self, paths: list[str]) -> list[str]:
         """Take the weights from files. Names the modules that were packed again."""
         self.reload_weights(weights_iterator=_tensors(paths))
