@@ -15,6 +15,7 @@
     `-- TrainingError (RuntimeError)  the run itself went wrong; exit code 1
         |-- NonFiniteError            loss or gradient were NaN or infinite too often
         |-- EngineError               a generator died, or draws from other weights than it should
+        |   `-- BroadcastError        weights did not all come from the learner's process
         |-- EnvironmentFailedError    an environment broke, or judged too few of its samples
         `-- WorkerError               a worker of a group failed; or died or is late: exit code 75
 
@@ -109,6 +110,10 @@ class NonFiniteError(TrainingError):
 
 class EngineError(TrainingError):
     """A generator that died, or that draws from other weights than it was given."""
+
+
+class BroadcastError(EngineError):
+    """A transfer of weights between processes that broke off: they can come another way."""
 
 
 class EnvironmentFailedError(TrainingError):

@@ -313,7 +313,7 @@ class GRPO(TrainingLoop):
             train["dynamic_sampling_num_without_signal"] = float(batch.num_without_signal)
         num_tokens = train.get("total_num_tokens", 0.0)
         num_completions = sum(len(group.rollouts_G) for group in groups)
-        logged = {f"train/{name}": value for name, value in train.items()}
+        logged = self.parts.transfer_figures() | {f"train/{k}": v for k, v in train.items()}
         with self.parts.source.measuring():
             logged |= environment_metrics(groups, self.parts.environments)
         logged |= {f"timing/train/{name}": value for name, value in timing.items()}

@@ -22,6 +22,7 @@ from laurel.algorithms.learner import (
     weights_of,
 )
 from laurel.algorithms.learner_worker import ModelFacts
+from laurel.engines.weight_routes import SentWeights
 from laurel.errors import CheckpointError, WorkerError
 from laurel.models.checkpoint import is_disk_error
 from laurel.models.parallel import ParallelShape
@@ -135,7 +136,10 @@ class LearnerGroup:
     def weights(self, version: int) -> Weights:
         """See `Learner`."""
         is_partly_frozen = self.facts.num_trained < self.facts.num_parameters
-        return weights_of(self, version, is_partly_frozen=is_partly_frozen)
+        found = weights_of(self, version, is_partly_frozen=is_partly_frozen)
+        return SentWeights(
+            version=version, tensors=found.tensors, changing=found.changing, sender=self.group
+        )
 
     def export(
         self,

@@ -23,7 +23,8 @@ from laurel.distributed.process import (
 )
 from laurel.distributed.rendezvous import Place, join, leave
 from laurel.engines.cpu_products import quick_products
-from laurel.errors import CheckpointError
+from laurel.engines.weight_broadcast import Meeting, WeightLink, send
+from laurel.errors import BroadcastError, CheckpointError
 from laurel.models.across_ranks import AcrossRanks
 from laurel.models.adapters import adapted_layers
 from laurel.models.checkpoint import is_disk_error
@@ -156,11 +157,11 @@ class LearnerWorker:
             tokenizer=self._facts.tokenizer,
             ranks=None if mesh is None else AcrossRanks(mesh),
         )
-        data_place = place.rank // shape.tp
-        if data_place:
+        if data_place := place.rank // shape.tp:
             # Other data, other dropout. The first place draws what a process alone would.
             seed_everything(seed + data_place)
         self._weights: Iterator[tuple[str, Tensor]] = iter(())
+        self._link = WeightLink(place)
 
     @property
     def learner(self) -> LocalLearner:
@@ -246,6 +247,41 @@ class LearnerWorker:
                 break
         return bucket
 
+    # ----------------------------------------------------------------- weights, straight to engines
+
+    def host(self) -> str:
+        """See `Place.host`."""
+        return self._link.host
+
+    def invite(self, address: str, size: int, patience: float) -> int:
+        """See `WeightLink.invite`; asked of the first rank alone."""
+        return self._link.invite(address, size, patience)
+
+    def send_weights(self, meeting: Meeting, changing_only: bool, num_bytes: int) -> str | None:
+        """Give weights to engines that call `EngineWorker.receive_weights` at the same time.
+
+        Every rank takes part, and the first sends.
+
+        Args:
+            meeting: See `WeightLink.group`.
+            changing_only: See `Learner.named_weights`.
+            num_bytes: Size of a bucket.
+
+        Returns:
+            Why they have not all gone; None: they have.
+        """
+        weights = self._learner.named_weights(changing_only=changing_only)
+        reason = None
+        if self._place.rank == 0:
+            try:
+                send(self._link.group(meeting), weights, max_bytes=num_bytes)
+            except BroadcastError as error:
+                self._link.close()
+                reason = str(error)
+        for _ in weights:  # the other ranks still gather them
+            pass
+        return reason
+
     # --------------------------------------------------------------------------------------- saving
 
     def export(
@@ -287,6 +323,7 @@ class LearnerWorker:
 
     def shutdown(self) -> None:
         """Leave the others."""
+        self._link.close()
         leave()
 
 

@@ -43,6 +43,11 @@ class PolicyParts:
         """That of the worst of them."""
         return max((self.noise_of(name) for name in self.environments), default=0.0)
 
+    def transfer_figures(self) -> dict[str, float]:
+        """What went wrong between learner and generator, where weights travel in several ways."""
+        number = getattr(self.generator, "num_weight_fallbacks", None)
+        return {} if number is None else {"performance/weight_transfer_fallbacks": float(number)}
+
     # ------------------------------------------------------------------------------------ at rest
 
     @contextmanager

@@ -12,7 +12,7 @@ from laurel.algorithms.selection import Selection, policy_goal, select_policy_by
 from laurel.algorithms.stopping import Deadline
 from laurel.cli.benchmark_setup import judge_benchmarks, judge_figures
 from laurel.cli.card_facts import facts_of_policy
-from laurel.cli.generators import StartingPoint, make_generator
+from laurel.cli.generators import StartingPoint, describe_generator, make_generator
 from laurel.cli.places import Places, open_places, plan_places
 from laurel.cli.policy_setup import (
     describe_policy,
@@ -203,7 +203,7 @@ def _describe_step(config: GRPORun, chat: ChatFormat, parts: PolicyParts, consol
     console.print(
         f"step    {config.grpo.num_prompts_per_step} prompts x "
         f"{config.grpo.num_generations_per_prompt} completions, judged by "
-        f"{', '.join(sorted(parts.environments))}; drawn by {type(parts.generator).__name__}"
+        f"{', '.join(sorted(parts.environments))}; drawn by {describe_generator(parts.generator)}"
     )
 
 

@@ -9,12 +9,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from laurel.cli.places import Places
 from laurel.config.grpo_training import GRPORun
 from laurel.config.schema import PolicyConfig
 from laurel.errors import ConfigError
+
+QUICKER = "it was quicker where the two were measured (docs/benchmarks.md)"
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from laurel.algorithms.learner import Learner
     from laurel.cli.trained_model import TrainedModel
     from laurel.engines.load_engine import EngineMaker
+    from laurel.engines.weight_routes import WeightTransfer
     from laurel.models.chat import ChatFormat
     from laurel.models.decoder import Path as ModelPath
     from laurel.protocols import Generator, WorkerGroup
@@ -131,6 +134,12 @@ def _replicas(
         ranks = range(number * each, (number + 1) * each)
         return places.group("generation", EngineWorker, make, ranks=ranks, slots_each=each)
 
+    transfer = transfer_of(
+        config.policy.generation.weight_transfer,
+        device=model.facts.device,
+        uses_vllm=uses_vllm,
+        take_turns=places.take_turns("generation"),
+    )
     with ExitStack() as stack:
         if uses_vllm:
             make = _vllm_maker(config, model, chat, starts_from, stack)
@@ -141,8 +150,46 @@ def _replicas(
             places.num_slots("generation") // each,
             current_weights=current,
             probe=probe_of(model.learner, model.facts.path),
+            transfer=transfer,
         )
     return replicas
+
+
+def describe_generator(generator: Generator) -> str:
+    """Who draws, and how weights come there where they have to."""
+    transfer = getattr(generator, "transfer", None)
+    way = "" if transfer is None else f", weights by {transfer.name} ({transfer.reason})"
+    return f"{type(generator).__name__}{way}"
+
+
+def transfer_of(
+    setting: Literal["auto", "object_store", "broadcast", "ipc"],
+    *,
+    device: str,
+    uses_vllm: bool,
+    take_turns: bool,
+) -> WeightTransfer:
+    """What `policy.generation.weight_transfer` means here.
+
+    Args:
+        setting: Its value.
+        device: Kind of device that the learner computes on.
+        uses_vllm: The engines are vLLM's, which takes weights from files in memory.
+        take_turns: Engines have the learner's own devices.
+    """
+    from laurel.engines.weight_routes import WeightTransfer
+
+    assert setting != "ipc", "places refuse it"
+    if setting == "object_store":
+        return WeightTransfer(name="object_store", reason="it is set")
+    why = "it is set" if setting == "broadcast" else QUICKER
+    if device == "cuda" and not uses_vllm and not take_turns:
+        return WeightTransfer(
+            name="broadcast",
+            device="cuda",
+            reason=f"{why}; NCCL, as engines have GPUs of their own",
+        )
+    return WeightTransfer(name="broadcast", reason=f"{why}; gloo")
 
 
 def _transformers_maker(

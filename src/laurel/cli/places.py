@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from laurel.config.grpo_training import GRPORun
 from laurel.distributed.claims import Run
 from laurel.distributed.launch import (
     backend_of,
@@ -199,6 +200,11 @@ def _refuse_unbuilt(config: Run, plan: Plan) -> None:
         raise ConfigError(
             f"{where}.context_parallel_size={parallel.context_parallel_size}: this version does "
             "not divide a sequence over ranks; set it to 1"
+        )
+    if isinstance(config, GRPORun) and config.policy.generation.weight_transfer == "ipc":
+        raise ConfigError(
+            "policy.generation.weight_transfer=ipc: this version has no transfer by CUDA IPC; set "
+            "it to auto, broadcast or object_store"
         )
     policy = plan.role("policy")
     if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:

@@ -128,6 +128,7 @@ class RayGroup(GroupCalls):
                 master_address=master,
                 master_port=port,
                 listener=listener if rank == 0 else None,
+                host=addresses[self._node_ids[rank]],
             )
             environment = place.environment() | _devices(reservation, rank)
             making[rank] = seat.build.remote(sent, place, environment)

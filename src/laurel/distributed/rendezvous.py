@@ -32,6 +32,8 @@ class Place:
     """0 where there is nobody to meet."""
     listener: int | None = None
     """In the process of rank 0: descriptor of the socket that is bound to the master port."""
+    host: str = LOOPBACK
+    """Address of its machine for those of other groups; that of the master is for its own."""
 
     def environment(self) -> dict[str, str]:
         """The same as the environment variables that libraries for torchrun read."""
@@ -86,22 +88,10 @@ def join(
     import torch.distributed as dist
 
     device = torch.device(device)
-    store: Any
-    if place.world_size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    else:
-        if place.master_address == LOOPBACK:
-            # Else gloo listens at whatever address the host's name has.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            place.master_address,
-            place.master_port,
-            place.world_size,
-            is_master=place.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=place.listener,
-        )
+    if place.world_size > 1 and place.master_address == LOOPBACK:
+        # Else gloo listens at whatever address the host's name has.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    store = store_of(place, timeout=timeout)
     if device.type == "cuda":
         index = place.local_rank if device.index is None else device.index
         torch.cuda.set_device(index)
@@ -115,6 +105,28 @@ def join(
         world_size=place.world_size,
         timeout=timeout,
         device_id=bound,
+    )
+
+
+def store_of(place: Place, *, timeout: timedelta) -> Any:
+    """Where the ranks of a group leave word for each other; rank 0 holds it.
+
+    Args:
+        place: Of this process in the group.
+        timeout: Limit of reaching rank 0, and of waiting for a word.
+    """
+    import torch.distributed as dist
+
+    if place.world_size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        place.master_address,
+        place.master_port,
+        place.world_size,
+        is_master=place.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=place.listener,
     )
 
 

@@ -15,9 +15,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from laurel.distributed.rendezvous import Place
 from laurel.engines.background_loop import BackgroundLoop
+from laurel.engines.weight_broadcast import Meeting, WeightLink, received
 from laurel.engines.weight_buckets import Bucket, WeightStream
 from laurel.engines.weight_probe import ProbeAnswer
-from laurel.errors import EngineError, LaurelError
+from laurel.errors import BroadcastError, EngineError, LaurelError
 from laurel.protocols import Generator
 from laurel.types import Generated, GenerationRequest
 
@@ -52,6 +53,7 @@ class EngineWorker:
             make_engine: Called once, here.
         """
         self._engine = make_engine()
+        self._link = WeightLink(place)
         self._background = BackgroundLoop(f"laurel-{place.role}-{place.rank}")
         self._running: dict[int, asyncio.Task[None]] = {}
         """Of the loop's thread."""
@@ -157,6 +159,40 @@ class EngineWorker:
         if update.done():
             update.result()
 
+    def host(self) -> str:
+        """See `Place.host`."""
+        return self._link.host
+
+    def receive_weights(self, meeting: Meeting) -> str | None:
+        """Take all buckets from the learner itself.
+
+        Args:
+            meeting: See `WeightLink.group`.
+
+        Returns:
+            Why they did not all come, after which they may come in another way (`repeat_weights`);
+            None: they did.
+
+        Raises:
+            EngineError: The engine refuses what it got.
+        """
+        stream, update = self._under_way()
+        try:
+            for bucket in received(self._link.group(meeting)):
+                stream.put(bucket)
+                if update.done():
+                    self._link.close()
+                    update.result()
+        except BroadcastError as error:
+            self._link.close()
+            return str(error)
+        return None
+
+    def repeat_weights(self) -> None:
+        """All buckets will come again, from the first on. The engine goes on where it is."""
+        stream, _ = self._under_way()
+        stream.repeat()
+
     def end_weights(self) -> int:
         """Wait until all weights are where they belong; the version that the engine has now.
 
@@ -189,6 +225,7 @@ class EngineWorker:
             self._changed.notify_all()
         if self._stream is not None:
             self._stream.cut(EngineError("the engine was closed"))
+        self._link.close()
         self._engine.close()
         self._background.close(_nothing())
 

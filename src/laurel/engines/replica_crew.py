@@ -14,6 +14,7 @@ from laurel.distributed.restarts import Restarts
 from laurel.engines.replica import Order, Replica
 from laurel.engines.replica_weights import require_proof, send_weights, version_of
 from laurel.engines.weight_probe import Probe
+from laurel.engines.weight_routes import WeightRoute
 from laurel.errors import EngineError, LaurelError, WorkerError
 from laurel.protocols import WorkerGroup
 from laurel.types import Weights
@@ -36,7 +37,7 @@ class CrewSettings:
     probe: Probe | None
     say: Callable[[str], None]
     max_restarts: int
-    bucket_bytes: int
+    route: WeightRoute
     patience: float
 
 
@@ -58,6 +59,7 @@ class ReplicaCrew:
         self.failure: LaurelError | None = None
         """Why it is of no use any more."""
         self.restarts = Restarts(settings.max_restarts, settings.say)
+        self.route = settings.route
         self._settings = settings
         self._on_failure = on_failure
         self._poll = max(POLL_SECONDS, POLL_SECONDS_EACH * settings.num_replicas)
@@ -206,7 +208,7 @@ class ReplicaCrew:
             send_weights,
             weights,
             {replica.index: replica.group for replica in replicas},
-            bucket_bytes=self._settings.bucket_bytes,
+            route=self.route,
             probe=self._settings.probe,
             has_all=all(replica.has_all_weights for replica in replicas),
         )

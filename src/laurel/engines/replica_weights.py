@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from laurel.distributed.worker_calls import Shared
-from laurel.engines.weight_buckets import buckets_of
 from laurel.engines.weight_probe import Probe
-from laurel.errors import EngineError, WorkerError
-from laurel.protocols import Pending, WorkerGroup
+from laurel.engines.weight_routes import Lost, Round, WeightRoute, name_of
+from laurel.errors import EngineError
+from laurel.protocols import WorkerGroup
 from laurel.types import Weights
-
-Lost = dict[int, WorkerError]
-"""Replicas whose process is gone, and why."""
 
 
 def send_weights(
     weights: Weights,
     groups: Mapping[int, WorkerGroup],
     *,
-    bucket_bytes: int,
+    route: WeightRoute,
     probe: Probe | None,
     has_all: bool = False,
 ) -> Lost:
     """Give all of them the weights, and prove that they have them. Blocks; one thread does it all.
 
-    While the engines take one bucket the next is made, so two are in this process at a time. A
-    bucket travels once, however many engines there are.
-
     Args:
         weights: What they shall draw from.
         groups: Of one `EngineWorker` each, by the replica's number; nothing is under way in them.
-        bucket_bytes: Size of a bucket; larger tensors are buckets by themselves.
+        route: How they get there.
         probe: The learner's log-probabilities; None: nothing is compared.
         has_all: Each engine has had all weights of an earlier version: those that change will do.
 
@@ -43,14 +34,10 @@ def send_weights(
     Raises:
         EngineError: An engine refuses the weights, or computes something else than the learner.
     """
-    round_of = _Round(groups)
-    changing = weights.changing if has_all else None
-    round_of.call("begin_weights", weights.version, changing is not None)
-    under_way: dict[int, Pending] = {}
-    for bucket in buckets_of((changing or weights.tensors)(), max_bytes=bucket_bytes):
-        round_of.wait(under_way)
-        under_way = round_of.start("take_weights", Shared(bucket))
-    round_of.wait(under_way)
+    round_of = Round(groups)
+    changing_only = has_all and weights.changing is not None
+    round_of.call("begin_weights", weights.version, changing_only, timeout=route.patience)
+    route.carry(weights, round_of, changing_only=changing_only)
     for index, version in round_of.call("end_weights").items():
         if version != weights.version:
             raise EngineError(
@@ -67,14 +54,14 @@ def require_proof(
     probe: Probe,
     *,
     version: int,
-    round_of: _Round | None = None,
+    round_of: Round | None = None,
 ) -> Lost:
     """Compare what the engines make of the probe's tokens with what the learner makes of them.
 
     Raises:
         EngineError: They differ.
     """
-    round_of = round_of or _Round(groups)
+    round_of = round_of or Round(groups)
     for index, answer in round_of.call("answer_probe").items():
         if answer is None:
             continue
@@ -83,45 +70,6 @@ def require_proof(
         except EngineError as error:
             raise EngineError(f"{name_of(groups[index], index)}: {error}") from error
     return round_of.lost
-
-
-def name_of(group: WorkerGroup, index: int) -> str:
-    """A replica in messages."""
-    return f"{group.role} replica {index}"
-
-
-class _Round:
-    """Calls to several groups side by side. Whose process is gone takes no part any more."""
-
-    def __init__(self, groups: Mapping[int, WorkerGroup]) -> None:
-        self._groups = groups
-        self.lost: Lost = {}
-
-    def start(self, method: str, *args: Any) -> dict[int, Pending]:
-        """Ask everybody who is left."""
-        left = [index for index in self._groups if index not in self.lost]
-        started = {i: self._try(i, partial(self._groups[i].start, method, *args)) for i in left}
-        return {index: pending for index, pending in started.items() if pending is not None}
-
-    def wait(self, under_way: Mapping[int, Pending]) -> dict[int, Any]:
-        """The results of those who are left after it."""
-        found = {index: self._try(index, pending.wait) for index, pending in under_way.items()}
-        return {index: result[0] for index, result in found.items() if result is not None}
-
-    def call(self, method: str, *args: Any) -> dict[int, Any]:
-        """`start` and `wait`."""
-        return self.wait(self.start(method, *args))
-
-    def _try(self, index: int, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except WorkerError as error:
-            group = self._groups[index]
-            if group.alive()[0]:  # it said no, and so would the next one in its place
-                reason = error.__cause__ or error
-                raise EngineError(f"{name_of(group, index)}: {reason}") from error
-            self.lost[index] = error
-            return None
 
 
 def version_of(groups: Sequence[WorkerGroup]) -> int:

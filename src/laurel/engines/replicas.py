@@ -21,13 +21,13 @@ from laurel.engines.pause_gate import PauseGate
 from laurel.engines.replica import Order
 from laurel.engines.replica_crew import CrewSettings, ReplicaCrew
 from laurel.engines.weight_probe import Probe
+from laurel.engines.weight_routes import THROUGH_RAY, WeightTransfer, route_of
 from laurel.errors import EngineError, LaurelError
 from laurel.protocols import WorkerGroup
 from laurel.types import Generated, GenerationRequest, Weights
 
 _log = logging.getLogger(__name__)
 
-BUCKET_BYTES = 256 << 20
 PATIENCE = 120.0
 
 
@@ -48,7 +48,8 @@ class GeneratorReplicas:
         probe: Probe | None = None,
         say: Callable[[str], None] = _log.warning,
         max_restarts: int = 3,
-        bucket_bytes: int = BUCKET_BYTES,
+        transfer: WeightTransfer = THROUGH_RAY,
+        bucket_bytes: int | None = None,
         patience: float = PATIENCE,
     ) -> None:
         """Make the replicas, all at the same time.
@@ -65,13 +66,17 @@ class GeneratorReplicas:
                 the replicas' at the start and after every transfer. None: not compared.
             say: Told of every restart.
             max_restarts: Of all replicas together, as long as this generator lives.
-            bucket_bytes: Of weights that travel at a time.
+            transfer: How weights come: see `weight_routes`. For `broadcast` they must be those of a
+                `LearnerGroup`.
+            bucket_bytes: Of weights that travel at a time; None: what suits the way.
             patience: Seconds after which a replica that gives no sign is taken for dead.
 
         Raises:
             LaurelError: A replica cannot be made, has weights of another step, or computes
                 something else than the learner.
         """
+        self.transfer = transfer
+        """As it was given."""
         settings = CrewSettings(
             make_group=make_group,
             num_replicas=num_replicas,
@@ -79,7 +84,7 @@ class GeneratorReplicas:
             probe=probe,
             say=say,
             max_restarts=max_restarts,
-            bucket_bytes=bucket_bytes,
+            route=route_of(transfer, bucket_bytes=bucket_bytes, patience=patience, say=say),
             patience=patience,
         )
         self._arriving: list[Order] = []
@@ -127,6 +132,11 @@ class GeneratorReplicas:
     def num_restarts(self) -> int:
         """How often a replica has been started again."""
         return self._crew.restarts.number
+
+    @property
+    def num_weight_fallbacks(self) -> int:
+        """Transfers of weights that broke off and ended through Ray's object store."""
+        return self._crew.route.num_fallbacks
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
         """See `Generator`. What closes the iterator waits until the replica has let go.

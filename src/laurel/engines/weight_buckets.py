@@ -27,7 +27,8 @@ class PackedTensor(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    values: npt.NDArray[np.uint8]
+    values: npt.NDArray[np.uint8] | Tensor
+    """uint8, on its bytes in order; a tensor where they are on a GPU."""
 
 
 Bucket = list[PackedTensor]
@@ -35,17 +36,24 @@ Bucket = list[PackedTensor]
 
 def pack(name: str, tensor: Tensor) -> PackedTensor:
     """The tensor's values; those of a contiguous tensor on the CPU are not copied."""
-    value = tensor.detach().to("cpu").contiguous()
-    values = value.reshape(-1).view(torch.uint8).numpy()
-    return PackedTensor(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), values)
+    values = bytes_of(tensor.detach().to("cpu")).numpy()
+    return PackedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), values)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The values of a tensor as uint8, where it is; those of a contiguous one are not copied."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def unpack(packed: PackedTensor) -> Tensor:
     """The tensor, on the bytes as they are."""
     dtype: torch.dtype = getattr(torch, packed.dtype)
-    if not packed.values.size:
+    values = packed.values
+    if isinstance(values, Tensor):
+        return values.view(dtype).reshape(packed.shape)
+    if not values.size:
         return torch.empty(packed.shape, dtype=dtype)
-    values = packed.values if packed.values.flags.writeable else packed.values.copy()
+    values = values if values.flags.writeable else values.copy()
     return torch.from_numpy(values).view(dtype).reshape(packed.shape)
 
 
@@ -85,10 +93,23 @@ class WeightStream:
         self._is_complete = False
         self._has_reader = True
         self._failure: EngineError | None = None
+        self._num_put = self._num_repeated = 0
+
+    def repeat(self) -> None:
+        """All buckets come once more, from the first on: what has been put already is left out.
+
+        They need not be cut in the same way, but hold the same tensors in the same order.
+        """
+        with self._changed:
+            self._num_repeated, self._num_put = max(self._num_repeated, self._num_put), 0
 
     def put(self, bucket: Bucket) -> None:
         """Hand a bucket over. It goes nowhere when nobody reads any more."""
         with self._changed:
+            known = min(self._num_repeated - self._num_put, len(bucket))
+            self._num_put += len(bucket)
+            if (bucket := bucket[max(known, 0) :]) == []:
+                return
             self._changed.wait_for(lambda: self._bucket is None or not self._has_reader)
             self._bucket = bucket if self._has_reader else None
             self._changed.notify_all()

@@ -1,0 +1,253 @@
+"""What every way on which weights travel promises, asked of each; then what breaks on the way.
+
+Learner and engines are processes, and what kills them are real signals.
+"""
+
+import asyncio
+import contextlib
+import re
+import signal
+from functools import partial
+
+import psutil
+import pytest
+import torch
+
+import learner_work
+from laurel.engines.replicas import GeneratorReplicas
+from laurel.engines.weight_routes import SentWeights, WeightTransfer
+from laurel.errors import EngineError, WorkerError
+from laurel.types import Weights
+from process_group import ProcessGroup
+from weight_workers import Giving, KeepingWorker, every_kind, of
+
+BUCKET = 1024
+FIRST_HALF = 5
+"""A tensor that comes in the middle."""
+SIGNALS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
+
+
+@pytest.fixture(params=["object_store", "broadcast"])
+def way(request):
+    return request.param
+
+
+class Playing:
+    """A generator of two engines, with all that a test looks at."""
+
+    def __init__(self, way, learner, *, patience=60.0, count=2, **options):
+        self.learner, self.groups, self.said = learner, {}, []
+        self.generator = GeneratorReplicas(
+            self.make,
+            count,
+            transfer=WeightTransfer(name=way),
+            bucket_bytes=BUCKET,
+            patience=patience,
+            say=self.said.append,
+            **options,
+        )
+
+    def make(self, index):
+        self.groups[index] = ProcessGroup("generation", 1, KeepingWorker)
+        return self.groups[index]
+
+    def give(self, version, *, is_partly_frozen=False):
+        self.learner.call("learn", version)
+        self.update(
+            SentWeights(
+                version=version,
+                tensors=partial(of, version),
+                changing=partial(of, version, True) if is_partly_frozen else None,
+                sender=self.learner,
+            )
+        )
+
+    def update(self, weights):
+        asyncio.run(asyncio.wait_for(self.generator.update_weights(weights), 60))
+
+    def ask(self, method="kept"):
+        return [self.groups[index].call_one(0, method) for index in sorted(self.groups)]
+
+    def require(self, version, expected=None):
+        """Every engine has these weights, bit for bit."""
+        expected = every_kind(version) if expected is None else expected
+        assert self.generator.weight_version == version
+        for found, _, kept in self.ask():
+            assert found == version
+            assert list(kept) == list(expected)
+            for name, tensor in expected.items():
+                assert (kept[name].dtype, kept[name].shape) == (tensor.dtype, tensor.shape)
+                assert torch.equal(kept[name], tensor), name
+
+
+@pytest.fixture
+def play():
+    with contextlib.ExitStack() as stack:
+
+        def start(way, *, learner=None, given=None, **options):
+            if learner is None:
+                learner = ProcessGroup("policy", 1, Giving, **(given or {}))
+                stack.callback(learner.shutdown)
+            playing = Playing(way, learner, **options)
+            stack.callback(playing.generator.close)
+            return playing
+
+        yield start
+
+
+# ---------------------------------------------------------------------------------------- every way
+
+
+def test_what_arrives_is_what_was_sent(play, way):
+    """Of all dtypes and shapes; twice, by processes that know each other the second time."""
+    playing = play(way)
+    for version in (1, 2):
+        playing.give(version)
+        playing.require(version)
+    assert playing.said == []
+    assert playing.generator.num_weight_fallbacks == 0
+
+
+def test_only_what_changes_travels_to_who_has_the_rest(play, way):
+    playing = play(way)
+    playing.give(1, is_partly_frozen=True)
+    playing.give(2, is_partly_frozen=True)
+    for version, came, kept in playing.ask():
+        assert (version, came) == (2, ["half", "large"])
+        assert all(torch.equal(kept[name], every_kind(2)[name]) for name in came)
+        assert torch.equal(kept["small"], every_kind(1)["small"])
+
+
+MESHES = {"alone": {}, "dp": {"dp_shard": 2}, "tp": {"tp": 2}}
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+def test_a_learner_of_any_mesh(play, way, sizes, tmp_path):
+    """Its own weights are those of one process; tied ones come once."""
+    name = "qwen3" if sizes else "qwen3-tied"
+    directory = learner_work.write("policy", tmp_path, name)
+    group = partial(ProcessGroup, "policy", max(1, *sizes.values(), 1))
+    learner = learner_work.grouped("policy", directory, group, sizes)
+    with learner.group:
+        playing = play(way, learner=learner.group)
+        playing.update(learner.weights(3))
+        expected = learner_work.weights_of(learner_work.local("policy", directory))
+        assert ("lm_head.weight" in expected) == bool(sizes)
+        playing.require(3, expected)
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}], ids=["dp"])
+def test_of_adapters_only_what_they_change(play, way, sizes, tmp_path):
+    pytest.importorskip("peft")
+    directory = learner_work.write("policy", tmp_path)
+    changes = {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4}}}
+    learner = learner_work.grouped(
+        "policy", directory, partial(ProcessGroup, "policy", 2), sizes, **changes
+    )
+    with learner.group:
+        playing = play(way, learner=learner.group)
+        playing.update(learner.weights(1))
+        batch = learner_work.micro_batches("policy", [[0], [1, 2], [3]])
+        learner.update(batch, learner_work.loss("policy"))
+        playing.update(learner.weights(2))
+        expected = learner_work.weights_of(learner)
+        playing.require(2, expected)
+        for _, came, _ in playing.ask():
+            assert "model.embed_tokens.weight" not in came
+            assert "model.layers.1.mlp.up_proj.weight" in came
+
+
+@pytest.mark.parametrize("fate", SIGNALS)
+def test_an_engine_that_is_lost_in_the_middle(play, way, fate):
+    """It is named and started again, and all have the weights in the end, as next time."""
+    playing = play(way, patience=2.0)
+    playing.give(1)
+    victim = playing.groups[1]
+    (pid,) = victim.call("pid")
+    victim.call("expect", fate=(FIRST_HALF, SIGNALS[fate]))
+    playing.give(2)
+    playing.require(2)
+    assert playing.groups[1] is not victim
+    assert not psutil.pid_exists(pid)
+    assert playing.generator.num_restarts == 1
+    assert any("generation replica 1 was lost" in line for line in playing.said)
+    playing.give(3)
+    playing.require(3)
+    broken = [line for line in playing.said if "broke off" in line]
+    assert len(broken) == playing.generator.num_weight_fallbacks <= (way == "broadcast")
+
+
+def test_an_engine_that_refuses_is_believed(play, way):
+    playing = play(way, patience=10.0)
+    playing.groups[0].call("expect", refuses="large")
+    with pytest.raises(EngineError, match="generation replica 0: it has no large"):
+        playing.give(1)
+
+
+def test_a_learner_that_dies_ends_the_run(play, way):
+    playing = play(way, patience=5.0)
+    playing.give(1)
+    psutil.Process(playing.learner.call("pid")[0]).kill()
+    with pytest.raises(WorkerError, match="policy rank 0") as raised:
+        playing.give(2)
+    assert raised.value.is_lost
+
+
+# ------------------------------------------------------------------------------- broadcasting alone
+
+
+def test_a_broadcast_that_breaks_ends_through_rays_store(play):
+    """Who has had some tensors goes on with the rest, and the next one is a broadcast again."""
+    playing = play("broadcast", patience=5.0, count=3)
+    playing.groups[2].call("expect", fate=(FIRST_HALF, signal.SIGKILL))
+    asked = [listened(group) for index, group in playing.groups.items() if index != 2]
+    playing.give(1)
+    playing.require(1)
+    assert playing.generator.num_weight_fallbacks == 1
+    assert "broadcast of the weights of step 1 broke off (generation rank 0" in playing.said[0]
+    assert "all later ones" not in playing.said[0]
+    assert all({"repeat_weights", "take_weights"} <= set(calls) for calls in asked)
+    for calls in asked:
+        calls.clear()
+    playing.give(2)
+    playing.require(2)
+    assert all("receive_weights" in calls and "take_weights" not in calls for calls in asked)
+    assert playing.generator.num_weight_fallbacks == 1
+
+
+def listened(group):
+    """The methods that a group is asked for from now on."""
+    calls, submit = [], group._submit
+
+    def listening(asked):
+        calls.append(asked[0].method)
+        return submit(asked)
+
+    group._submit = listening
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"host": "192.0.2.77"}, r"no port can be had at 192\.0\.2\.77"),
+        ({"takes_port": True}, "in invite: .*address already in use"),
+    ],
+    ids=["an address of nobody", "a port in use"],
+)
+def test_a_meeting_that_cannot_be_is_tried_once(play, given, why):
+    playing = play("broadcast", given=given)
+    for version in (1, 2):
+        playing.give(version)
+        playing.require(version)
+    assert playing.generator.num_weight_fallbacks == 1
+    assert playing.generator.num_restarts == 0
+    (said,) = playing.said
+    assert re.search(why, said)
+    assert said.endswith("through Ray's object store, and all later ones too")
+
+
+def test_weights_that_nobody_can_send(play):
+    playing = play("broadcast")
+    with pytest.raises(TypeError, match="only the weights of a LearnerGroup"):
+        playing.update(Weights(version=1, tensors=partial(of, 1)))
