@@ -34,7 +34,7 @@ from laurel.engines.background_loop import BackgroundLoop
 from laurel.engines.lifeline import Lifeline
 from laurel.engines.pause_gate import PauseGate
 from laurel.engines.requests import check_request
-from laurel.engines.vllm_processes import DIED, death_of, end, processes_of
+from laurel.engines.vllm_processes import DIED, death_of, end, processes_of, segments_of
 from laurel.engines.vllm_requests import as_generated, check_limits, sampling_arguments
 from laurel.engines.vllm_settings import (
     ENVIRONMENT,
@@ -101,6 +101,7 @@ class VllmEngine:
         self._is_asleep = self._has_all = False
         self._llm: Any = None
         self._processes: list[Any] = []
+        self._segments: set[str] = set()
         self.probe_difference = 0.0
         """Largest difference of log-probabilities when they were last compared."""
 
@@ -133,6 +134,7 @@ class VllmEngine:
         try:
             self._background.wait_for(self._begin(arguments))
             self._processes = processes_of(self._llm)
+            self._segments = segments_of(self._processes)
             self._background.wait_for(self._prepare())
         except BaseException as error:
             self.close()
@@ -163,7 +165,7 @@ class VllmEngine:
         if not self._background.close(self._end()):
             return
         llm, self._llm = self._llm, None
-        end(llm, self._processes)
+        end(llm, self._processes, self._segments)
 
     async def _end(self) -> None:
         if self._llm is not None:

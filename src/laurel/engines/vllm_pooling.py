@@ -24,7 +24,7 @@ import numpy as np
 
 from laurel.engines.background_loop import BackgroundLoop
 from laurel.engines.lifeline import Lifeline
-from laurel.engines.vllm_processes import DIED, death_of, end, processes_of
+from laurel.engines.vllm_processes import DIED, death_of, end, processes_of, segments_of
 from laurel.engines.vllm_settings import (
     CPU_CACHE_BYTES,
     ENVIRONMENT,
@@ -94,6 +94,7 @@ class VllmPooling:
         self._life = Lifeline()
         self._llm: Any = None
         self._processes: list[Any] = []
+        self._segments: set[str] = set()
         with environment(ENVIRONMENT):
             self._vllm = _import_vllm()
             on_cpu = bool(self._vllm.current_platform.is_cpu())
@@ -122,6 +123,7 @@ class VllmPooling:
         try:
             self._background.wait_for(self._begin(arguments, pooler))
             self._processes = processes_of(self._llm)
+            self._segments = segments_of(self._processes)
             ending = self._llm.collective_rpc("laurel_end_with", args=(os.getpid(),))
             self._background.wait_for(self._life.hold(ending))
         except BaseException as error:
@@ -154,7 +156,7 @@ class VllmPooling:
         if not self._background.close(self._end()):
             return
         llm, self._llm = self._llm, None
-        end(llm, self._processes)
+        end(llm, self._processes, self._segments)
 
     async def _end(self) -> None:
         self._life.cut(EngineError(_CLOSED))

@@ -188,6 +188,9 @@ def test_a_pipeline_gets_the_weights_of_each_of_its_stages(models, learner):
         run(engine.update_weights(learner.weights(1)))
         assert 0 < engine.probe_difference < EXACT
         assert largest_difference(engine, models[1]) < EXACT
+        segments = [Path(path) for path in engine._segments]
+        assert any(path.exists() for path in segments)
+    assert not any(path.exists() for path in segments)
 
 
 # --------------------------------------------------------------------------------------- requests
