@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +26,11 @@ VLLM = ("policy.generation.backend=vllm", "policy.generation.max_concurrent=16")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Like `policy_runs.warm_started`, with heads of a size that vLLM computes on a CPU."""
+    """Like `policy_runs.warm_started`, with two heads of a size that vLLM computes on a CPU."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("model")
-    heads = "policy.scratch.num_heads=1"
-    saved = sft(sft_settings(directory, heads, "sft.max_num_epochs=8")).outcome.latest
+    heads = ("policy.scratch.hidden_size=64", "policy.scratch.num_heads=2")
+    saved = sft(sft_settings(directory, *heads, "sft.max_num_epochs=8")).outcome.latest
     assert saved is not None
     return saved
 
@@ -70,3 +72,59 @@ def test_vllm_that_dies_ends_the_run_with_a_reason(tmp_path: Path, model: Path) 
     finally:
         HOOKS.clear()
     assert killed
+
+
+TWO_SLOTS = (
+    "cluster.gpus_per_node=2",
+    "policy.generation.vllm_cfg.tensor_parallel_size=2",
+    "grpo.max_num_steps=2",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "checkpointing.save_period=1000",
+)
+
+
+def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
+    tmp_path: Path, model: Path, small_cluster: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM with tp 2, in turns with a learner with dp 2 on the same two slots."""
+    psutil = pytest.importorskip("psutil")
+    killed: list[Any] = []
+    names: list[str] = []
+    first = threading.Lock()
+    shared = Path("/dev/shm")
+    before = set(shared.glob("vllm_dist_*"))
+
+    def kill_once() -> None:
+        """What Ray started, which has vLLM's scheduler for a child, and that the workers."""
+        if first.acquire(blocking=False):
+            found = psutil.Process(os.getpid()).children(recursive=True)
+            (core,) = [process for process in found if "EngineCore" in command_of(process)]
+            killed.extend([core.parent(), core, *core.children(recursive=True)])
+            names.extend(command_of(process) for process in killed)
+            killed[0].send_signal(signal.SIGKILL)
+
+    def command_of(process: Any) -> str:
+        try:
+            return " ".join(process.cmdline())
+        except psutil.Error:  # Ray's come and go
+            return ""
+
+    HOOKS["judge"] = kill_once
+    try:
+        run = grpo(grpo_settings(tmp_path, model, *VLLM, *MATCHES, *TWO_SLOTS))
+    finally:
+        HOOKS.clear()
+    assert killed
+    assert run.outcome.ended == "finished"
+    assert "generation: node 0, slots 0-1, in turns with policy" in run.text
+    assert "is back and has the weights of step 0" in caplog.text
+    assert "Seat" in names[0]
+    assert len([name for name in names if "Worker_TP" in name]) == 2, "one for each slot"
+    _, alive = psutil.wait_procs(killed, timeout=30)
+    assert not alive, "nothing of a replica outlives its first process"
+    assert set(shared.glob("vllm_dist_*")) <= before
+    trained = [figures for figures in metrics_of(tmp_path).values() if "train/loss" in figures]
+    assert len(trained) == 2
+    for figures in trained:
+        assert figures["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)

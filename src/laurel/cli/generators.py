@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from laurel.engines.weight_routes import WeightTransfer
     from laurel.models.chat import ChatFormat
     from laurel.models.decoder import Path as ModelPath
-    from laurel.protocols import Generator
+    from laurel.protocols import Generator, WorkerGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def _replicas(
     *,
     uses_vllm: bool,
 ) -> Generator:
-    """An engine in every slot of the role `generation`."""
+    """An engine in every slot of the role `generation`, or in every few that one is spread over."""
     from laurel.engines.engine_worker import EngineWorker
     from laurel.engines.replicas import GeneratorReplicas
     from laurel.types import Weights
@@ -127,6 +127,12 @@ def _replicas(
         ):
             return None
         return model.learner.weights(replicas.weight_version)
+
+    each = config.policy.generation.vllm_cfg.num_devices if uses_vllm else 1
+
+    def make_group(number: int) -> WorkerGroup:
+        ranks = range(number * each, (number + 1) * each)
+        return places.group("generation", EngineWorker, make, ranks=ranks, slots_each=each)
 
     transfer = transfer_of(
         config.policy.generation.weight_transfer,
@@ -140,8 +146,8 @@ def _replicas(
         else:
             make = _transformers_maker(config, chat, starts_from)
         replicas = GeneratorReplicas(
-            lambda number: places.group("generation", EngineWorker, make, ranks=[number]),
-            places.num_slots("generation"),
+            make_group,
+            places.num_slots("generation") // each,
             current_weights=current,
             probe=probe_of(model.learner, model.facts.path),
             transfer=transfer,
@@ -216,12 +222,6 @@ def _vllm_maker(
     from laurel.engines.load_engine import VllmMaker
 
     policy = config.policy
-    vllm = policy.generation.vllm_cfg
-    if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "policy.generation.vllm_cfg.tensor_parallel_size: on Ray a replica of vLLM has one "
-            "slot in this version; set it and pipeline_parallel_size to 1"
-        )
     directory = str(starts_from.checkpoint or policy.model_name)
     if policy.scratch is not None and starts_from.checkpoint is None:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="laurel-policy-"))

@@ -96,6 +96,7 @@ class Places:
         worker_class: Callable[..., Any],
         *args: Any,
         ranks: Sequence[int] | None = None,
+        slots_each: int = 1,
         share: float = 1.0,
         name: str | None = None,
         **kwargs: Any,
@@ -107,6 +108,7 @@ class Places:
             worker_class: See `RayGroup`.
             args: For the class.
             ranks: Which of the slots; None: all.
+            slots_each: Slots of a worker, which are neighbours on one node.
             share: Part of what the role has of each slot.
             name: What the workers are, for messages; None: the role.
             kwargs: For the class.
@@ -119,7 +121,7 @@ class Places:
             title = f"{title} {','.join(map(str, ranks))}"
         chosen = range(slots.size) if ranks is None else ranks
         part = slots.part(title, chosen, share=whole_units(slots.share * share))
-        return self._kept(RayGroup(part, worker_class, *args, **kwargs))
+        return self._kept(RayGroup(part.joined(slots_each), worker_class, *args, **kwargs))
 
     def group_of_one(
         self, role: str, worker_class: Callable[..., Any], *args: Any, **kwargs: Any

@@ -24,9 +24,9 @@ class VllmConfig(Section):
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of its weights; `auto` is `policy.precision`."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that share each layer."""
+    """Devices of one node that share each layer."""
     pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Devices that share the layers."""
+    """Devices of one node that share the layers."""
     gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
     """Share of a GPU's memory that it may take. Default: the policy's weights are on the same
     device."""
@@ -36,6 +36,11 @@ class VllmConfig(Section):
     """Do not capture CUDA graphs. Default: graphs make decoding faster."""
     load_format: str = "auto"
     """How vLLM reads the first weights."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that hold the model once between them."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class ColocatedConfig(Section):

@@ -55,10 +55,11 @@ def claim_of(
     is_placed: bool = True,
 ) -> Claim:
     """Slots for a role of the run, with what the configuration divides it by."""
-    pp = cp = 1
+    tp = pp = cp = 1
     if name == "generation" and isinstance(config, GRPORun):
-        vllm = config.policy.generation.vllm_cfg
-        tp, pp = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
+        if draws_with_vllm(config):  # an engine of another kind has one slot
+            vllm = config.policy.generation.vllm_cfg
+            tp, pp = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
     else:
         parallel = config.policy.dtensor_cfg
         if name == "reward_model" and isinstance(config, GRPORun):
@@ -68,3 +69,9 @@ def claim_of(
         name=name, slots=slots, keys=PARALLEL_KEYS[name], pp=pp, cp=cp, tp=tp,
         shares_with=shares_with, fraction=fraction, is_placed=is_placed,
     )  # fmt: skip
+
+
+def draws_with_vllm(config: GRPORun) -> bool:
+    """What `auto` means where nothing can be asked: vLLM, unless the run is for CPUs."""
+    backend = config.policy.generation.backend
+    return backend == "vllm" or (backend == "auto" and config.cluster.device != "cpu")

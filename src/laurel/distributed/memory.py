@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from laurel.config.grpo_training import GRPORun
 from laurel.config.schema import PolicyConfig
 from laurel.config.scorers import ScorerSource
-from laurel.distributed.claims import Run
+from laurel.distributed.claims import Run, draws_with_vllm
 from laurel.distributed.model_shape import ModelShape
 from laurel.distributed.plan import Plan
 from laurel.distributed.roles import Mesh, RoleName
@@ -255,12 +255,6 @@ def longest_completion(config: GRPORun) -> int:
     """Tokens for which an engine must have room, at least."""
     own = config.policy.generation.vllm_cfg.max_model_len
     return own or config.policy.max_total_sequence_length
-
-
-def draws_with_vllm(config: GRPORun) -> bool:
-    """What `auto` means where nothing can be asked: vLLM, unless the run is for CPUs."""
-    backend = config.policy.generation.backend
-    return backend == "vllm" or (backend == "auto" and config.cluster.device != "cpu")
 
 
 # --------------------------------------------------------------------------------------- formulas

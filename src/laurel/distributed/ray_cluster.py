@@ -210,15 +210,15 @@ class RayCluster:
             busy = misfit(lambda state: state.total) is None
             raise ConfigError(refusal(role, workers, each, states, why, busy=busy))
         placed = placement_group_table(group)["bundles_to_node_id"]
-        bundles = list(range(workers))
+        bundles, devices = list(range(workers)), [""] * workers
         if each.gpus >= 1:
             try:
-                bundles = _in_device_order(group, [placed[b] for b in bundles], each.gpus)
+                bundles, devices = _in_device_order(group, [placed[b] for b in bundles], each.gpus)
             except RayError as error:
                 remove_placement_group(group)
                 raise ConfigError(f"slots of {role} were lost again at once: {error}") from error
         reservation = Reservation(
-            role=role, each=each, group=group, bundles=bundles,
+            role=role, each=each, group=group, bundles=bundles, devices=devices,
             node_ids=[placed[bundle] for bundle in bundles],
         )  # fmt: skip
         self._reservations.append(reservation)
@@ -266,10 +266,14 @@ class Reservation:
     """Which of the placement group's is each rank's."""
     share: float = 1.0
     """Part of each slot; groups of other roles have the rest."""
+    devices: list[str] | None = None
+    """The GPUs of each rank, as CUDA_VISIBLE_DEVICES has them; None: nobody has asked."""
+    slots_each: int = 1
+    """Slots of a rank; the process is in the first, and has the GPUs of all."""
 
     @property
     def size(self) -> int:
-        """Number of slots."""
+        """Number of ranks."""
         return len(self.node_ids)
 
     def part(self, role: str, ranks: Sequence[int], *, share: float | None = None) -> Reservation:
@@ -284,6 +288,30 @@ class Reservation:
             self, role=role, share=self.share if share is None else share,
             node_ids=[self.node_ids[rank] for rank in ranks],
             bundles=[self.bundles[rank] for rank in ranks],
+            devices=self.devices and [self.devices[rank] for rank in ranks],
+        )  # fmt: skip
+
+    def joined(self, slots_each: int) -> Reservation:
+        """The same slots for fewer ranks, each with so many that are neighbours here.
+
+        A rank's one process may start others, which compute in its other slots: nobody else has
+        those, for they stay reserved.
+
+        Raises:
+            ConfigError: They do not divide, or slots of a rank are on several nodes.
+        """
+        starts = range(0, self.size, slots_each)
+        parts = [slice(start, start + slots_each) for start in starts]
+        if self.size % slots_each or any(len(set(self.node_ids[part])) > 1 for part in parts):
+            raise ConfigError(
+                f"{self.role}: the {self.size} slots cannot be divided into {slots_each} on one "
+                "node for each rank; ask for a multiple of that on every node"
+            )
+        return replace(
+            self, slots_each=self.slots_each * slots_each,
+            node_ids=[self.node_ids[start] for start in starts],
+            bundles=[self.bundles[start] for start in starts],
+            devices=self.devices and [",".join(self.devices[part]) for part in parts],
         )  # fmt: skip
 
     def release(self) -> None:
@@ -320,8 +348,10 @@ def _labels(node: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(f"{key}={value}" for key, value in labels if key != "ray.io/node-id")
 
 
-def _in_device_order(group: Any, node_ids: Sequence[str], gpus: float) -> list[int]:
-    """The bundles of each node in the order of the GPUs that Ray gave them."""
+def _in_device_order(
+    group: Any, node_ids: Sequence[str], gpus: float
+) -> tuple[list[int], list[str]]:
+    """The bundles of each node in the order of the GPUs that Ray gave them, and those GPUs."""
     asking = [
         ray.remote(_gpus).options(
             num_cpus=0, num_gpus=gpus,
@@ -338,7 +368,7 @@ def _in_device_order(group: Any, node_ids: Sequence[str], gpus: float) -> list[i
     bundles = [0] * len(node_ids)
     for rank, bundle in zip(places, order, strict=True):
         bundles[rank] = bundle
-    return bundles
+    return bundles, [",".join(number for _, number in found[bundle]) for bundle in bundles]
 
 
 def _gpus() -> list[tuple[int, str]]:

@@ -130,7 +130,7 @@ class RayGroup(GroupCalls):
                 listener=listener if rank == 0 else None,
                 host=addresses[self._node_ids[rank]],
             )
-            environment = place.environment() | ({"CUDA_VISIBLE_DEVICES": ""} if sees_all else {})
+            environment = place.environment() | _devices(reservation, rank)
             making[rank] = seat.build.remote(sent, place, environment)
         self._collect(making, "", None)
 
@@ -277,6 +277,16 @@ class _RayPending:
             self._error = error
             raise
         return self._results
+
+
+def _devices(reservation: Reservation, rank: int) -> dict[str, str]:
+    """What a process has to be told of the GPUs that are its own: Ray knows those of one slot."""
+    if not reservation.each.gpus:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if reservation.slots_each == 1:
+        return {}
+    assert reservation.devices is not None, "several slots a rank need whole GPUs"
+    return {"CUDA_VISIBLE_DEVICES": reservation.devices[rank]}
 
 
 def _state(seat: Any) -> str:

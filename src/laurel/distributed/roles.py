@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal
@@ -126,25 +126,32 @@ def place(claim: Claim, misfits: list[Misfit]) -> RolePlan | None:
         return None
     counts = Counter(slot.node for slot in claim.slots).values()
     if any(count % each for count in counts):
-        least, most = min(counts), max(counts)
-        misfits.append(
-            Misfit(
-                problem=f"{group}: groups of {each} slots reach over nodes, of which each has "
-                f"{least if least == most else f'{least} to {most}'} for {claim.name}; the network "
-                "between nodes is slow",
-                mends=tuple(
-                    f"{claim.keys}.tensor_parallel_size={size}"
-                    for size in divisors(gcd(*counts))
-                    if rest == 1
-                ),
-                is_fatal=False,
-            )
-        )
+        misfits.append(_over_nodes(claim, group, counts))
+        if misfits[-1].is_fatal:
+            return None
     mesh = Mesh(dp=num_slots // each, pp=claim.pp, cp=claim.cp, tp=claim.tp)
     return RolePlan(
         name=claim.name, slots=claim.slots, mesh=mesh, shares_with=claim.shares_with,
         fraction=claim.fraction,
     )  # fmt: skip
+
+
+def _over_nodes(claim: Claim, group: str, counts: Collection[int]) -> Misfit:
+    """Groups that are not on one node each, of which each has so many slots for the role."""
+    each, rest, common = claim.group_size, claim.pp * claim.cp, gcd(*counts)
+    fitting = [] if common % rest else divisors(common // rest)
+    mends = [f"{claim.keys}.tensor_parallel_size={size}" for size in fitting]
+    why, is_fatal = "the network between nodes is slow", claim.name == "generation"
+    if is_fatal:
+        why = "vLLM starts the processes of one replica on one node"
+        mends.append(f"a multiple of {each} slots of each node for {claim.name}")
+    least, most = min(counts), max(counts)
+    return Misfit(
+        problem=f"{group}: groups of {each} slots reach over nodes, of which each has "
+        f"{least if least == most else f'{least} to {most}'} for {claim.name}; {why}",
+        mends=tuple(mends),
+        is_fatal=is_fatal,
+    )
 
 
 def title(name: RoleName) -> str:

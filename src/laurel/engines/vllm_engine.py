@@ -34,11 +34,11 @@ from laurel.engines.background_loop import BackgroundLoop
 from laurel.engines.lifeline import Lifeline
 from laurel.engines.pause_gate import PauseGate
 from laurel.engines.requests import check_request
-from laurel.engines.vllm_processes import DIED, death_of, end, processes_of
+from laurel.engines.vllm_processes import DIED, death_of, end, processes_of, segments_of
 from laurel.engines.vllm_requests import as_generated, check_limits, sampling_arguments
 from laurel.engines.vllm_settings import (
-    EAGER_ENVIRONMENT,
     ENVIRONMENT,
+    cpu_environment,
     engine_arguments,
     environment,
     importing_vllm,
@@ -101,6 +101,7 @@ class VllmEngine:
         self._is_asleep = self._has_all = False
         self._llm: Any = None
         self._processes: list[Any] = []
+        self._segments: set[str] = set()
         self.probe_difference = 0.0
         """Largest difference of log-probabilities when they were last compared."""
 
@@ -118,8 +119,11 @@ class VllmEngine:
                 known=self._vllm.argument_names,
             )
             self._has_sleep_mode = bool(arguments["enable_sleep_mode"])
-            is_eager = on_cpu and arguments["enforce_eager"]
-            with environment(EAGER_ENVIRONMENT if is_eager else {}):
+            num_workers = generation.vllm_cfg.num_devices
+            is_eager = bool(arguments["enforce_eager"])
+            added = cpu_environment(num_workers, is_eager=is_eager) if on_cpu else {}
+            self._has_stages = generation.vllm_cfg.pipeline_parallel_size > 1
+            with environment(added):
                 self._start(arguments)
 
     # ------------------------------------------------------------------------------- start and end
@@ -130,6 +134,7 @@ class VllmEngine:
         try:
             self._background.wait_for(self._begin(arguments))
             self._processes = processes_of(self._llm)
+            self._segments = segments_of(self._processes)
             self._background.wait_for(self._prepare())
         except BaseException as error:
             self.close()
@@ -148,6 +153,8 @@ class VllmEngine:
         self._tokenizer = self._llm.get_tokenizer()
         self._vocab_size = self._llm.model_config.get_vocab_size()
         await self._ask("laurel_end_with", os.getpid())
+        if self._has_stages:
+            await self._ask("laurel_prepare_stage")
         self._reports_untruncated = all(await self._ask("laurel_report_untruncated_logprobs"))
         await self._prove(self._weight_version)
         self._gate.open()
@@ -158,7 +165,7 @@ class VllmEngine:
         if not self._background.close(self._end()):
             return
         llm, self._llm = self._llm, None
-        end(llm, self._processes)
+        end(llm, self._processes, self._segments)
 
     async def _end(self) -> None:
         if self._llm is not None:

@@ -24,11 +24,11 @@ import numpy as np
 
 from laurel.engines.background_loop import BackgroundLoop
 from laurel.engines.lifeline import Lifeline
-from laurel.engines.vllm_processes import DIED, death_of, end, processes_of
+from laurel.engines.vllm_processes import DIED, death_of, end, processes_of, segments_of
 from laurel.engines.vllm_settings import (
     CPU_CACHE_BYTES,
-    EAGER_ENVIRONMENT,
     ENVIRONMENT,
+    cpu_environment,
     environment,
     importing_vllm,
 )
@@ -94,6 +94,7 @@ class VllmPooling:
         self._life = Lifeline()
         self._llm: Any = None
         self._processes: list[Any] = []
+        self._segments: set[str] = set()
         with environment(ENVIRONMENT):
             self._vllm = _import_vllm()
             on_cpu = bool(self._vllm.current_platform.is_cpu())
@@ -109,7 +110,9 @@ class VllmPooling:
                 **(_cpu_arguments() if on_cpu else {}),
             }
             pooler = {"seq_pooling_type": "LAST"} if reads_last else {}
-            with environment(EAGER_ENVIRONMENT if on_cpu else {}):
+            num_workers = options.tensor_parallel_size
+            added = cpu_environment(num_workers, is_eager=True) if on_cpu else {}
+            with environment(added):
                 self._start(arguments, {**pooler, "use_activation": False})
 
     # ------------------------------------------------------------------------------- start and end
@@ -120,6 +123,7 @@ class VllmPooling:
         try:
             self._background.wait_for(self._begin(arguments, pooler))
             self._processes = processes_of(self._llm)
+            self._segments = segments_of(self._processes)
             ending = self._llm.collective_rpc("laurel_end_with", args=(os.getpid(),))
             self._background.wait_for(self._life.hold(ending))
         except BaseException as error:
@@ -152,7 +156,7 @@ class VllmPooling:
         if not self._background.close(self._end()):
             return
         llm, self._llm = self._llm, None
-        end(llm, self._processes)
+        end(llm, self._processes, self._segments)
 
     async def _end(self) -> None:
         self._life.cut(EngineError(_CLOSED))

@@ -30,6 +30,33 @@ EAGER_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 """On a CPU, vLLM compiles a helper of its sampler even so: ten seconds for the first token."""
 
 
+def cpu_environment(num_workers: int, *, is_eager: bool) -> dict[str, str]:
+    """Variables for vLLM's processes on a CPU.
+
+    Args:
+        num_workers: Processes that hold the model once between them.
+        is_eager: Nothing is to be compiled.
+    """
+    found = dict(EAGER_ENVIRONMENT) if is_eager else {}
+    if num_workers > 1:
+        found["VLLM_CPU_OMP_THREADS_BIND"] = _cores_of_each(num_workers)
+    return found
+
+
+def _cores_of_each(num_workers: int) -> str:
+    """An equal part of the cores for each process.
+
+    By itself vLLM 0.32 gives each a memory node of its own, and does not start where there are
+    fewer of those.
+    """
+    cores = sorted(os.sched_getaffinity(0))  # where there is none, vLLM has no CPU build either
+    each = len(cores) // num_workers
+    if not each:
+        return "nobind"
+    parts = [cores[i * each : (i + 1) * each] for i in range(num_workers)]
+    return "|".join(",".join(map(str, part)) for part in parts)
+
+
 @contextmanager
 def importing_vllm(purpose: str) -> Iterator[None]:
     """Import from vLLM in here: without the warnings of what it imports itself.
@@ -94,6 +121,9 @@ def engine_arguments(
         "worker_extension_cls": worker,
         "enable_sleep_mode": generation.colocated.enabled and not on_cpu,
     }
+    if settings.num_devices > 1:
+        # In an actor vLLM would start actors of its own, in slots that are taken.
+        decided["distributed_executor_backend"] = "mp"
     free: dict[str, Any] = {
         "enforce_eager": settings.enforce_eager or on_cpu,
         "disable_log_stats": True,

@@ -6,6 +6,7 @@ imported; `VllmEngine` proves by its probe that it still does what it should.
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import signal
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from laurel.engines.vllm_processes import remove, segments_of
 
 
 class LaurelWorker:
@@ -26,13 +29,25 @@ class LaurelWorker:
     def laurel_end_with(self, pid: int) -> None:
         """End this process, and vLLM's scheduler with it, when a process has ended.
 
-        vLLM outlives a program that is killed, and keeps its memory.
+        vLLM outlives a program that is killed, and keeps its memory. Its shared memory goes, too.
         """
         if hasattr(os, "pidfd_open"):
+            psutil: Any = importlib.import_module("psutil")  # vLLM needs it too
+            arguments = pid, os.getppid(), segments_of([psutil.Process()])
             waiting = threading.Thread(
-                target=_end_after, args=(pid, os.getppid()), name="laurel-end", daemon=True
+                target=_end_after, args=arguments, name="laurel-end", daemon=True
             )
             waiting.start()
+
+    def laurel_prepare_stage(self) -> None:
+        """Make the buffer that a later stage of a pipeline takes the work of earlier ones into.
+
+        vLLM makes it on its first pass of trial, which a model that runs eagerly on a CPU with a
+        cache of given size never has.
+        """
+        runner = self.model_runner
+        if hasattr(runner, "intermediate_tensors") and runner.intermediate_tensors is None:
+            runner.profile_run()
 
     def laurel_load_weights(self, paths: list[str]) -> list[str]:
         """Take the weights from files. Names the modules that were packed again."""
@@ -99,8 +114,9 @@ def _with_logits_before(draw: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     return truncate
 
 
-def _end_after(pid: int, scheduler: int) -> None:
+def _end_after(pid: int, scheduler: int, segments: set[str]) -> None:
     select.select([os.pidfd_open(pid)], [], [])  # readable when it has ended
+    remove(segments)  # first: others may end this process
     if scheduler not in (pid, 1):
         os.kill(scheduler, signal.SIGKILL)
     os._exit(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from laurel.distributed.launch import (
 )
 from laurel.distributed.plan import Plan, plan_run
 from laurel.distributed.reservations import NodeNeed, NodeState, Resources, match
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, WorkerError
 
 ray_cluster = pytest.importorskip("laurel.distributed.ray_cluster", exc_type=ImportError)
 ray_group = pytest.importorskip("laurel.distributed.ray_group", exc_type=ImportError)
@@ -276,3 +278,39 @@ def test_the_slots_of_a_node_are_its_gpus_in_their_order() -> None:
         assert found == {
             "policy": ["1", "2"], "generation": ["1", "2"], "reward_model": ["0", "3"],
         }  # fmt: skip
+        _test_ranks_of_two_slots(roles)
+
+
+def _test_ranks_of_two_slots(roles: Mapping[Any, Any]) -> None:
+    """In the same cluster: a process has the GPUs of both, also when it is started again."""
+    with (
+        ray_group.RayGroup(roles["policy"], Worker) as policy,
+        ray_group.RayGroup(roles["reward_model"].joined(2), Worker) as judge,
+    ):
+        for _ in range(2):
+            with ray_group.RayGroup(roles["generation"].joined(2), Worker) as replica:
+                assert replica.size == 1
+                assert replica.call_one(0, "environment")["CUDA_VISIBLE_DEVICES"] == "1,2"
+                assert replica.call("where") == [("generation", 0, 1)]
+                os.kill(replica.call_one(0, "pid"), signal.SIGKILL)
+                with pytest.raises(WorkerError, match="generation rank 0"):
+                    replica.call("where")
+        assert policy.call("compute", 0) == [0, 1], "on the same slots, and not touched"
+        assert judge.call_one(0, "environment")["CUDA_VISIBLE_DEVICES"] == "0,3"
+
+
+def test_slots_of_a_rank_are_on_one_node() -> None:
+    def slots_on(*node_ids: str) -> Any:
+        return ray_cluster.Reservation(
+            role="generation", each=Resources(gpus=1), group=None, node_ids=list(node_ids),
+            bundles=list(range(len(node_ids))), devices=[str(n) for n in range(len(node_ids))],
+        )  # fmt: skip
+
+    joined = slots_on("a", "a", "a", "a", "b", "b").joined(2)
+    assert (joined.size, joined.node_ids, joined.bundles) == (3, ["a", "a", "b"], [0, 2, 4])
+    assert joined.devices == ["0,1", "2,3", "4,5"]
+    second = slots_on("a", "a", "b", "b").part("generation 2,3", [2, 3]).joined(2)
+    assert (second.bundles, second.devices, second.slots_each) == ([2], ["2,3"], 2)
+    for several in (["a", "a", "a"], ["a", "b", "b", "a"]):
+        with pytest.raises(ConfigError, match="2 on one node for each rank; ask for a multiple"):
+            slots_on(*several).joined(2)

@@ -246,6 +246,28 @@ def test_groups_that_reach_over_nodes_are_told() -> None:
     assert misfit.mends[-1].endswith("tensor_parallel_size=6")
 
 
+def test_a_replica_of_vllm_is_on_one_node() -> None:
+    shared = ("cluster.gpus_per_node=6", "cluster.num_nodes=2",
+              "grpo.num_prompts_per_step=48", "policy.train_global_batch_size=768")  # fmt: skip
+    drawing = "policy.generation.vllm_cfg"
+    plan = plan_run(grpo(*shared, f"{drawing}.tensor_parallel_size=4"))
+    (problem,) = fatal(plan)
+    assert "groups of 4 slots reach over nodes, of which each has 6 for generation" in problem
+    assert plan.misfits[0].mends[-2:] == (
+        f"{drawing}.tensor_parallel_size=6", "a multiple of 4 slots of each node for generation",
+    )  # fmt: skip
+    both = (f"{drawing}.tensor_parallel_size=2", f"{drawing}.pipeline_parallel_size=2")
+    (misfit,) = plan_run(grpo(*shared, *both)).misfits
+    assert misfit.mends[:-1] == tuple(f"{drawing}.tensor_parallel_size={n}" for n in (1, 3))
+    # What draws in process has one slot, whatever is said of vLLM.
+    for one in ("policy.generation.backend=transformers", "cluster.device=cpu"):
+        plan = plan_run(grpo(*shared, *both, one))
+        assert plan.fits
+        generation = plan.role("generation")
+        assert generation is not None
+        assert generation.mesh == Mesh(dp=12)
+
+
 def test_every_misfit_is_told_at_once() -> None:
     plan = plan_run(
         grpo(*JUDGED, "cluster.gpus_per_node=8", f"{REWARD}.gpus_per_node=3",
@@ -380,7 +402,7 @@ def feasible(want: Wanted) -> tuple[int, int, int] | None:
         drawn_on = policy if want["colocated"] else drawing
         if (
             policy % want["tp"] == 0
-            and drawn_on % want["drawing_tp"] == 0
+            and min(drawn_on, want["slots"]) % want["drawing_tp"] == 0  # of each node
             and judging % want["judge_tp"] == 0
             and want["batch"] % (policy // want["tp"]) == 0
         ):

@@ -178,6 +178,21 @@ def test_transfers_leave_nothing_behind(engine, learner):
     assert not list(Path("/dev/shm").glob("laurel-weights-*"))
 
 
+def test_a_pipeline_gets_the_weights_of_each_of_its_stages(models, learner):
+    learner.model = models[0]
+    stages = GenerationConfig(max_concurrent=6, vllm_cfg={"pipeline_parallel_size": 2})
+    with started(models[0], learner.logprobs, generation=stages) as engine:
+        assert len(engine._processes) == 3, "a scheduler, and a worker for each stage"
+        assert largest_difference(engine, models[0]) < EXACT
+        learner.model = models[1]
+        run(engine.update_weights(learner.weights(1)))
+        assert 0 < engine.probe_difference < EXACT
+        assert largest_difference(engine, models[1]) < EXACT
+        segments = [Path(path) for path in engine._segments]
+        assert any(path.exists() for path in segments)
+    assert not any(path.exists() for path in segments)
+
+
 # --------------------------------------------------------------------------------------- requests
 
 

@@ -7,7 +7,12 @@ import pytest
 from generators import request
 from laurel.config.generation import GenerationConfig
 from laurel.engines.vllm_requests import check_limits, sampling_arguments
-from laurel.engines.vllm_settings import engine_arguments, environment, precision_of
+from laurel.engines.vllm_settings import (
+    cpu_environment,
+    engine_arguments,
+    environment,
+    precision_of,
+)
 from laurel.errors import ConfigError, DataError
 
 KNOWN = {"model", "kv_cache_memory_bytes", "block_size", "enforce_eager", "swap_space"}
@@ -41,6 +46,20 @@ def test_the_configuration_reaches_vllm():
     assert not found["enforce_eager"]
     assert "enable_chunked_prefill" not in found
     assert "trust_remote_code" not in found
+    assert found["distributed_executor_backend"] == "mp", "in an actor vLLM would start actors"
+    assert "distributed_executor_backend" not in arguments()
+    several = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"distributed_executor_backend: Laurel sets this"):
+        arguments(vllm_cfg=several, vllm_kwargs={"distributed_executor_backend": "ray"})
+
+
+def test_processes_on_a_cpu_have_cores_of_their_own(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7, 2, 3, 9, 4})
+    assert cpu_environment(1, is_eager=False) == {}
+    assert cpu_environment(1, is_eager=True) == {"TORCH_COMPILE_DISABLE": "1"}
+    assert cpu_environment(2, is_eager=False) == {"VLLM_CPU_OMP_THREADS_BIND": "2,3|4,7"}
+    assert cpu_environment(5, is_eager=True)["VLLM_CPU_OMP_THREADS_BIND"] == "2|3|4|7|9"
+    assert cpu_environment(6, is_eager=True)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
 def test_on_a_cpu_prompts_are_computed_in_one_piece():
