@@ -31,7 +31,7 @@ config_app = typer.Typer(cls=ShowsByDefault, no_args_is_help=False, rich_markup_
 
 @config_app.callback()
 def config() -> None:
-    """Print the configuration of a run, or turn one of another system into ours.
+    """Print a run's configuration, or import another system's.
 
     `laurel config --for grpo --describe` is `laurel config show --for grpo --describe`.
     """

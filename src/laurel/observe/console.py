@@ -103,7 +103,7 @@ class _Screen(Console):
     def status(self, status: Any, **options: Any) -> Status:
         if self.is_interactive:
             return super().status(status, **options)
-        return Status(status, console=Console(file=io.StringIO(), force_terminal=False))
+        return Status(status, console=silent_console())
 
 
 def make_console(*, stderr: bool = False) -> Console:
