@@ -17,7 +17,8 @@ from laurel.config.source import read_scalars_our_way
 
 _WIDTH = 100
 _SAME_KEY = "See the same key of a set"
-_POINTER = re.compile(r"See `(\w+)\.(\w+)`")
+_TRAIN = "data.train"
+_POINTER = re.compile(rf"See `({re.escape(_TRAIN)}|\w+)\.(\w+)`")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -105,12 +106,12 @@ class _Writer:
 
     def _about(self, owner: type[Section], key: str, about: str) -> str:
         """The meaning of a key; where its docstring points to another, that one's words."""
-        if about.startswith(_SAME_KEY):
+        found = _POINTER.match(about)
+        if about.startswith(_SAME_KEY) or (found and found[1] == _TRAIN):
             blocks = sections_of(kinds_of(owner.model_fields["train"].annotation))
-            target = blocks[0].model_fields[key] if blocks else None
-            pointer = _SAME_KEY
+            target = blocks[0].model_fields.get(found[2] if found else key) if blocks else None
+            pointer = found[0] if found else _SAME_KEY
         else:
-            found = _POINTER.match(about)
             bases = {one.__name__: one for one in owner.__mro__ if issubclass(one, Section)}
             named = {**bases, **self.sections}.get(found[1]) if found else None
             target = named.model_fields.get(found[2]) if found and named else None
