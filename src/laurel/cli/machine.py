@@ -209,7 +209,13 @@ def speed(seconds: float = 0.2) -> Finding:
     )
 
 
-def measure_products(dtypes: Sequence[str], device: str, *, seconds: float) -> dict[str, float]:
+def measure_products(
+    dtypes: Sequence[str],
+    device: str,
+    *,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Billions of additions and multiplications a second of square matrix products, by type.
 
     The types take turns on matrices of one size, for `seconds` each, and the fastest product of
@@ -220,11 +226,11 @@ def measure_products(dtypes: Sequence[str], device: str, *, seconds: float) -> d
     import torch
 
     def timed(matrix: torch.Tensor) -> float:
-        started = time.perf_counter()
+        started = clock()
         torch.mm(matrix, matrix)
         if device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - started
+        return clock() - started
 
     def square(dtype: str, size: int) -> torch.Tensor:
         value = 1.0 / size
