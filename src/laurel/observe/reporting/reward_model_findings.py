@@ -18,16 +18,18 @@ def against_length(record: RunRecord) -> Iterator[Finding]:
         accuracy, baseline = record.latest(f"{section}/accuracy"), record.latest(name)
         if accuracy is None or baseline is None:
             continue
-        # Whoever always takes the shorter answer knows nothing more either.
+        # Whoever takes what is shorter knows nothing more either: right in 1 - baseline at most, as
+        # pairs of one length are no more of the one than of the other.
         rival = max(baseline, 1 - baseline)
-        who = "longer" if baseline >= 0.5 else "shorter"
+        rule = (
+            "always taking the longer answer gives"
+            if baseline >= 0.5
+            else "never taking the longer answer gives at most"
+        )
         count = record.latest(f"{section}/num_valid_samples")
         pairs = "" if count is None else f" on {count:,.0f} pairs"
         error = 0.02 if not count else 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.01) / count)
-        said = (
-            f"{section}: accuracy is {accuracy:.1%}{pairs}, and always taking the {who} answer "
-            f"gives {rival:.1%}"
-        )
+        said = f"{section}: accuracy is {accuracy:.1%}{pairs}, and {rule} {rival:.1%}"
         if accuracy <= rival + error:
             yield Finding(
                 weight="bad",
