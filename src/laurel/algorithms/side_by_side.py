@@ -85,9 +85,12 @@ class PatientThreads:
         return outcome()
 
     def close(self) -> None:
-        """Let every thread end that has nothing to do."""
-        while self._idle:
-            self._idle.pop().end()
+        """End every thread that has nothing to do, and wait until it is gone."""
+        idle, self._idle = self._idle, []
+        for thread in idle:
+            thread.end()
+        for thread in idle:
+            thread.join()
 
 
 class GivenUpError(Exception):
@@ -116,7 +119,8 @@ class _Thread:
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def begin(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[_Outcome[T]]:
         """Call it. The future gets what came of it, to be called: it returns, or raises."""
@@ -139,6 +143,12 @@ class _Thread:
         """Let the thread end when it comes back."""
         self._work.put(None)
 
+    def join(self) -> None:
+        """Wait until it has ended."""
+        self._thread.join()
+
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+            # A tensor that this thread let go of while Python ends would abort the process.
+            del work
