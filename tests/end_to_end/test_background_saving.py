@@ -191,12 +191,16 @@ def stop_in_a_save(process: subprocess.Popen[bytes], directory: Path) -> None:
         process.send_signal(signal.SIGCONT)
 
 
+def has_a_whole_one(tmp_path: Path) -> bool:
+    return CheckpointStore(tmp_path / "saves").newest_whole().path is not None
+
+
 @pytest.fixture
 def under_way(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run that has been stopped in the middle of a background save."""
     process = start(settings(tmp_path, *LARGE), log=tmp_path / "log.txt")
     try:
-        wait_until(lambda: last_step(tmp_path) >= 4, process)
+        wait_until(lambda: last_step(tmp_path) >= 4 and has_a_whole_one(tmp_path), process)
         stop_in_a_save(process, tmp_path)
         yield process
     finally:

@@ -174,6 +174,8 @@ def test_following_a_run_keeps_what_its_reader_was_doing(tab: Page, tmp_path: Pa
         [sys.executable, "-m", "laurel", "report", "--follow", str(run)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # Whoever runs the tests in the background has had Ctrl-C ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         assert server.stdout is not None

@@ -67,7 +67,7 @@ def _base(policy: PolicyConfig, model: ModelFacts) -> dict[str, str | None]:
     """What training started from; of a directory only its name, for cards are made public."""
     from laurel.models.model_card import hub_name
 
-    name = policy.model_name
+    name = policy.model_name if policy.scratch is None else None
     is_here = name is not None and os.path.isdir(os.path.expanduser(name))
     described = f"the local directory {os.path.basename(os.path.realpath(name or ''))}"
     return {"base_model": described if is_here else model.base_model, "hub_base": hub_name(name)}

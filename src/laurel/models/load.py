@@ -28,6 +28,7 @@ from laurel.models.pretrained import (
     refuse_missing,
     refuse_other_sizes,
     settle,
+    start_of,
     take_path,
 )
 from laurel.models.reward_model import RewardModel
@@ -88,8 +89,7 @@ def load_reward_model(
     """
     register()
     refuse_unspreadable(config, mesh)
-    notes: list[str] = []
-    base = config.model_name or f"nothing ({config.scratch and config.scratch.architecture})"
+    base, notes = start_of(config)
     name = str(resume_from or config.model_name)
     uses_adapters = config.dtensor_cfg.lora_cfg.enabled
     with torch.random.fork_rng(devices=[]):

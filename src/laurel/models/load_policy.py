@@ -30,6 +30,7 @@ from laurel.models.pretrained import (
     refuse_missing,
     refuse_other_sizes,
     settle,
+    start_of,
     take_path,
 )
 from laurel.models.probe import (
@@ -88,7 +89,7 @@ def load_policy(
     """
     register()
     refuse_unspreadable(config, mesh)
-    notes: list[str] = []
+    base, notes = start_of(config)
     is_random = config.scratch is not None and resume_from is None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -113,14 +114,9 @@ def load_policy(
         model=model,
         tokenizer=tokenizer,
         notes=notes,
-        base_model=_start_of(config),
+        base_model=base,
         has_random_weights=is_random,
     )
-
-
-def _start_of(config: PolicyConfig) -> str:
-    """What training starts from, in words."""
-    return config.model_name or f"nothing ({config.scratch and config.scratch.architecture})"
 
 
 def _fitted(

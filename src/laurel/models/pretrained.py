@@ -27,6 +27,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # ------------------------------------------------------------------------- tokenizer and weights
 
 
+def start_of(config: PolicyConfig) -> tuple[str, list[str]]:
+    """What training starts from, in words, and the notes on it: a name that is not loaded."""
+    if config.scratch is None:
+        return str(config.model_name), []
+    notes = []
+    if config.model_name is not None and "model_name" in config.model_fields_set:
+        notes.append(
+            f"policy.model_name={config.model_name} is not loaded: policy.scratch makes a new "
+            "model (take it out with '~policy.scratch')"
+        )
+    return f"nothing ({config.scratch.architecture})", notes
+
+
 def find_tokenizer(
     config: PolicyConfig,
     name: str,

@@ -126,7 +126,7 @@ def test_turns_on_all_slots_or_on_some() -> None:
 def test_the_example_of_the_documentation() -> None:
     text = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text(encoding="utf-8")
     cluster = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])["cluster"]
-    picture = text.split("```yaml\n")[1].split("```")[2].strip()
+    picture = text.split("```yaml\n")[1].split("```")[2].removeprefix("text").strip()
     judge = EnvironmentsConfig.model_validate(
         {"reward_model": {"enabled": True, "model_name": "judge"}}
     )

@@ -7,6 +7,7 @@ from laurel.config.schema import PolicyConfig, ScratchConfig
 from laurel.data.forest import plant
 from laurel.errors import ConfigError
 from laurel.models.load import load_reward_model
+from laurel.models.pretrained import start_of
 from laurel.models.scratch import scratch_config, train_tokenizer
 from laurel.rewards.self_check import check_paths
 from laurel.types import Message, group_of
@@ -54,6 +55,22 @@ def test_the_seed_decides_every_weight():
     assert not torch.equal(first.model.classifier.score.weight, other.model.classifier.score.weight)
     assert first.has_new_head
     assert first.base_model == "nothing (qwen3)"
+
+
+@pytest.mark.parametrize(
+    ("given", "is_noted"),
+    [({}, False), ({"model_name": None}, False), ({"model_name": "a/b"}, True)],
+)
+def test_a_name_beside_scratch_is_not_loaded_and_that_is_said(given, is_noted):
+    start, notes = start_of(PolicyConfig(scratch=ScratchConfig(), **given))
+    assert start == "nothing (qwen3)"
+    assert [note.startswith("policy.model_name=a/b is not loaded") for note in notes] == (
+        [True] if is_noted else []
+    )
+
+
+def test_a_name_without_scratch_is_where_it_starts():
+    assert start_of(PolicyConfig(model_name="a/b")) == ("a/b", [])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.split(", "))
