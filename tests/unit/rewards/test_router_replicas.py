@@ -100,6 +100,21 @@ def test_who_hangs_is_found_out_by_being_overtaken():
     assert len(replicas[0].asked) <= 20 + FAULTS_TO_TRIP + 3
 
 
+def test_who_was_asked_before_anything_was_known_is_overtaken_too():
+    async def main():
+        replicas = [ScriptedReplica("a", lambda *_: "hang"), ScriptedReplica("b")]
+        router = Router(replicas, RouterOptions(hedge=True), clock=now)
+        began = now()
+        groups = [question(str(index), "x") for index in range(60)]
+        scores = await asyncio.gather(*(router.score([group]) for group in groups))
+        return now() - began, scores, groups, router
+
+    seconds, scores, groups, router = in_virtual_time(main())
+    assert [one for (one,) in scores] == right_scores(groups)
+    assert seconds < 5, "nothing waits for the deadline of an attempt, 30 seconds"
+    assert router.counts["hedges"] > 0
+
+
 def test_a_second_replica_is_waited_for_where_none_has_room():
     """All requests of one that hangs are saved, though there are more than another takes."""
 

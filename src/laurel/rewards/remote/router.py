@@ -24,6 +24,8 @@ from laurel.rewards.remote.requests import Job, divide, halves, spread
 from laurel.rewards.remote.router_options import RouterOptions
 from laurel.types import Group, Score
 
+LOOKING = 0.25
+"""Seconds between looks whether enough answers are known to call one slow."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Bounds in seconds of the random pause before another try; the bound doubles each time."""
 ALIVE_PAUSE = 0.2
@@ -208,9 +210,8 @@ class Router:
         first = self._begin(standing, job)
         running = [first]
         try:
-            seconds = patience(self._standings.values()) if self.options.hedge else None
-            if seconds is not None:
-                await asyncio.wait(running, timeout=seconds)
+            if self.options.hedge:
+                await self._until_slow(first, began)
                 if (other := await self._another(job, standing, first)) is not None:
                     self.counts["hedges"] += 1
                     running.append(self._begin(other, job))
@@ -222,6 +223,13 @@ class Router:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    async def _until_slow(self, attempt: asyncio.Task[Reply], began: float) -> None:
+        """Wait until an attempt has ended, or is slow, as soon as enough is known to tell."""
+        while (seconds := patience(self._standings.values())) is None and not attempt.done():
+            await asyncio.wait((attempt,), timeout=LOOKING)
+        if seconds is not None and not attempt.done():
+            await asyncio.wait((attempt,), timeout=max(0.0, began + seconds - self._clock()))
 
     async def _another(
         self, job: Job, first: Standing, attempt: asyncio.Task[Reply]
