@@ -117,9 +117,12 @@ def test_clients_that_leave_take_their_requests_along(models, tmp_path):
     with Serving(tmp_path, *arguments, "--max-waiting", "9999", *QUIET).ready() as server:
         asyncio.run(ask_and_leave(server))
         until(lambda: figures(server)["laurel_completions_waiting"] == 0)
-        assert answered(server, 499) >= 50
         found = figures(server)
-        assert found["laurel_scorer_cancelled_total"] == answered(server, 499)
+        cancelled = found["laurel_scorer_cancelled_total"]
+        # Who leaves in the moment in which the answer is ready is gone too, with nothing to cancel.
+        assert 50 <= cancelled <= answered(server, 499)
+        assert answered(server, 200) + answered(server, 499) == len(bodies)
+        assert found["laurel_scorer_scored_total"] >= 8 * (len(bodies) - cancelled)
         assert found["laurel_scorer_computed_total"] < 8 * len(bodies)
         status, reply = server.score("By the gate.", prompt="Where?")
         assert status == 200
