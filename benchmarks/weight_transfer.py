@@ -1,4 +1,4 @@
-"""How soon do weights reach generators in other processes: through Ray, and by broadcast?
+"""How soon do weights reach generators in other processes, on each of the ways there are?
 
     python benchmarks/weight_transfer.py
 
@@ -42,7 +42,11 @@ from laurel.models.load_policy import load_policy
 from laurel.models.parallel import ParallelShape
 from laurel.models.scratch import train_tokenizer
 
-WAYS = {"object_store": "Ray's object store", "broadcast": "broadcast (gloo)"}
+WAYS = {
+    "object_store": "Ray's object store",
+    "broadcast": "broadcast (gloo)",
+    "ipc": "shared memory (ipc)",
+}
 SIZES = {"tiny": TINY_SHAPE, "25M": TRAINING_SHAPE, "110M": SCORING_SHAPE}
 MAX_LENGTH = 64
 CPU = ClusterConfig(device="cpu", cpu_threads=1)
@@ -96,7 +100,7 @@ def read_options() -> argparse.Namespace:
     add("--sizes", nargs="+", choices=SIZES, default=["25M", "110M"], help="models")
     add("--replicas", type=int, nargs="+", default=[2])
     add("--dp", type=int, nargs="+", default=[1, 2], help="ranks that the learner is spread over")
-    add("--bucket-mib", type=int, help="of both ways, instead of what each has by default")
+    add("--bucket-mib", type=int, help="of all ways, instead of what each has by default")
     add("--quick", action="store_true", help="a tiny model, one round: does it run, not how fast")
     add("--markdown", action="store_true", help="a table for docs/benchmarks.md")
     add("--json", type=Path, default=Path("benchmark_results/weight_transfer.json"))
@@ -109,7 +113,7 @@ def read_options() -> argparse.Namespace:
 def measure(
     cluster: RayCluster, shape: Shape, options: argparse.Namespace, *, dp: int, replicas: int
 ) -> dict[str, Any]:
-    """Both ways in turn, with one learner."""
+    """All ways in turn, with one learner."""
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="laurel-benchmark-"))
@@ -183,16 +187,21 @@ def generator_of(
 
 def report(rows: list[dict[str, Any]], *, as_markdown: bool) -> str:
     lines = []
+    first, *others = WAYS
     for row in rows:
-        pairs = zip(*(row["seconds"][way] for way in WAYS), strict=True)
-        ratio = statistics.median(store / told for store, told in pairs)
+        seconds = row["seconds"]
+        ratios = [
+            statistics.median(a / b for a, b in zip(seconds[first], seconds[way], strict=True))
+            for way in others
+        ]
         lines.append(
             [
                 f"{row['parameters'] / 1e6:.1f}M", str(row["dp"]), str(row["replicas"]),
-                *(spread(row["seconds"][way]) for way in WAYS), f"{ratio:.2f}",
+                *(spread(seconds[way]) for way in WAYS), *(f"{ratio:.2f}" for ratio in ratios),
             ]
         )  # fmt: skip
-    header = ["parameters", "dp of the learner", "replicas", *WAYS.values(), "times as quick"]
+    names = [f"times as quick: {WAYS[way]}" for way in others]
+    header = ["parameters", "dp of the learner", "replicas", *WAYS.values(), *names]
     return table(header, lines, as_markdown=as_markdown)
 
 

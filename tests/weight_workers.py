@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import signal
 import socket
 from collections.abc import AsyncGenerator, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laurel.algorithms.weight_giver import WeightGiver
 from laurel.distributed.rendezvous import LOOPBACK, Place, store_of
 from laurel.engines.engine_worker import EngineWorker
 from laurel.engines.weight_broadcast import Meeting, WeightLink, received, send
 from laurel.engines.weight_buckets import unpack
-from laurel.errors import BroadcastError, EngineError
+from laurel.engines.weight_sharing import Lender, Reach, borrowed, reach_of
+from laurel.errors import EngineError
 from laurel.types import Generated, GenerationRequest, Weights
 
 
@@ -40,11 +45,19 @@ def every_kind(seed: int) -> dict[str, Tensor]:
     }
 
 
-class Giving:
+class Giving(WeightGiver):
     """What of a `LearnerWorker` gives weights away; its tensors are those of `every_kind`."""
 
-    def __init__(self, place: Place, *, host: str | None = None, takes_port: bool = False) -> None:
-        self._link = WeightLink(place)
+    def __init__(
+        self,
+        place: Place,
+        *,
+        host: str | None = None,
+        takes_port: bool = False,
+        is_far: bool = False,
+    ) -> None:
+        super().__init__(place)
+        self._is_far = is_far
         self._host = host
         self._other = socket.socket() if takes_port else None
         self._seed = 0
@@ -53,14 +66,14 @@ class Giving:
         return os.getpid()
 
     def host(self) -> str:
-        return self._host or self._link.host
+        return self._host or super().host()
 
     def learn(self, seed: int) -> None:
         self._seed = seed
 
     def invite(self, address: str, size: int, patience: float) -> int:
         if self._other is None:
-            return self._link.invite(address, size, patience)
+            return super().invite(address, size, patience)
         self._other.bind((address, 0))  # somebody else got it first
         self._other.listen()
         port = int(self._other.getsockname()[1])
@@ -68,13 +81,28 @@ class Giving:
         store_of(place, timeout=timedelta(seconds=patience))
         return port
 
-    def send_weights(self, meeting: Meeting, changing_only: bool, num_bytes: int) -> str | None:
-        try:
-            send(self._link.group(meeting), of(self._seed, changing_only), max_bytes=num_bytes)
-        except BroadcastError as error:
-            self._link.close()
-            return str(error)
-        return None
+    def named_weights(self, changing_only: bool) -> Iterator[tuple[str, Tensor]]:
+        return of(self._seed, changing_only)
+
+    def weight_reach(self, device: str) -> Reach:
+        return Reach("another machine") if self._is_far else super().weight_reach(device)
+
+    def memory_files(self) -> list[str]:
+        return memory_files()
+
+    def limit(self, num_bytes: int) -> None:
+        """Let it have no larger file: there is no room for a bucket."""
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+
+def memory_files() -> list[str]:
+    """Shared memory that this process has open, or mapped."""
+    descriptors = Path("/proc/self/fd")
+    named = [os.readlink(path) for path in descriptors.iterdir() if path.is_symlink()]
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in (*named, *mapped) if "laurel-weights" in line]
 
 
 def of(seed: int, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -131,6 +159,9 @@ class KeepingWorker(EngineWorker):
     def pid(self) -> int:
         return os.getpid()
 
+    def memory_files(self) -> list[str]:
+        return memory_files()
+
     def kept(self) -> tuple[int, list[str], dict[str, Tensor]]:
         engine: Any = self._engine
         return engine.weight_version, engine.came, engine.kept
@@ -158,4 +189,25 @@ def told(device: str) -> list[tuple[str, Tensor]]:
         return []
     parts = [part for bucket in received(group) for part in bucket]
     assert all(unpack(part).device.type == device for part in parts)
+    return [(part.name, unpack(part).cpu()) for part in parts]
+
+
+def shared_on_gpu() -> list[tuple[str, Tensor]]:
+    """What the second of two processes reads from the memory of the first, on one GPU."""
+    rank = dist.get_rank()
+    reaches: list[Any] = [None, None]
+    dist.all_gather_object(reaches, reach_of("cuda"))
+    assert reaches[0] == reaches[1]
+    lender = Lender(of(1), max_bytes=1024, device="cuda") if rank == 0 else None
+    parts = []
+    while True:
+        told = [None if lender is None else lender.next()]
+        dist.broadcast_object_list(told)
+        if told[0] is None:
+            break
+        parts += [] if lender else borrowed(told[0])
+        dist.barrier()
+    if lender is not None:
+        lender.close()
+    assert all(unpack(part).device.type == "cuda" for part in parts)
     return [(part.name, unpack(part).cpu()) for part in parts]

@@ -27,7 +27,7 @@ FIRST_HALF = 5
 SIGNALS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
 
 
-@pytest.fixture(params=["object_store", "broadcast"])
+@pytest.fixture(params=["object_store", "broadcast", "ipc"])
 def way(request):
     return request.param
 
@@ -193,6 +193,54 @@ def test_a_learner_that_dies_ends_the_run(play, way):
     assert raised.value.is_lost
 
 
+# ------------------------------------------------------------------------------------ sharing alone
+
+
+def test_an_engine_that_is_lost_does_not_keep_the_others_from_it(play):
+    playing = play("ipc", patience=5.0, count=3)
+    playing.groups[2].call("expect", fate=(FIRST_HALF, signal.SIGKILL))
+    asked = [listened(group) for index, group in playing.groups.items() if index != 2]
+    playing.give(1)
+    playing.require(1)
+    assert playing.generator.num_weight_fallbacks == 0
+    assert playing.generator.num_restarts == 1
+    for calls in asked:
+        assert "borrow_weights" in calls
+        assert not {"repeat_weights", "take_weights"} & set(calls)
+
+
+def test_memory_is_given_back(play):
+    playing = play("ipc")
+    playing.give(1)
+    groups = [playing.learner, *playing.groups.values()]
+    before = [group.call_one(0, "memory_files") for group in groups]
+    for version in (2, 3, 4):
+        playing.give(version)
+    assert [group.call_one(0, "memory_files") for group in groups] == before == [[], [], []]
+
+
+def test_a_learner_elsewhere_is_told_once(play):
+    playing = play("ipc", given={"is_far": True})
+    for version in (1, 2):
+        playing.give(version)
+        playing.require(version)
+    (said,) = playing.said
+    assert "no rank of the learner is on the machine of generation replica 0" in said
+    assert said.endswith("through Ray's object store, and all later ones too")
+
+
+@pytest.mark.parametrize("most", [0, 4096], ids=["at once", "for the large one"])
+def test_without_room_for_a_bucket(play, most):
+    """The kernel refuses it (here by a limit of files); all weights come in another way."""
+    playing = play("ipc")
+    playing.learner.call("limit", most)
+    playing.give(1)
+    playing.require(1)
+    (said,) = playing.said
+    assert "cannot be had in shared memory" in said
+    assert playing.learner.call_one(0, "memory_files") == []
+
+
 # ------------------------------------------------------------------------------- broadcasting alone
 
 
@@ -247,7 +295,8 @@ def test_a_meeting_that_cannot_be_is_tried_once(play, given, why):
     assert said.endswith("through Ray's object store, and all later ones too")
 
 
-def test_weights_that_nobody_can_send(play):
-    playing = play("broadcast")
+@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+def test_weights_that_nobody_can_send(play, way):
+    playing = play(way)
     with pytest.raises(TypeError, match="only the weights of a LearnerGroup"):
         playing.update(Weights(version=1, tensors=partial(of, 1)))

@@ -122,7 +122,7 @@ ROLES = {
     "all in turns on two slots": ("cluster.gpus_per_node=2",),
     "tp 2 judged by two replicas": (
         "cluster.gpus_per_node=4", "env.reward_model.resources.gpus_per_node=2",
-        "policy.dtensor_cfg.tensor_parallel_size=2",
+        "policy.dtensor_cfg.tensor_parallel_size=2", "policy.generation.weight_transfer=ipc",
     ),
 }  # fmt: skip
 
@@ -144,7 +144,8 @@ def test_grpo_is_the_same_with_roles_of_their_own(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     finished = grpo(grpo_settings(tmp_path, model, *GRPO, *own_slots(judge), *ways))
-    assert "drawn by GeneratorReplicas, weights by broadcast" in finished.text
+    way = "ipc" if "policy.generation.weight_transfer=ipc" in ways else "broadcast"
+    assert f"drawn by GeneratorReplicas, weights by {way}" in finished.text
     assert "broke off" not in caplog.text
     lines = read_metrics(tmp_path / "logs" / "exp_001" / "metrics.jsonl")
     key = "performance/weight_transfer_fallbacks"

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.algorithms.learner import Asked, Inputs, Loss, MicroBatch, Step
 from laurel.algorithms.local_learner import LocalLearner
+from laurel.algorithms.weight_giver import WeightGiver, in_own_memory
 from laurel.config.schema import ClusterConfig, PolicyConfig
 from laurel.distributed.process import (
     available_cores,
@@ -23,8 +24,7 @@ from laurel.distributed.process import (
 )
 from laurel.distributed.rendezvous import Place, join, leave
 from laurel.engines.cpu_products import quick_products
-from laurel.engines.weight_broadcast import Meeting, WeightLink, send
-from laurel.errors import BroadcastError, CheckpointError
+from laurel.errors import CheckpointError
 from laurel.models.across_ranks import AcrossRanks
 from laurel.models.adapters import adapted_layers
 from laurel.models.checkpoint import is_disk_error
@@ -99,7 +99,7 @@ class ModelFacts:
         )
 
 
-class LearnerWorker:
+class LearnerWorker(WeightGiver):
     """One rank. All ranks are given the same calls in the same order, each with its own share."""
 
     def __init__(
@@ -131,8 +131,8 @@ class LearnerWorker:
         Raises:
             UserError: The model cannot be used.
         """
+        super().__init__(place)
         quiet_libraries()
-        self._place = place
         self._shape = shape
         device = self._prepare(cluster, seed)
         if shape.num_ranks > 1 and device.type == "cpu":
@@ -160,8 +160,6 @@ class LearnerWorker:
         if data_place := place.rank // shape.tp:
             # Other data, other dropout. The first place draws what a process alone would.
             seed_everything(seed + data_place)
-        self._weights: Iterator[tuple[str, Tensor]] = iter(())
-        self._link = WeightLink(place)
 
     @property
     def learner(self) -> LocalLearner:
@@ -177,6 +175,10 @@ class LearnerWorker:
     def describe(self) -> ModelFacts:
         """What the driver must know of the model."""
         return self._facts
+
+    def named_weights(self, changing_only: bool) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner`."""
+        return self._learner.named_weights(changing_only=changing_only)
 
     def held_bytes(self) -> int:
         """See `models.parallel.held_bytes`."""
@@ -226,62 +228,6 @@ class LearnerWorker:
     def _speaks(self) -> bool:
         return self._place.rank % self._shape.tp == 0
 
-    # ------------------------------------------------------------------- weights, bucket by bucket
-
-    def open_weights(self, changing_only: bool) -> None:
-        """Begin with `next_weights` at the first weight. See `Learner.named_weights`."""
-        self._weights = self._learner.named_weights(changing_only=changing_only)
-
-    def next_weights(self, num_bytes: int) -> list[tuple[str, Tensor]]:
-        """The next weights, at least one and up to a size; none after the last.
-
-        Every rank takes part, and the first has them.
-        """
-        bucket: list[tuple[str, Tensor]] = []
-        filled = 0
-        for name, weight in self._weights:
-            filled += weight.nbytes
-            if self._place.rank == 0:
-                bucket.append((name, _for_the_way(weight)))
-            if filled >= num_bytes:
-                break
-        return bucket
-
-    # ----------------------------------------------------------------- weights, straight to engines
-
-    def host(self) -> str:
-        """See `Place.host`."""
-        return self._link.host
-
-    def invite(self, address: str, size: int, patience: float) -> int:
-        """See `WeightLink.invite`; asked of the first rank alone."""
-        return self._link.invite(address, size, patience)
-
-    def send_weights(self, meeting: Meeting, changing_only: bool, num_bytes: int) -> str | None:
-        """Give weights to engines that call `EngineWorker.receive_weights` at the same time.
-
-        Every rank takes part, and the first sends.
-
-        Args:
-            meeting: See `WeightLink.group`.
-            changing_only: See `Learner.named_weights`.
-            num_bytes: Size of a bucket.
-
-        Returns:
-            Why they have not all gone; None: they have.
-        """
-        weights = self._learner.named_weights(changing_only=changing_only)
-        reason = None
-        if self._place.rank == 0:
-            try:
-                send(self._link.group(meeting), weights, max_bytes=num_bytes)
-            except BroadcastError as error:
-                self._link.close()
-                reason = str(error)
-        for _ in weights:  # the other ranks still gather them
-            pass
-        return reason
-
     # --------------------------------------------------------------------------------------- saving
 
     def export(
@@ -323,7 +269,7 @@ class LearnerWorker:
 
     def shutdown(self) -> None:
         """Leave the others."""
-        self._link.close()
+        self.give_no_more()
         leave()
 
 
@@ -366,11 +312,7 @@ def _reference(
 
 
 def _for_the_way(value: Any) -> Any:
-    """Tensors on the CPU, in no more memory than they need: a view travels with all it views."""
+    """Tensors on the CPU; see `in_own_memory`."""
     if isinstance(value, TokenOutputs):
         return TokenOutputs(*(_for_the_way(part) for part in value))
-    if not isinstance(value, Tensor):
-        return value
-    value = value.detach().cpu()
-    is_view = value.untyped_storage().nbytes() > value.nbytes
-    return value.clone() if is_view else value
+    return in_own_memory(value) if isinstance(value, Tensor) else value

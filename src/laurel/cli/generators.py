@@ -179,9 +179,12 @@ def transfer_of(
     """
     from laurel.engines.weight_routes import WeightTransfer
 
-    assert setting != "ipc", "places refuse it"
     if setting == "object_store":
         return WeightTransfer(name="object_store", reason="it is set")
+    if setting == "ipc" and device == "cuda" and take_turns and not uses_vllm:
+        return WeightTransfer(name="ipc", device="cuda", reason="it is set; memory of a GPU")
+    if setting == "ipc":
+        return WeightTransfer(name="ipc", reason="it is set; memory of the machine")
     why = "it is set" if setting == "broadcast" else QUICKER
     if device == "cuda" and not uses_vllm and not take_turns:
         return WeightTransfer(

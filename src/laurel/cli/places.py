@@ -19,7 +19,7 @@ from laurel.distributed.launch import (
 )
 from laurel.distributed.plan import Plan
 from laurel.distributed.reservations import Resources
-from laurel.distributed.roles import RoleName, where
+from laurel.distributed.roles import RoleName, as_ranges, where
 from laurel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def open_places(planned: PlannedPlaces, stack: ExitStack, console: Console) -> P
 
 
 def _refuse_unbuilt(config: Run, plan: Plan) -> None:
-    """Refuse ways to spread a model that can be planned and are not built.
+    """Refuse ways to spread a run that can be planned and are not built.
 
     Raises:
         ConfigError: The first of them.
@@ -201,12 +201,19 @@ def _refuse_unbuilt(config: Run, plan: Plan) -> None:
             f"{where}.context_parallel_size={parallel.context_parallel_size}: this version does "
             "not divide a sequence over ranks; set it to 1"
         )
-    if isinstance(config, GRPORun) and config.policy.generation.weight_transfer == "ipc":
+    policy, generation = plan.role("policy"), plan.role("generation")
+    if (
+        isinstance(config, GRPORun)
+        and config.policy.generation.weight_transfer == "ipc"
+        and policy is not None
+        and generation is not None
+        and (far := {s.node for s in generation.slots} - {s.node for s in policy.slots})
+    ):
         raise ConfigError(
-            "policy.generation.weight_transfer=ipc: this version has no transfer by CUDA IPC; set "
-            "it to auto, broadcast or object_store"
+            "policy.generation.weight_transfer=ipc: replicas read the memory of a rank of the "
+            f"policy on their own node, and it has none on node {as_ranges(sorted(far))}; set it "
+            "to auto, broadcast or object_store"
         )
-    policy = plan.role("policy")
     if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
         raise ConfigError(
             f"{where}.cpu_offload=true: shares of a spread model can be kept on the host, and the "

@@ -97,10 +97,11 @@ class GenerationConfig(Section):
     colocated: ColocatedConfig = ColocatedConfig()
     """See there."""
     weight_transfer: Literal["auto", "object_store", "broadcast", "ipc"] = "auto"
-    """How weights come to engines in other processes: through Ray's object store, or told to all at
-    once by the learner's first rank (gloo; NCCL between GPUs); `ipc` (CUDA) is not built. The run
-    says which `auto` is, and why. In one process nothing travels. Default: the broadcast, which was
-    the quicker one wherever it was measured (docs/benchmarks.md)."""
+    """How weights come to engines in other processes: through Ray's object store, told to all at
+    once by the learner's first rank (gloo; NCCL between GPUs), or read from the memory of a rank on
+    the same node (`ipc`; of a GPU that both have in turns, by CUDA IPC). The run says which `auto`
+    is, and why. In one process nothing travels. Default: the broadcast, which was the quickest
+    wherever it was measured (docs/benchmarks.md)."""
     weight_probe_tolerance: float | None = Field(default=None, gt=0)
     """Largest difference between the engine's and the learner's log-probabilities of a probe after
     each transfer of weights, beyond which the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""

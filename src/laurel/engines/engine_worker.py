@@ -18,6 +18,7 @@ from laurel.engines.background_loop import BackgroundLoop
 from laurel.engines.weight_broadcast import Meeting, WeightLink, received
 from laurel.engines.weight_buckets import Bucket, WeightStream
 from laurel.engines.weight_probe import ProbeAnswer
+from laurel.engines.weight_sharing import Reach, SharedBucket, borrowed, reach_of
 from laurel.errors import BroadcastError, EngineError, LaurelError
 from laurel.protocols import Generator
 from laurel.types import Generated, GenerationRequest
@@ -186,6 +187,26 @@ class EngineWorker:
         except BroadcastError as error:
             self._link.close()
             return str(error)
+        return None
+
+    def weight_reach(self, device: str) -> Reach:
+        """Whose memory can be read here."""
+        return reach_of(device)
+
+    def borrow_weights(self, shared: SharedBucket) -> str | None:
+        """Copy the next bucket from the memory of a rank of the learner.
+
+        Returns:
+            Why it cannot be, after which all may come in another way (`repeat_weights`).
+
+        Raises:
+            EngineError: The engine refuses what it got.
+        """
+        try:
+            bucket = borrowed(shared)
+        except BroadcastError as error:
+            return str(error)
+        self.take_weights(bucket)
         return None
 
     def repeat_weights(self) -> None:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,8 @@ from torch import Tensor
 
 from laurel.distributed.broadcast_group import Broadcast, BroadcastGroup, reason_of
 from laurel.distributed.rendezvous import Place, bind_master, store_of
-from laurel.engines.weight_buckets import Bucket, PackedTensor, bytes_of
+from laurel.engines.weight_buckets import Bucket, Entry, Parcel, part_of
 from laurel.errors import BroadcastError
-
-ALIGNMENT = 16
-"""Bytes: a tensor begins at a multiple, so that its values can be read where they lie."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +127,14 @@ def send(group: BroadcastGroup, tensors: Iterable[tuple[str, Tensor]], *, max_by
     Raises:
         BroadcastError: Somebody is gone; the rest of the tensors has not been asked for.
     """
-    filling, leaving = _Parcel(group, max_bytes), _Parcel(group, max_bytes)
+    filling, leaving = _Leaving(group, max_bytes), _Leaving(group, max_bytes)
     for name, tensor in tensors:
-        if not filling.has_room(tensor):
+        if not filling.parcel.has_room(tensor):
             filling.send()
             filling, leaving = leaving, filling
             filling.clear()
-        filling.add(name, tensor)
-    if not filling.is_empty:
+        filling.parcel.add(name, tensor)
+    if not filling.parcel.is_empty:
         filling.send()
     leaving.wait()
     filling.wait()
@@ -161,63 +159,31 @@ def received(group: BroadcastGroup) -> Iterator[Bucket]:
         for piece in coming:
             piece.wait()
         table = json.loads(words.cpu().numpy().tobytes())
-        yield [_part(values, *entry) for entry in table]
+        yield [part_of(values, Entry(*entry)) for entry in table]
 
 
 def _lengths(group: BroadcastGroup, words: int = 0, values: int = 0) -> Tensor:
     return torch.tensor([words, values], dtype=torch.int64, device=group.device)
 
 
-def _part(
-    values: Tensor, name: str, dtype: str, shape: list[int], start: int, size: int
-) -> PackedTensor:
-    part = values[start : start + size]
-    if part.numel() < size:
-        raise BroadcastError(f"of {name} came {part.numel()} of {size} bytes")
-    return PackedTensor(name, dtype, tuple(shape), part if part.is_cuda else part.numpy())
-
-
-class _Parcel:
-    """A bucket that is filled, sent and filled again."""
+class _Leaving:
+    """A parcel that is filled, sent and filled again."""
 
     def __init__(self, group: BroadcastGroup, max_bytes: int) -> None:
-        self._group, self._max_bytes = group, max_bytes
-        self._memory = torch.empty(0, dtype=torch.uint8, device=group.device)
-        self._table: list[tuple[str, str, list[int], int, int]] = []
-        self._filled = 0
+        self._group = group
+        memory = partial(torch.empty, dtype=torch.uint8, device=group.device)
+        self.parcel = Parcel(memory, max_bytes=max_bytes)
         self._on_its_way: list[tuple[Broadcast, Tensor]] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has been added."""
-        return not self._table
 
     def clear(self) -> None:
         """Begin anew, when what is on its way has come."""
         self.wait()
-        self._table, self._filled = [], 0
-
-    def has_room(self, tensor: Tensor) -> bool:
-        """Whether one more tensor may be added; a first one may."""
-        return self.is_empty or self._filled + tensor.nbytes <= self._max_bytes
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor in."""
-        values = bytes_of(tensor)
-        first, end = self._filled, self._filled + values.numel()
-        if end > self._memory.numel():  # then it is the first one
-            size = max(end, self._max_bytes)
-            self._memory = torch.empty(size, dtype=torch.uint8, device=self._group.device)
-        self._memory[first:end].copy_(values)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._table.append((name, dtype, list(tensor.shape), first, values.numel()))
-        self._filled = -(-end // ALIGNMENT) * ALIGNMENT
+        self.parcel.clear()
 
     def send(self) -> None:
         """Let it go. It may be filled again after `clear`."""
-        _, _, _, start, size = self._table[-1]
-        values = self._memory[: start + size]
-        text = bytearray(json.dumps(self._table).encode())
+        values = self.parcel.values
+        text = bytearray(json.dumps(self.parcel.table).encode())
         words = torch.frombuffer(text, dtype=torch.uint8).to(self._group.device)
         lengths = _lengths(self._group, words.numel(), values.numel())
         pieces = [piece for piece in (lengths, words, values) if piece.numel()]

@@ -56,8 +56,13 @@ def test_more_slots_or_an_address_are_ray(overrides: tuple[str, ...]) -> None:
         (("policy.dtensor_cfg.cpu_offload=true",), "the policy has one rank"),
         (("cluster.gpus_per_node=1", *ONE_FOR_JUDGING), "resources.gpus_per_node"),
         (
-            ("policy.generation.weight_transfer=ipc",),
-            "no transfer by CUDA IPC; set it to auto, broadcast or object_store",
+            (
+                "policy.generation.weight_transfer=ipc",
+                "cluster.num_nodes=3", "cluster.gpus_per_node=2",
+                "policy.generation.colocated.enabled=false",
+                "policy.generation.colocated.resources.num_nodes=2",
+            ),
+            "it has none on node 1-2; set it to auto, broadcast or object_store",
         ),
     ],
 )  # fmt: skip
