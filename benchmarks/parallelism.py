@@ -3,9 +3,10 @@
     python benchmarks/parallelism.py
 
 A Qwen3 reward model with random weights takes one step on groups of random tokens, in one process
-and over data-parallel (dp) and tensor-parallel (tp) ranks that are processes of a Ray cluster on
-this machine. Gradients are read off the weights: plain gradient descent with step 1 subtracts them.
-Memory is the peak of what a rank holds (not of files it maps) above that when torch is loaded.
+and over data-parallel (dp), tensor-parallel (tp) and context-parallel (cp) ranks that are processes
+of a Ray cluster on this machine. Gradients are read off the weights: plain gradient descent with
+step 1 subtracts them. Memory is the peak of what a rank holds (not of files it maps) above that
+when torch is loaded.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from laurel.models.load import load_reward_model
 from laurel.models.parallel import ParallelShape
 from laurel.types import Completion, Group, Message, Preference, TokenGroup
 
-MESHES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
-"""dp, tp."""
+MESHES = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4))
+"""dp, tp, cp."""
 GROUPS, PROMPT, ANSWER = 8, 48, 40
 MIB = 2**20
 WATCH_SECONDS = 0.005
@@ -83,10 +84,11 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(prefix="laurel-benchmark-") as directory:
         save_model(Path(directory), shape, ["a text to learn a tokenizer from, word for word"])
-        with RayCluster(cpus=max(dp * tp for dp, tp in options.meshes), gpus=0) as cluster:
-            for dp, tp in options.meshes:
-                print(f"  dp {dp}, tp {tp}", file=sys.stderr)
-                rows.append(measure(cluster, Path(directory), shape, dp=dp, tp=tp))
+        with RayCluster(cpus=max(map(math.prod, options.meshes)), gpus=0) as cluster:
+            for dp, tp, cp in options.meshes:
+                print(f"  dp {dp}, tp {tp}, cp {cp}", file=sys.stderr)
+                spread = ParallelShape(dp_shard=dp, tp=tp, cp=cp)
+                rows.append(measure(cluster, Path(directory), shape, spread))
     print(report(rows, as_markdown=options.markdown))
     for row in rows:
         row.pop("gradients")
@@ -100,7 +102,10 @@ def read_options() -> argparse.Namespace:
         "--large", action="store_true", help="seven layers of Qwen3-0.6B, to see memory fall"
     )
     parser.add_argument(
-        "--meshes", nargs="+", default=[f"{dp}x{tp}" for dp, tp in MESHES], help="dp x tp of each"
+        "--meshes",
+        nargs="+",
+        default=["x".join(map(str, mesh)) for mesh in MESHES],
+        help="dp x tp x cp of each",
     )
     parser.add_argument("--markdown", action="store_true", help="a table for docs/parallelism.md")
     parser.add_argument("--json", type=Path, default=Path("benchmark_results/parallelism.json"))
@@ -110,14 +115,14 @@ def read_options() -> argparse.Namespace:
 
 
 def measure(
-    cluster: RayCluster, directory: Path, shape: Shape, *, dp: int, tp: int
+    cluster: RayCluster, directory: Path, shape: Shape, spread: ParallelShape
 ) -> dict[str, Any]:
     """One step, twice: of gradient descent for the gradients, of AdamW for the memory."""
     descent = NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0})
-    slots = cluster.reserve("policy", dp * tp, Resources(cpus=1))
-    learner = started(slots, directory, descent, dp=dp, tp=tp)
+    slots = cluster.reserve("policy", spread.num_ranks, Resources(cpus=1))
+    learner = started(slots, directory, descent, spread)
     facts: ModelFacts = learner.facts
-    batch = Batcher("forest", policy_of(directory, descent, tp), pad_id=0).cut(
+    batch = Batcher("forest", policy_of(directory, descent, spread), pad_id=0).cut(
         *material(shape), micro_batch_size=1
     )
     loss = RewardLoss(LossConfig())
@@ -125,36 +130,38 @@ def measure(
     update = learner.update(batch, loss)
     gradients = {name: before[name] - weight for name, weight in learner.named_weights()}
     learner.shutdown()
-    learner = started(slots, directory, PolicyConfig().optimizer, dp=dp, tp=tp)
+    learner = started(slots, directory, PolicyConfig().optimizer, spread)
     learner.update(batch, loss)
     held = max(learner.held_bytes())
     loading, peak = (max(peaks) for peaks in zip(*learner.group.call("peak_bytes"), strict=True))
     learner.shutdown()
     slots.release()
     return {
-        "dp": dp, "tp": tp, "loss": update.metrics["loss"], "gradients": gradients,
+        "dp": spread.dp_shard, "tp": spread.tp, "cp": spread.cp,
+        "loss": update.metrics["loss"], "gradients": gradients,
         "parameters": facts.num_parameters, "held": held, "loading": loading, "peak": peak,
     }  # fmt: skip
 
 
 def started(
-    slots: Reservation, directory: Path, optimizer: NamedCall, *, dp: int, tp: int
+    slots: Reservation, directory: Path, optimizer: NamedCall, spread: ParallelShape
 ) -> LearnerGroup:
-    policy = policy_of(directory, optimizer, tp)
+    policy = policy_of(directory, optimizer, spread)
     load = partial(load_reward_model, policy, seed=1, max_length=512, truncation_side="left")
-    shape = ParallelShape(dp_shard=dp, tp=tp)
     group = RayGroup(
-        slots, Measured, load, shape=shape, policy=policy,
+        slots, Measured, load, shape=spread, policy=policy,
         cluster=ClusterConfig(device="cpu", cpu_threads=1), seed=1,
     )  # fmt: skip
-    return LearnerGroup(group, shape)
+    return LearnerGroup(group, spread)
 
 
-def policy_of(directory: Path, optimizer: NamedCall, tp: int) -> PolicyConfig:
+def policy_of(directory: Path, optimizer: NamedCall, spread: ParallelShape) -> PolicyConfig:
     return PolicyConfig(
         model_name=str(directory), precision="float32", max_total_sequence_length=256,
         max_grad_norm=None, optimizer=optimizer,
-        dtensor_cfg=DTensorConfig(tensor_parallel_size=tp),
+        dtensor_cfg=DTensorConfig(
+            tensor_parallel_size=spread.tp, context_parallel_size=spread.cp
+        ),
     )  # fmt: skip
 
 
@@ -180,11 +187,11 @@ def report(rows: list[dict[str, Any]], *, as_markdown: bool) -> str:
         difference = norm(
             row["gradients"][name] - one["gradients"][name] for name in one["gradients"]
         )
-        ranks = row["dp"] * row["tp"]
+        ranks = row["dp"] * row["tp"] * row["cp"]
         whole = 16 * row["parameters"] / MIB
         lines.append(
             [
-                str(row["dp"]), str(row["tp"]),
+                str(row["dp"]), str(row["tp"]), str(row["cp"]),
                 f"{abs(row['loss'] / one['loss'] - 1):.1e}", f"{difference / size:.1e}",
                 f"{row['held'] / MIB:.1f}", f"{row['loading'] / MIB:.0f}",
                 f"{row['peak'] / MIB:.0f}",
@@ -192,7 +199,7 @@ def report(rows: list[dict[str, Any]], *, as_markdown: bool) -> str:
             ]
         )  # fmt: skip
     header = [
-        "dp", "tp", "loss, relative difference", "gradient, relative difference",
+        "dp", "tp", "cp", "loss, relative difference", "gradient, relative difference",
         "weights held by a rank, MiB", "peak while loading", "peak of a rank, MiB",
         "peak less 16 bytes x P / ranks",
     ]  # fmt: skip

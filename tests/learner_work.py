@@ -58,9 +58,10 @@ def write(kind: str, directory: Path, name: str = "qwen3") -> Path:
     return save_model(directory, network)
 
 
-def section(kind: str, directory: Path, *, tp: int = 1, **changes: Any) -> Any:
+def section(kind: str, directory: Path, *, tp: int = 1, cp: int = 1, **changes: Any) -> Any:
     """The policy section of a run with such a model."""
-    changes["dtensor_cfg"] = {"tensor_parallel_size": tp, **changes.get("dtensor_cfg", {})}
+    parallel = {"tensor_parallel_size": tp, "context_parallel_size": cp}
+    changes["dtensor_cfg"] = {**parallel, **changes.get("dtensor_cfg", {})}
     settings = {"model_name": str(directory), "precision": "float32", **TRAINING, **changes}
     if kind == "policy":
         return GRPOPolicyConfig(**settings)
@@ -122,7 +123,7 @@ def grouped(
 ) -> LearnerGroup:
     """A learner over the group that `make(worker_class, ...)` makes."""
     shape = ParallelShape(**sizes)
-    policy = section(kind, directory, tp=shape.tp, **changes)
+    policy = section(kind, directory, tp=shape.tp, cp=shape.cp, **changes)
     group = make(
         HeldWorker,
         loader(kind, policy),

@@ -104,9 +104,9 @@ def spread(sizes: dict[str, int], cases: list[tuple[str, str, dict[str, Any]]]) 
         model = build(kind, name, options)
         parallelise(
             model, mesh, reshard_after_forward=options.get("reshards", True),
-            sequence_parallel=options.get("shares_tokens", False),
+            sequence_parallel=options.get("shares_tokens", False), cp=sizes.get("cp", 1),
         )  # fmt: skip
-        result = steps(kind, model, AcrossRanks(mesh))
+        result = steps(kind, model, AcrossRanks(mesh, cp=sizes.get("cp", 1)))
         result["bytes"] = held_bytes(model)
         results.append(result)
     return results
@@ -126,7 +126,10 @@ def kept_bytes(sizes: dict[str, int], cases: list[tuple[int, dict[str, Any]]]) -
         model = tiny.tiny_policy("llama", num_hidden_layers=layers, hidden_size=64)
         if options.get("recomputes"):
             recompute_activations(model.network)
-        parallelise(model, mesh, sequence_parallel=options.get("shares_tokens", False))
+        parallelise(
+            model, mesh, sequence_parallel=options.get("shares_tokens", False),
+            cp=sizes.get("cp", 1),
+        )  # fmt: skip
         kept: dict[int, torch.Tensor] = {}
 
         def pack(tensor: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:

@@ -117,9 +117,12 @@ KEYS: dict[str, tuple[list[str], str]] = {
         ["checkpointing.metric_name=val_loss"],
         r"metric_name=val_loss: .*It can measure: validation-default_loss, .*train_loss",
     ),
-    "a sequence over two": (
-        ["cluster.gpus_per_node=2", "policy.dtensor_cfg.context_parallel_size=2"],
-        r"context_parallel_size=2: .*set it to 1",
+    "padded rows over two": (
+        [
+            "cluster.gpus_per_node=2", "policy.dtensor_cfg.context_parallel_size=2",
+            "policy.sequence_packing.enabled=false",
+        ],
+        r"context_parallel_size=2: only token forests are divided; set it to 1",
     ),
     "no time": (["checkpointing.checkpoint_must_save_by=3h"], r"must_save_by='3h'.*DD:HH:MM:SS"),
     "no such directory": (

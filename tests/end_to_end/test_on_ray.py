@@ -120,6 +120,9 @@ ROLES = {
         "policy.generation.colocated.resources.gpus_per_node=1",
     ),
     "all in turns on two slots": ("cluster.gpus_per_node=2",),
+    "a context divided by two": (
+        "cluster.gpus_per_node=2", "policy.dtensor_cfg.context_parallel_size=2",
+    ),
     "tp 2 judged by two replicas": (
         "cluster.gpus_per_node=4", "env.reward_model.resources.gpus_per_node=2",
         "policy.dtensor_cfg.tensor_parallel_size=2", "policy.generation.weight_transfer=ipc",

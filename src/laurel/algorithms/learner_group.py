@@ -48,7 +48,7 @@ class LearnerGroup:
 
         Args:
             group: Its workers have been made with the same shape. It ends with `shutdown`.
-            shape: How its ranks are arranged; those that differ in `tp` alone are neighbours.
+            shape: How its ranks are arranged; those that read the same data are neighbours.
         """
         assert group.size == shape.num_ranks, f"{group.size} ranks are not {shape}"
         self.group = group
@@ -113,7 +113,7 @@ class LearnerGroup:
             ]  # fmt: skip
             answers = self.group.call_each("outputs", self._of_ranks(arguments))
             found: dict[int, Any] = {}
-            for share, outputs in zip(shares, answers[:: self.shape.tp], strict=True):
+            for share, outputs in zip(shares, answers[:: self.shape.each], strict=True):
                 pairs = zip(share, outputs, strict=True)
                 found |= {i: output for i, output in pairs if i is not None}
             for number in range(len(some)):
@@ -121,7 +121,7 @@ class LearnerGroup:
 
     def _of_ranks(self, of_places: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """The arguments of each place for each of its ranks."""
-        return [arguments for arguments in of_places for _ in range(self.shape.tp)]
+        return [arguments for arguments in of_places for _ in range(self.shape.each)]
 
     # ------------------------------------------------------------------- weights, saving, resting
 

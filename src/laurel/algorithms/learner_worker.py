@@ -155,7 +155,7 @@ class LearnerWorker(WeightGiver):
             products=quick_products if is_policy and shape.tp == 1 else None,
             reference=reference,
             tokenizer=self._facts.tokenizer,
-            ranks=None if mesh is None else AcrossRanks(mesh),
+            ranks=None if mesh is None else AcrossRanks(mesh, cp=shape.cp),
         )
         if data_place := place.rank // shape.tp:
             # Other data, other dropout. The first place draws what a process alone would.
@@ -226,7 +226,7 @@ class LearnerWorker(WeightGiver):
 
     @property
     def _speaks(self) -> bool:
-        return self._place.rank % self._shape.tp == 0
+        return self._place.rank % self._shape.each == 0
 
     # --------------------------------------------------------------------------------------- saving
 

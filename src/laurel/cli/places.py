@@ -87,7 +87,7 @@ class Places:
         assert found is not None, f"{role} has no place"
         mesh = found.mesh
         if role == "policy":
-            return ParallelShape(dp_shard=mesh.dp, tp=mesh.tp)
+            return ParallelShape(dp_shard=mesh.dp, cp=mesh.cp, tp=mesh.tp)
         return ParallelShape(dp_replicate=mesh.dp, tp=mesh.tp)
 
     def group(
@@ -196,10 +196,10 @@ def _refuse_unbuilt(config: Run, plan: Plan) -> None:
         ConfigError: The first of them.
     """
     parallel, where = config.policy.dtensor_cfg, "policy.dtensor_cfg"
-    if parallel.context_parallel_size > 1:
+    if (cp := parallel.context_parallel_size) > 1 and not config.policy.sequence_packing.enabled:
         raise ConfigError(
-            f"{where}.context_parallel_size={parallel.context_parallel_size}: this version does "
-            "not divide a sequence over ranks; set it to 1"
+            f"{where}.context_parallel_size={cp}: only token forests are divided; set it to 1, or "
+            "policy.sequence_packing.enabled to true"
         )
     policy, generation = plan.role("policy"), plan.role("generation")
     if (

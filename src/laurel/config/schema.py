@@ -123,7 +123,8 @@ class DTensorConfig(Section):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share each layer."""
     context_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that share each sequence."""
+    """Ranks that divide the tokens of each micro-batch, for long conversations; a divisor of the
+    attention heads. Default: none do, as data parallelism is quicker where a sequence fits."""
     custom_parallel_plan: str | dict[str, Any] | None = None
     """Import path or mapping of a tensor-parallel plan."""
     lora_cfg: LoraConfig = LoraConfig()

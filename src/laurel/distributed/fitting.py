@@ -79,6 +79,14 @@ def _indivisible(plan: Plan, shapes: Shapes) -> Iterator[Misfit]:
                 f"{' nor the '.join(bad)} of the model of {role.name}",
                 mends=tuple(f"{key}.tensor_parallel_size={size}" for size in reversed(good)),
             )
+        cp, heads = role.mesh.cp, shape.num_heads // tp
+        if cp > 1 and shape.num_heads % tp == 0 and heads % cp:
+            good = [size for size in divisors(role.mesh.cp * role.mesh.dp) if heads % size == 0]
+            yield Misfit(
+                problem=f"{key}.context_parallel_size={cp} does not divide the {heads} attention "
+                f"heads that a rank of {role.name} has",
+                mends=tuple(f"{key}.context_parallel_size={size}" for size in reversed(good)),
+            )
         if pp > shape.num_layers:
             yield Misfit(
                 problem=f"{key}.pipeline_parallel_size={pp}: there are {shape.num_layers} layers",

@@ -184,6 +184,8 @@ def training_memory(
         recomputes=parallel.activation_checkpointing,
         sequence_parallel=parallel.sequence_parallel,
     )
+    if mesh.cp > 1:
+        parts["whole row"] = 2 * MASTER_BYTES * tokens * shape.hidden_size
     if has_logits:
         chunk = min(tokens, chunk_tokens or max(1, CHUNK_LOGITS // shape.vocab_size))
         parts["logits"] = LOGITS_BYTES * chunk * shape.vocab_size

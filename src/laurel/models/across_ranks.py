@@ -24,23 +24,29 @@ _SAID_BYTES = 2000
 class AcrossRanks:
     """The ranks of a mesh as one."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        """Speak to the ranks of a mesh that `ParallelShape.mesh` made."""
+    def __init__(self, mesh: DeviceMesh, *, cp: int = 1) -> None:
+        """Speak to the ranks of a mesh that `ParallelShape.mesh` made.
+
+        Args:
+            mesh: Of all ranks.
+            cp: So many neighbours of its `dp_shard` read the same data, and say the same of it.
+        """
         self.mesh = mesh
+        self._cp = cp
         self._device = torch.device(
             mesh.device_type if mesh.device_type == "cpu" else torch.cuda.current_device()
         )
 
     @property
     def place(self) -> int:
-        """Which part of the data this rank reads, from 0: the same for ranks that differ in tp."""
+        """Which part of the data this rank reads, from 0: the same for those that read the same."""
         ranks = self.mesh.get_local_rank(REPLICATE), self.mesh.get_local_rank(SHARD)
-        return ranks[0] * self.mesh[SHARD].size() + ranks[1]
+        return (ranks[0] * self.mesh[SHARD].size() + ranks[1]) // self._cp
 
     @property
     def num_places(self) -> int:
         """Parts that the data is divided into."""
-        return self.mesh[REPLICATE].size() * self.mesh[SHARD].size()
+        return self.mesh[REPLICATE].size() * self.mesh[SHARD].size() // self._cp
 
     def total(self, value: float) -> float:
         """The sum of a number over all places: what a loss is divided by."""
@@ -103,6 +109,8 @@ class AcrossRanks:
         for dimension in (SHARD, REPLICATE):
             if self.mesh[dimension].size() > 1:
                 dist.all_reduce(value, op=kind, group=self.mesh.get_group(dimension))
+        if kind == dist.ReduceOp.SUM and self._cp > 1:
+            value /= self._cp
         return value.to(home)
 
 

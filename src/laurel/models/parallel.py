@@ -1,7 +1,7 @@
 """A model spread over the processes of a device mesh: FSDP2 over data, tensor parallelism inside.
 
-Every rank runs the same program. Ranks of one data-parallel place (those that differ in `tp` alone)
-are given the same micro-batch; others have their own, and as many of them as any other rank.
+Every rank runs the same program. Ranks of one data-parallel place (those that differ in `cp` and
+`tp` alone) are given the same micro-batch; others have their own, and as many of them as any other.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 from laurel.errors import ConfigError, ModelError
+from laurel.models.context_shards import check_context, share_context
 from laurel.models.decoder import Decoder
 from laurel.models.tensor_plans import STYLES, decoder_layers, tensor_plan
 from laurel.models.token_shards import share_tokens, token_styles
 
-REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class ParallelShape:
     """Copies of the sharded model; each reads other data."""
     dp_shard: int = 1
     """Ranks that hold a share of every weight; each reads other data."""
+    cp: int = 1
+    """Ranks that read a share of every row, and hold a share of every weight as well."""
     tp: int = 1
     """Ranks that compute a share of every layer, on the same data."""
 
@@ -48,7 +51,7 @@ class ParallelShape:
         Raises:
             ConfigError: One of them is below 1.
         """
-        for name in (REPLICATE, SHARD, TENSOR):
+        for name in (REPLICATE, SHARD, CONTEXT, TENSOR):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: a mesh has at least 1 rank")
 
@@ -69,7 +72,12 @@ class ParallelShape:
     @property
     def num_ranks(self) -> int:
         """Processes in all."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.dp * self.each
+
+    @property
+    def each(self) -> int:
+        """Ranks that are given the same data; they are neighbours."""
+        return self.cp * self.tp
 
     @property
     def dp(self) -> int:
@@ -79,6 +87,8 @@ class ParallelShape:
     def mesh(self, device_type: str) -> DeviceMesh:
         """The mesh, with the dimensions `dp_replicate`, `dp_shard` and `tp`; a collective call.
 
+        Weights are shared out over `cp` as they are over data: both are in `dp_shard`.
+
         Raises:
             ConfigError: Another number of processes was started.
         """
@@ -87,7 +97,7 @@ class ParallelShape:
             raise ConfigError(
                 f"{self} needs {self.num_ranks} processes and {started} have been started"
             )
-        sizes = (self.dp_replicate, self.dp_shard, self.tp)
+        sizes = (self.dp_replicate, self.dp_shard * self.cp, self.tp)
         return init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
 
 
@@ -95,6 +105,7 @@ def parallelise(
     model: Decoder,
     mesh: DeviceMesh,
     *,
+    cp: int = 1,
     plan: str | Mapping[str, Any] | None = None,
     sequence_parallel: bool = False,
     precision: torch.dtype | None = None,
@@ -111,6 +122,7 @@ def parallelise(
     Args:
         model: Changed in place. Called as before, through its `forward`.
         mesh: See `ParallelShape.mesh`.
+        cp: Neighbours of `dp_shard` that divide the tokens of every forest (`share_context`).
         plan: See `tensor_plan`.
         sequence_parallel: Between attention and feed-forward, divide the tokens over `tp`.
         precision: Dtype that the weights of layers are gathered and multiplied in; None: their
@@ -126,10 +138,32 @@ def parallelise(
     """
     if model.mesh is not None:
         raise ModelError("the model is spread over ranks already")
-    _, layers = decoder_layers(model.network)
+    if cp > 1:
+        check_context(model, cp=cp, tp=mesh[TENSOR].size())
     shares_tokens = sequence_parallel and mesh[TENSOR].size() > 1
     if mesh[TENSOR].size() > 1:
         _split_layers(model.network, mesh[TENSOR], plan, shares_tokens=shares_tokens)
+    _shard(
+        model, mesh, precision=precision, cpu_offload=cpu_offload,
+        reshard_after_forward=reshard_after_forward, divisor=cp,
+    )  # fmt: skip
+    if shares_tokens:  # outside of the hooks of FSDP, which wants no views from a layer
+        share_tokens(model.network, mesh[TENSOR])
+    if cp > 1:
+        share_context(model.network, _context_mesh(mesh, cp))
+    model.mesh, model.gathered_dtype = mesh, precision
+
+
+def _shard(
+    model: Decoder,
+    mesh: DeviceMesh,
+    *,
+    precision: torch.dtype | None,
+    cpu_offload: bool,
+    reshard_after_forward: bool,
+    divisor: int,
+) -> None:
+    """FSDP2 around every layer, and around what is left; sums of gradients are divided."""
     data = mesh[REPLICATE, SHARD] if mesh[REPLICATE].size() > 1 else mesh[SHARD]
     on_host = cpu_offload and mesh.device_type != "cpu"
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
@@ -139,17 +173,24 @@ def parallelise(
         param_dtype=precision, reduce_dtype=sums, cast_forward_inputs=False
     )
     outer = MixedPrecisionPolicy(reduce_dtype=sums, cast_forward_inputs=False)
+    _, layers = decoder_layers(model.network)
     for layer in layers:
         fully_shard(layer, mp_policy=inner, reshard_after_forward=reshard_after_forward, **shared)
     fully_shard(model, mp_policy=outer, reshard_after_forward=False, **shared)
-    if shares_tokens:  # outside of the hooks of FSDP, which wants no views from a layer
-        share_tokens(model.network, mesh[TENSOR])
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            # Heads are computed by every rank that divides tokens, so all gradients are so many
+            # times as large: see `context_shards`.
+            module.set_gradient_divide_factor(float(divisor))
             # Without this a factor is applied within the sum, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(enable=True)
-    model.mesh, model.gathered_dtype = mesh, precision
+
+
+def _context_mesh(mesh: DeviceMesh, cp: int) -> DeviceMesh:
+    """The ranks that this one divides tokens with."""
+    sizes = (mesh[REPLICATE].size(), mesh[SHARD].size() // cp, cp, mesh[TENSOR].size())
+    names = (REPLICATE, SHARD, CONTEXT, TENSOR)
+    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)[CONTEXT]
 
 
 def _split_layers(

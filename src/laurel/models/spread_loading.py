@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from laurel.config.schema import PolicyConfig
 from laurel.errors import ConfigError, ModelError
 from laurel.models.decoder import Decoder
-from laurel.models.parallel import TENSOR, parallelise
+from laurel.models.parallel import SHARD, TENSOR, parallelise
 from laurel.models.sharded_weights import (
     INDEX,
     SINGLE,
@@ -42,10 +42,10 @@ def refuse_unspreadable(config: PolicyConfig, mesh: DeviceMesh | None) -> None:
     if mesh is None:
         return
     parallel = config.dtensor_cfg
-    if parallel.context_parallel_size > 1:
+    if (cp := parallel.context_parallel_size) > 1 and mesh[SHARD].size() % cp:
         raise ConfigError(
-            f"policy.dtensor_cfg.context_parallel_size={parallel.context_parallel_size}: a "
-            "sequence is computed by one tensor-parallel place. Set it to 1"
+            f"policy.dtensor_cfg.context_parallel_size={cp} does not divide the "
+            f"{mesh[SHARD].size()} ranks that hold shares of the weights"
         )
     if mesh[TENSOR].size() != parallel.tensor_parallel_size:
         raise ConfigError(
@@ -149,6 +149,7 @@ def spread(model: Decoder, config: PolicyConfig, mesh: DeviceMesh, device: torch
     parallelise(
         model,
         mesh,
+        cp=config.dtensor_cfg.context_parallel_size,
         plan=config.dtensor_cfg.custom_parallel_plan,
         sequence_parallel=config.dtensor_cfg.sequence_parallel,
         precision=model.precision if is_rounded else None,

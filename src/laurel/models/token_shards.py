@@ -149,12 +149,9 @@ class _Filling:
         missing = -self._length % self._ranks
         if not missing:
             return args, kwargs
-        filled = dict(kwargs)
-        for name in ("input_ids", "position_ids", "attention_mask"):
-            if filled.get(name) is not None:
-                filled[name] = F.pad(filled[name], (0, missing))
+        filled = filled_row(kwargs, missing)
         if filled.get(PLAN_ARGUMENT) is not None:
-            filled[PLAN_ARGUMENT] = _FilledPlan(filled[PLAN_ARGUMENT], self._length)
+            filled[PLAN_ARGUMENT] = FilledPlan(filled[PLAN_ARGUMENT], self._length)
         return tuple(F.pad(ids, (0, missing)) if a is ids else a for a in args), filled
 
     def cut(self, _: nn.Module, _args: Any, output: Any) -> Any:
@@ -162,10 +159,20 @@ class _Filling:
         return output
 
 
-class _FilledPlan:
+def filled_row(kwargs: Mapping[str, Any], missing: int) -> dict[str, Any]:
+    """The arguments of a model, with so many tokens more at the end of every row."""
+    filled = dict(kwargs)
+    for name in ("input_ids", "position_ids", "attention_mask"):
+        if filled.get(name) is not None:
+            filled[name] = F.pad(filled[name], (0, missing))
+    return filled
+
+
+class FilledPlan:
     """A plan of the tokens before the filling, which sees nobody and is not seen."""
 
     def __init__(self, plan: AttentionPlan, length: int) -> None:
+        """Of a row that had so many tokens."""
         self._plan, self._length = plan, length
 
     def attend(

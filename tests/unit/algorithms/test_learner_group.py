@@ -18,7 +18,7 @@ from laurel.distributed.reservations import Resources
 from laurel.errors import WorkerError
 from process_group import ProcessGroup
 
-SIZES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2}]
+SIZES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2}, {"cp": 2}]
 
 
 # ----------------------------------------------------------------------------------- the division

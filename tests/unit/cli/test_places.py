@@ -49,10 +49,6 @@ def test_more_slots_or_an_address_are_ray(overrides: tuple[str, ...]) -> None:
     [
         (("cluster.gpus_per_node=2", "cluster.backend=local"), r"cluster\.backend=local"),
         (("policy.dtensor_cfg.tensor_parallel_size=2",), r"tensor_parallel_size=2.*\n.*mend"),
-        (
-            ("cluster.gpus_per_node=2", "policy.dtensor_cfg.context_parallel_size=2"),
-            "does not divide a sequence over ranks",
-        ),
         (("policy.dtensor_cfg.cpu_offload=true",), "the policy has one rank"),
         (("cluster.gpus_per_node=1", *ONE_FOR_JUDGING), "resources.gpus_per_node"),
         (

@@ -320,6 +320,19 @@ def test_heads_that_tensor_parallel_ranks_cannot_share() -> None:
     # vLLM repeats key and value heads: 2 on 4 ranks is no misfit
 
 
+def test_heads_that_context_parallel_ranks_cannot_share() -> None:
+    shape = decoder_shape(hidden_size=1536, num_layers=2, intermediate_size=8960, num_heads=12,
+                          num_kv_heads=2, vocab_size=1000)  # fmt: skip
+    spread = ("cluster.gpus_per_node=16", "policy.dtensor_cfg.tensor_parallel_size=2",
+              "policy.generation.backend=transformers")  # fmt: skip
+    key = "policy.dtensor_cfg.context_parallel_size"
+    (misfit,) = fit(grpo(*spread, f"{key}=4"), Shapes(policy=shape)).misfits
+    assert "=4 does not divide the 6 attention heads that a rank of policy has" in misfit.problem
+    assert misfit.mends == (f"{key}=2", f"{key}=1")
+    # Two heads of keys on one rank: copies for three ranks would do, but 16 slots are no 2 x 3.
+    assert not fit(grpo(*spread, f"{key}=2"), Shapes(policy=shape)).misfits
+
+
 def test_adapters_need_no_gradients_of_what_is_frozen() -> None:
     lora = "policy.dtensor_cfg.lora_cfg"
     config = reward_training(f"{lora}.enabled=true", f"{lora}.target_modules=[q_proj, v_proj]")

@@ -32,6 +32,9 @@ SIZES = [
     {"tp": 2},
     {"dp_shard": 2, "tp": 2},
     {"dp_replicate": 2},
+    {"cp": 2},
+    {"dp_shard": 2, "cp": 2},
+    {"cp": 2, "tp": 2},
 ]
 
 
@@ -138,10 +141,11 @@ def test_a_rank_holds_its_share_of_the_weights(run):
             is_parted = full_name.rpartition(".")[0] in split and isinstance(layer, nn.Linear)
             size = parameter.numel() * parameter.element_size()
             whole, parted = whole + size * (not is_parted), parted + size * is_parted
-        wanted = whole / shape.dp_shard + parted / shape.dp_shard / shape.tp
+        shares = shape.dp_shard * shape.cp
+        wanted = whole / shares + parted / shares / shape.tp
         # What FSDP cannot divide evenly is filled up: a reward head of one row is one row on one
         # rank and as much filling on the other.
-        filling = 4 * 64 * shape.dp_shard * (kind == "reward")
+        filling = 4 * 64 * shares * (kind == "reward")
         for found in (rank[case] for rank in ranks):
             assert wanted <= found["bytes"] <= wanted + filling
 
@@ -172,6 +176,30 @@ def test_divided_tokens_keep_less_for_the_backward_pass():
         of_two = by_layers[..., 0] - by_layers[..., 1]
         saved = of_two[:, 0] - of_two[:, 1]
         assert saved.tolist() == pytest.approx([2 * 2 * one, one], rel=0.02)
+
+
+def test_a_divided_context_keeps_its_share_for_the_backward_pass():
+    """Of every layer's tensors, and with recomputation of its input, a rank has half the tokens."""
+    cases = [(layers, {"recomputes": recomputes}) for recomputes in (0, 1) for layers in (4, 2)]
+    (alone,) = together(parallel_work.kept_bytes, 1, {}, cases)
+    for kept in together(parallel_work.kept_bytes, 2, {"cp": 2}, cases):
+        of_two_layers = -torch.tensor([alone, kept]).reshape(2, 2, 2).diff(dim=2)[..., 0]
+        shares = of_two_layers[1] / of_two_layers[0]
+        assert shares.tolist() == pytest.approx([0.5, 0.5], abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_more_ranks_than_heads_of_keys_and_sinks_of_attention(name):
+    """Four ranks, four heads, two heads of keys and values; logits of sinks go with their heads."""
+    case = ("policy", name, {})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    wanted = parallel_work.alone(*case)
+    torch.set_num_threads(threads)
+    for (found,) in together(parallel_work.spread, 4, {"cp": 4}, [case]):
+        torch.testing.assert_close(found["outputs"], wanted["outputs"], rtol=0, atol=1e-5)
+        assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
+        assert relative(found["gradients"], wanted["gradients"]) <= 1e-5
 
 
 @pytest.mark.parametrize(
