@@ -106,7 +106,10 @@ def run_serve(options: ServeOptions) -> None:
 
     async def load(model: str) -> ServedModel:
         if not Path(model).is_dir():
-            raise ModelError(f"{model!r} is no directory of this machine")
+            raise ModelError(
+                f"{model!r} is no directory of this machine; give the path of a model, a "
+                "checkpoint or a run, as the server's machine sees it"
+            )
         with reworded(lambda message: message.replace("policy.model_name=", "")):
             served = await open_model(model)
         say(f"serving {model} from now on, version {served.version}")
@@ -254,7 +257,10 @@ def _open_log(target: str) -> AccessLog | None:
     try:
         return AccessLog(target, say=say)
     except OSError as error:
-        raise ConfigError(f"--access-log {target}: {error.strerror}") from error
+        raise ConfigError(
+            f"--access-log {target}: {error.strerror}. Name a file that can be written, - for "
+            "stderr, or none"
+        ) from error
 
 
 def _raise_file_limit() -> None:

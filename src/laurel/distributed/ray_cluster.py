@@ -216,7 +216,10 @@ class RayCluster:
                 bundles, devices = _in_device_order(group, [placed[b] for b in bundles], each.gpus)
             except RayError as error:
                 remove_placement_group(group)
-                raise ConfigError(f"slots of {role} were lost again at once: {error}") from error
+                raise ConfigError(
+                    f"slots of {role} were lost again at once: {error}. A node went away: look at "
+                    "`ray status`, and run the same command again"
+                ) from error
         reservation = Reservation(
             role=role, each=each, group=group, bundles=bundles, devices=devices,
             node_ids=[placed[bundle] for bundle in bundles],
