@@ -216,10 +216,7 @@ class RayCluster:
                 bundles, devices = _in_device_order(group, [placed[b] for b in bundles], each.gpus)
             except RayError as error:
                 remove_placement_group(group)
-                raise ConfigError(
-                    f"slots of {role} were lost again at once: {error}. A node went away: look at "
-                    "`ray status`, and run the same command again"
-                ) from error
+                raise ConfigError(_lost_again(role, error)) from error
         reservation = Reservation(
             role=role, each=each, group=group, bundles=bundles, devices=devices,
             node_ids=[placed[bundle] for bundle in bundles],
@@ -349,6 +346,13 @@ def _labels(node: Mapping[str, Any]) -> frozenset[str]:
     """Those that somebody gave the node, or that tell what it is; its own number is none."""
     labels = node.get("Labels", {}).items()
     return frozenset(f"{key}={value}" for key, value in labels if key != "ray.io/node-id")
+
+
+def _lost_again(role: str, error: RayError) -> str:
+    return (
+        f"slots of {role} were lost again at once: {error}. A node went away: look at `ray "
+        "status`, and run the same command again"
+    )
 
 
 def _in_device_order(
