@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import json
 import re
 from collections.abc import Collection, Iterator
 from functools import cache
+from itertools import cycle
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 from error_messages import CLASSES, HOLE, Message, all_messages, letters, messages
+from headless_browser import NAMES, browser_page, find_browser
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -150,6 +157,71 @@ def absent(message: str, sources: list[str]) -> bool:
     """Whether no one file has all fixed parts of it."""
     parts = [part.strip() for part in message.split(HOLE) if len(part.strip()) > 2]
     return not parts or not any(all(part in source for part in parts) for source in sources)
+
+
+# --------------------------------------------------------------------- the field for a message
+
+
+@pytest.fixture(scope="module")
+def site_messages() -> ModuleType:
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("site_messages", DOCS / "site_messages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_field_knows_every_entry_and_where_it_stands(site_messages: ModuleType) -> None:
+    index = list(site_messages.index())
+    assert sorted(one["message"] for one in index) == sorted(all_entries())
+    assert site_messages.MARK in MAIN
+    for one in index:
+        assert ".md" not in one["told"].replace(".md<", "") and "](" not in one["told"], one
+        page, _, anchor = one["place"].partition("#")
+        headings = re.findall(r"^## (.+)$", PAGES[Path(page).with_suffix(".md").name], re.MULTILINE)
+        assert anchor in {re.sub(r"[^a-z-]", "", h.lower().replace(" ", "-")) for h in headings}
+
+
+def test_a_pasted_message_finds_its_entry(site_messages: ModuleType, tmp_path: Path) -> None:
+    """Of every message of the source, with names and numbers in its holes."""
+    pytest.importorskip("websockets")
+    browser = find_browser()
+    if browser is None:
+        pytest.skip(f"needs one of {', '.join(NAMES)}")
+    place = tmp_path / "page.html"
+    box = site_messages._BOX.replace("{entries}", json.dumps(list(site_messages.index())))
+    script = (DOCS / "assets" / "find_message.js").read_text(encoding="utf-8")
+    place.write_text(f"<meta charset=utf-8>{box}<script>{script}</script>", encoding="utf-8")
+    forms = [
+        form for message in all_messages() for form in message.forms
+        if letters(form) > 3 and form not in PASSED_ON
+    ]  # fmt: skip
+    words = cycle(
+        ["results/run-7/step_20", "12", "pairs.jsonl", "policy.optimizer", "0.5", "qwen3"]
+    )
+    pasted = ["error: " + re.sub(HOLE, lambda _: next(words), form) for form in forms]
+    with browser_page(browser) as page:
+        page.open(place.as_uri())
+        found = page.run(
+            "(entries => "
+            + json.dumps(pasted)
+            + ".map(text => laurelMessages.search(entries, text)"
+            ".map(entry => entry.message)))(JSON.parse(document.getElementById('messages')"
+            ".textContent))"
+        )
+        page.run(
+            "(field => {field.value = 'error: there is no\\n  module of the moon';"
+            " field.dispatchEvent(new Event('input'))})(document.querySelector('textarea'))"
+        )
+        assert not page.run("document.querySelector('#find-message p').hidden")
+        assert page.complaints == []
+    best = [covers(hits[0], form) for hits, form in zip(found, forms, strict=True) if hits]
+    among = [any(covers(hit, form) for hit in hits[:3])
+             for hits, form in zip(found, forms, strict=True)]  # fmt: skip
+    assert all(among), [form for form, is_found in zip(forms, among, strict=True) if not is_found]
+    assert sum(best) > 0.95 * len(forms)
 
 
 # ------------------------------------------------------------------------------ of this test itself

@@ -20,6 +20,7 @@ from laurel import api
 from laurel.data.number_words import REQUESTS, boxed, in_words, numbers
 
 plt.style.use("tableau-colorblind10")  # colours that everybody can tell apart
+SEED = 0  # of all that is drawn by chance; try others
 here = Path("results/rm-notebook")
 shutil.rmtree(here, ignore_errors=True)  # each run of the notebook begins anew
 here.mkdir(parents=True)
@@ -54,7 +55,7 @@ def wrong_number(generator, number, subset):
 
 
 def pairs(count, seed, held_out=False):
-    generator = random.Random(seed)
+    generator = random.Random(1000 * SEED + seed)
     for _ in range(count):
         prompt, number = asked(generator, held_out)
         subset = "one digit off" if generator.random() < 0.4 else "another number"
@@ -77,7 +78,7 @@ def write(name, rows):
     return path
 
 
-train = list(pairs(6000, seed=0))
+train = list(pairs(8000, seed=0))
 train += [train[0], train[1], train[2] | {"rejected": train[2]["chosen"]}]
 train_path = write("train", train)
 held_out = pd.DataFrame(pairs(600, seed=1, held_out=True))
@@ -105,7 +106,7 @@ tiny = {
 
 
 def demonstrations(count, seed):
-    generator = random.Random(seed)
+    generator = random.Random(1000 * SEED + seed)
     for _ in range(count):
         prompt, number = asked(generator, held_out=False)
         said = answer(generator, number, 0.5)
@@ -123,9 +124,10 @@ language_model = api.train(
         "policy.scratch.vocab_size": 350,
         "policy.scratch.config_overrides": {"initializer_range": 0.1},
         "policy.optimizer.kwargs.lr": 3e-3,
-        "data.train_data_path": write("demonstrations", demonstrations(4800, seed=2)),
+        "data.train_data_path": write("demonstrations", demonstrations(9600, seed=2)),
         "data.split_validation_size": 0,
-        "sft.max_num_steps": 150,
+        "sft.max_num_steps": 300,
+        "sft.seed": SEED,
         "sft.val_period": 0,
         "checkpointing.checkpoint_dir": here / "language-model",
         "checkpointing.metric_name": None,
@@ -146,11 +148,12 @@ outcome = api.train(
     tiny
     | {
         "policy.model_name": language_model,
-        "policy.optimizer.kwargs.lr": 3e-3,
+        "policy.optimizer.kwargs.lr": 2e-3,
         "data.dataset_name": "BinaryPreferenceDataset",
         "data.train_data_path": train_path,
         "data.val_data_paths": {"held-out": str(write("held_out", held_out))},
-        "rm.max_num_steps": 180,
+        "rm.max_num_steps": 240,
+        "rm.seed": SEED,
         "rm.val_period": 30,
         "checkpointing.checkpoint_dir": here / "checkpoints",
         "checkpointing.save_period": 60,

@@ -23,6 +23,7 @@ from laurel.data.number_words import REQUESTS, boxed, in_words, numbers
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn, response_of
 
 plt.style.use("tableau-colorblind10")  # colours that everybody can tell apart
+SEED = 0  # of all that is drawn by chance; try others
 here = Path("results/hacking-notebook")
 shutil.rmtree(here, ignore_errors=True)  # each run of the notebook begins anew
 here.mkdir(parents=True)
@@ -37,7 +38,7 @@ here.mkdir(parents=True)
 # %%
 def answers(count, seed):
     """Requests with a function that answers them: rightly or not, with so many idle words."""
-    generator = random.Random(seed)
+    generator = random.Random(1000 * SEED + seed)
     for _ in range(count):
         number = generator.choice(numbers(held_out=False))
 
@@ -99,6 +100,7 @@ policy = api.train(
         "data.train_data_path": write("demonstrations", demonstrations(6400, seed=0)),
         "data.split_validation_size": 0,
         "sft.max_num_steps": 200,
+        "sft.seed": SEED,
         "sft.val_period": 0,
         "checkpointing.checkpoint_dir": here / "policy",
         "logger.log_dir": here / "logs-sft",
@@ -136,6 +138,7 @@ reward_model = api.train(
         "data.dataset_name": "BinaryPreferenceDataset",
         "data.train_data_path": write("preferences", preferences(4800, seed=1)),
         "rm.max_num_steps": 150,
+        "rm.seed": SEED,
         "rm.max_num_epochs": 2,
         "rm.val_period": 0,
         "rm.val_at_end": False,
@@ -230,6 +233,7 @@ outcome = api.train(
         "grpo.num_prompts_per_step": 32,
         "grpo.num_generations_per_prompt": 4,
         "grpo.max_num_steps": STEPS,
+        "grpo.seed": SEED,
         "grpo.val_period": 0,
         "grpo.health.gold_metric": GOLD,
         "checkpointing.enabled": False,

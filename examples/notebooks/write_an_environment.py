@@ -23,6 +23,7 @@ from laurel.data.number_words import REQUESTS, boxed, in_words, numbers
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn, response_of
 
 plt.style.use("tableau-colorblind10")  # colours that everybody can tell apart
+SEED = 0  # of all that is drawn by chance; try others
 here = Path("results/environment-notebook")
 shutil.rmtree(here, ignore_errors=True)  # each run of the notebook begins anew
 here.mkdir(parents=True)
@@ -114,7 +115,7 @@ tiny = {
 
 def asked(count, seed, held_out=False):
     """Requests, and the numbers that they are about."""
-    generator = random.Random(seed)
+    generator = random.Random(1000 * SEED + seed)
     for _ in range(count):
         number = generator.choice(numbers(held_out=held_out))
         yield generator, generator.choice(REQUESTS).format(in_words(number)), number
@@ -148,6 +149,7 @@ warmed_up = api.train(
         "data.train_data_path": write("demonstrations", demonstrations(6400, seed=0)),
         "data.split_validation_size": 0,
         "sft.max_num_steps": 200,
+        "sft.seed": SEED,
         "sft.val_period": 0,
         "checkpointing.checkpoint_dir": here / "warmed-up",
         "logger.log_dir": here / "logs-sft",
@@ -197,6 +199,7 @@ outcome = api.train(
         "grpo.num_prompts_per_step": 16,
         "grpo.num_generations_per_prompt": 8,
         "grpo.max_num_steps": STEPS,
+        "grpo.seed": SEED,
         "grpo.val_at_start": True,
         "grpo.val_period": 10,
         "checkpointing.checkpoint_dir": here / "checkpoints",
