@@ -66,9 +66,8 @@ def run(
     asked = nbformat.v4.new_code_cell(f"import json; print(json.dumps({{{fields}}}))")
     notebook.cells.append(asked)
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "COLUMNS"},
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-        "COLUMNS": "100",
         "HF_HUB_OFFLINE": "1",
         "IPYTHONDIR": str(folder / ".ipython"),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
@@ -173,7 +172,7 @@ FIGURES: dict[str, dict[str, str]] = {
     "watch_reward_hacking": {
         "right_on_short": "right_on_short",
         "first_alarm": "first_alarm",
-        "alarm": "alarms.alarm[0]",
+        "alarm": "alarms.alarm[0] if raised else None",
         "fallen": "fallen",
         "gold": "list(smooth.gold)",
         "reward": "list(smooth.reward)",
@@ -199,13 +198,14 @@ def test_train_and_evaluate_a_reward_model(tmp_path: Path) -> None:
     assert set(said["baselines"]) == {"longer wins", "bag of words"}
     assert said["accuracy"] > max(said["baselines"].values()) + 0.1
     assert said["accuracy"] <= 0.95  # a tenth of the labels is swapped
-    assert said["either"] < said["accuracy"]
+    assert said["either"] < said["accuracy"]  # with seeds 0 and 2
     places = {Path(name).name for name in said["subsets"]}
     assert {"one-digit-off.jsonl", "another-number.jsonl"} <= places
     assert said["scores"][0] > max(said["scores"][2:])  # the right number beats another one
     assert said["again"] == pytest.approx(said["scores"], abs=1e-4)
     assert len(said["calibration"]["rows"]) >= 5
     assert said["leaks"] == 0
+    assert said["scores"][3] > said["scores"][2]  # a friendly word lifts a wrong answer
 
 
 def test_write_an_environment(tmp_path: Path) -> None:

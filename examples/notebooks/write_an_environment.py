@@ -247,6 +247,18 @@ samples(STEPS).round(2)
 # %% [markdown]
 # `laurel report` makes one page of all this, with the signs of trouble first.
 #
+# ## With other seeds
+#
+# `python tests/test_notebooks.py --seed N write_an_environment` of a checkout runs this with
+# another `SEED`. On the held-out numbers it printed, before and after the 40 steps:
+#
+# | seed | 0 | 1 | 2 |
+# |---|---|---|---|
+# | reward | 0.36, 0.81 | 0.23, 0.70 | 0.28, 0.82 |
+# | all digits right | 9 %, 62 % | 2 %, 41 % | 2 %, 62 % |
+#
+# Both rise in all three; how far they get in 40 steps differs.
+#
 # ## From here
 #
 # - **Several turns:** leave `terminateds` false and put what the environment says into
