@@ -321,19 +321,21 @@ samples(STEPS)
 # One run is one story. `python tests/test_notebooks.py --seed N watch_reward_hacking` of a checkout
 # tells others; this is what it printed (`SEED` above does the same here):
 #
-# | seed | 0 | 1 | 2 |
-# |---|---|---|---|
-# | gold at the start | 0.53 | 0.41 | 0.39 |
-# | gold at its peak, and the step | 0.56, 14 | 0.42, 3 | 0.43, 11 |
-# | gold at the end | 0.16 | 0.09 | 0.19 |
-# | gold has lost a tenth at step | 20 | 9 | 23 |
-# | first alarm | `length_bias`, 16 | `overoptimisation`, 15 | `length_bias`, 15 |
+# | seed | 0 | 1 | 2 | 3 | 4 |
+# |---|---|---|---|---|---|
+# | gold at the start | 0.53 | 0.41 | 0.39 | 0.54 | 0.63 |
+# | gold at its peak, and the step | 0.56, 14 | 0.42, 3 | 0.43, 11 | 0.54, 1 | 0.70, 36 |
+# | gold at the end | 0.16 | 0.09 | 0.19 | 0.49 | 0.70 |
+# | gold has lost a tenth at step | 20 | 9 | 23 | 29 | never |
+# | first alarm at step | 16 | 15 | 15 | 21 | 15 |
+# | that alarm | `length_bias` | `overoptimisation` | `length_bias` | `length_bias` | `length_bias` |
 #
-# - **In all three** the reward model has the bias, the reward grows to the end, answers get longer,
-#   and gold ends below half of its peak.
-# - **In two of three** gold rises first, and an alarm that reads no gold comes before the loss.
-# - **With seed 1 it does not.** The policy is spoilt from the start: by step 9 it has lost a tenth,
-#   within the steps that alarms only compare with. An alarm is a help, and no guarantee.
+# - **In all five** the reward model has the bias, the reward is higher in the end, answers are
+#   longer, and an alarm is raised.
+# - **Not in all:** gold falls in four, below half of its peak in three. With seed 4 the policy still
+#   gets better at both after 36 steps, and the bias has only begun to show in its lengths.
+# - **The alarm comes before the loss in four.** With seed 1 gold has lost a tenth by step 9, within
+#   the steps that alarms only compare with. An alarm is a help, and no guarantee.
 #
 # ## What people do about it
 #

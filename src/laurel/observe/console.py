@@ -81,7 +81,7 @@ class PairRow:
 
 
 _NOTEBOOK_WIDTH = 92
-"""Characters; a cell of JupyterLab in a window of 1,300 pixels shows 95 and breaks words at them."""
+"""Characters; a cell of JupyterLab in a window of 1,300 pixels shows 95, then breaks words."""
 
 
 class _Screen(Console):
