@@ -328,14 +328,15 @@ samples(STEPS)
 # | gold at the end | 0.16 | 0.09 | 0.19 | 0.49 | 0.70 |
 # | gold has lost a tenth at step | 20 | 9 | 23 | 29 | never |
 # | first alarm at step | 16 | 15 | 15 | 21 | 15 |
-# | that alarm | `length_bias` | `overoptimisation` | `length_bias` | `length_bias` | `length_bias` |
+#
+# That alarm is `overoptimisation` with seed 1, and `length_bias` with the others.
 #
 # - **In all five** the reward model has the bias, the reward is higher in the end, answers are
 #   longer, and an alarm is raised.
-# - **Not in all:** gold falls in four, below half of its peak in three. With seed 4 the policy still
-#   gets better at both after 36 steps, and the bias has only begun to show in its lengths.
-# - **The alarm comes before the loss in four.** With seed 1 gold has lost a tenth by step 9, within
-#   the steps that alarms only compare with. An alarm is a help, and no guarantee.
+# - **Not in all:** gold falls in four, below half of its peak in three. With seed 4 the policy
+#   still gets better at both after 36 steps, and only its lengths show the bias.
+# - **Of the four losses the alarm precedes three.** With seed 1 gold has lost a tenth by step 9,
+#   within the steps that alarms only compare with. An alarm is a help, and no guarantee.
 #
 # ## What people do about it
 #
