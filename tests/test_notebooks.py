@@ -1,7 +1,9 @@
 """The notebooks of examples/notebooks: each runs as it stands, and what it tells is so.
 
 A notebook's source is NAME.py, in the percent form of jupytext; NAME.ipynb is made from it, with
-the outputs of a run. `python tests/test_notebooks.py [NAME ...]` (`make notebooks`) does that.
+the outputs of a run. `python tests/test_notebooks.py [NAME ...]` (`make notebooks`) does that;
+`python tests/test_notebooks.py --seed 1 [NAME ...]` prints what another seed gives of what the
+texts claim, and writes nothing.
 """
 
 from __future__ import annotations
@@ -53,16 +55,19 @@ def from_source(name: str) -> Any:
     return made
 
 
-def run(name: str, folder: Path, values: Mapping[str, str] | None = None) -> tuple[Any, Any]:
+def run(
+    name: str, folder: Path, values: Mapping[str, str] | None = None, *, seed: int = 0
+) -> tuple[Any, Any]:
     """The notebook with the outputs of a run in an empty folder, and what expressions were then."""
     notebook = from_source(name)
+    first = next(cell for cell in notebook.cells if "SEED = 0" in cell.source)
+    first.source = first.source.replace("SEED = 0", f"SEED = {seed}")
     fields = ", ".join(f"{key!r}: {expression}" for key, expression in (values or {}).items())
     asked = nbformat.v4.new_code_cell(f"import json; print(json.dumps({{{fields}}}))")
     notebook.cells.append(asked)
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "COLUMNS"},
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-        "COLUMNS": "100",
         "HF_HUB_OFFLINE": "1",
         "IPYTHONDIR": str(folder / ".ipython"),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
@@ -78,6 +83,7 @@ def run(name: str, folder: Path, values: Mapping[str, str] | None = None) -> tup
     with runtime:
         client.execute(env=environment)
     notebook.cells.pop()
+    first.source = first.source.replace(f"SEED = {seed}", "SEED = 0")
     notebook.metadata = nbformat.from_dict(METADATA)
     return notebook, json.loads(asked.outputs[0].text)
 
@@ -143,25 +149,48 @@ def test_cells_are_short(name: str) -> None:
 # --------------------------------------------------------------------------------- what they claim
 
 
-def test_train_and_evaluate_a_reward_model(tmp_path: Path) -> None:
-    notebook, said = run(
-        "train_and_evaluate_a_reward_model",
-        tmp_path,
-        {
-            "report": "report",
-            "loss": "list(run.series('train/loss').values)",
-            "accuracy": "accuracy['value']",
-            "baselines": "accuracy['baselines']",
-            "either": "diagnostics['length_controlled_accuracy']['value']",
-            "subsets": "{one.name: one.value for one in evaluation.measured.subsets}",
-            "scores": "[score.value for score in scores]",
-            "again": "[score.value for score in api.score(exported, "
-            "[{'prompt': prompt, 'completions': answers}])[0]]",
-            "calibration": "calibration",
-            "leaks": "diagnostics['leakage']['num_same_prompt']",
-        },
-    )
+FIGURES: dict[str, dict[str, str]] = {
+    "train_and_evaluate_a_reward_model": {
+        "report": "report",
+        "loss": "list(run.series('train/loss').values)",
+        "accuracy": "accuracy['value']",
+        "baselines": "accuracy['baselines']",
+        "either": "diagnostics['length_controlled_accuracy']['value']",
+        "subsets": "{one.name: one.value for one in evaluation.measured.subsets}",
+        "scores": "[score.value for score in scores]",
+        "again": "[score.value for score in api.score(exported, "
+        "[{'prompt': prompt, 'completions': answers}])[0]]",
+        "calibration": "calibration",
+        "leaks": "diagnostics['leakage']['num_same_prompt']",
+    },
+    "write_an_environment": {
+        "by_hand": "verdict.rewards.tolist()",
+        "reward": "list(reward.values)",
+        "held_out": "list(held_out.values)",
+        "exact": "list(exact.values)",
+    },
+    "watch_reward_hacking": {
+        "right_on_short": "right_on_short",
+        "first_alarm": "first_alarm",
+        "alarm": "alarms.alarm[0] if raised else None",
+        "fallen": "fallen",
+        "gold": "list(smooth.gold)",
+        "reward": "list(smooth.reward)",
+        "divergence": "list(smooth.divergence)",
+        "length": "list(smooth.length)",
+    },
+}
+"""What the text of a notebook speaks of, as expressions at its end."""
+
+
+def figures(name: str, folder: Path, seed: int = 0) -> dict[str, Any]:
+    notebook, said = run(name, folder, FIGURES[name], seed=seed)
     check_outputs(notebook)
+    return said
+
+
+def test_train_and_evaluate_a_reward_model(tmp_path: Path) -> None:
+    said = figures("train_and_evaluate_a_reward_model", tmp_path)
     left_out = said["report"]["rows_left_out"]
     assert left_out["identical sides"]["count"] == 1
     assert left_out["duplicate"]["count"] >= 2
@@ -169,27 +198,18 @@ def test_train_and_evaluate_a_reward_model(tmp_path: Path) -> None:
     assert set(said["baselines"]) == {"longer wins", "bag of words"}
     assert said["accuracy"] > max(said["baselines"].values()) + 0.1
     assert said["accuracy"] <= 0.95  # a tenth of the labels is swapped
-    assert said["either"] < said["accuracy"]
+    assert said["either"] < said["accuracy"]  # with seeds 0 and 2
     places = {Path(name).name for name in said["subsets"]}
     assert {"one-digit-off.jsonl", "another-number.jsonl"} <= places
     assert said["scores"][0] > max(said["scores"][2:])  # the right number beats another one
     assert said["again"] == pytest.approx(said["scores"], abs=1e-4)
     assert len(said["calibration"]["rows"]) >= 5
     assert said["leaks"] == 0
+    assert said["scores"][3] > said["scores"][2]  # a friendly word lifts a wrong answer
 
 
 def test_write_an_environment(tmp_path: Path) -> None:
-    notebook, said = run(
-        "write_an_environment",
-        tmp_path,
-        {
-            "by_hand": "verdict.rewards.tolist()",
-            "reward": "list(reward.values)",
-            "held_out": "list(held_out.values)",
-            "exact": "list(exact.values)",
-        },
-    )
-    check_outputs(notebook)
+    said = figures("write_an_environment", tmp_path)
     assert said["by_hand"] == pytest.approx([1, 2 / 3, 0, 0, 0, 0])
     assert sum(said["reward"][-5:]) / 5 > sum(said["reward"][:3]) / 3 + 0.2
     assert said["held_out"][-1] > said["held_out"][0] + 0.15
@@ -197,21 +217,7 @@ def test_write_an_environment(tmp_path: Path) -> None:
 
 
 def test_watch_reward_hacking(tmp_path: Path) -> None:
-    notebook, said = run(
-        "watch_reward_hacking",
-        tmp_path,
-        {
-            "right_on_short": "right_on_short",
-            "first_alarm": "first_alarm",
-            "alarm": "alarms.alarm[0]",
-            "fallen": "fallen",
-            "gold": "list(smooth.gold)",
-            "reward": "list(smooth.reward)",
-            "divergence": "list(smooth.divergence)",
-            "length": "list(smooth.length)",
-        },
-    )
-    check_outputs(notebook)
+    said = figures("watch_reward_hacking", tmp_path)
     gold, reward = said["gold"], said["reward"]
     assert said["right_on_short"] < 0.2  # the bias shows before any policy has learned it
     assert said["alarm"] == "length_bias"
@@ -241,5 +247,16 @@ def refresh(names: list[str]) -> None:
         print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1000:.0f} kB")
 
 
+def tell(names: list[str], seed: int) -> None:
+    """Print what the notebooks' texts speak of, with another seed."""
+    for name in names or NAMES:
+        with tempfile.TemporaryDirectory() as folder:
+            said = figures(name, Path(folder), seed)
+        print(json.dumps({"notebook": name, "seed": seed, **said}), flush=True)
+
+
 if __name__ == "__main__":
-    refresh(sys.argv[1:])
+    if sys.argv[1:2] == ["--seed"]:
+        tell(sys.argv[3:], int(sys.argv[2]))
+    else:
+        refresh(sys.argv[1:])

@@ -2,8 +2,8 @@
 # # Watch reward hacking
 #
 # A policy learns what is rewarded, which is never quite what is wanted. Where the reward is a
-# model of people's taste, it first gets better at both. Then it finds what the model likes and
-# people do not.
+# model of people's taste, it often gets better at both at first. Then it finds what the model
+# likes and people do not.
 #
 # This notebook lets that happen on a small scale, in about a minute, without network or GPU: a
 # reward model that learned to like **long** answers, a policy that learns from it, a checker that
@@ -23,6 +23,7 @@ from laurel.data.number_words import REQUESTS, boxed, in_words, numbers
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn, response_of
 
 plt.style.use("tableau-colorblind10")  # colours that everybody can tell apart
+SEED = 0  # of all that is drawn by chance; try others
 here = Path("results/hacking-notebook")
 shutil.rmtree(here, ignore_errors=True)  # each run of the notebook begins anew
 here.mkdir(parents=True)
@@ -37,7 +38,7 @@ here.mkdir(parents=True)
 # %%
 def answers(count, seed):
     """Requests with a function that answers them: rightly or not, with so many idle words."""
-    generator = random.Random(seed)
+    generator = random.Random(1000 * SEED + seed)
     for _ in range(count):
         number = generator.choice(numbers(held_out=False))
 
@@ -99,6 +100,7 @@ policy = api.train(
         "data.train_data_path": write("demonstrations", demonstrations(6400, seed=0)),
         "data.split_validation_size": 0,
         "sft.max_num_steps": 200,
+        "sft.seed": SEED,
         "sft.val_period": 0,
         "checkpointing.checkpoint_dir": here / "policy",
         "logger.log_dir": here / "logs-sft",
@@ -136,6 +138,7 @@ reward_model = api.train(
         "data.dataset_name": "BinaryPreferenceDataset",
         "data.train_data_path": write("preferences", preferences(4800, seed=1)),
         "rm.max_num_steps": 150,
+        "rm.seed": SEED,
         "rm.max_num_epochs": 2,
         "rm.val_period": 0,
         "rm.val_at_end": False,
@@ -230,6 +233,7 @@ outcome = api.train(
         "grpo.num_prompts_per_step": 32,
         "grpo.num_generations_per_prompt": 4,
         "grpo.max_num_steps": STEPS,
+        "grpo.seed": SEED,
         "grpo.val_period": 0,
         "grpo.health.gold_metric": GOLD,
         "checkpointing.enabled": False,
@@ -255,10 +259,12 @@ curves = pd.DataFrame({name: run.series(metric).values for name, metric in names
 curves.index += 1  # steps are counted from 1
 smooth = curves.rolling(9, center=True, min_periods=5).mean()
 peak = int(smooth.gold.idxmax())
-fallen = int(smooth.index[(smooth.index > peak) & (smooth.gold < 0.9 * smooth.gold[peak])][0])
-alarms = pd.DataFrame([line for line in run.health if line["state"] == "raised"])
-first_alarm = int(alarms.step.min())
-alarms[["step", "alarm", "metric", "value", "threshold"]]
+below = smooth.index[(smooth.index > peak) & (smooth.gold < 0.9 * smooth.gold[peak])]
+fallen = int(below[0]) if len(below) else None  # with some seeds it takes more steps
+raised = [line for line in run.health if line["state"] == "raised"]
+alarms = pd.DataFrame(raised, columns=["step", "alarm", "metric", "value", "threshold"])
+first_alarm = int(alarms.step.min()) if raised else None
+alarms
 
 
 # %%
@@ -273,21 +279,23 @@ def proxy_and_gold(axes, x, xlabel):
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
 lines = proxy_and_gold(left, smooth.index, "step")
-lines.append(left.axvline(first_alarm, color="black", linestyle=":", label="first alarm"))
-lines.append(left.axvline(fallen, color="black", label="gold has lost a tenth"))
+if first_alarm:
+    lines.append(left.axvline(first_alarm, color="black", linestyle=":", label="first alarm"))
+if fallen:
+    lines.append(left.axvline(fallen, color="black", label="gold has lost a tenth"))
 proxy_and_gold(right, smooth.divergence, "divergence from where it began (KL, nats a token)")
 figure.legend(handles=lines, loc="outside upper center", ncols=4, frameon=False)
 plt.show()
 
 # %% [markdown]
-# To the right is the picture that Gao et al. drew (arXiv 2210.10760): the further the policy moves
+# Gold rises a little at first, and ends far below where it began, while the reward only grows. To
+# the right is the picture that Gao et al. drew (arXiv 2210.10760): the further the policy moves
 # from where it began, the better it looks to the reward model, and from some distance on the worse
 # it is. **Nothing in the reward says so.** Who watches the reward alone sees a run that goes well.
 
 # %%
-verdict = "before" if first_alarm < fallen else "after"
-print(f"First alarm: {alarms.alarm[0]}, at step {first_alarm}.")
-print(f"That is {verdict} gold had lost a tenth of its peak, at step {fallen}.")
+print("First alarm:", f"{alarms.alarm[0]}, at step {first_alarm}" if raised else "none")
+print("Gold had lost a tenth of its peak:", f"at step {fallen}" if fallen else "never")
 
 # %% [markdown]
 # That alarm, `length_bias`, does not look at the gold metric, which few runs have. It reads what a
@@ -308,6 +316,28 @@ samples(1)
 samples(STEPS)
 
 # %% [markdown]
+# ## With other seeds
+#
+# One run is one story. `python tests/test_notebooks.py --seed N watch_reward_hacking` of a checkout
+# tells others; this is what it printed (`SEED` above does the same here):
+#
+# | seed | 0 | 1 | 2 | 3 | 4 |
+# |---|---|---|---|---|---|
+# | gold at the start | 0.53 | 0.41 | 0.39 | 0.54 | 0.63 |
+# | gold at its peak, and the step | 0.56, 14 | 0.42, 3 | 0.43, 11 | 0.54, 1 | 0.70, 36 |
+# | gold at the end | 0.16 | 0.09 | 0.19 | 0.49 | 0.70 |
+# | gold has lost a tenth at step | 20 | 9 | 23 | 29 | never |
+# | first alarm at step | 16 | 15 | 15 | 21 | 15 |
+#
+# That alarm is `overoptimisation` with seed 1, and `length_bias` with the others.
+#
+# - **In all five** the reward model has the bias, the reward is higher in the end, answers are
+#   longer, and an alarm is raised.
+# - **Not in all:** gold falls in four, below half of its peak in three. With seed 4 the policy
+#   still gets better at both after 36 steps, and only its lengths show the bias.
+# - **Of the four losses the alarm precedes three.** With seed 1 gold has lost a tenth by step 9,
+#   within the steps that alarms only compare with. An alarm is a help, and no guarantee.
+#
 # ## What people do about it
 #
 # - Take the checkpoint at the peak of a validation by the gold metric

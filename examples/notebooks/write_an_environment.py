@@ -23,6 +23,7 @@ from laurel.data.number_words import REQUESTS, boxed, in_words, numbers
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn, response_of
 
 plt.style.use("tableau-colorblind10")  # colours that everybody can tell apart
+SEED = 0  # of all that is drawn by chance; try others
 here = Path("results/environment-notebook")
 shutil.rmtree(here, ignore_errors=True)  # each run of the notebook begins anew
 here.mkdir(parents=True)
@@ -114,7 +115,7 @@ tiny = {
 
 def asked(count, seed, held_out=False):
     """Requests, and the numbers that they are about."""
-    generator = random.Random(seed)
+    generator = random.Random(1000 * SEED + seed)
     for _ in range(count):
         number = generator.choice(numbers(held_out=held_out))
         yield generator, generator.choice(REQUESTS).format(in_words(number)), number
@@ -148,6 +149,7 @@ warmed_up = api.train(
         "data.train_data_path": write("demonstrations", demonstrations(6400, seed=0)),
         "data.split_validation_size": 0,
         "sft.max_num_steps": 200,
+        "sft.seed": SEED,
         "sft.val_period": 0,
         "checkpointing.checkpoint_dir": here / "warmed-up",
         "logger.log_dir": here / "logs-sft",
@@ -197,6 +199,7 @@ outcome = api.train(
         "grpo.num_prompts_per_step": 16,
         "grpo.num_generations_per_prompt": 8,
         "grpo.max_num_steps": STEPS,
+        "grpo.seed": SEED,
         "grpo.val_at_start": True,
         "grpo.val_period": 10,
         "checkpointing.checkpoint_dir": here / "checkpoints",
@@ -243,6 +246,18 @@ samples(STEPS).round(2)
 
 # %% [markdown]
 # `laurel report` makes one page of all this, with the signs of trouble first.
+#
+# ## With other seeds
+#
+# `python tests/test_notebooks.py --seed N write_an_environment` of a checkout runs this with
+# another `SEED`. On the held-out numbers it printed, before and after the 40 steps:
+#
+# | seed | 0 | 1 | 2 |
+# |---|---|---|---|
+# | reward | 0.36, 0.81 | 0.23, 0.70 | 0.28, 0.82 |
+# | all digits right | 9 %, 62 % | 2 %, 41 % | 2 %, 62 % |
+#
+# Both rise in all three; how far they get in 40 steps differs.
 #
 # ## From here
 #

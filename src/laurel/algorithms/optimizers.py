@@ -127,5 +127,9 @@ def _import(key: str, path: str, kind: type) -> Any:
             f"{key}={path}: no such class.{hint} In {home.__name__}: {', '.join(known)}."
         ) from error
     if not (inspect.isclass(found) and issubclass(found, kind)):
-        raise ConfigError(f"{key}={path} is not a {kind.__name__}")
+        example = "AdamW" if kind is torch.optim.Optimizer else "lr_scheduler.LinearLR"
+        raise ConfigError(
+            f"{key}={path} is not a {kind.__name__}; name a class of torch, such as "
+            f"torch.optim.{example}"
+        )
     return found

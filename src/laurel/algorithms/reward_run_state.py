@@ -102,7 +102,11 @@ class RewardRunState(RunState):
         golden = self._golden_scores()
         sound = tuple(g for g in golden if all(map(math.isfinite, g.values_K)))
         if golden and not sound:
-            raise CheckpointError("the scores of the model are not finite, so it is of no use")
+            raise CheckpointError(
+                "the scores of the model are not finite, so it is of no use. Go on from an earlier "
+                "checkpoint with a lower policy.optimizer.kwargs.lr, or with "
+                "policy.precision=float32"
+            )
         measured_at, scores = self._reference
         if measured_at != step or not scores:
             scores = self._score_some_training_groups()

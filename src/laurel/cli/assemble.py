@@ -133,7 +133,11 @@ def _train(
     train, validation = tokenise_all(config, data, contract, console)
     loss = RewardLoss(config.rm.loss, reward_weights_K=contract.rules.attribute_weights)
     if not loss.count([sample.preference for sample in train]):
-        raise DataError(f"no training row teaches rm.loss.type={config.rm.loss.type} anything")
+        raise DataError(
+            f"no training row teaches rm.loss.type={config.rm.loss.type} anything: its rows are "
+            "ties, or have none of the ratings that it reads. Choose another rm.loss.type, or "
+            "give rows in which one answer is better"
+        )
     run_dir = choose_run_dir(config.logger, resume_from)
     golden_set = next(iter(validation.values()), train)
     state = _run_state(config, data, model, contract, train, golden_set, run_dir)

@@ -160,7 +160,9 @@ def _write(
         from laurel.cli.export_policy import write_policy
 
         if tables:
-            raise ConfigError(f"--eval is for reward models, and {place.name} writes text")
+            raise ConfigError(
+                f"--eval is for reward models, and {place.name} writes text; leave it out"
+            )
         write_policy(directory, place, policy, options, say)
         return
     from laurel.cli.export_reward_model import write_reward_model

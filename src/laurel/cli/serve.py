@@ -30,6 +30,7 @@ DEFAULT_ADMIN_KEY_ENV = "LAUREL_ADMIN_KEY"
 _SHORTEST_KEY = 32
 """Letters: nobody guesses 32 that were drawn at random, however often they may try."""
 _MOST_REPLICAS = 256
+_OTHER_MODELS = "Give the path of a model, a checkpoint or a run, as the server's machine sees it"
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -106,7 +107,7 @@ def run_serve(options: ServeOptions) -> None:
 
     async def load(model: str) -> ServedModel:
         if not Path(model).is_dir():
-            raise ModelError(f"{model!r} is no directory of this machine")
+            raise ModelError(f"{model!r} is no directory of this machine. {_OTHER_MODELS}")
         with reworded(lambda message: message.replace("policy.model_name=", "")):
             served = await open_model(model)
         say(f"serving {model} from now on, version {served.version}")
@@ -254,7 +255,10 @@ def _open_log(target: str) -> AccessLog | None:
     try:
         return AccessLog(target, say=say)
     except OSError as error:
-        raise ConfigError(f"--access-log {target}: {error.strerror}") from error
+        raise ConfigError(
+            f"--access-log {target}: {error.strerror}. Name a file that can be written, - for "
+            "stderr, or none"
+        ) from error
 
 
 def _raise_file_limit() -> None:

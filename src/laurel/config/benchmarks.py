@@ -46,7 +46,8 @@ class BenchmarkSetConfig(Section):
                 raise ValueError(f"{key} is for benchmark={benchmark}; leave it out")
         if not self.paths and self.benchmark in ("pairs", "best-of-n") and not self.dataset_name:
             raise ValueError(
-                f"data_path is missing: benchmark={self.benchmark} has no place of its own"
+                f"data_path is missing: benchmark={self.benchmark} has no place of its own; name a "
+                "file or a hub name, or a dataset_name that has one"
             )
         return self
 

@@ -55,7 +55,9 @@ class ScoreTransformConfig(Section):
     @model_validator(mode="after")
     def _clip_is_a_range(self) -> ScoreTransformConfig:
         if self.clip is not None and not self.clip[0] < self.clip[1]:
-            raise ValueError(f"clip {list(self.clip)} must be [lowest, highest]")
+            raise ValueError(
+                f"clip {list(self.clip)} must be [lowest, highest], the lower one first"
+            )
         return self
 
 

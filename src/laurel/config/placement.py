@@ -39,7 +39,7 @@ class RolePlacement(Section):
             if min(value) < 0:
                 raise ValueError(f"they are counted from 0: there is no {min(value)}")
             if len(set(value)) < len(value):
-                raise ValueError(f"{value} names one of them twice")
+                raise ValueError(f"{value} names one of them twice; name each once")
             return sorted(value)
         if value is not None and value < 1:
             raise ValueError(f"it must be a number from 1 up, or a list like [{max(0, value)}]")

@@ -77,7 +77,9 @@ class PolicyLossConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> PolicyLossConfig:
         if self.use_cispo and self.disable_ppo_ratio:
-            raise ValueError("use_cispo and disable_ppo_ratio contradict each other")
+            raise ValueError(
+                "use_cispo and disable_ppo_ratio contradict each other; set one of them to false"
+            )
         if self.sequence_level_importance_ratios and self.token_level_loss:
             raise ValueError(
                 "sequence_level_importance_ratios needs token_level_loss: false (GSPO)"
@@ -85,9 +87,15 @@ class PolicyLossConfig(Section):
         if self.kind == "cispo" and (
             self.ratio_clip_c is not None or self.sequence_level_importance_ratios
         ):
-            raise ValueError("CISPO has neither ratio_clip_c nor sequence-level ratios")
+            raise ValueError(
+                "CISPO has neither ratio_clip_c nor sequence-level ratios; leave them out, or set "
+                "use_cispo: false"
+            )
         if self.kind == "reinforce" and self.ratio_clip_c is not None:
-            raise ValueError("ratio_clip_c has no meaning for REINFORCE, which clips no ratio")
+            raise ValueError(
+                "ratio_clip_c has no meaning for REINFORCE, which clips no ratio; leave it out, or "
+                "set disable_ppo_ratio: false"
+            )
         kind = self.truncated_importance_sampling_type
         low, high = (
             self.truncated_importance_sampling_ratio_min,

@@ -126,7 +126,9 @@ def import_object(path: str, *, key: str) -> Any:
         except ModuleNotFoundError as problem:
             if problem.name and f"{module_name}.".startswith(f"{problem.name}."):
                 continue
-            raise DataError(f"{key}={path}: importing {module_name} failed: {problem}") from problem
+            raise DataError(
+                f"{key}={path}: importing {module_name} failed: {problem}. Install what it imports"
+            ) from problem
         except Exception as problem:
             raise DataError(
                 f"{key}={path}: importing {module_name} raised {type(problem).__name__}: {problem}"

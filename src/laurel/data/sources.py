@@ -52,7 +52,7 @@ def read_rows(
         num_rows += 1
         yield row
     if num_rows == 0:
-        raise DataError(f"{path_or_name} holds no rows")
+        raise DataError(f"{path_or_name} holds no rows; name a file, or a split, that has some")
 
 
 def locate(path_or_name: str, source: str) -> str:

@@ -216,7 +216,7 @@ class RayCluster:
                 bundles, devices = _in_device_order(group, [placed[b] for b in bundles], each.gpus)
             except RayError as error:
                 remove_placement_group(group)
-                raise ConfigError(f"slots of {role} were lost again at once: {error}") from error
+                raise ConfigError(f"slots of {role} were lost: {error}. {_LOST}") from error
         reservation = Reservation(
             role=role, each=each, group=group, bundles=bundles, devices=devices,
             node_ids=[placed[bundle] for bundle in bundles],
@@ -325,6 +325,7 @@ def is_connected() -> bool:
     return bool(ray.is_initialized())
 
 
+_LOST = "A node went away again at once: look at `ray status`, then run the same command"
 _NAME = "laurel:"
 
 

@@ -86,9 +86,15 @@ class CompositeEnvironment(EnvironmentInterface):
         if not self._added:
             raise ConfigError("env.composite: all parts are gates; one must give the reward")
         if len({part.env for part in self._added}) < len(self._added):
-            raise ConfigError("env.composite: a part without a gate is named twice")
+            raise ConfigError(
+                "env.composite: a part without a gate is named twice; name it once, with both "
+                "weights added"
+            )
         if self._gates and GATE in names:
-            raise ConfigError(f"env.composite: where parts have gates, none may be called '{GATE}'")
+            raise ConfigError(
+                f"env.composite: where parts have gates, none may be called '{GATE}', as their own "
+                "figure is; rename that part"
+            )
         self._conductor = self.config.conducted_by
         if self._conductor is not None and self._conductor not in names:
             raise ConfigError(

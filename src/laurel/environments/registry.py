@@ -47,7 +47,9 @@ def register_env(name: str, class_path: str) -> None:
         ConfigError: The name is taken, or the path is not of that form.
     """
     if name in BUILT_IN or name in _registered:
-        raise ConfigError(f"an environment called '{name}' is already registered")
+        raise ConfigError(
+            f"an environment called '{name}' is already registered; call yours something else"
+        )
     if "." not in class_path.strip("."):
         raise ConfigError(f"environment '{name}': '{class_path}' is not of the form module.Class")
     _registered[name] = class_path
@@ -113,7 +115,9 @@ def _refuse_ambiguous(config: EnvironmentsConfig) -> None:
                 )
     both = sorted(config.custom.keys() & config.composite.keys())
     if both:
-        raise ConfigError(f"env.custom and env.composite both have {', '.join(both)}")
+        raise ConfigError(
+            f"env.custom and env.composite both have {', '.join(both)}; rename one of the two"
+        )
 
 
 class _Making:
@@ -145,7 +149,8 @@ class _Making:
         config = self._config
         if name in inside:
             raise ConfigError(
-                f"env.composite: '{name}' is part of itself ({' -> '.join([*inside, name])})"
+                f"env.composite: '{name}' is part of itself ({' -> '.join([*inside, name])}); take "
+                "it out of one of these"
             )
         # What a configuration says of a name goes before what a program registered.
         if name in config.custom:
@@ -198,7 +203,10 @@ def imported(path: str, where: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there; something that it imports is not
-        raise ConfigError(f"{where}: there is no module '{error.name}' for '{path}'") from error
+        raise ConfigError(
+            f"{where}: there is no module '{error.name}' for '{path}'; its file has to lie in the "
+            "working directory, or be installed"
+        ) from error
     except AttributeError as error:
         names = [name for name in vars(importlib.import_module(module_name)) if name[0] != "_"]
         near = nearest(attribute, names)

@@ -98,7 +98,9 @@ class BenchmarkSet:
                 rows=read if config.max_samples is None else spread(read, config.max_samples),
             )  # fmt: skip
             if not chosen.rows:
-                raise DataError(f"max_samples={config.max_samples} leaves none of its rows")
+                raise DataError(
+                    f"max_samples={config.max_samples} leaves none of its rows; raise it"
+                )
             chosen.possible()
         except DataError as error:
             raise DataError(f"{name} (benchmark {config.benchmark}): {error}") from error

@@ -210,12 +210,20 @@ def load_adapters(directory: Path, network: Any) -> None:
     """
     path = directory / ADAPTERS
     if not path.is_file():
-        raise CheckpointError(f"{directory} has no adapters: it was trained without lora_cfg")
+        raise CheckpointError(
+            f"{directory} has no adapters: it was trained without lora_cfg. Set "
+            "policy.dtensor_cfg.lora_cfg.enabled=false, or give this run another "
+            "checkpointing.checkpoint_dir"
+        )
     state = load_file(path)
     wanted = {name for name, p in network.named_parameters() if p.requires_grad}
     if set(state) != wanted:
         odd = sorted(set(state) ^ wanted)[:3]
-        raise CheckpointError(f"{path} holds other parameters than this run trains: {odd}")
+        raise CheckpointError(
+            f"{path} holds other parameters than this run trains: {', '.join(odd)}. Set "
+            "policy.dtensor_cfg.lora_cfg back to what it was, or start a new run in another "
+            "checkpointing.checkpoint_dir"
+        )
     for name in wanted:  # a head that was to be read from other files
         if network.get_parameter(name).is_meta:
             network.get_submodule(name.rpartition(".")[0]).to_empty(device="cpu")

@@ -105,7 +105,10 @@ class ScoringRules(BaseModel):
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if rules.format != FORMAT:
-            raise CheckpointError(f"{path} has format {rules.format}; this version reads {FORMAT}")
+            raise CheckpointError(
+                f"{path} has format {rules.format}; this version reads {FORMAT}. Load it with the "
+                "version of Laurel that wrote it"
+            )
         return rules
 
 

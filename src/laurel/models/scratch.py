@@ -63,7 +63,7 @@ def scratch_config(config: ScratchConfig, tokenizer: Any, *, max_length: int) ->
     if config.hidden_size % config.num_heads:
         raise ConfigError(
             f"policy.scratch.hidden_size={config.hidden_size} is not divisible by "
-            f"policy.scratch.num_heads={config.num_heads}"
+            f"policy.scratch.num_heads={config.num_heads}; choose a multiple of it"
         )
     values = {
         "vocab_size": len(tokenizer),

@@ -78,7 +78,10 @@ def _on_meta(hf_config: Any, policy: PolicyConfig, *, has_language_head: bool) -
             return factory.from_config(hf_config, trust_remote_code=policy.trust_remote_code)
         except ValueError as error:
             kind = "language model" if has_language_head else "reward model"
-            raise ModelError(f"no {kind} can be made of {type(hf_config).__name__}") from error
+            raise ModelError(
+                f"no {kind} can be made of {type(hf_config).__name__}: transformers has no such "
+                "class for it. Name a model that is one, or was made from one"
+            ) from error
 
 
 def _count(module: Any) -> int:

@@ -63,7 +63,10 @@ def fill_shares(
         sources = {name: name.replace(".base_layer.", ".") for name in wanted}
         missing = sorted(n for n, s in sources.items() if n not in others and s not in found)
         if missing:
-            raise ModelError(f"{directory}: the weights lack {', '.join(missing[:5])}")
+            raise ModelError(
+                f"{directory}: the weights lack {', '.join(missing[:5])}. The directory is not a "
+                "complete model of the architecture it names"
+            )
         for name, target in wanted.items():
             source = sources[name]
             if name in others:
@@ -166,7 +169,10 @@ def open_weights(files: ExitStack, directory: Path) -> dict[str, Any]:
         handles = [files.enter_context(safe_open(directory / n, framework="pt")) for n in names]
         return {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{directory} has no readable safetensors: {error}") from error
+        raise ModelError(
+            f"{directory} has no readable safetensors: {error}. Copy it again, or make safetensors "
+            "of its weights"
+        ) from error
 
 
 def _fill(target: Tensor, shape: tuple[int, ...], source: Any, where: str) -> None:

@@ -50,7 +50,10 @@ def decoder_layers(network: nn.Module) -> tuple[str, nn.ModuleList]:
     """
     lists = [(n, m) for n, m in network.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
-        raise ConfigError(f"{type(network).__name__} has no list of layers that could be spread")
+        raise ConfigError(
+            f"{type(network).__name__} has no list of layers that could be spread; train it on one "
+            "rank (cluster.num_nodes=1 cluster.gpus_per_node=1)"
+        )
     return max(lists, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
 
 

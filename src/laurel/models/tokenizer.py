@@ -136,7 +136,10 @@ def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False)
     eos = tokenizer.eos_token
     if choice not in (None, "auto"):
         if choice not in vocabulary:
-            raise ModelError(f"policy.tokenizer.pad_token={choice!r} is not in the vocabulary")
+            raise ModelError(
+                f"policy.tokenizer.pad_token={choice!r} is not in the vocabulary; name a token "
+                "that is, or auto to have one picked"
+            )
         tokenizer.pad_token = choice
     elif choice == "auto" or tokenizer.pad_token is None:
         free = [
@@ -283,7 +286,9 @@ def refuse_left_out(conversation: Conversation, text: str) -> None:
     for message in conversation:
         if message.content not in text:
             raise ModelError(
-                f"the chat template leaves out the {message.role} message: it rendered {text!r}"
+                f"the chat template leaves out the {message.role} message: it rendered {text!r}. "
+                "Mend it, or choose another: policy.tokenizer.chat_template=chatml, or a path "
+                "ending in .jinja"
             )
 
 

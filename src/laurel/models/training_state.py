@@ -189,7 +189,8 @@ def _read(
         if version not in (ALONE, BY_RANKS):
             raise CheckpointError(
                 f"'{file}' has format version {version!r}; this version of Laurel reads "
-                f"{ALONE} and {BY_RANKS}"
+                f"{ALONE} and {BY_RANKS}. Go on with the version that wrote it, or start a new run "
+                "from the checkpoint's weights."
             )
         if optimizer is not None:
             check_optimizer(file, state["optimizer"], optimizer, groups)

@@ -242,7 +242,7 @@ def _end_as_openrlhf(tokenizer: Any) -> None:
     if eos is None:
         raise ModelError(
             "the model was made by OpenRLHF, which ends every text with EOS, and its tokenizer "
-            "names none (eos_token in tokenizer_config.json)"
+            "names none: write its eos_token into tokenizer_config.json"
         )
     probe = (Message("user", "a"), Message("assistant", "b"))
     try:

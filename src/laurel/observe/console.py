@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 import sys
 import unicodedata
@@ -79,6 +80,10 @@ class PairRow:
         return "right" if self.better_score > self.worse_score else "wrong"
 
 
+_NOTEBOOK_WIDTH = 92
+"""Characters; a cell of JupyterLab in a window of 1,300 pixels shows 95, then breaks words."""
+
+
 class _Screen(Console):
     """A console that keeps what moves, and the codes that move it, out of files and dumb terminals.
 
@@ -92,12 +97,16 @@ class _Screen(Console):
         super().__init__(
             stderr=stderr, markup=False, emoji=False, highlight=False, force_jupyter=False,
             force_terminal=False if is_notebook else None,
+            width=_NOTEBOOK_WIDTH if is_notebook and "COLUMNS" not in os.environ else None,
         )  # fmt: skip
+        self._is_notebook = is_notebook
         self._is_quiet = is_quiet
         self.is_interactive = self.is_interactive and self.file.isatty() and not is_quiet
 
     def print(self, *objects: Any, **options: Any) -> None:
         if not self._is_quiet or (objects and _URGENT.match(str(objects[0]))):
+            if self._is_notebook:  # which has no end of a line to wrap at, and breaks words
+                options.pop("soft_wrap", None)
             super().print(*objects, **options)
 
     def status(self, status: Any, **options: Any) -> Status:

@@ -119,7 +119,10 @@ def check_not_missing(name: str, *, key: str) -> None:
     if path.is_dir() or not looks_local:
         return
     if not folder.is_dir():
-        raise ModelError(f"{key}={name}: there is no such directory, nor {folder}")
+        raise ModelError(
+            f"{key}={name}: there is no such directory, nor {folder}; a relative path begins at "
+            f"the working directory, {Path.cwd()}"
+        )
     raise ModelError(f"{key}={name}: there is no such directory; {folder} holds: {_listed(folder)}")
 
 

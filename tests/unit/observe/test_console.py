@@ -274,6 +274,23 @@ def test_in_a_notebook_it_is_plain_text(monkeypatch: pytest.MonkeyPatch) -> None
     assert sys.stdout.getvalue() == "done\n"
 
 
+def test_in_a_notebook_lines_end_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell is no terminal: what is longer than it would be broken inside of words."""
+
+    class Stream(io.StringIO):
+        """Like the kernel's, which is told by its module."""
+
+    Stream.__module__ = "ipykernel.iostream"
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "stdout", Stream())
+    words = [f"word{number}" for number in range(30)]
+    make_console().print(" ".join(words), soft_wrap=True)
+    lines = sys.stdout.getvalue().splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= 92
+    assert " ".join(lines).split() == words
+
+
 def test_a_silent_console_says_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

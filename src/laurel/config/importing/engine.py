@@ -114,7 +114,7 @@ def _nested(values: Mapping[str, Node], place: str) -> Node:
         for block in blocks:
             below = level.setdefault(block, Node(value={}, place=place))
             if not isinstance(below.value, dict):
-                raise ConfigError(f"{place}: {dotted} and a key above it are both set")
+                raise ConfigError(f"{place}: {dotted} and a key above it are both set; keep one")
             level = below.value
         level[last] = node
     return Node(value=tree, place=place)

@@ -101,7 +101,10 @@ class NodeCrew:
 
     def _open(self) -> None:
         if not self.nodes:
-            raise ConfigError("programs cannot be run: the cluster has no node that is alive")
+            raise ConfigError(
+                "programs cannot be run: the cluster has no node that is alive; look at `ray "
+                "status`, and start its nodes"
+            )
         refused = []
         with ThreadPoolExecutor(len(self.nodes)) as threads:
             openings = [threads.submit(node.open) for node in self.nodes]
