@@ -9,7 +9,7 @@ VLLM_STAMP := $(VLLM_VENV)/.laurel-installed
 
 DOCS_STAMP := $(VENV)/.laurel-docs-installed
 
-.PHONY: help setup setup-vllm demo test test-vllm check format bench docs docs-serve notebooks release clean
+.PHONY: help setup setup-vllm demo test test-vllm check format bench docs docs-serve notebooks release release-version clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the tests"
@@ -74,8 +74,9 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $(DOCS_STAMP)
 
+# Without --quiet: with it MkDocs counts no warnings, and a strict build of a broken site passes.
 docs: $(DOCS_STAMP)
-	$(DOCS) build --strict --quiet
+	$(DOCS) build --strict
 	@echo "site/index.html (its search needs a server: make docs-serve)"
 
 docs-serve: $(DOCS_STAMP)
@@ -84,9 +85,12 @@ docs-serve: $(DOCS_STAMP)
 notebooks: $(STAMP)
 	$(BIN)/python tests/test_notebooks.py
 
-# Commits, tags and uploads nothing; says in the end what is left to do.
-release: $(STAMP)
+# Asked before anything is set up, which takes minutes.
+release-version:
 	@test -n "$(VERSION)" || { echo "which version? make release VERSION=x.y.z" >&2; exit 2; }
+
+# Commits, tags and uploads nothing; says in the end what is left to do.
+release: release-version $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
 	$(BIN)/python tools/release.py $(VERSION) $(if $(DRY_RUN),--dry-run)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,12 @@ log = get_plugin_logger("laurel")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The navigation without what is not written yet, and with the pages that are made here."""
-    there = {path.relative_to(config.docs_dir).as_posix() for path in _pages(config)}
-    generated = {*INCLUDED.values(), *_reference()}
-    config.nav = list(_written(config.nav or [], there | generated))
+    """The navigation with the pages that are made here.
+
+    An entry without a page stays, and MkDocs says which it is: a page that was renamed or lost
+    would else be gone from the site without a word.
+    """
+    config.nav = _with_reference(config.nav or [])
     return config
 
 
@@ -53,28 +55,15 @@ def _root_file(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def _pages(config: MkDocsConfig) -> Iterator[Path]:
-    return Path(config.docs_dir).rglob("*.md")
-
-
-def _written(entries: list[Any], there: set[str]) -> Iterator[Any]:
-    """Of these entries of the navigation the ones that exist; a folder stands for all in it."""
-    for entry in entries:
-        if isinstance(entry, Mapping):
-            for title, below in entry.items():
-                if isinstance(below, list):
-                    if kept := list(_written(below, there)):
-                        yield {title: kept}
-                elif below in there:
-                    yield entry
-        elif entry == "reference":
-            yield {"Reference": list(_reference())}
-        elif not entry.endswith(".md"):
-            yield from sorted(name for name in there if name.startswith(f"{entry}/"))
-        elif entry in there:
-            yield entry
-        else:
-            log.info("%s is not written yet", entry)
+def _with_reference(entries: list[Any]) -> list[Any]:
+    """The entries of the navigation; `reference` stands for all pages of the reference."""
+    return [
+        {title: _with_reference(below) if isinstance(below, list) else below
+         for title, below in entry.items()} if isinstance(entry, Mapping)
+        else {"Reference": list(_reference())} if entry == "reference"
+        else entry
+        for entry in entries
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------ the reference

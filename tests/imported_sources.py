@@ -102,6 +102,30 @@ python3 -m verl.trainer.main_ppo \
     trainer.total_epochs=15 "$@"
 """
 
+VERL_SFT = """#!/bin/bash
+save_path=$2
+MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
+torchrun --standalone --nnodes=1 --nproc_per_node=4 \\
+    -m verl.trainer.sft_trainer \\
+    data.train_files=data/train.parquet \\
+    data.val_files=data/test.parquet \\
+    data.train_batch_size=64 \\
+    data.max_length=2048 \\
+    data.enable_thinking_default=False \\
+    engine=fsdp \\
+    optim.lr=1e-5 \\
+    optim.lr_scheduler_type=cosine \\
+    optim.lr_warmup_steps=10 \\
+    optim.clip_grad=0.5 \\
+    model.path="${MODEL}" \\
+    model.lora_rank=16 \\
+    trainer.default_local_dir="${save_path}" \\
+    trainer.logger='["console","tensorboard"]' \\
+    trainer.total_epochs=2 \\
+    trainer.total_training_steps=100 \\
+    trainer.test_freq=after_each_epoch
+"""
+
 NEMO_RL = """
 grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, async_grpo: {enabled: true},
   val_start_at: -1}
@@ -129,6 +153,7 @@ SOURCES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "openrlhf-rm": (OPENRLHF_RM, "train_rm.sh", {"total_steps": 400}),
     "openrlhf-ppo": (OPENRLHF_PPO_OLD, "train_ppo.sh", {}),
     "verl": (VERL, "run_grpo.sh", {}),
+    "verl-sft": (VERL_SFT, "run_sft.sh", {}),
     "nemo-rl": (NEMO_RL, "grpo.yaml", {}),
 }
 """By name: the text, the name of its file, and what is said besides."""

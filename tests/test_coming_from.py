@@ -91,6 +91,17 @@ SAMPLES: dict[tuple[System, Run], list[dict[str, Any]]] = {
          _ACTOR + "optim.clip_grad": 2.0, _ACTOR + "optim.warmup_style": "constant"},
     ],
 }  # fmt: skip
+SAMPLES["verl", "sft"] = [
+    {"model.path": "a", "model.lora_rank": 8, "model.exclude_modules": ["b"],
+     "model.tokenizer_path": "g", "data.train_files": "c", "data.val_files": "d",
+     "trainer.total_training_steps": 100, "optim.lr_warmup_steps_ratio": 0.1,
+     "optim.lr_scheduler_type": "cosine", "optim.min_lr_ratio": 0.1,
+     "trainer.project_name": "e", "trainer.experiment_name": "f",
+     "trainer.default_local_dir": "h", "data.apply_chat_template_kwargs": {"a": 1},
+     "data.enable_thinking_default": True},
+    {"data.train_files": ["a", "b"], "data.val_files": ["c", "d"], "optim.lr_warmup_steps": 3,
+     "optim.warmup_style": "constant", "data.use_dynamic_bsz": False},
+]  # fmt: skip
 for _kind in ("rm", "sft"):
     SAMPLES["openrlhf", _kind] = [
         {"ds.lora.rank": 8, "ds.lora.target_modules": ["a"], "model.model_name_or_path": "b",

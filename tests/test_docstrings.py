@@ -77,10 +77,9 @@ def _name(base: ast.expr) -> str:
 
 @pytest.fixture(scope="module")
 def trees() -> dict[str, ast.Module]:
-    files = [path for path in sorted(SOURCE.rglob("*.py")) if path.name != "__init__.py"]
     return {
         path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in files
+        for path in sorted(SOURCE.rglob("*.py"))
     }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,8 +131,23 @@ def test_a_tree_that_is_not_clean_is_not_released(repository: Path) -> None:
     assert set(tool.edits(repository, "99.0.0", DAY)) == {tool.INIT, tool.CHANGELOG, tool.CITATION}
     assert {f: f.read_bytes() for f in files(repository)} == before
     (repository / "stray.txt").touch()
-    with pytest.raises(tool.Refused, match=r"not clean(.|\n)*stray\.txt"):
+    changelog = repository / tool.CHANGELOG
+    changelog.write_text(changelog.read_text("utf-8") + "More.\n", "utf-8")
+    with pytest.raises(tool.Refused, match=r"not clean(.|\n)*\n M CHANGELOG.md\n(.|\n)*stray\.txt"):
         tool.edits(repository, "99.0.0", DAY)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_make_asks_for_the_version_before_it_sets_anything_up(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "VERSION" and "MAKE" not in k}
+    done = subprocess.run(
+        ["make", "-f", ROOT / "Makefile", "release"], cwd=tmp_path, env=environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "which version? make release VERSION=x.y.z" in done.stderr
+    assert done.stdout == ""
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_version_that_is_tagged_is_not_released_again(repository: Path) -> None:

@@ -141,7 +141,7 @@ def edits(root: Path, wanted: str, day: datetime.date) -> dict[str, str]:
     Raises:
         Refused: The tree is not clean, or the version or a file is not as it has to be.
     """
-    if changed := run("git", "status", "--porcelain", cwd=root).strip():
+    if changed := run("git", "status", "--porcelain", cwd=root).rstrip():
         raise Refused(f"the tree is not clean; commit or remove:\n{changed}")
     texts = {name: (root / name).read_text("utf-8") for name in (INIT, CHANGELOG, CITATION)}
     said = _VERSION_LINE.search(texts[INIT])

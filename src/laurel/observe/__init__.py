@@ -1,0 +1,1 @@
+"""What happened: metrics, loggers, progress, alarms and reports."""

@@ -439,6 +439,97 @@ def test_verl_one_key_at_a_time(tmp_path: Path, override: str, values: dict[str,
     assert {key: found[key] for key in values} == values
 
 
+def test_verl_fine_tuning(tmp_path: Path) -> None:
+    found = said_by(tmp_path, "verl-sft")
+    config: Any = found.config
+    assert found.run == "sft"
+    assert config.policy.model_name == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert (config.policy.train_global_batch_size, config.sft.val_global_batch_size) == (64, 64)
+    assert config.policy.max_total_sequence_length == 2048
+    assert config.policy.sequence_packing.train_mb_tokens == 8192  # dynamic batches by default
+    assert config.policy.tokenizer.chat_template_kwargs == {"enable_thinking": False}
+    assert (config.policy.dtensor_cfg.lora_cfg.dim, config.policy.dtensor_cfg.lora_cfg.alpha) == (
+        16, 16.0)  # fmt: skip
+    assert config.policy.optimizer.kwargs == {
+        "lr": 1e-5, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8,
+    }  # fmt: skip
+    warmup, decay, milestones = config.policy.scheduler
+    assert warmup.kwargs == {"start_factor": FIRST_FACTOR, "total_iters": 10}
+    assert decay.kwargs == {"T_max": 90, "eta_min": 0.0}
+    assert milestones.milestones == [10]
+    assert config.policy.max_grad_norm == 0.5
+    assert (config.sft.max_num_epochs, config.sft.max_num_steps) == (2, 100)
+    assert config.data.chat_key == "messages"
+    assert config.data.split_validation_size == 0
+    assert not config.sft.only_unmask_final
+    assert not config.sft.val_at_start
+    assert config.sft.val_at_end  # after the last step, whatever the period
+    assert config.cluster.gpus_per_node == 4  # of torchrun: the file's own is not read there
+    told = fates(found)
+    assert told["trainer.test_freq"] == "not carried"  # a word that has no number here
+    assert told["trainer.default_local_dir"] == "not carried"  # an argument of the script
+
+
+@pytest.mark.parametrize(
+    ("override", "values"),
+    [
+        ("", {"micro": 1, "tokens": 8192, "lr": 1e-3, "norm": 1.0, "batch": 256, "epochs": 4}),
+        ("data.use_dynamic_bsz=False data.micro_batch_size_per_gpu=2", {"micro": 2}),
+        ("optim.clip_grad=0", {"norm": None}),
+        ("data.messages_key=turns", {"chat": "turns"}),
+        ("data.apply_chat_template_kwargs='{a: 1}'", {"template": {"a": 1}}),
+        ("trainer.save_freq=5 trainer.max_ckpt_to_keep=2", {"save": 5, "keep": 2}),
+        ("engine.param_offload=True engine.optimizer_offload=True", {"offload": True}),
+        ("optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=59", {"warmup": 5}),
+        (
+            "optim.lr_warmup_steps=0 optim.lr_warmup_steps_ratio=0.1 "
+            "trainer.total_training_steps=50",
+            {"warmup": 5},
+        ),
+    ],
+)
+def test_verl_fine_tuning_one_key_at_a_time(
+    tmp_path: Path, override: str, values: dict[str, Any]
+) -> None:
+    command = f"python -m verl.trainer.sft_trainer_ray model.path=a data.train_files=b {override}"
+    found = imported(tmp_path, command, "run.sh").imported
+    config: Any = found.config
+    scheduler = config.policy.scheduler
+    there = {
+        "micro": config.policy.train_micro_batch_size,
+        "tokens": config.policy.sequence_packing.train_mb_tokens,
+        "lr": config.policy.optimizer.kwargs["lr"], "norm": config.policy.max_grad_norm,
+        "batch": config.policy.train_global_batch_size, "epochs": config.sft.max_num_epochs,
+        "chat": config.data.chat_key, "template": config.policy.tokenizer.chat_template_kwargs,
+        "save": config.checkpointing.save_period, "keep": config.checkpointing.keep_top_k,
+        "offload": config.policy.dtensor_cfg.cpu_offload,
+        "warmup": scheduler[0].kwargs["total_iters"] if scheduler else None,
+    }  # fmt: skip
+    assert {key: there[key] for key in values} == values
+    assert not [e.key for e in found.entries if e.fate == "not carried"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["engine=megatron", "engine.strategy=veomni", "data.pad_mode=right data.truncation=left",
+     "data.val_max_samples=9", "optim.optimizer=Adam", "model.override_config.a=1",
+     "data.custom_cls.path=mine.py", "trainer.resume_mode=resume_path"],
+)  # fmt: skip
+def test_what_verl_fine_tuning_has_and_laurel_does_not_is_told(
+    tmp_path: Path, override: str
+) -> None:
+    command = f"python -m verl.trainer.sft_trainer model.path=a data.train_files=b {override}"
+    told = fates(imported(tmp_path, command, "run.sh").imported)
+    assert "not carried" in told.values()
+
+
+def test_a_verl_yaml_is_told_to_be_of_its_run(tmp_path: Path) -> None:
+    tuning = "model: {path: a}\ndata: {train_files: b, max_length: 64}\noptim: {lr: 1.0e-5}\n"
+    assert imported(tmp_path, tuning, system="verl").imported.run == "sft"
+    policy = "algorithm: {adv_estimator: grpo}\ndata: {train_files: b}\n"
+    assert imported(tmp_path, policy).imported.run == "grpo"
+
+
 def test_verl_yaml_with_references(tmp_path: Path) -> None:
     text = """
 algorithm: {adv_estimator: grpo}
@@ -506,13 +597,15 @@ def test_an_unknown_key_is_not_carried_and_the_one_meant_is_named(tmp_path: Path
         ("just words", "a.yaml", {}, r"neither a mapping of keys \(YAML, JSON\) nor a"),
         ("python train.py --lr 1e-5", "a.sh", {}, r"neither a mapping of keys|nor YAML"),
         ("python -m openrlhf.cli.train_dpo --lr 1", "a.sh", {}, r"another program of openrlhf"),
+        ("torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=a", "a.sh", {},
+         r"fsdp_sft_trainer is another program of verl; .*verl.trainer.main_ppo\|sft_trainer"),
         ("python -m openrlhf.cli.train_rm --data.dataset 'a", "a.sh", {}, r"not a command line"),
         ("colour: blue", "a.yaml", {}, r"none of its keys tells where it is from .*--from"),
         (TRL_GRPO, "a.yaml", {"system": "verl"}, r"is not of verl: .* of TRL; --from trl"),
         (VERL, "a.sh", {"system": "trl"}, r"is not of TRL: the program verl.trainer.main_ppo is"),
         (VERL, "a.sh", {"run": "rm"}, r"is laurel grpo, not rm; leave --for out"),
         ("algorithm: {adv_estimator: grpo}", "a.yaml", {"run": "rm", "system": "verl"},
-         r"verl has no rm that is imported; --for grpo"),
+         r"verl has no rm that is imported; --for grpo\|sft"),
         ("learning_rate: 1.0e-5\nnum_train_epochs: 1", "a.yaml", {},
          r"which run is it for\? nothing in it tells; --for rm\|grpo\|sft"),
         ("beta: 0.1\npacking: true\nlearning_rate: 1.0e-5", "a.yaml", {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -157,6 +158,14 @@ def test_a_server_with_other_scores_for_the_canary_gets_nothing():
         assert values == second
         assert scores == expected
         assert scorer.counts["fault_canary"] == len(other.asked) > 0
+
+
+def test_where_there_is_nothing_to_score_nobody_is_asked():
+    nothing = replace(GROUPS[0], completions_G=())
+    with RewardServer() as server:
+        assert scored(server.url, [])[0] == []
+        assert scored(server.url, [nothing, nothing])[0] == [(), ()]
+        assert server.asked == []
 
 
 def test_one_key_for_all_and_none_where_none_is_given():

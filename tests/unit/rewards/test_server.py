@@ -56,7 +56,42 @@ def test_our_own(plain):
     assert [score["value"] for score in group["scores"]] == values("a", "b", "a")
     assert (reply["model"], reply["model_version"], reply["request_id"]) == ("model 1", "1", "r")
     assert response.headers["x-model-version"] == "1"
-    assert plain.post("/v1/score", {"groups": []}).json()["groups"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "key"),
+    [
+        ("/v1/score", {"groups": []}, "groups"),
+        ("/classify", {"input": []}, "data"),
+        ("/classify", {"text": []}, None),
+        ("/classify", {"input_ids": []}, None),
+        ("/v1/embeddings", {"input": []}, "data"),
+        ("/get_reward", {"query": [], "prompts": [], "labels": []}, "rewards"),
+    ],
+)
+def test_a_list_of_nothing_is_answered_with_a_list_of_nothing(plain, path, asked, key):
+    """As `Scorer` promises: clients that spread a batch over servers have shares of none."""
+    response = plain.post(path, asked)
+    assert response.status_code == 200
+    assert response.headers["x-model-version"] == "1"
+    reply = response.json()
+    assert (reply if key is None else reply[key]) == []
+
+
+def test_a_group_without_completions_keeps_its_place(plain):
+    groups = [{"id": "a", "prompt": "q", "completions": []},
+              {"id": "b", "prompt": "q", "completions": ["x"]}]  # fmt: skip
+    first, second = plain.post("/v1/score", {"groups": groups}).json()["groups"]
+    assert first == {"id": "a", "scores": []}
+    assert [score["value"] for score in second["scores"]] == values("x")
+
+
+def test_an_empty_conversation_is_no_empty_list(plain):
+    """It is one thing to score, and has no score."""
+    assert error(plain.post("/classify", {"messages": []})) == (400, "request")
+    assert error(plain.post("/v1/embeddings", {"input": [[]]})) == (422, "failed")
+    said = {"id": "1", "prompt": "q", "completions": [[]]}
+    assert error(plain.post("/v1/score", {"groups": [said]})) == (400, "request")
 
 
 def test_vllm(plain):

@@ -51,6 +51,26 @@ def test_every_route_but_two_needs_the_key(plain):
     assert plain.client.get("/ready").status_code == 200
 
 
+@pytest.mark.parametrize("said", ["", "Bearer", KEY, f"Basic {KEY}"])
+def test_who_sends_no_key_is_told_that_one_is_needed_and_how(plain, said):
+    response = plain.client.get("/ready", headers={"Authorization": said})
+    message = response.json()["error"]["message"]
+    assert message.startswith("a key is needed: Authorization: Bearer KEY; what the server printed")
+    assert response.status_code == 401
+
+
+@pytest.mark.parametrize("key", ["wrong", f"{KEY}x", KEY[:-1], KEY.upper()])
+def test_who_sends_a_wrong_key_is_told_that_and_nothing_of_the_right_one(plain, key):
+    response = plain.client.get("/ready", headers=bearer(key))
+    message = response.json()["error"]["message"]
+    assert message == (
+        "this key is not one of the server's; what the server printed at its start says where "
+        "its key is"
+    )
+    assert error(response) == (401, "key")
+    assert key not in message
+
+
 def test_the_time_of_a_comparison_does_not_tell_how_long_the_key_is(plain, monkeypatch):
     def compare(one, other):
         lengths.append((len(one), len(other)))

@@ -1,0 +1,1 @@
+"""Configurations of other systems, told apart and translated into Laurel's."""

@@ -18,16 +18,19 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ("trl", r"^(?:\S*/)?" + _TRL, "flags"),
     ("openrlhf", r"^(?:\S*/)?openrlhf[./]cli[./](?:train_)?(?P<run>\w+?)(?:\.py)?$", "flags"),
     ("verl", r"^(?:\S*[./])?main_(?P<run>ppo|dapo)\w*?(?:\.py)?$", "overrides"),
+    ("verl", r"^\S*trainer[./](?P<run>(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.py)?$", "overrides"),
 )
 _RUNS: Mapping[tuple[str, str], str] = {
     ("trl", "reward"): "rm", ("trl", "grpo"): "grpo", ("trl", "sft"): "sft",
     ("openrlhf", "rm"): "rm", ("openrlhf", "ppo_ray"): "grpo", ("openrlhf", "sft"): "sft",
     ("verl", "ppo"): "grpo", ("verl", "dapo"): "grpo",
+    ("verl", "sft_trainer"): "sft", ("verl", "sft_trainer_ray"): "sft",
 }  # fmt: skip
 """Programs by system and name, and the run that they are."""
 
 PROGRAMS = (
-    "trl reward|grpo|sft, openrlhf.cli.train_rm|train_ppo_ray|train_sft, verl.trainer.main_ppo"
+    "trl reward|grpo|sft, openrlhf.cli.train_rm|train_ppo_ray|train_sft, "
+    "verl.trainer.main_ppo|sft_trainer"
 )
 """For messages."""
 
@@ -81,7 +84,8 @@ def find_command(text: str, name: str) -> Command | None:
 
 
 def _may_matter(line: str) -> bool:
-    return any(word in line for word in ("trl", "openrlhf", "main_ppo", "main_dapo"))
+    return any(word in line for word in ("trl", "openrlhf", "main_ppo", "main_dapo",
+                                          "sft_trainer"))  # fmt: skip
 
 
 def _words(line: str, name: str, *, strict: bool = True) -> list[str]:
@@ -142,8 +146,8 @@ def _command(
     values = _flags(told) if style == "flags" else _overrides(told)
     unresolved = {
         key: value for key, value in values.items()
-        if (isinstance(value, str) and re.search(r"\$\{?[A-Za-z_]", value) and system != "verl")
-        or (isinstance(value, str) and re.search(r"\$[A-Za-z_]", value))
+        if (isinstance(value, str) and re.search(r"\$\{?\w", value) and system != "verl")
+        or (isinstance(value, str) and re.search(r"\$\w", value))
     }  # fmt: skip
     return Command(
         system=system, run=ours, program=program, devices=_devices(launcher),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from laurel.config.importing.work import Work
@@ -111,12 +111,14 @@ def put_schedule(
         work.put("policy.scheduler", [*stages, milestones], by=keys)
 
 
-def share_of(work: Work, ratio: float, total: int | None) -> int | None:
-    """Steps of a warm-up that is a share of the run, rounded up; None where its length is open."""
+def share_of(
+    work: Work, ratio: float, total: int | None, *, rounded: Callable[[float], int] = math.ceil
+) -> int | None:
+    """Steps of a warm-up that is a share of the run; None where its length is open."""
     total = total or work.total_steps
     if ratio == 0:
         return 0
-    return None if total is None else math.ceil(ratio * total)
+    return None if total is None else rounded(ratio * total)
 
 
 def _refused(work: Work) -> set[str]:

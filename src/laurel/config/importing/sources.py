@@ -16,6 +16,7 @@ from laurel.config.importing import (
     trl_grpo,
     trl_runs,
     verl,
+    verl_sft,
 )
 from laurel.config.importing.commands import PROGRAMS, Command, find_command
 from laurel.config.importing.engine import Imported, import_said
@@ -33,7 +34,7 @@ TITLES: Mapping[System, str] = {
 TABLES: Mapping[System, Mapping[Run, Table]] = {
     "trl": {"rm": trl_runs.RM, "grpo": trl_grpo.GRPO, "sft": trl_runs.SFT},
     "openrlhf": {"rm": openrlhf_runs.RM, "grpo": openrlhf_ppo.GRPO, "sft": openrlhf_runs.SFT},
-    "verl": {"grpo": verl.GRPO},
+    "verl": {"grpo": verl.GRPO, "sft": verl_sft.SFT},
 }
 """NeMo RL has none: its names are ours."""
 

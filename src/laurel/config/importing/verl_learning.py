@@ -45,13 +45,10 @@ def lengths(work: Work) -> None:
 
 def length(work: Work) -> None:
     """When the run ends."""
-    steps = work["trainer.total_training_steps"]
-    if steps is None:
-        work.put("grpo.max_num_epochs", work["trainer.total_epochs"], by=("trainer.total_epochs",))
-        return
-    work.put("grpo.max_num_steps", work.whole("trainer.total_training_steps"),
-             by=("trainer.total_training_steps",))  # fmt: skip
-    work.put("grpo.max_num_epochs", work["trainer.total_epochs"], by=("trainer.total_epochs",))
+    if work["trainer.total_training_steps"] is not None:
+        work.put("{run}.max_num_steps", work.whole("trainer.total_training_steps"),
+                 by=("trainer.total_training_steps",))  # fmt: skip
+    work.put("{run}.max_num_epochs", work["trainer.total_epochs"], by=("trainer.total_epochs",))
 
 
 def _total_updates(work: Work) -> int | None:
@@ -59,13 +56,14 @@ def _total_updates(work: Work) -> int | None:
     steps = work["trainer.total_training_steps"]
     if steps is None:
         return None
+    if work.run == "sft":
+        return work.whole("trainer.total_training_steps")
     each = work.whole("data.train_batch_size") // work.whole(ACTOR + "ppo_mini_batch_size")
     return work.whole("trainer.total_training_steps") * each * work.whole(ACTOR + "ppo_epochs")
 
 
-def optimizer(work: Work) -> None:
-    """The optimizer, its schedule, and the norm of gradients."""
-    optim = ACTOR + "optim."
+def optimizer(work: Work, optim: str = ACTOR + "optim.") -> None:
+    """The optimizer, its schedule, the norm of gradients; `optim` is what its keys begin with."""
     name = optim + "optimizer"
     refused = str(work[name]) != "AdamW"
     if refused:
@@ -80,12 +78,12 @@ def optimizer(work: Work) -> None:
     ratio, steps = optim + "lr_warmup_steps_ratio", optim + "lr_warmup_steps"
     total = _total_updates(work)
     warmup: int | None
-    if work.whole(steps) >= 0:
+    if work.whole(steps) > 0:  # 0 leaves it to the share, as -1 does
         warmup, by = work.whole(steps), (steps,)
         if work.is_said(ratio):
             work.unneeded(ratio, "lr_warmup_steps comes before it")
     else:
-        warmup, by = share_of(work, float(work.number(ratio)), total), (ratio,)
+        warmup, by = share_of(work, float(work.number(ratio)), total, rounded=int), (ratio,)
     floor = optim + "min_lr_ratio"
     min_ratio = float(work[floor] or 0.0) if kind == "cosine" else 0.0
     put_schedule(work, decay=decay, kind=kind, by=(decay, floor) if min_ratio else (decay,),
@@ -93,10 +91,9 @@ def optimizer(work: Work) -> None:
     if work.is_said(optim + "num_cycles") and work[optim + "num_cycles"] != 0.5:
         work.refuse(optim + "num_cycles", "half a cycle of the cosine is made; write "
                     "policy.scheduler")  # fmt: skip
-    norm = ACTOR + "grad_clip"
-    key = norm if work.is_said(norm) or not work.is_said(optim + "clip_grad") else (
-        optim + "clip_grad"
-    )  # fmt: skip
+    norm, own = ACTOR + "grad_clip", optim + "clip_grad"
+    is_own = own in work.defaults or (work.is_said(own) and not work.is_said(norm))
+    key = own if is_own else norm
     work.put("policy.max_grad_norm", work[key] or None, by=(key,))
 
 

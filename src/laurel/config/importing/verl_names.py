@@ -84,9 +84,9 @@ OTHER_NAMES = {
     "trainer.val_only_mode": "trainer.val_only",
 }  # fmt: skip
 
-TOLD_BY = frozenset({"algorithm.adv_estimator", "data.train_batch_size", "data.train_files",
-                     ACTOR + "ppo_mini_batch_size", ACTOR + "optim.lr", MODEL + "path",
-                     ROLLOUT + "n", ROLLOUT + "name"})  # fmt: skip
+TOLD_BY = frozenset({"algorithm.adv_estimator", ACTOR + "ppo_mini_batch_size",
+                     ACTOR + "optim.lr", MODEL + "path", ROLLOUT + "n",
+                     ROLLOUT + "name"})  # fmt: skip
 
 _ENGINE = (
     "dtype", "ignore_eos", "cudagraph_capture_sizes", "free_cache_engine", "data_parallel_size",
@@ -107,23 +107,32 @@ _ACTOR_MEANS = (
     "_target_", "optim.total_training_steps", "optim.zero_indexed_step", "optim.optimizer_impl",
 )  # fmt: skip
 
+
+def model_rest(place: str) -> tuple[Rule, ...]:
+    """The keys of a model that have no counterpart; `place` is what they begin with."""
+    return (
+        unneeded("only speed or memory; nothing is padded here",
+                 *(place + key for key in ("use_remove_padding", "use_liger", "use_fused_kernels",
+                                           "fused_kernel_options.*", "tiled_mlp.*", "use_shm",
+                                           "enable_activation_offload"))),
+        absent("policy.hf_config_overrides changes a model's configuration",
+               place + "override_config", place + "override_config.*", off=(None,)),
+        absent("a .jinja file or the template: policy.tokenizer.chat_template",
+               place + "custom_chat_template"),
+        absent("start from weights of which the adapters are part", place + "lora_adapter_path"),
+        absent("code that comes with a model: policy.trust_remote_code", place + "external_lib"),
+        absent("no multi-token prediction", place + "mtp.enable", off=(None, False)),
+        unneeded("off, or of backends that are not here", place + "mtp.*", place + "lora.*",
+                 place + "hf_config_path", place + "_target_"),
+    )  # fmt: skip
+
+
 REST: tuple[Rule, ...] = (
     unneeded("Laurel settles how an engine draws; policy.generation.vllm_kwargs is for the rest",
              *(ROLLOUT + key for key in _ENGINE)),
     unneeded("only speed or memory; nothing is padded here, and each prompt is computed once",
-             *(ACTOR + key for key in _ACTOR_MEANS), MODEL + "use_remove_padding",
-             MODEL + "use_liger", MODEL + "use_fused_kernels", MODEL + "fused_kernel_options.*",
-             MODEL + "tiled_mlp.*", MODEL + "use_shm", MODEL + "enable_activation_offload",
-             REF + "*"),
-    absent("policy.hf_config_overrides changes a model's configuration",
-           MODEL + "override_config", MODEL + "override_config.*", off=(None,)),
-    absent("a .jinja file or the template: policy.tokenizer.chat_template",
-           MODEL + "custom_chat_template"),
-    absent("start from weights of which the adapters are part", MODEL + "lora_adapter_path"),
-    absent("code that comes with a model: policy.trust_remote_code", MODEL + "external_lib"),
-    absent("no multi-token prediction", MODEL + "mtp.enable", off=(None, False)),
-    unneeded("off, or of backends that are not here", MODEL + "mtp.*", MODEL + "lora.*",
-             MODEL + "hf_config_path", MODEL + "_target_"),
+             *(ACTOR + key for key in _ACTOR_MEANS), REF + "*"),
+    *model_rest(MODEL),
     absent("no bonus for entropy; it is measured (loss_fn.entropy)", ACTOR + "entropy_coeff"),
     unneeded("only of losses that are not here", ACTOR + "tau_pos", ACTOR + "tau_neg",
              ACTOR + "policy_loss.*"),

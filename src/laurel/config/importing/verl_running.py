@@ -50,10 +50,10 @@ def _top_k(work: Work, key: str) -> int | None:
     return None if work[key] in (None, 0, -1) else work.whole(key)
 
 
-def adapters(work: Work) -> None:
-    """LoRA."""
-    rank, alpha = MODEL + "lora_rank", MODEL + "lora_alpha"
-    modules, left_out = MODEL + "target_modules", MODEL + "exclude_modules"
+def adapters(work: Work, place: str = MODEL) -> None:
+    """LoRA; `place` is what its keys begin with."""
+    rank, alpha = place + "lora_rank", place + "lora_alpha"
+    modules, left_out = place + "target_modules", place + "exclude_modules"
     if not work.whole(rank):
         for key in work.said_of((rank, alpha, modules, left_out)):
             work.unneeded(key, "lora_rank is 0: no adapters")
@@ -67,8 +67,8 @@ def adapters(work: Work) -> None:
         work.put(LORA + "exclude_modules", names, by=(left_out,))
 
 
-def data(work: Work) -> None:
-    """Where rows come from."""
+def files(work: Work) -> None:
+    """The files of rows, one or several."""
     for theirs, path, block in (
         ("data.train_files", "data.train_data_path", "data.train"),
         ("data.val_files", "data.val_data_path", "data.validation"),
@@ -82,16 +82,21 @@ def data(work: Work) -> None:
             work.put(path, several[0], by=(theirs,))
         elif several:
             work.put(block, [{"data_path": one} for one in several], by=(theirs,))
+    work.put("data.split_validation_size", 0.0, by=())
+    most = work["data.train_max_samples"]
+    work.put("data.max_samples", None if most in (None, -1) else most,
+             by=("data.train_max_samples",), how="-1 is null")  # fmt: skip
+
+
+def data(work: Work) -> None:
+    """Where tasks come from."""
+    files(work)
     work.put(
         "data.dataset_name",
         "DAPOMath17K",
         by=(),
         how="the reader of rows with a prompt of messages and reward_model.ground_truth",
     )
-    work.put("data.split_validation_size", 0.0, by=())
-    most = work["data.train_max_samples"]
-    work.put("data.max_samples", None if most in (None, -1) else most,
-             by=("data.train_max_samples",), how="-1 is null")  # fmt: skip
     if work["data.val_max_samples"] not in (None, -1):
         work.put("grpo.max_val_samples", work["data.val_max_samples"], by=("data.val_max_samples",))
     else:
@@ -100,8 +105,8 @@ def data(work: Work) -> None:
         work.put("grpo.seed", work["data.seed"], by=("data.seed",))
 
 
-def trainer(work: Work) -> None:
-    """Saving, validation, logging and the cluster."""
+def trainer(work: Work, kept: str = "trainer.max_actor_ckpt_to_keep") -> None:
+    """Saving, validation, logging and the cluster; `kept` is the key of how many are kept."""
     project, name = str(work["trainer.project_name"]), str(work["trainer.experiment_name"])
     folder = work["trainer.default_local_dir"]
     by: tuple[str, ...] = ("trainer.default_local_dir",)
@@ -109,19 +114,24 @@ def trainer(work: Work) -> None:
         folder, by = f"checkpoints/{project}/{name}", ("trainer.project_name",
                                                        "trainer.experiment_name")  # fmt: skip
     work.put("checkpointing.checkpoint_dir", folder, by=by)
-    for key, ours in (("save_freq", "checkpointing.save_period"), ("test_freq", "grpo.val_period")):
-        steps = work.whole(f"trainer.{key}")
+    for key, ours in (
+        ("save_freq", "checkpointing.save_period"),
+        ("test_freq", "{run}.val_period"),
+    ):
+        steps = _period(work, f"trainer.{key}")
         never = FAR if key == "save_freq" else 0
         work.put(ours, steps if steps > 0 else never, by=(f"trainer.{key}",))
-    work.put("grpo.val_at_end", work.whole("trainer.test_freq") > 0, by=("trainer.test_freq",))
-    has_rows = bool(work["data.val_files"])
-    if not has_rows and work.whole("trainer.test_freq") > 0:
+    has_rows, tests = bool(work["data.val_files"]), _period(work, "trainer.test_freq") > 0
+    # Fine-tuning there validates after its last step, whatever the period.
+    at_end = has_rows if work.run == "sft" else tests
+    work.put("{run}.val_at_end", at_end, by=("trainer.test_freq",))
+    if not has_rows and tests:
         work.refuse("data.val_files", "not said: set data.val_data_path, or there is no validation")
     work.put("checkpointing.metric_name", None, by=(), how="the most recent are kept")
-    work.put("checkpointing.keep_top_k", work["trainer.max_actor_ckpt_to_keep"],
-             by=("trainer.max_actor_ckpt_to_keep",))  # fmt: skip
-    work.put("grpo.val_at_start", work.flag("trainer.val_before_train") and has_rows,
-             by=("trainer.val_before_train",))  # fmt: skip
+    work.put("checkpointing.keep_top_k", work[kept], by=(kept,))
+    first = "trainer.val_before_train"
+    work.put("{run}.val_at_start", work.flag(first) and has_rows,
+             by=(first,) if work.run == "grpo" else ())  # fmt: skip
     _loggers(work, project, name)
     mode = "trainer.resume_mode"
     modes = {"auto": "auto", "disable": "never"}
@@ -131,8 +141,21 @@ def trainer(work: Work) -> None:
         work.refuse(mode, "its checkpoints cannot be gone on with: start from its weights "
                     "(policy.model_name)")  # fmt: skip
     work.put("cluster.num_nodes", work["trainer.nnodes"], by=("trainer.nnodes",))
-    work.put("cluster.gpus_per_node", work["trainer.n_gpus_per_node"],
-             by=("trainer.n_gpus_per_node",))  # fmt: skip
+    if work.devices is None:
+        work.put("cluster.gpus_per_node", work["trainer.n_gpus_per_node"],
+                 by=("trainer.n_gpus_per_node",))  # fmt: skip
+        return
+    work.put("cluster.gpus_per_node", work.devices, by=(), origin="the launcher's processes")
+    if work.is_said("trainer.n_gpus_per_node"):
+        work.unneeded("trainer.n_gpus_per_node", "the launcher says how many processes there are")
+
+
+def _period(work: Work, key: str) -> int:
+    """Steps between; 0 where it is a word that has no number here."""
+    if work[key] == "after_each_epoch":
+        work.refuse(key, "periods are steps here: write how many an epoch has")
+        return 0
+    return work.whole(key)
 
 
 def _loggers(work: Work, project: str, name: str) -> None:
@@ -152,18 +175,18 @@ def _loggers(work: Work, project: str, name: str) -> None:
             work.put(f"logger.{ours}", value, by=(f"trainer.{key}",))
 
 
-def model(work: Work) -> None:
+def model(work: Work, place: str = MODEL) -> None:
     """Which model."""
-    path = MODEL + "path"
+    path = place + "path"
     if work.is_said(path):
         work.put("policy.model_name", work[path], by=(path,))
     else:
         work.refuse(path, "not said: set policy.model_name")
 
 
-def offload(work: Work) -> None:
+def offload(work: Work, place: str = ACTOR + "fsdp_config.") -> None:
     """What waits on the host."""
-    keys = [f"{ACTOR}fsdp_config.{key}" for key in ("param_offload", "optimizer_offload")]
+    keys = [place + key for key in ("param_offload", "optimizer_offload")]
     on = [key for key in keys if work.flag(key)]
     work.put("policy.dtensor_cfg.cpu_offload", keys[0] in on, by=keys[:1])
     if keys[1] in on and keys[0] not in on:
@@ -172,9 +195,12 @@ def offload(work: Work) -> None:
         work.unneeded(keys[1], "with the parameters, or off")
 
 
-def budget(work: Work) -> None:
+def budget(
+    work: Work,
+    on: str = ACTOR + "use_dynamic_bsz",
+    most: str = ACTOR + "ppo_max_token_len_per_gpu",
+) -> None:
     """Tokens of a micro-batch."""
-    on, most = ACTOR + "use_dynamic_bsz", ACTOR + "ppo_max_token_len_per_gpu"
     if work.flag(on):
         work.put("policy.sequence_packing.train_mb_tokens", work.whole(most), by=(on, most))
     else:

@@ -1,0 +1,1 @@
+"""Scoring with servers that may die, hang or lie."""

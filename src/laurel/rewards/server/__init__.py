@@ -1,0 +1,1 @@
+"""A reward model served over HTTP."""

@@ -125,8 +125,10 @@ _SCORING = {
     SCORE_PATH: (
         "Scores of whole groups",
         "A prompt and its completions are one group. A completion without a score has a failure "
-        "that says why, and the others are not affected. A `request_id` that comes again with the "
-        "same request gets the same answer. A `model_version` is the only one that is wanted.",
+        "that says why, and the others are not affected. A list of nothing, here and wherever a "
+        "path takes a list to score, is answered with a list of nothing. A `request_id` that "
+        "comes again with the same request gets the same answer. A `model_version` is the only "
+        "one that is wanted.",
         _object(
             {"groups": _list(_GROUP), "request_id": _TEXT, "model_version": _TEXT},
             "request_id",
@@ -207,7 +209,7 @@ _ADMIN: dict[str, tuple[str, Schema | None]] = {
 
 _REFUSALS = {
     "400": "Not the JSON that is described here",
-    "401": "No API key, or another one",
+    "401": "No key, or one that is not the server's; the message says which",
     "403": "Another host name, or what only this machine and the admin key may ask",
     "405": "Another method",
     "408": "The body did not come in time",

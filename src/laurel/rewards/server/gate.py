@@ -14,7 +14,7 @@ from typing import Any
 
 from laurel.rewards.remote.wire import VERSION_HEADER, dump, error_json
 from laurel.rewards.server.access_log import AccessLog
-from laurel.rewards.server.keys import Keys, Role, WrongKeys, is_loopback
+from laurel.rewards.server.keys import Keys, Role, WrongKeys, is_loopback, names_a_key
 from laurel.rewards.server.metrics import ServerMetrics
 from laurel.rewards.server.serving import Answer, RefusedRequestError
 
@@ -30,6 +30,10 @@ CALL = "laurel.call"
 HEALTH_PATH, DOCS_PATH = "/health", "/docs"
 """They need no key, and say nothing of this server; the page for people, whose browsers cannot send
 one, only on this machine."""
+_WHERE = "what the server printed at its start says where its key is"
+_NO_KEY = f"a key is needed: Authorization: Bearer KEY; {_WHERE}"
+_WRONG_KEY = f"this key is not one of the server's; {_WHERE}"
+"""Who sends a key knows that it sent one; the answer tells nothing of the right ones."""
 _SECONDS_BEFORE_WATCHING = 0.05
 """Most answers are there before anybody has to watch whether the client still is."""
 
@@ -134,7 +138,8 @@ class Gate:
         call.role = self._keys.role_of(call.headers.get(b"authorization", b""))
         is_open = call.path == HEALTH_PATH or (call.path == DOCS_PATH and is_loopback(call.client))
         if call.role is None and not is_open:
-            raise RefusedRequestError(401, "key", "an API key is needed: Authorization: Bearer KEY")
+            said = call.headers.get(b"authorization", b"")
+            raise RefusedRequestError(401, "key", _WRONG_KEY if names_a_key(said) else _NO_KEY)
 
     def _is_known_host(self, header: bytes) -> bool:
         if self._options.hosts is None:

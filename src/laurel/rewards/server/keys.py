@@ -36,14 +36,25 @@ class Keys:
 
     def role_of(self, authorization: bytes) -> Role | None:
         """What a header opens; None: nothing."""
-        scheme, _, key = authorization.partition(b" ")
-        digest = _digest(key.strip())
-        is_bearer = scheme.lower() == b"bearer"
+        is_bearer, key = _bearer(authorization)
+        digest = _digest(key)
         if is_bearer and _is_same(digest, self._admin_key):
             return "admin"
         if self._api_key is None or (is_bearer and _is_same(digest, self._api_key)):
             return "admin" if self._admin_key is None else "score"
         return None
+
+
+def names_a_key(authorization: bytes) -> bool:
+    """Whether a header has a key in the form that is read here, be it right or wrong."""
+    is_bearer, key = _bearer(authorization)
+    return is_bearer and bool(key)
+
+
+def _bearer(authorization: bytes) -> tuple[bool, bytes]:
+    """Whether the scheme of a header is the one that is read here, and what follows it."""
+    scheme, _, key = authorization.partition(b" ")
+    return scheme.lower() == b"bearer", key.strip()
 
 
 def _digest(key: bytes) -> bytes:
