@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -22,6 +23,7 @@ from laurel.data.known_formats import FORMATS, KnownFormat, Trainer
 from laurel.data.near_misses import Suggestion, suggestions
 from laurel.errors import DataError, UserError
 from laurel.observe.console import make_console, message_console, shorten_middle, visible
+from laurel.observe.hub import check_fetchable
 from laurel.rewards.load import check_not_missing, reworded
 
 if TYPE_CHECKING:
@@ -97,7 +99,10 @@ def _model_at(model: str) -> str:
     if not model:
         return ""
     check_not_missing(model, key="--model")
-    return find_local(model).name
+    name = find_local(model).name
+    if not Path(name).is_dir():
+        check_fetchable(name, key="--model")
+    return name
 
 
 def _first_row(reading: Reading | None, model: str) -> tuple[FirstRow | None, UserError | None]:

@@ -80,7 +80,7 @@ def run_score(
 
     say = say_on(messages)
     check_named(model)
-    place = find_local(model)
+    place = find_local(model, scores=True)
     if output is not None:
         check_output(output, read_from=file)
     rows, num_rows = _open_rows(file, stdin, say)

@@ -156,7 +156,13 @@ def test_a_model_that_cannot_be_read_leaves_the_rest_of_the_plan(
     assert run_plan(EXAMPLES / "rm.yaml", changes, PlanOptions(slots_per_node=2))
     page = capsys.readouterr().out
     assert "| P | P |" in page
-    assert "memory is not estimated; --policy-shape would tell it: " in page
+    assert "memory of the policy is not estimated: policy.model_name=" in page
+    assert "--policy-shape would tell it" in page
+    assert page.splitlines()[-1].startswith("slots and batches fit; whether the memory does is not")
+    assert run_plan(EXAMPLES / "rm.yaml", changes, PlanOptions(as_json=True))
+    facts = json.loads(capsys.readouterr().out)
+    assert "no such directory" in facts["memory_not_estimated"]["policy"]
+    assert facts["memory"] == []
 
 
 def test_a_file_says_which_command_it_is_for() -> None:
