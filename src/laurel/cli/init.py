@@ -81,7 +81,8 @@ def run_init(
     output = options.output or Path(f"{task_name}.yaml")
     _check_free(output, force=options.force)
     model = _answered(
-        options.model, "--model", "Model to begin with: a directory or a hub name [{}]",
+        options.model, "--model",
+        "Model to begin with: a directory, a hub name, or scratch for a small new one [{}]",
         DEFAULT_MODEL, lambda said: choose_model(said, task), ask, say,
     )  # fmt: skip
     data = _answered(
@@ -237,8 +238,8 @@ def _show_next(
     if data.path is not None:
         keys = [one for one in data.settings if not one.startswith("data.train_data_path=")]
         check = ["laurel", "data", "check", data.path, "--for", task.trainer]
-        check += ["--model", model.name, *keys, *model.settings]
-        lines.append((shlex.join(check), "the first row, in tokens"))
+        check += [*([] if model.name is None else ["--model", model.name]), *keys, *model.settings]
+        lines.append((shlex.join(check), "the first row" + (", in tokens" if model.name else "")))
     config = ["--config", str(output)]
     lines.append((shlex.join(["laurel", "plan", *config]), "does it fit the machine?"))
     lines.append((shlex.join(["laurel", task.trainer, *config]), "train"))

@@ -24,6 +24,12 @@ def init(
             help="The model to begin with: a directory or a hub name; asked for if not said.",
         ),
     ] = None,
+    scratch: Annotated[
+        bool,
+        typer.Option(
+            "--scratch", help="Begin with a small new model, made here; no hub is needed for it."
+        ),
+    ] = False,
     data: Annotated[
         str | None,
         typer.Option(
@@ -58,7 +64,12 @@ def init(
     Example: laurel init --task rm --model Qwen/Qwen3-0.6B --data pairs.jsonl
     """  # fmt: skip
     from laurel.cli.init import InitOptions, run_init
+    from laurel.cli.starter import SCRATCH
+    from laurel.errors import ConfigError
 
+    if scratch and model is not None:
+        raise ConfigError(f"--scratch makes a new model, and --model {model} names one; say one")
+    model = SCRATCH if scratch else model
     run_init(
         InitOptions(
             task=task, model=model, data=data, reward_model=reward_model, output=output,

@@ -122,8 +122,9 @@ def test_what_is_misspelt_is_answered_with_what_was_meant(arguments: list[str], 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["init", "--task", "rmm"], "'rmm' is none of its choices. Did you mean rm? Choose one of rm, grpo-math, grpo-rm, grpo-code"),
-        (["data", "check", "x", "--for", "?"], "'?' is none of its choices. Choose one of rm, sft, grpo"),
+        (["init", "--task", "rmm"], "'rmm' is none of its choices. Did you mean rm? Choose one "
+         "of rm, grpo-math, grpo-rm, grpo-code"),
+        (["plan", "--for", "?"], "'?' is none of its choices. Choose one of rm, sft, grpo"),
         (["serve", "--port", "x"], "'x' is no whole number"),
         (["serve", "--request-seconds", "x"], "'x' is no number"),
         (["plan", "--nodes", "0"], "0 is less than 1"),
