@@ -36,8 +36,7 @@ def init(
             "--data",
             "-d",
             metavar="DATA",
-            help="Training rows: a file, the name of a data set, or a hub name; asked for if not "
-            "said.",
+            help="Training rows: a file, a data set's name, or a hub name; asked for if not said.",
         ),
     ] = None,
     reward_model: Annotated[
@@ -64,15 +63,10 @@ def init(
     Example: laurel init --task rm --model Qwen/Qwen3-0.6B --data pairs.jsonl
     """  # fmt: skip
     from laurel.cli.init import InitOptions, run_init
-    from laurel.cli.starter import SCRATCH
-    from laurel.errors import ConfigError
 
-    if scratch and model is not None:
-        raise ConfigError(f"--scratch makes a new model, and --model {model} names one; say one")
-    model = SCRATCH if scratch else model
     run_init(
         InitOptions(
-            task=task, model=model, data=data, reward_model=reward_model, output=output,
-            force=force, as_json=as_json,
+            task=task, model=model, scratch=scratch, data=data, reward_model=reward_model,
+            output=output, force=force, as_json=as_json,
         )
     )  # fmt: skip

@@ -18,6 +18,7 @@ from laurel.config.section import Section
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint import CheckpointStore
 from laurel.models.directory_lock import LOCK_NAME
+from laurel.observe.counts import counted
 from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
 
@@ -48,7 +49,8 @@ def open_store(
         if store.steps():
             raise CheckpointError(
                 f"checkpointing.resume=never and {saving.checkpoint_dir} holds checkpoints of "
-                f"{len(store.steps())} steps; choose another checkpoint_dir or resume=auto"
+                f"{counted(len(store.steps()), 'step')}; choose another checkpoint_dir or "
+                "resume=auto"
             )
         return None, store
     newest = store.newest_whole()

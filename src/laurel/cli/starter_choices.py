@@ -18,6 +18,7 @@ from laurel.data.row_formats import DATASET_CLASSES
 from laurel.data.task_formats import TASK_SETS
 from laurel.errors import DataError
 from laurel.observe.console import shorten_middle
+from laurel.observe.counts import counted, counted_that
 from laurel.rewards.load import check_not_missing, reworded
 
 
@@ -153,15 +154,17 @@ def _looked_at(
         return ChosenData(settings=named, path=path, misfit=why)
     told = tuple(one for one in reading.settings if not one.startswith("data.env_name="))
     what = findings.known.name if findings.known is not None else report.dataset_class
-    notes = [f"{path}: {what}, {report.num_kept:,} of {report.num_read:,} rows can be used"]
+    notes = [
+        f"{path}: {what}, {report.num_kept:,} of {counted(report.num_read, 'row')} can be used"
+    ]
     if mapped:
         notes.append(f"its columns are read by {', '.join(mapped)}")
     if reading.num_malformed:
         first = report.dropped["malformed"].examples[0]
-        are, them = ("row is", "it") if reading.num_malformed == 1 else ("rows are", "them")
+        them = "it" if reading.num_malformed == 1 else "them"
         notes.append(
-            f"{reading.num_malformed:,} {are} malformed, and the run stops at {first}: mend "
-            f"{them}, or set data.on_bad_row: skip"
+            f"{counted_that(reading.num_malformed, 'row', 'are')} malformed, and the run stops at "
+            f"{first}: mend {them}, or set data.on_bad_row: skip"
         )
     environment = task.environment
     misfit = ""

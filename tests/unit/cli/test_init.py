@@ -168,7 +168,7 @@ def test_scratch_is_an_answer_and_still_there_are_three_questions(here: Path) ->
 def test_a_model_and_none_exclude_each_other(here: Path) -> None:
     done = CliRunner().invoke(app, ["init", "--task", "rm", "--scratch", "--model", "a/b"])
     assert isinstance(done.exception, ConfigError)
-    assert "--model a/b names one; say one" in str(done.exception)
+    assert "--model a/b names one; say one of them" in str(done.exception)
 
 
 def test_one_malformed_row_is_one(
