@@ -107,7 +107,9 @@ CASES: dict[str, tuple[list[str], str]] = {
     "policy is no directory": (
         ["policy.model_name=./nowhere"], r"\./nowhere: there is no such directory; \. holds",
     ),
-    "policy is no model": (["policy.model_name={empty}"], r"has no config\.json"),
+    "policy is no model": (
+        ["policy.model_name={empty}"], r"holds neither a model \(config\.json\) nor checkpoints",
+    ),
     "policy is a reward model": (
         ["policy.model_name={reward_model}"],
         r"is a reward model .*name it in env\.reward_model\.model_name",

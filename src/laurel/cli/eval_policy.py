@@ -85,8 +85,9 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: EvalOptions) 
             check_output(file, read_from="")
     console = message_console()
     if options.model:
+        say = say_on(console)
         with reworded(in_terms_of_options):
-            options = replace(options, model=found_name(options.model, say=say_on(console)))
+            options = replace(options, model=found_name(options.model, say=say))
     defaults = [] if path is not None else [f"policy.max_total_sequence_length={_room(options)}"]
     changes = [*_ALWAYS, *defaults, *overrides, *_changes(options, path)]
     loaded = load_config(GRPORun, path, changes)

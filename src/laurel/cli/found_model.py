@@ -35,7 +35,8 @@ def with_found_model(config: R, console: Console) -> R:
     goes_on = saving.enabled and steps_in(Path(saving.checkpoint_dir))
     if goes_on and not Path(policy.model_name).expanduser().is_dir():
         return config  # its checkpoint has the weights
-    name = found_name(policy.model_name, say=say_on(console), instead=_INSTEAD)
+    say = say_on(console)
+    name = found_name(policy.model_name, say=lambda note: say(f"note    {note}"), instead=_INSTEAD)
     if name == policy.model_name:
         return config
     found = {"policy": policy.model_copy(update={"model_name": name})}
@@ -65,5 +66,5 @@ def found_name(name: str, *, say: Say, instead: str = "") -> str:
         return str(directory) if name.startswith("~") else name
     assert steps_in(directory), f"{name} is no run, and was found"
     for note in place.notes:
-        say(f"note    {note}")
+        say(note)
     return str(directory / Path(place.name).name)

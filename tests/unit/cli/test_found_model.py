@@ -38,7 +38,7 @@ def test_a_run_means_its_best_checkpoint_and_says_so(
     write_run(Path("results/plain"), {1: None, 2: None})
     notes: list[str] = []
     assert found_name("results/sft", say=notes.append) == "results/sft/step_1"
-    assert notes == ["note    results/sft holds checkpoints; the best is step_1"]
+    assert notes == ["results/sft holds checkpoints; the best is step_1"]
     assert found_name("results/plain", say=notes.append) == "results/plain/step_2"
     config = settings("policy.model_name=results/sft")
     found = with_found_model(config, Console(quiet=True))
