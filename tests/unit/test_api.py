@@ -35,7 +35,7 @@ def test_settings_are_checked_all_at_once(tmp_path: Path) -> None:
 def test_a_file_comes_before_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "rm.yaml"
     file.write_text("policy: {model_name: ./not-there}\n", encoding="utf-8")
-    with pytest.raises(ModelError, match="nor-there looks like a directory"):
+    with pytest.raises(ModelError, match="nor-there: there is no such directory"):
         api.train("rm", {"policy.model_name": "./nor-there", "data.train_data_path": "x"},
                   config=file, quiet=True)  # fmt: skip
 

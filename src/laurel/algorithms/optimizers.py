@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from laurel.config.schema import Milestones, NamedCall
 from laurel.errors import ConfigError
+from laurel.observe.counts import counted
 
 
 def build_optimizer(
@@ -66,8 +67,8 @@ def build_scheduler(
         return _scheduler(calls[0], optimizer)
     if not calls or len(milestones) != 1 or len(milestones[0]) != len(calls) - 1:
         raise ConfigError(
-            f"policy.scheduler: a list of {len(calls)} schedulers needs one entry "
-            f"`milestones` with {max(len(calls) - 1, 0)} steps"
+            f"policy.scheduler: a list of {counted(len(calls), 'scheduler')} needs one entry "
+            f"`milestones` with {counted(max(len(calls) - 1, 0), 'step')}"
             + ("" if calls else ", and a scheduler; null keeps the learning rate constant")
         )
     if any(a >= b for a, b in pairwise([0, *milestones[0]])):

@@ -168,16 +168,40 @@ def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
         names = [n for n in {**saved, **identity} if n != TRAINING_DATA or n in identity]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    changed = [
-        f"{name}: {saved.get(name)!r} then, {identity.get(name)!r} now"
-        for name in names
-        if saved.get(name) != identity.get(name)
-    ]
+    changed = sorted((n for n in names if saved.get(n) != identity.get(n)), key=_weight)
     if changed:
+        told = [
+            f"{name}: {_shown(saved.get(name))} then, {_shown(identity.get(name))} now"
+            for name in changed[:_TOLD]
+        ]
+        if len(changed) > _TOLD:
+            told.append(
+                f"and {len(changed) - _TOLD} more; {directory / CONFIG} has what was set then"
+            )
         raise CheckpointError(
-            f"{directory} is of another run ({'; '.join(changed)}). Give this run another "
+            f"{directory} is of another run ({'; '.join(told)}). Give this run another "
             "checkpointing.checkpoint_dir, or restore what changed."
         )
+
+
+_TOLD = 4
+"""Settings that are told by name where a run is another one."""
+_WEIGHTIEST = ("policy.model_name", TRAINING_DATA, "policy.scratch", "policy.optimizer", "data.")
+"""What says most of why it is another run, in this order; the rest come as they are written."""
+
+
+def _weight(name: str) -> int:
+    firsts = (i for i, begin in enumerate(_WEIGHTIEST) if name.startswith(begin))
+    return next(firsts, len(_WEIGHTIEST))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+_LONGEST = 80
+"""Letters of a value that are shown."""
 
 
 def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:

@@ -14,6 +14,7 @@ from laurel.algorithms.selection import Selection, select_by
 from laurel.algorithms.stopping import Deadline
 from laurel.cli.benchmark_setup import describe_benchmark
 from laurel.cli.card_facts import facts_of_reward_model
+from laurel.cli.found_model import with_found_model
 from laurel.cli.places import Places, open_places, plan_places
 from laurel.cli.preference_data import (
     PreferenceData,
@@ -22,7 +23,7 @@ from laurel.cli.preference_data import (
     texts_of,
     tokenise_all,
 )
-from laurel.cli.run_setup import check_model_directory, choose_run_dir, open_store, surround
+from laurel.cli.run_setup import choose_run_dir, open_store, surround
 from laurel.cli.trained_model import TrainedModel, describe_model, load_trained_model
 from laurel.config.load import to_yaml
 from laurel.config.reward_training import RewardTrainingRun
@@ -49,6 +50,7 @@ def train_reward_model(
     """
     for warning in warnings:
         console.print(f"warning: {warning}")
+    config = with_found_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_early(config)
     planned = plan_places(config)
@@ -67,7 +69,6 @@ def check_early(config: RewardTrainingRun) -> Selection:
         UserError: The first thing found.
     """
     check_available(config.logger)
-    check_model_directory(config.policy)
     sets, benchmarks = list(config.data.validation_sets()), config.data.benchmark_sets()
     if not sets and (config.data.split_validation_size or own_validation_of(config)):
         sets = ["default"]

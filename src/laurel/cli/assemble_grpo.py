@@ -12,14 +12,11 @@ from laurel.algorithms.selection import Selection, policy_goal, select_policy_by
 from laurel.algorithms.stopping import Deadline
 from laurel.cli.benchmark_setup import judge_benchmarks, judge_figures
 from laurel.cli.card_facts import facts_of_policy
+from laurel.cli.found_model import with_found_model
 from laurel.cli.generators import StartingPoint, describe_generator, make_generator
 from laurel.cli.places import Places, open_places, plan_places
-from laurel.cli.policy_setup import (
-    describe_policy,
-    load_policy_to_train,
-    policy_settings,
-)
-from laurel.cli.run_setup import check_model_directory, choose_run_dir, open_store, surround
+from laurel.cli.policy_setup import describe_policy, load_policy_to_train, policy_settings
+from laurel.cli.run_setup import choose_run_dir, open_store, surround
 from laurel.cli.task_setup import check_answers, environments_of, fit_prompts, need_answers
 from laurel.config.environments import RewardModelEnvironmentConfig
 from laurel.config.grpo_training import GRPORun
@@ -65,6 +62,7 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
         stack: Lets go of everything that was started.
         console: Shows what was read, loaded and decided.
     """
+    config = with_found_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_early(config)
     planned = plan_places(config)
@@ -97,7 +95,6 @@ def check_early(config: GRPORun) -> Selection:
         UserError: The first thing found.
     """
     check_available(config.logger)
-    check_model_directory(config.policy)
     validates = config.grpo.val_period > 0 or config.grpo.val_at_end
     has_data = bool(config.data.validation_sets() or config.data.split_validation_size)
     measured: dict[str, Any] = {

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from laurel.algorithms.selection import select_demonstrations_by
 from laurel.algorithms.stopping import Deadline
 from laurel.cli.card_facts import facts_of_policy
+from laurel.cli.found_model import with_found_model
 from laurel.cli.places import open_places, plan_places
 from laurel.cli.policy_setup import describe_policy, load_policy_to_train
-from laurel.cli.run_setup import check_model_directory, choose_run_dir, open_store, surround
+from laurel.cli.run_setup import choose_run_dir, open_store, surround
 from laurel.config.load import to_yaml
 from laurel.config.sft_training import SFTRun
 from laurel.data.demonstrations import DemonstrationData, Dialogue, load_demonstration_data
@@ -29,10 +30,10 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
     """Run `laurel sft` from beginning to end."""
     for warning in warnings:
         console.print(f"warning: {warning}")
+    config = with_found_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     check_available(config.logger)
     planned = plan_places(config)
-    check_model_directory(config.policy)
     validates = config.sft.val_period > 0 or config.sft.val_at_end
     has_validation = bool(config.data.validation_sets() or config.data.split_validation_size)
     selection = select_demonstrations_by(

@@ -11,6 +11,7 @@ from laurel.config.benchmarks import BenchmarkSetConfig
 from laurel.errors import ConfigError
 from laurel.evaluation.benchmark_sets import BenchmarkSet
 from laurel.observe.console import visible
+from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,8 +75,8 @@ def judge_figures(
         failures = [one.failure for of_row in scores for one in of_row if one.failure is not None]
         if failures:
             _say(
-                f"warning: {name}: {len(failures):,} completions have no score; the first: "
-                f"{failures[0]}", console,
+                f"warning: {name}: {counted(len(failures), 'completion')} without a score; the "
+                f"first: {failures[0]}", console,
             )  # fmt: skip
         figures |= {f"{name}_{key}": value for key, value in found.items()}
     return figures

@@ -10,6 +10,7 @@ from laurel.config.reward_training import RewardTrainingRun
 from laurel.config.schema import PolicyConfig
 from laurel.data.report import DataReport, RowReport
 from laurel.data.text_report import TextReport
+from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
     from laurel.algorithms.learner_worker import ModelFacts
@@ -86,17 +87,18 @@ def _settings(policy: PolicyConfig, *, unit: str) -> dict[str, str]:
 
 
 def _preferences(report: DataReport) -> str:
-    figures = [f"{report.figures.num_pairs:,} pairs", f"{report.num_prompts:,} prompts"]
+    figures = [counted(report.figures.num_pairs, "pair"), counted(report.num_prompts, "prompt")]
     share = report.longer_wins_share
     if share is not None:
         figures.append(f"the longer answer is the better one in {share:.1%}")
     if report.num_truncated:
-        figures.append(f"{report.num_truncated:,} conversations cut to the longest length")
+        figures.append(f"{counted(report.num_truncated, 'conversation')} cut to the longest length")
     return f"{_rows(report)}; {', '.join(figures)}"
 
 
 def _rows(report: RowReport) -> str:
     left_out = ", ".join(f"{v.count} {reason}" for reason, v in report.dropped.items())
-    return f"{report.origin or report.name}: {report.num_kept} of {report.num_read} rows" + (
-        f" (left out: {left_out})" if left_out else ""
+    return (
+        f"{report.origin or report.name}: {report.num_kept} of {counted(report.num_read, 'row')}"
+        + (f" (left out: {left_out})" if left_out else "")
     )

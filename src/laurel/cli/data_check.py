@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -22,6 +23,8 @@ from laurel.data.known_formats import FORMATS, KnownFormat, Trainer
 from laurel.data.near_misses import Suggestion, suggestions
 from laurel.errors import DataError, UserError
 from laurel.observe.console import make_console, message_console, shorten_middle, visible
+from laurel.observe.counts import counted
+from laurel.observe.hub import check_fetchable
 from laurel.rewards.load import check_not_missing, reworded
 
 if TYPE_CHECKING:
@@ -97,7 +100,10 @@ def _model_at(model: str) -> str:
     if not model:
         return ""
     check_not_missing(model, key="--model")
-    return find_local(model).name
+    name = find_local(model).name
+    if not Path(name).is_dir():
+        check_fetchable(name, key="--model")
+    return name
 
 
 def _first_row(reading: Reading | None, model: str) -> tuple[FirstRow | None, UserError | None]:
@@ -224,7 +230,7 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -
         if use.num_rows:
             path = shlex.quote(findings.raw.path)
             option = f"-d {path}" if use.command.startswith("eval") else path
-            rows = f"yes: {use.num_rows:,} row{'' if use.num_rows == 1 else 's'}"
+            rows = f"yes: {counted(use.num_rows, 'row')}"
             _line(console, use.command.partition(" ")[0], rows, style="bold")
             _say(console, f"         laurel {use.command} --model DIR {option}")
         elif use.command.startswith("eval"):
@@ -235,7 +241,7 @@ def _counts(reading: Reading, known: KnownFormat | None) -> str:
     """How many rows, what of them, and what stops a run."""
     assert reading.report is not None
     report = reading.report
-    said = f"{report.num_kept:,} of {report.num_read:,} row{'' if report.num_read == 1 else 's'}"
+    said = f"{report.num_kept:,} of {counted(report.num_read, 'row')}"
     use = known.uses.get(reading.trainer) if known is not None else None
     if use:
         said += f"; {use}"

@@ -22,6 +22,7 @@ from laurel.data.sources import locate, read_rows
 from laurel.data.tasks import load_task_data
 from laurel.data.text_report import TextReport
 from laurel.errors import ConfigError, DataError
+from laurel.observe.counts import counted
 from laurel.types import Preference, Task
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def look_at(path: str) -> RawRows:
         num_rows += 1
     if first is None:
         raise DataError(
-            f"{path}: none of its {unreadable.count:,} rows can be read; the first: {said[0]}"
+            f"{path}: none of its {counted(unreadable.count, 'row')} can be read; "
+            f"the first: {said[0]}"
         )
     return RawRows(
         path=path, num_rows=num_rows + unreadable.count, unreadable=unreadable,

@@ -36,6 +36,7 @@ from laurel.evaluation.leakage import Leak, Repeats, find_leaks, find_repeats
 from laurel.evaluation.scored_pairs import ScoredPair
 from laurel.evaluation.sensitivity import Scoring, Sensitivity, in_other_words, sensitivity
 from laurel.observe.console import format_number, visible
+from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,7 +111,7 @@ def diagnostics_report(
 def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
     """The report as tables; see `diagnostics_report`."""
     failed = f", {report['num_failures']:,} of them without a verdict"
-    console.print(f"{report['num_pairs']:,} pairs{failed if report['num_failures'] else ''}")
+    console.print(counted(report["num_pairs"], "pair") + (failed if report["num_failures"] else ""))
     for reason, count in report.get("failures", {}).items():
         console.print(Text(f"  {count:,} x {visible(reason)}", style="yellow"))
     tables = (

@@ -27,6 +27,7 @@ from laurel.data.benchmark_columns import ON_HUB, benchmark_in
 from laurel.errors import DataError
 from laurel.evaluation.benchmarks import BENCHMARKS
 from laurel.observe.console import make_console, message_console, visible
+from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,7 +103,7 @@ def _evaluated(
     started = time.monotonic()
     with open_scorer(request.scorer, console) as scorer:
         for name, one in asked.items():
-            console.print(f"scoring {BENCHMARKS[name].title}: {len(rows[name]):,} rows")
+            console.print(f"scoring {BENCHMARKS[name].title}: {counted(len(rows[name]), 'row')}")
             evaluation = evaluate(name, rows[name], one, scorer, started=started)
             write_evaluation(evaluation, one, console)
             evaluations.append(evaluation)

@@ -12,6 +12,7 @@ from laurel.cli.json_output import write_json
 from laurel.errors import ConfigError
 from laurel.evaluation.significance import PairedTest, compare
 from laurel.observe.console import make_console, visible
+from laurel.observe.counts import counted_that
 
 ALL = "all rows"
 
@@ -99,13 +100,15 @@ def _print(
         return
     test = tests[ALL]
     console.print(
-        f"rows    {test.num_rows:,} rows have a verdict in both; only A / only B: rows on which "
-        "that one is better; p: exact McNemar, two-sided",
+        f"rows    {counted_that(test.num_rows, 'row', 'have')} a verdict in both; only A / only "
+        "B: rows on which that one is better; p: exact McNemar, two-sided",
         soft_wrap=True,
     )
     absent = _num_unpaired(first, second)
     if absent:
-        console.print(f"note    {absent:,} rows stand in one of the two alone and are not compared")
+        console.print(
+            f"note    {counted_that(absent, 'row', 'stand')} in one of the two alone, not compared"
+        )
 
 
 def _num_unpaired(first: Result, second: Result) -> int:

@@ -6,15 +6,18 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laurel import __version__
 from laurel.cli.assemble_grpo import check_early, playable
+from laurel.cli.found_model import found_name, with_found_model
 from laurel.cli.json_output import write_json
+from laurel.cli.local_scorer import say_on
 from laurel.cli.output_file import check_output, replace_file
 from laurel.cli.places import open_places, plan_places
+from laurel.cli.scorer_settings import in_terms_of_options
 from laurel.cli.task_setup import check_answers, environments_of, need_answers
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
@@ -26,6 +29,7 @@ from laurel.evaluation.policy import pass_figures, reward_figures
 from laurel.observe.console import make_console, message_console, print_metrics
 from laurel.observe.json_text import json_text
 from laurel.observe.progress import TrainingProgress
+from laurel.rewards.load import reworded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,10 +83,14 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: EvalOptions) 
     for file in (options.output, options.samples):
         if file is not None:
             check_output(file, read_from="")
+    console = message_console()
+    if options.model:
+        say = say_on(console)
+        with reworded(in_terms_of_options):
+            options = replace(options, model=found_name(options.model, say=say))
     defaults = [] if path is not None else [f"policy.max_total_sequence_length={_room(options)}"]
     changes = [*_ALWAYS, *defaults, *overrides, *_changes(options, path)]
     loaded = load_config(GRPORun, path, changes)
-    console = message_console()
     for warning in loaded.warnings:
         console.print(f"warning: {warning}")
     started = time.monotonic()
@@ -144,6 +152,7 @@ def _played(
     config: GRPORun, options: EvalOptions, stack: ExitStack, console: Console
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """The answers, and the figures of them."""
+    config = with_found_model(config, console)
     check_early(config)
     planned = plan_places(config)
     tasks, report = load_tasks(

@@ -63,7 +63,7 @@ def check_model(scorer: EvalScorer) -> None:
     """
     check_named(scorer.model, or_server=True)
     if not scorer.is_server:
-        find_local(scorer.model)
+        find_local(scorer.model, scores=True)
     elif scorer.reproduces is not None:
         raise ConfigError(
             "--compatibility decides what tokens the model reads, and a server decides that by "

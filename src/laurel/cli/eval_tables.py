@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laurel.observe.console import shorten_middle, visible
+from laurel.observe.counts import counted, counted_that
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,11 +38,13 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
     for note in measured.notes:
         console.print(Text(f"note    {visible(note)}"), soft_wrap=True)
     if evaluation.num_truncated:
-        console.print(f"note    {evaluation.num_truncated:,} conversations were cut to fit")
+        console.print(
+            f"note    {counted_that(evaluation.num_truncated, 'conversation', 'were')} cut to fit"
+        )
     rate = evaluation.num_completions / max(evaluation.seconds, 1e-9)
     console.print(
-        f"scored  {evaluation.num_completions:,} completions in {evaluation.seconds:.1f} s, "
-        f"loading included ({rate:,.0f}/s)"
+        f"scored  {counted(evaluation.num_completions, 'completion')} in "
+        f"{evaluation.seconds:.1f} s, loading included ({rate:,.0f}/s)"
     )
 
 
@@ -50,13 +53,15 @@ def print_compatibility(console: Console, told: Mapping[str, Any], *, num_rows: 
     console.print(
         f"format  {told['program']}, {told['max_length']:,} tokens, cut on the "
         f"{told['truncation_side']}: other tokens than by the scoring contract in "
-        f"{told['num_rows']:,} of {num_rows:,} rows ({told['num_completions']:,} answers); the "
-        f"model reads others in {told['num_rows_read_differently']:,} "
-        f"({told['num_completions_read_differently']:,})",
+        f"{told['num_rows']:,} of {counted(num_rows, 'row')} "
+        f"({counted(told['num_completions'], 'answer')}); the model reads others in "
+        f"{told['num_rows_read_differently']:,} ({told['num_completions_read_differently']:,})",
         soft_wrap=True,
     )
     for reason, found in told["reasons"].items():
-        counts = f"{found['num_rows']:,} rows ({found['num_completions']:,} answers)"
+        counts = (
+            f"{counted(found['num_rows'], 'row')} ({counted(found['num_completions'], 'answer')})"
+        )
         console.print(f"        {reason}: {counts}", soft_wrap=True)
 
 

@@ -1,4 +1,5 @@
-"""What every command has: `--quiet` and `--verbose`, which may stand anywhere; whole examples."""
+"""What every command has: `--quiet` and `--verbose`, which may stand anywhere; whole examples;
+errors of its options in our words."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from laurel.config.tree import nearest
 from laurel.observe.verbosity import Verbosity, set_verbosity
 
 _SAID = "laurel.verbosity"
@@ -50,10 +53,12 @@ QuietOption, VerboseOption = _options(is_hidden=False)
 def complete_commands(app: typer.Typer) -> None:
     """Let every command of an app, and of the groups in it, take both options, too.
 
-    Examples in their help stay in one line, which can be copied.
+    Examples in their help stay in one line, which can be copied, and what is wrong with an option
+    is told in our words.
     """
     for command in app.registered_commands:
         assert command.callback is not None
+        command.cls = _PlainCommand
         text = inspect.getdoc(command.callback) or ""
         command.help = re.sub(r"^Example: ", "\b\nExample:\n  ", text, flags=re.MULTILINE)
         command.callback = _with_both(command.callback)
@@ -80,3 +85,42 @@ def _with_both(command: Callable[..., Any]) -> Callable[..., Any]:
     called.__signature__ = inspect.Signature([*parameters, *both])  # type: ignore[attr-defined]
     called.__annotations__ = {one.name: one.annotation for one in (*parameters, *both)}
     return called
+
+
+# ------------------------------------------------------------------------------------- bad options
+
+_NOT_ONE_OF = re.compile(r"(?P<said>'.*') is not one of (?P<choices>.+?)\.?")
+_OF_PYDANTIC = {
+    "int_parsing": "{input!r} is no whole number",
+    "float_parsing": "{input!r} is no number",
+    "greater_than_equal": "{input} is less than {ge}",
+    "less_than_equal": "{input} is more than {le}",
+}
+"""What is wrong with a number, by pydantic's name for it; with the value and its limit."""
+
+
+class _PlainCommand(TyperCommand):
+    """typer checks options with pydantic, and shows what that says to programmers."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = _in_our_words(error)
+            raise
+
+
+def _in_our_words(error: typer.BadParameter) -> str:
+    """What is wrong with the value of an option: a choice with its choices, a number."""
+    message = error.message.removeprefix("Value error, ")
+    found = _NOT_ONE_OF.fullmatch(message)
+    if found:
+        choices = [one.strip("' ") for one in found["choices"].split(",")]
+        near = nearest(found["said"].strip("'"), choices)
+        hint = f" Did you mean {near}?" if near else ""
+        return f"{found['said']} is none of its choices.{hint} Choose one of {', '.join(choices)}"
+    told: list[Any] = getattr(error.__cause__, "errors", list)()
+    wording = _OF_PYDANTIC.get(told[0]["type"]) if told else None
+    if wording is None:
+        return message
+    return wording.format(input=told[0]["input"], **told[0].get("ctx", {}))

@@ -19,6 +19,7 @@ from laurel.cli.schemas import SCHEMAS
 from laurel.cli.starter import (
     DEFAULT_MODEL,
     DEFAULT_REWARD_MODEL,
+    SCRATCH,
     TASK_NAMES,
     TASKS,
     Answers,
@@ -50,6 +51,8 @@ class InitOptions:
 
     task: TaskName | None = None
     model: str | None = None
+    scratch: bool = False
+    """The same as the model `scratch`."""
     data: str | None = None
     reward_model: str | None = None
     output: Path | None = None
@@ -78,10 +81,15 @@ def run_init(
     task = TASKS[task_name]
     if options.reward_model is not None and task_name != "grpo-rm":
         raise ConfigError(f"--reward-model is for --task grpo-rm, not for {task_name}")
+    if options.scratch and options.model is not None:
+        raise ConfigError(
+            f"--scratch makes a new model, and --model {options.model} names one; say one of them"
+        )
     output = options.output or Path(f"{task_name}.yaml")
     _check_free(output, force=options.force)
     model = _answered(
-        options.model, "--model", "Model to begin with: a directory or a hub name [{}]",
+        SCRATCH if options.scratch else options.model, "--model",
+        "Model to begin with: a directory, a hub name, or scratch for a small new one [{}]",
         DEFAULT_MODEL, lambda said: choose_model(said, task), ask, say,
     )  # fmt: skip
     data = _answered(
@@ -237,8 +245,8 @@ def _show_next(
     if data.path is not None:
         keys = [one for one in data.settings if not one.startswith("data.train_data_path=")]
         check = ["laurel", "data", "check", data.path, "--for", task.trainer]
-        check += ["--model", model.name, *keys, *model.settings]
-        lines.append((shlex.join(check), "the first row, in tokens"))
+        check += [*([] if model.name is None else ["--model", model.name]), *keys, *model.settings]
+        lines.append((shlex.join(check), "the first row" + (", in tokens" if model.name else "")))
     config = ["--config", str(output)]
     lines.append((shlex.join(["laurel", "plan", *config]), "does it fit the machine?"))
     lines.append((shlex.join(["laurel", task.trainer, *config]), "train"))

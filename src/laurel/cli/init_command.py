@@ -24,14 +24,19 @@ def init(
             help="The model to begin with: a directory or a hub name; asked for if not said.",
         ),
     ] = None,
+    scratch: Annotated[
+        bool,
+        typer.Option(
+            "--scratch", help="Begin with a small new model, made here; no hub is needed for it."
+        ),
+    ] = False,
     data: Annotated[
         str | None,
         typer.Option(
             "--data",
             "-d",
             metavar="DATA",
-            help="Training rows: a file, the name of a data set, or a hub name; asked for if not "
-            "said.",
+            help="Training rows: a file, a data set's name, or a hub name; asked for if not said.",
         ),
     ] = None,
     reward_model: Annotated[
@@ -61,7 +66,7 @@ def init(
 
     run_init(
         InitOptions(
-            task=task, model=model, data=data, reward_model=reward_model, output=output,
-            force=force, as_json=as_json,
+            task=task, model=model, scratch=scratch, data=data, reward_model=reward_model,
+            output=output, force=force, as_json=as_json,
         )
     )  # fmt: skip

@@ -16,6 +16,7 @@ from laurel.rewards.load import (
     ModelPlace,
     Say,
     ScorerOptions,
+    check_at_once,
     check_files,
     find_model,
     load_scorer,
@@ -58,14 +59,21 @@ def check_named(model: str, *, or_server: bool = False) -> None:
         )
 
 
-def find_local(model: str) -> ModelPlace:
+def find_local(model: str, *, scores: bool = False) -> ModelPlace:
     """Where it is; see `rewards.load.find_model`.
+
+    Args:
+        model: What `--model` says.
+        scores: It is to give scores; see `rewards.load.check_at_once`.
 
     Raises:
         UserError: There is none.
     """
     with reworded(in_terms_of_options):
-        return find_model(model)
+        place = find_model(model)
+        if scores:
+            check_at_once(place)
+        return place
 
 
 def open_local(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from laurel import __version__
 from laurel.observe.console import format_number
+from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -175,7 +176,7 @@ def hub() -> Finding:
     state = "offline (HF_HUB_OFFLINE is set)" if is_offline else "HF_HUB_OFFLINE is not set"
     return Finding(
         facts={"cache": str(cache), "offline": is_offline, "models": len(models)},
-        lines=(f"{cache}: {len(models)} models; {state}",),
+        lines=(f"{cache}: {counted(len(models), 'model')}; {state}",),
     )
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laurel.cli.assemble_grpo import chat_of, rollouts_of, sampling_of, texts_of
+from laurel.cli.found_model import with_found_model
 from laurel.cli.generators import StartingPoint, make_generator
 from laurel.cli.places import Places
 from laurel.cli.policy_setup import load_policy_to_train
-from laurel.cli.run_setup import check_model_directory
 from laurel.cli.task_setup import check_answers, environments_of, fit_prompts, need_answers
 from laurel.config.grpo_training import GRPORun
 from laurel.data.tasks import load_task_data
@@ -49,7 +49,7 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
     Raises:
         DataError: There are no validation tasks.
     """
-    check_model_directory(config.policy)
+    config = with_found_model(config, console)
     places = Places.of_this_process()
     with ExitStack() as stack:
         data = load_task_data(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from laurel.cli.json_output import write_json
-from laurel.cli.plan_report import as_facts, as_text
+from laurel.cli.plan_report import ReadShapes, as_facts, as_text
 from laurel.cli.schemas import SCHEMAS, Kind, kind_of
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
@@ -19,6 +19,7 @@ from laurel.distributed.claims import Run, uses_reward_model
 from laurel.distributed.fitting import fit
 from laurel.distributed.memory import Shapes
 from laurel.distributed.model_shape import ModelShape, decoder_shape, parse_bytes, parse_shape
+from laurel.distributed.roles import RoleName
 from laurel.errors import CheckpointError, ModelError
 
 
@@ -48,32 +49,40 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     config = cast(Run, loaded.config)
-    shapes, notes = shapes_of(config, options)
-    fitted = fit(config, shapes, device_memory=device_memory)
+    read = read_shapes(config, options)
+    fitted = fit(config, read.shapes, device_memory=device_memory)
     if options.as_json:
-        write_json(as_facts(fitted, shapes, notes, device_memory=device_memory))
+        write_json(as_facts(fitted, read, device_memory=device_memory))
     else:
-        print(as_text(config, fitted, shapes, notes, device_memory=device_memory))
+        print(as_text(config, fitted, read, device_memory=device_memory))
     return fitted.fits
 
 
 # ------------------------------------------------------------------------------------------ shapes
 
 
-def shapes_of(config: Run, options: PlanOptions) -> tuple[Shapes, list[str]]:
-    """The shapes of the models, and why one is not known."""
+def read_shapes(config: Run, options: PlanOptions) -> ReadShapes:
+    """The shapes of the models, or why one is not known."""
     notes: list[str] = []
-    policy = _policy_shape(config.policy, options.policy_shape, notes)
+    unknown: dict[RoleName, str] = {}
+    policy: ModelShape | None = None
+    try:
+        policy = _policy_shape(config.policy, options.policy_shape, notes)
+    except (ModelError, CheckpointError) as error:
+        unknown["policy"] = f"{str(error).rstrip('.')}. --policy-shape would tell it"
     judges: tuple[ModelShape, ...] = ()
     if isinstance(config, GRPORun) and uses_reward_model(config):
-        loaded = config.env.reward_model.loaded
-        found = [_judge_shape(judge, options.reward_shape, notes) for judge in loaded]
-        known = tuple(shape for shape in found if shape is not None)
-        judges = known if len(known) == len(found) else ()
-    return Shapes(policy=policy, reward_models=judges), notes
+        try:
+            loaded = config.env.reward_model.loaded
+            judges = tuple(_judge_shape(judge, options.reward_shape) for judge in loaded)
+        except (ModelError, CheckpointError) as error:
+            said = str(error).replace("policy.model_name", "env.reward_model.model_name")
+            unknown["reward_model"] = f"{said.rstrip('.')}. --reward-shape would tell it"
+    shapes = Shapes(policy=policy, reward_models=judges)
+    return ReadShapes(shapes=shapes, unknown=unknown, notes=tuple(notes))
 
 
-def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -> ModelShape | None:
+def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -> ModelShape:
     has_head = not policy.reward_model_cfg.enabled
     if written is not None:
         return parse_shape(written, has_language_head=has_head)
@@ -86,39 +95,27 @@ def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -
             vocab_size=scratch.vocab_size, has_language_head=has_head,
         )  # fmt: skip
         return replace(shape, normalises_heads=scratch.architecture == "qwen3")
-    return _read(policy, str(policy.model_name), has_head, "policy", notes)
+    from laurel.cli.found_model import found_name
+
+    name = found_name(str(policy.model_name), say=notes.append)
+    return _read(policy, name, has_head)
 
 
-def _judge_shape(judge: ScorerSource, written: str | None, notes: list[str]) -> ModelShape | None:
+def _judge_shape(judge: ScorerSource, written: str | None) -> ModelShape:
     if written is not None:
         return parse_shape(written, has_language_head=False)
     name = judge.checkpoint_path or judge.model_name
     if name is None:
-        notes.append("env.reward_model.model_name is not said: its memory is not estimated")
-        return None
-    from laurel.rewards.load import find_model
+        raise ModelError("env.reward_model.model_name is not said.")
+    from laurel.cli.found_model import found_name
 
-    try:
-        name = find_model(name).name
-    except (ModelError, CheckpointError) as error:
-        notes.append(f"the reward model's memory is not estimated: {error}")
-        return None
     policy = PolicyConfig(trust_remote_code=judge.trust_remote_code)
-    return _read(policy, name, False, "reward", notes)
+    return _read(policy, found_name(name, say=lambda _: None), False)
 
 
-def _read(
-    policy: PolicyConfig, name: str, has_head: bool, option: str, notes: list[str]
-) -> ModelShape | None:
+def _read(policy: PolicyConfig, name: str, has_head: bool) -> ModelShape:
     from laurel.models.shapes import read_shape
     from laurel.rewards.load import quiet_libraries
 
     quiet_libraries()
-    try:
-        return read_shape(policy, name, has_language_head=has_head)
-    except ModelError as error:
-        said = str(error)
-        if option == "reward":
-            said = said.replace("policy.model_name", "env.reward_model.model_name")
-        notes.append(f"memory is not estimated; --{option}-shape would tell it: {said}")
-        return None
+    return read_shape(policy, name, has_language_head=has_head)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
@@ -18,9 +18,18 @@ from laurel.distributed.roles import Misfit, RoleName, RolePlan, Slot, as_ranges
 LETTERS: Mapping[RoleName, str] = {"policy": "P", "generation": "G", "reward_model": "R"}
 
 
-def as_facts(
-    fitted: FittedPlan, shapes: Shapes, notes: Sequence[str], *, device_memory: int | None
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadShapes:
+    """What could be told of the models' shapes."""
+
+    shapes: Shapes
+    unknown: Mapping[RoleName, str]
+    """Why there is none, by the role that it is missing for: its memory is not estimated."""
+    notes: tuple[str, ...] = ()
+    """What was decided on the way."""
+
+
+def as_facts(fitted: FittedPlan, read: ReadShapes, *, device_memory: int | None) -> dict[str, Any]:
     """All of it, in values that JSON knows. Memory is in bytes, of one device."""
     plan = fitted.plan
     return {
@@ -46,21 +55,21 @@ def as_facts(
             | {"per_share": batch.per_share, "num_micro_batches": batch.num_micro_batches}
             for batch in plan.batches
         ],
-        "models": asdict(shapes),
+        "models": asdict(read.shapes),
+        "memory_not_estimated": dict(read.unknown),
         "memory": [
             {"phase": p.name, "slots_of": p.slots_of, "parts": dict(p.parts), "total": p.total}
             for p in fitted.phases
         ],
         "misfits": [asdict(misfit) for misfit in fitted.misfits],
-        "notes": list(notes),
+        "notes": list(read.notes),
     }
 
 
 def as_text(
     config: Run,
     fitted: FittedPlan,
-    shapes: Shapes,
-    notes: Sequence[str],
+    read: ReadShapes,
     *,
     device_memory: int | None,
 ) -> str:
@@ -75,11 +84,23 @@ def as_text(
             batches = [b for b in plan.batches if b.is_validation == is_validation]
             lines += ["", name, *(f"  {_batch(batch)}" for batch in batches)] if batches else []
     if fitted.phases:
-        lines += ["", *_memory(fitted, device_memory), "", *_arithmetic(config, plan, shapes)]
-    lines += ["", *(f"note    {note}" for note in notes)] if notes else []
+        lines += ["", *_memory(fitted, device_memory), "", *_arithmetic(config, plan, read.shapes)]
+    lines += ["", *(f"note    {note}" for note in read.notes)] if read.notes else []
     for misfit in fitted.misfits:
         lines += ["", *_misfit(misfit)]
-    return "\n".join([*lines, "", "it fits" if fitted.fits else "it does not fit"])
+    return "\n".join([*lines, "", *_verdict(fitted, read)])
+
+
+def _verdict(fitted: FittedPlan, read: ReadShapes) -> Iterator[str]:
+    """What was found to fit, and no more than that."""
+    for role, why in read.unknown.items():
+        yield f"memory of the {title(role)} is not estimated: {why}"
+    if not fitted.fits:
+        yield "it does not fit"
+    elif read.unknown:
+        yield "slots and batches fit; whether the memory does is not known"
+    else:
+        yield "it fits"
 
 
 # ------------------------------------------------------------------------------------------ slots

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from laurel.algorithms.selection import Selection
 from laurel.algorithms.stopping import Deadline, StopRequest
 from laurel.config.load import to_yaml
-from laurel.config.schema import CheckpointingConfig, LoggerConfig, PolicyConfig
+from laurel.config.schema import CheckpointingConfig, LoggerConfig
 from laurel.config.section import Section
-from laurel.errors import CheckpointError, ModelError
+from laurel.errors import CheckpointError
 from laurel.models.checkpoint import CheckpointStore
 from laurel.models.directory_lock import LOCK_NAME
+from laurel.observe.counts import counted
 from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
 
@@ -26,19 +27,6 @@ if TYPE_CHECKING:
 
     from laurel.algorithms.run_state import Position, RunState
     from laurel.algorithms.training_loop import Surroundings
-
-
-def check_model_directory(policy: PolicyConfig) -> None:
-    """Raise ModelError where `policy.model_name` looks like a directory and holds no model."""
-    name = policy.model_name
-    if policy.scratch is None and name and name.startswith((".", "/", "~")):
-        directory = Path(name).expanduser()
-        if not (directory / "config.json").is_file():
-            what = "has no config.json" if directory.is_dir() else "does not exist"
-            raise ModelError(
-                f"policy.model_name={name} looks like a directory and {what}; name a directory "
-                "that holds a Hugging Face model, or a model on the hub"
-            )
 
 
 def open_store(
@@ -61,7 +49,8 @@ def open_store(
         if store.steps():
             raise CheckpointError(
                 f"checkpointing.resume=never and {saving.checkpoint_dir} holds checkpoints of "
-                f"{len(store.steps())} steps; choose another checkpoint_dir or resume=auto"
+                f"{counted(len(store.steps()), 'step')}; choose another checkpoint_dir or "
+                "resume=auto"
             )
         return None, store
     newest = store.newest_whole()

@@ -28,6 +28,7 @@ from laurel.cli.local_scorer import check_named, find_local, open_local, say_on
 from laurel.cli.output_file import check_output, replace_file
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
 from laurel.observe.console import make_console, message_console, print_scores
+from laurel.observe.counts import counted
 from laurel.observe.json_text import json_text
 from laurel.rewards.load import Say, ScorerOptions
 
@@ -80,7 +81,7 @@ def run_score(
 
     say = say_on(messages)
     check_named(model)
-    place = find_local(model)
+    place = find_local(model, scores=True)
     if output is not None:
         check_output(output, read_from=file)
     rows, num_rows = _open_rows(file, stdin, say)
@@ -220,24 +221,20 @@ class Tally:
         """Say it."""
         seconds = time.monotonic() - self.started
         say(
-            f"scored  {_count(self.num_completions, 'completion')} in "
-            f"{_count(self.num_rows, 'row')}, {seconds:.1f} s "
+            f"scored  {counted(self.num_completions, 'completion')} in "
+            f"{counted(self.num_rows, 'row')}, {seconds:.1f} s "
             f"({self.num_completions / max(seconds, 1e-9):,.0f}/s)"
         )
         if self.num_truncated:
             say(
-                f"note    {_count(self.num_truncated, 'conversation')} cut to {self.max_length:,} "
+                f"note    {counted(self.num_truncated, 'conversation')} cut to {self.max_length:,} "
                 "tokens"
             )
         if self.num_failed:
             say(
-                f"FAILED  {_count(self.num_failed, 'completion')} without a score; the first: "
+                f"FAILED  {counted(self.num_failed, 'completion')} without a score; the first: "
                 f"{self.first_failure}"
             )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 # -------------------------------------------------------------------------------------- progress

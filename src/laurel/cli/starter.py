@@ -34,6 +34,8 @@ class StarterTask:
     on_gpu: tuple[str, ...]
     keys: tuple[str, ...]
     """What is written, besides what all tasks have."""
+    from_scratch: tuple[str, ...] = ()
+    """What a model takes that knows nothing yet, besides its sizes."""
 
     @property
     def environment(self) -> str | None:
@@ -57,6 +59,22 @@ _COMMON_KEYS = (
     "checkpointing.checkpoint_dir", "checkpointing.save_period", "checkpointing.keep_top_k",
     "logger.log_dir", "logger.wandb_enabled", "cluster.gpus_per_node",
 )  # fmt: skip
+SCRATCH = "scratch"
+"""What is said instead of a model to have a new one."""
+_SCRATCH_ON_CPU = (
+    "policy.scratch.hidden_size=128", "policy.scratch.num_layers=2", "policy.scratch.num_heads=4",
+    "policy.scratch.vocab_size=2048", "policy.optimizer.kwargs.lr=1e-3",
+)  # fmt: skip
+_SCRATCH_ON_GPU = (
+    "policy.scratch.hidden_size=512", "policy.scratch.num_layers=8", "policy.scratch.num_heads=8",
+    "policy.scratch.vocab_size=16384", "policy.optimizer.kwargs.lr=3e-4",
+)  # fmt: skip
+_ABOUT_SCRATCH = {
+    "policy.model_name": "The model is made here, by policy.scratch. To begin from a pretrained "
+    "one instead, name it here, take policy.scratch out, and take a much lower learning rate.",
+    "policy.optimizer": "This learning rate (lr) is one for a small model that knows nothing yet. "
+    "A pretrained one of about 1B parameters takes 2e-6 to 5e-6.",
+}
 _GRPO_ON_CPU = (
     "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=8",
     "policy.train_global_batch_size=32", "policy.max_total_sequence_length=512",
@@ -67,7 +85,7 @@ _GRPO_ON_GPU = ("policy.max_total_sequence_length=1024", "grpo.max_num_steps=500
 TASKS: Mapping[TaskName, StarterTask] = {
     "rm": StarterTask(
         trainer="rm", about="a reward model, from preferences", data="HelpSteer3",
-        settings=(), keys=_RM_KEYS,
+        settings=(), keys=_RM_KEYS, from_scratch=("rm.max_num_epochs=10", "rm.max_num_steps=1000"),
         on_cpu=("policy.train_global_batch_size=32", "policy.max_total_sequence_length=1024"),
         on_gpu=("policy.max_total_sequence_length=4096",),
     ),
@@ -114,7 +132,8 @@ class Answers:
     """What a starter is made for."""
 
     task: TaskName
-    model: str
+    model: str | None
+    """None: one from scratch."""
     data: Sequence[str]
     """Overrides of the `data` section that name the rows and how they are read."""
     reward_model: str = DEFAULT_REWARD_MODEL
@@ -144,6 +163,7 @@ def starter(answers: Answers) -> tuple[Section, str]:
         f"cluster.gpus_per_node={max(1, answers.machine.num_gpus)}",
         *(task.on_gpu if answers.machine.num_gpus else task.on_cpu),
         *task.settings,
+        *_from_scratch(answers),
     ]
     if answers.task == "grpo-rm":
         overrides += [
@@ -161,7 +181,17 @@ def starter(answers: Answers) -> tuple[Section, str]:
         overrides = [one for one in overrides if one.partition("=")[0] != key] + [shorter]
         config = load_config(SCHEMAS[task.trainer], None, overrides).config
     keys = {*task.keys, *_COMMON_KEYS, *(setting.partition("=")[0] for setting in extra)}
-    return config, to_yaml(config, describe=True, keys=keys)
+    keys |= {one.partition("=")[0] for one in overrides if one.startswith("policy.scratch.")}
+    more = _ABOUT_SCRATCH if answers.model is None else {}
+    return config, to_yaml(config, describe=True, keys=keys, more=more)
+
+
+def _from_scratch(answers: Answers) -> tuple[str, ...]:
+    """What a new model takes; nothing for one that is there."""
+    if answers.model is not None:
+        return ()
+    sizes = _SCRATCH_ON_GPU if answers.machine.num_gpus else _SCRATCH_ON_CPU
+    return (*sizes, *TASKS[answers.task].from_scratch)
 
 
 def _precision(machine: Machine) -> str:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from laurel.cli.data_check import Findings, examine
 from laurel.cli.local_scorer import find_local
-from laurel.cli.starter import StarterTask
+from laurel.cli.starter import SCRATCH, StarterTask
 from laurel.config.tree import nearest
 from laurel.data.file_formats import READERS
 from laurel.data.row_formats import DATASET_CLASSES
 from laurel.data.task_formats import TASK_SETS
 from laurel.errors import DataError
 from laurel.observe.console import shorten_middle
+from laurel.observe.counts import counted, counted_that
 from laurel.rewards.load import check_not_missing, reworded
 
 
@@ -25,7 +26,8 @@ from laurel.rewards.load import check_not_missing, reworded
 class ChosenModel:
     """A model, and what its tokenizer and positions ask of the configuration."""
 
-    name: str
+    name: str | None
+    """None: a new one."""
     num_positions: int | None = None
     settings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -45,11 +47,13 @@ class ChosenData:
 
 
 def choose_model(said: str, task: StarterTask) -> ChosenModel:
-    """The model that a person names; what can be read of a directory is read.
+    """The model that a person names, or a new one; what can be read of a directory is read.
 
     Raises:
         UserError: There is no such directory, or no model in it.
     """
+    if said == SCRATCH:
+        return ChosenModel(name=None, notes=(_about_scratch(task),))
     is_path = said.endswith("/") and not said.startswith(("/", "~", "."))
     check_not_missing(f"./{said}" if is_path else said, key="--model")
     place = Path(said).expanduser()
@@ -63,6 +67,16 @@ def choose_model(said: str, task: StarterTask) -> ChosenModel:
         settings, notes = _tokenizer_needs(name, for_reward_model=task.trainer == "rm")
     return ChosenModel(
         name=name, num_positions=num_positions, settings=settings, notes=(*found.notes, *notes)
+    )
+
+
+def _about_scratch(task: StarterTask) -> str:
+    if task.trainer == "rm":
+        return "the model is made here, small and random; its tokenizer is learned from the data"
+    return (
+        "the policy is made here, small and random, and its tokenizer is learned from the data: it "
+        "writes noise, and learns where noise earns a reward now and then. Otherwise warm it up "
+        "first, with laurel sft on examples"
     )
 
 
@@ -140,14 +154,17 @@ def _looked_at(
         return ChosenData(settings=named, path=path, misfit=why)
     told = tuple(one for one in reading.settings if not one.startswith("data.env_name="))
     what = findings.known.name if findings.known is not None else report.dataset_class
-    notes = [f"{path}: {what}, {report.num_kept:,} of {report.num_read:,} rows can be used"]
+    notes = [
+        f"{path}: {what}, {report.num_kept:,} of {counted(report.num_read, 'row')} can be used"
+    ]
     if mapped:
         notes.append(f"its columns are read by {', '.join(mapped)}")
     if reading.num_malformed:
         first = report.dropped["malformed"].examples[0]
+        them = "it" if reading.num_malformed == 1 else "them"
         notes.append(
-            f"{reading.num_malformed:,} rows are malformed, and the run stops at {first}: mend "
-            "them, or set data.on_bad_row: skip"
+            f"{counted_that(reading.num_malformed, 'row', 'are')} malformed, and the run stops at "
+            f"{first}: mend {them}, or set data.on_bad_row: skip"
         )
     environment = task.environment
     misfit = ""

@@ -18,6 +18,7 @@ from rich.text import Text
 from laurel.cli.first_row import FirstRow, Part
 from laurel.cli.token_pieces import TEMPLATE, UNCLEAR, Piece
 from laurel.observe.console import shorten_middle, visible
+from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,7 +95,7 @@ def _title(part: Part) -> str:
         return part.title
     num_tokens = _count(part.pieces)
     cut = ", cut to fit" if part.was_cut else ""
-    return f"{part.title}: {num_tokens:,} token{'s' if num_tokens != 1 else ''}{cut}"
+    return f"{part.title}: {counted(num_tokens, 'token')}{cut}"
 
 
 def _count(pieces: Iterable[Piece]) -> int:

@@ -165,14 +165,22 @@ class ScratchConfig(Section):
     """Decoder layers."""
     num_heads: int = Field(default=4, ge=1)
     """Attention heads."""
-    num_kv_heads: int | None = None
+    num_kv_heads: int | None = Field(default=None, ge=1)
     """Key/value heads; null means `num_heads`."""
-    intermediate_size: int | None = None
+    intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the feed-forward layers; null means 4 * hidden_size."""
     vocab_size: int = Field(default=4096, ge=300)
     """Entries of the byte-level BPE tokenizer that is trained on the training texts."""
     config_overrides: dict[str, Any] = Field(default_factory=dict)
     """Further keys of the Hugging Face configuration, e.g. `{attention_dropout: 0.1}`."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ScratchConfig:
+        for name, of in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
+            whole, part = getattr(self, name), getattr(self, of)
+            if part is not None and whole % part:
+                raise ValueError(f"{name} is {whole}, which {of}={part} does not divide")
+        return self
 
 
 class PolicyConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,13 @@ _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(list, _represent_list)
 
 
-def to_yaml(config: Section, *, describe: bool = False, keys: Collection[str] | None = None) -> str:
+def to_yaml(
+    config: Section,
+    *,
+    describe: bool = False,
+    keys: Collection[str] | None = None,
+    more: Mapping[str, str] | None = None,
+) -> str:
     """Every key with its value, also where it is the default; or those that are named.
 
     With `describe`, the docstring of each key stands above it. Blocks of which a run may have
@@ -65,11 +71,12 @@ def to_yaml(config: Section, *, describe: bool = False, keys: Collection[str] | 
         config: The whole configuration.
         describe: Whether meanings are written.
         keys: Dotted names of the only keys to write, each with all that is below it.
+        more: By dotted name, what is to stand behind the meaning of a key.
     """
     schema = type(config)
     writer = _Writer(
         repeatable=_repeatable(schema), describe=describe,
-        sections={one.__name__: one for one in _sections(schema)},
+        sections={one.__name__: one for one in _sections(schema)}, more=more or {},
     )  # fmt: skip
     return "".join(writer.lines(config, "", keys))
 
@@ -80,6 +87,7 @@ class _Writer:
     describe: bool
     sections: dict[str, type[Section]]
     """Every section of the schema, by its name."""
+    more: Mapping[str, str]
 
     def lines(self, section: Section, path: str, keys: Collection[str] | None) -> Iterator[str]:
         margin = "  " * path.count(".")
@@ -95,6 +103,7 @@ class _Writer:
                 if isinstance(value, Section) and about in ("", "See there."):
                     about = type(value).__doc__ or ""
                 yield from _comment(about, margin)
+                yield from _comment(self.more.get(here, ""), margin)
             inner = ""
             if isinstance(value, Section):
                 below = None if keys is None or here in keys else keys

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 from laurel.errors import DataError
+from laurel.observe.counts import counted
 
 Item = TypeVar("Item")
 
@@ -32,9 +33,9 @@ def held_out_prompts(prompts: Sequence[bytes], *, share: float, seed: int) -> se
     counts = Counter(prompts)
     if len(counts) < 2:
         raise DataError(
-            f"data.split_validation_size={share:g}: {len(prompts)} rows with {len(counts)} "
-            "different prompts cannot be split, as rows with the same prompt stay on one side. "
-            "Name a validation set instead (data.val_data_path), or set "
+            f"data.split_validation_size={share:g}: {counted(len(prompts), 'row')} with "
+            f"{counted(len(counts), 'different prompt')} cannot be split, as rows with the same "
+            "prompt stay on one side. Name a validation set instead (data.val_data_path), or set "
             "data.split_validation_size=0"
         )
     key = seed.to_bytes(16, "little", signed=True)

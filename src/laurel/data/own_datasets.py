@@ -15,6 +15,7 @@ from laurel.config.preference_data import DatasetConfig
 from laurel.config.sft_training import DemonstrationSetConfig
 from laurel.config.tasks import TaskSetConfig
 from laurel.errors import DataError
+from laurel.observe.counts import counted
 
 SetConfig = TypeVar("SetConfig", DatasetConfig, TaskSetConfig, DemonstrationSetConfig)
 
@@ -184,8 +185,8 @@ def _guarded(rows: Iterable[Any], path: str) -> Iterator[Any]:
             return
         except Exception as problem:
             raise DataError(
-                f"data.dataset_name={path} raised {type(problem).__name__} after {count} rows: "
-                f"{problem}"
+                f"data.dataset_name={path} raised {type(problem).__name__} after "
+                f"{counted(count, 'row')}: {problem}"
             ) from problem
         count += 1
         yield row

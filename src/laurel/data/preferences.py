@@ -20,6 +20,7 @@ from laurel.data.row_formats import DATASET_CLASSES, class_of, judge
 from laurel.data.set_reading import unknown_class
 from laurel.data.sources import locate, read_rows
 from laurel.errors import DataError
+from laurel.observe.counts import counted_that
 from laurel.types import Group, Preference
 
 
@@ -189,14 +190,21 @@ class _Loading:
     def notes(self) -> list[str]:
         """What the reader of the report should know about rows that were kept."""
         said = {
-            "prefer what an earlier row with the same prompt and answers did not": (
+            ("prefer", "what an earlier row with the same prompt and answers did not"): (
                 self.num_contradictions
             ),
-            "have a margin below 0": self.num_negative_margins,
-            "begin with a system message of their own, which now follows that of "
-            "data.system_prompt_file": self.num_double_systems,
+            ("have", "a margin below 0"): self.num_negative_margins,
+            (
+                "begin",
+                "with a system message of its own, which now follows that of "
+                "data.system_prompt_file",
+            ): self.num_double_systems,
         }
-        notes = [f"{count:,} rows {what}" for what, count in said.items() if count]
+        notes = [
+            f"{counted_that(count, 'row', verb)} {what}"
+            for (verb, what), count in said.items()
+            if count
+        ]
         missing = [name for name in self.attributes if name not in self.rated]
         if missing:
             notes.append(f"no row rates {', '.join(missing)}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
+from laurel.observe.counts import counted
 from laurel.types import Conversation, Preference
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def nothing_left(report: RowReport) -> str:
     notes = "".join(f". {note}" for note in report.notes)
     return (
         f"data set '{report.name}' ({report.origin or report.dataset_class}): nothing is left of "
-        f"{report.num_read} rows. Left out: {reasons or 'none'}{notes}"
+        f"{counted(report.num_read, 'row')}. Left out: {reasons or 'none'}{notes}"
     )
 
 

@@ -9,6 +9,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from laurel.observe.counts import counted
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -56,16 +58,17 @@ def _figures(report: DataReport) -> Iterator[tuple[str, str]]:
     yield "answers per row", _distribution(dict(sorted(figures.num_completions.items())))
     if report.longer_wins_share is not None:
         decided = figures.num_pairs - figures.num_tied_pairs
-        yield "longer answer wins", f"{report.longer_wins_share:.1%} of {decided:,} pairs"
+        yield "longer answer wins", f"{report.longer_wins_share:.1%} of {counted(decided, 'pair')}"
     if report.tied_pairs_share is not None:
-        yield "tied pairs", f"{report.tied_pairs_share:.1%} of {figures.num_pairs:,} pairs"
+        pairs = counted(figures.num_pairs, "pair")
+        yield "tied pairs", f"{report.tied_pairs_share:.1%} of {pairs}"
     if report.characters is not None:
         yield "length in characters", length_line(report.characters)
     if report.tokens is not None:
         yield "length in tokens", length_line(report.tokens)
     if report.num_truncated or report.tokens is not None:
         total = len(figures.characters)
-        yield "cut to fit", f"{report.num_truncated:,} of {total:,} conversations"
+        yield "cut to fit", f"{report.num_truncated:,} of {counted(total, 'conversation')}"
 
 
 def _examples(left_out: LeftOut, origin: str) -> str:
@@ -80,7 +83,7 @@ def _examples(left_out: LeftOut, origin: str) -> str:
 def _distribution(counts: dict[int, int]) -> str:
     if len(counts) == 1:
         return f"{next(iter(counts))}"
-    shown = [f"{size} ({count:,} rows)" for size, count in list(counts.items())[:6]]
+    shown = [f"{size} ({counted(count, 'row')})" for size, count in list(counts.items())[:6]]
     return ", ".join(shown) + (", ..." if len(counts) > 6 else "")
 
 

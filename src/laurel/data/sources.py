@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import glob
 import gzip
 import importlib
 import logging
 import os
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from laurel.data.cells import Row, UnusableRow
 from laurel.data.file_formats import READERS, Complain, Rows
 from laurel.errors import DataError
+from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
 
 
 def read_rows(
@@ -161,12 +164,31 @@ def _hub_rows(
     with _quiet():
         from datasets.load import load_dataset
 
+        if not os.path.isdir(name) and not _is_prepared(name):
+            why = why_not_fetched(name, "dataset")
+            if why is not None:
+                raise DataError(_unreachable(name, why))
         try:
             dataset = load_dataset(name, subset, split=split or "train")
         except Exception as problem:
             # The library raises whatever its parts raise; each means that there are no rows.
             raise DataError(_hub_failure(name, subset, split or "train", problem)) from problem
     yield from _dataset_rows(dataset, label or name)
+
+
+def _is_prepared(name: str) -> bool:
+    """Whether something of this owner has been made ready here, which may need no hub."""
+    from datasets import config
+
+    owner, slash, _ = name.partition("/")
+    return any(Path(config.HF_DATASETS_CACHE).glob(glob.escape(owner) + ("___*" if slash else "")))
+
+
+def _unreachable(name: str, why: str) -> str:
+    return (
+        f"'{name}' is no file or directory here, so it was taken for a name on the hub, which "
+        f"cannot be reached ({why}). Go online, or give the path of a local copy. {WITHOUT_ASKING}"
+    )
 
 
 def _hub_failure(name: str, subset: str | None, split: str, problem: Exception) -> str:
@@ -179,9 +201,7 @@ def _hub_failure(name: str, subset: str | None, split: str, problem: Exception) 
         )
     taken = f"'{name}' is no file or directory here, so it was taken for a name on the hub, "
     if isinstance(problem, ConnectionError):
-        return (
-            f"{taken}which cannot be reached ({said}). Go online, or give the path of a local copy"
-        )
+        return _unreachable(name, said)
     return f"{taken}where {asked} cannot be loaded: {said}"
 
 

@@ -18,6 +18,7 @@ from laurel.data.set_reading import LeftOutRow, OpenedSet, open_set
 from laurel.data.task_formats import TASK_SETS, TaskParts, settle
 from laurel.data.text_report import TaskReport
 from laurel.errors import ConfigError, DataError
+from laurel.observe.counts import counted_that
 from laurel.types import Task
 
 DEFAULT_TASKS = "OpenMathInstruct-2"
@@ -259,8 +260,8 @@ class _Reading:
         )
         if self.num_double_systems:
             self.report.notes.append(
-                f"{self.num_double_systems:,} rows begin with a system message of their own, which "
-                "now follows that of data.system_prompt_file"
+                f"{counted_that(self.num_double_systems, 'row', 'begin')} with a system message, "
+                "which now follows that of data.system_prompt_file"
             )
         if not rows:
             raise DataError(nothing_left(self.report))

@@ -21,6 +21,7 @@ from laurel.rewards.load import (
     ModelPlace,
     Say,
     ScorerOptions,
+    check_at_once,
     check_files,
     check_not_missing,
     find_model,
@@ -191,6 +192,7 @@ def _found(
     place = _place_of(config)
     for note in place.notes:
         say(note)
+    check_at_once(place)
     check_files(place)
     rules = read_rules(place)
     _check_against(config, rules, place, say)

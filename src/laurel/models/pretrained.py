@@ -18,6 +18,7 @@ from laurel.models.decoder import Decoder, Path
 from laurel.models.scratch import scratch_config, train_tokenizer
 from laurel.models.spread_loading import empty_network, is_empty, spread
 from laurel.models.tokenizer import first_line, load_tokenizer, settle_template
+from laurel.observe.hub import check_fetchable
 
 REWARD_HEADS = ("score.", "classifier.")
 """What the names of a reward head's weights begin with: decoders', then encoders'."""
@@ -102,6 +103,8 @@ def read_config(config: PolicyConfig, name: str) -> Any:
     """
     from transformers import AutoConfig
 
+    if not os.path.exists(name):
+        check_fetchable(name, key="policy.model_name")
     try:
         hf_config = AutoConfig.from_pretrained(name, **_source(config))
     except (OSError, ValueError) as error:

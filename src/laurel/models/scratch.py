@@ -60,11 +60,6 @@ def scratch_config(config: ScratchConfig, tokenizer: Any, *, max_length: int) ->
             f"policy.scratch.architecture={config.architecture!r} is no model_type of transformers;"
             f" common ones: {known}"
         )
-    if config.hidden_size % config.num_heads:
-        raise ConfigError(
-            f"policy.scratch.hidden_size={config.hidden_size} is not divisible by "
-            f"policy.scratch.num_heads={config.num_heads}; choose a multiple of it"
-        )
     values = {
         "vocab_size": len(tokenizer),
         "hidden_size": config.hidden_size,

@@ -21,8 +21,8 @@ from laurel.models.adapters import merged_weights
 from laurel.models.decoder import Decoder
 from laurel.models.parallel import host_copy, local
 from laurel.models.tensor_plans import decoder_layers
+from laurel.models.weight_names import INDEX, SINGLE
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 2_000_000_000
 _UNNAMED = "model.part-"
 """How a file begins whose name says how many there are, before that is known."""

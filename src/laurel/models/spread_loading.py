@@ -20,13 +20,8 @@ from laurel.config.schema import PolicyConfig
 from laurel.errors import ConfigError, ModelError
 from laurel.models.decoder import Decoder
 from laurel.models.parallel import SHARD, TENSOR, parallelise
-from laurel.models.sharded_weights import (
-    INDEX,
-    SINGLE,
-    fill_shares,
-    has_conversions,
-    open_weights,
-)
+from laurel.models.sharded_weights import fill_shares, has_conversions, open_weights
+from laurel.models.weight_names import INDEX, SINGLE
 
 NEW_HEAD = ("score.weight", "score.bias")
 """What may be missing of a decoder that becomes a reward model."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from laurel.config.schema import TokenizerConfig
 from laurel.errors import ConfigError, DataError, ModelError
+from laurel.observe.hub import check_fetchable
 from laurel.types import Conversation
 
 CHATML = (
@@ -62,10 +63,12 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     name = config.name or model_name
+    key = "policy.tokenizer.name" if config.name else "policy.model_name"
+    if not Path(name).exists():
+        check_fetchable(name, key=key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        key = "policy.tokenizer.name" if config.name else "policy.model_name"
         hint = "Give a Hugging Face name or a directory that holds tokenizer.json."
         if "trust_remote_code" in str(error):
             hint = "It brings Python code: read it, then set policy.trust_remote_code=true."

@@ -26,14 +26,12 @@ from torch import Tensor, nn
 
 from laurel.errors import DataError, ModelError
 from laurel.models.scoring import FILE_NAME
-from laurel.models.sharded_weights import INDEX, SINGLE
 from laurel.models.tokenizer import first_line, render, settle_padding
+from laurel.models.weight_names import HEAD_FILES, weight_names
 from laurel.types import Message
 
 Program = Literal["OpenRLHF", "LLaMA-Factory", "TRL"]
 
-HEAD_FILES = ("value_head.safetensors", "value_head.bin")
-"""Of LLaMA-Factory; the first that is there counts, as it does there."""
 PICKLED = "pytorch_model.bin"
 WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
 UNDERSTOOD = (
@@ -173,7 +171,7 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueH
         )
     if "value_head_prefix" in config or _OPENRLHF_CLASS in architectures:
         return _of_openrlhf(directory, config, safetensors_only=safetensors_only)
-    names = _names(directory)
+    names = weight_names(directory)
     if WEIGHT in names:
         bias = BIAS if BIAS in names else None
         return ValueHead(program="TRL", file=names[WEIGHT], weight=WEIGHT, bias=bias)
@@ -204,7 +202,7 @@ def foreign_heads(unexpected: Iterable[str]) -> list[str]:
 
 def _of_openrlhf(directory: Path, config: dict[str, Any], *, safetensors_only: bool) -> ValueHead:
     prefix = str(config.get("value_head_prefix", "score"))
-    names = _names(directory)
+    names = weight_names(directory)
     weight, bias = f"{prefix}.weight", f"{prefix}.bias"
     mean, std = config.get("mean"), config.get("std")
     if not names and prefix == "score" and not safetensors_only:
@@ -270,20 +268,6 @@ def _config_of(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return config if isinstance(config, dict) else None
-
-
-def _names(directory: Path) -> dict[str, Path]:
-    """The file of each weight in safetensors, by name; nothing where they cannot be read."""
-    try:
-        if (directory / SINGLE).is_file():
-            with safe_open(directory / SINGLE, framework="pt") as file:
-                return dict.fromkeys(file.keys(), directory / SINGLE)
-        if (directory / INDEX).is_file():
-            weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
-            return {name: directory / file for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, SafetensorError):
-        return {}  # torn files are told of when the weights are read
-    return {}
 
 
 def _tensors(path: Path, names: Iterable[str | None]) -> dict[str, Tensor]:

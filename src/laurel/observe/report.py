@@ -20,6 +20,7 @@ from laurel import __version__
 from laurel.observe.charts import Chart, draw
 from laurel.observe.comparison import Comparison
 from laurel.observe.console import format_number
+from laurel.observe.counts import counted
 from laurel.observe.reporting import curves
 from laurel.observe.reporting.alarms import Alarm, alarms_of
 from laurel.observe.reporting.evaluations import EvaluationShown, evaluation_of, lines_of
@@ -228,7 +229,7 @@ def _sentence(record: RunRecord, name: str) -> str:
         "grpo": "learned from the rewards of its own answers",
     }.get(record.kind, "ran")
     took = "" if record.seconds is None else f" in {duration(record.seconds)}"
-    said = f"{name}: {what}, {record.num_steps:,} steps{took}."
+    said = f"{name}: {what}, {counted(record.num_steps, 'step')}{took}."
     shares = record.series("performance/reward_hidden_share")
     if shares:
         mean = math.fsum(shares.values) / len(shares.values)
@@ -272,7 +273,7 @@ def _section(
     return Section(
         name=name,
         title=compared.name_of(record),
-        line=f"{record.num_steps:,} steps{took}; logged in {record.path}",
+        line=f"{counted(record.num_steps, 'step')}{took}; logged in {record.path}",
         charts=[
             (chart, draw(chart, name=f"{name}-chart{i}")) for i, chart in enumerate(charts, start=1)
         ],

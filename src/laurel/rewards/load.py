@@ -6,6 +6,7 @@ a command line or the section of an environment, puts them in those words with `
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from laurel.config.schema import PolicyConfig, RewardModelConfig
 from laurel.errors import CheckpointError, ModelError, UserError
 from laurel.models.checkpoint import BEST_NAME, CheckpointStore, verify
 from laurel.models.manifest import MANIFEST_NAME, Manifest
+from laurel.models.weight_names import HEAD_FILES, weight_names
+from laurel.observe.hub import check_fetchable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 Precision = Literal["float32", "bfloat16", "float16"]
+
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
+"""How transformers calls classes that write text."""
+_OF_LANGUAGE_MODELS = ("model.", "transformer.", "lm_head.")
+"""How their weights are called. A head of any other program is called otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +163,36 @@ def check_files(place: ModelPlace) -> Manifest | None:
     return verify(place.name) if place.is_checkpoint else None
 
 
+def check_at_once(place: ModelPlace) -> None:
+    """Refuse what a moment shows to give no scores: before torch is imported, or data are read.
+
+    What passes may still be no reward model; `load_scorer` reads all of it.
+
+    Raises:
+        ModelError: A language model, or a name on a hub that does not answer.
+    """
+    directory = Path(place.name)
+    if not directory.is_dir():
+        check_fetchable(place.name, key="policy.model_name")
+    elif _is_language_model(directory):
+        raise ModelError(_headless(place.name, ()))
+
+
+def _is_language_model(directory: Path) -> bool:
+    """Whether a model says so, and nothing else is among its weights. Where in doubt, it is not."""
+    try:
+        said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    names = said.get("architectures") if isinstance(said, dict) else None
+    if not names or not all(str(name).endswith(_LANGUAGE_MODELS) for name in names):
+        return False
+    if any((directory / file).exists() for file in ("scoring.json", *HEAD_FILES)):
+        return False
+    weights = weight_names(directory)
+    return bool(weights) and all(name.startswith(_OF_LANGUAGE_MODELS) for name in weights)
+
+
 def load_scorer(
     place: ModelPlace, options: ScorerOptions, *, say: Say, mesh: DeviceMesh | None = None
 ) -> LocalScorer:
@@ -171,6 +209,7 @@ def load_scorer(
     Raises:
         UserError: Not a reward model, or not the one it was.
     """
+    check_at_once(place)
     from laurel.distributed.process import choose_device
     from laurel.models.load import load_reward_model
     from laurel.models.pretrained import DTYPES
@@ -204,9 +243,9 @@ def load_scorer(
 
 def _headless(name: str, strange_weights: Sequence[str]) -> str:
     """What to say of a model that has no head, or none that is understood."""
-    from laurel.models.value_heads import UNDERSTOOD
-
     if strange_weights:
+        from laurel.models.value_heads import UNDERSTOOD
+
         return (
             f"{name} has no reward head that is understood. Its weights hold, besides a language "
             f"model's: {', '.join(strange_weights[:8])}. {UNDERSTOOD}"

@@ -377,10 +377,10 @@ def test_a_list_hands_over_at_its_milestones() -> None:
         (scheduler("ChainedScheduler"), "refuses these kwargs"),
         (scheduler("ReduceLROnPlateau"), "needs a metric at every step"),
         (NamedCall(name="torch.optim.AdamW"), "is not a"),
-        ([scheduler("ConstantLR")] * 2, "needs one entry `milestones` with 1 steps"),
+        ([scheduler("ConstantLR")] * 2, "needs one entry `milestones` with 1 step"),
         (
             [*[scheduler("ConstantLR")] * 2, Milestones(milestones=[1, 2])],
-            "a list of 2 schedulers needs one entry `milestones` with 1 steps",
+            "a list of 2 schedulers needs one entry `milestones` with 1 step",
         ),
         (
             [*[scheduler("ConstantLR")] * 3, Milestones(milestones=[5, 2])],

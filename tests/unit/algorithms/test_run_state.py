@@ -106,6 +106,22 @@ def test_settings_that_make_another_run(tmp_path: Path, override: str, name: str
     assert str(refusal.value).count(" then, ") == 1
 
 
+def test_of_many_differences_the_weightiest_are_told_and_the_rest_counted(tmp_path: Path) -> None:
+    write_run(tmp_path, settings())
+    changes = [
+        "rm.seed=1", "data.shuffle=false", "policy.precision=float32", "policy.model_name=other",
+        "policy.optimizer.kwargs.lr=0.1", "policy.train_global_batch_size=7",
+        "rm.loss.type=davidson",
+    ]  # fmt: skip
+    with pytest.raises(CheckpointError) as refusal:
+        check_same_run(tmp_path, settings(*changes))
+    said = str(refusal.value)
+    assert said.count(" then, ") == 4
+    order = ["(policy.model_name: ", "policy.optimizer.kwargs.lr: ", "data.shuffle: "]
+    assert [said.index(name) for name in order] == sorted(said.index(name) for name in order)
+    assert f"and 3 more; {tmp_path / 'config.yaml'} has what was set then)" in said
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -115,6 +115,71 @@ def test_a_starter_runs_as_it_is(task: str, here: Path, model: str) -> None:
     assert (here / "results" / task / "step_1" / "config.json").is_file()
 
 
+@pytest.mark.parametrize("task", ["rm", "grpo-math"])
+def test_a_starter_from_scratch_runs_as_it_is_without_a_hub(task: str, here: Path) -> None:
+    runner = CliRunner()
+    made = runner.invoke(
+        app, ["init", "--task", task, "--scratch", "--data", f"{task}.jsonl"],
+        catch_exceptions=False,
+    )  # fmt: skip
+    assert made.exit_code == 0
+    assert "--model" not in made.stdout  # of `laurel data check`
+    more = ["cluster.cpu_threads=1", "logger.tensorboard_enabled=false"]
+    more += ["rm.max_num_steps=1"] if task == "rm" else ["grpo.max_num_steps=1"]
+    more += [] if task == "rm" else ["policy.generation.max_new_tokens=8"]
+    command = "rm" if task == "rm" else "grpo"
+    done = runner.invoke(
+        app, [command, "--config", f"{task}.yaml", *more], catch_exceptions=False
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert (here / "results" / task / "step_1" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_model_from_scratch_has_a_learning_rate_of_its_own(task: Any, here: Path) -> None:
+    pretrained: Any = load_config(SCHEMAS[TASKS[task].trainer], None, ["policy.scratch={}"]).config
+    for num_gpus in (0, 2):
+        run_init(options(task, "scratch", force=True), machine=Machine(num_gpus=num_gpus))
+        config: Any = load_config(SCHEMAS[TASKS[task].trainer], here / f"{task}.yaml").config
+        assert config.policy.model_name is None
+        kwargs = config.policy.optimizer.kwargs
+        assert kwargs["lr"] >= 50 * pretrained.policy.optimizer.kwargs["lr"]
+        assert config.policy.scratch.hidden_size == (512 if num_gpus else 128)
+    text = " ".join((here / f"{task}.yaml").read_text(encoding="utf-8").replace("#", "").split())
+    assert "The model is made here, by policy.scratch." in text
+    assert "This learning rate (lr) is one for a small model that knows nothing yet." in text
+
+
+def test_scratch_is_an_answer_and_still_there_are_three_questions(here: Path) -> None:
+    answers = iter(["rm", "scratch", "rm.jsonl"])
+    asked: list[str] = []
+
+    def ask(question: str, default: str) -> str:
+        asked.append(question)
+        return next(answers)
+
+    run_init(InitOptions(), ask=ask, machine=CPU)
+    assert len(asked) == 3
+    assert "or scratch for a small new one" in asked[1]
+    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
+    assert config.policy.scratch is not None
+
+
+def test_a_model_and_none_exclude_each_other(here: Path) -> None:
+    done = CliRunner().invoke(app, ["init", "--task", "rm", "--scratch", "--model", "a/b"])
+    assert isinstance(done.exception, ConfigError)
+    assert "--model a/b names one; say one of them" in str(done.exception)
+
+
+def test_one_malformed_row_is_one(
+    here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(here / "own.jsonl", [*PAIRS, {"prompt": "Why?", "chosen": None, "rejected": "?"}])
+    run_init(options("rm", model, data="own.jsonl"), machine=CPU)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "1 row is malformed, and the run stops at own.jsonl:5: mend it, or" in said
+
+
 def test_questions_are_asked_once_each_and_again_after_a_wrong_answer(
     here: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

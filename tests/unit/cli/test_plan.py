@@ -11,7 +11,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from laurel.cli.plan import PlanOptions, kind_of, run_plan
 from laurel.config.schema import PolicyConfig
 from laurel.errors import ConfigError
+from laurel.models.checkpoint import CheckpointStore
 from laurel.models.shapes import count_parameters, read_shape
+from model_directories import save_model
+from tiny import tiny_language_model
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 POLICY = (
@@ -156,7 +159,28 @@ def test_a_model_that_cannot_be_read_leaves_the_rest_of_the_plan(
     assert run_plan(EXAMPLES / "rm.yaml", changes, PlanOptions(slots_per_node=2))
     page = capsys.readouterr().out
     assert "| P | P |" in page
-    assert "memory is not estimated; --policy-shape would tell it: " in page
+    assert "memory of the policy is not estimated: policy.model_name=" in page
+    assert "--policy-shape would tell it" in page
+    assert page.splitlines()[-1].startswith("slots and batches fit; whether the memory does is not")
+    assert run_plan(EXAMPLES / "rm.yaml", changes, PlanOptions(as_json=True))
+    facts = json.loads(capsys.readouterr().out)
+    assert "no such directory" in facts["memory_not_estimated"]["policy"]
+    assert facts["memory"] == []
+
+
+def test_a_run_is_planned_by_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with CheckpointStore(run) as store:
+        save = lambda directory: save_model(directory, tiny_language_model("qwen3"))  # noqa: E731
+        store.save(3, save, metric=None)
+    changes = [f"policy.model_name={run}"]
+    assert run_plan(EXAMPLES / "rm.yaml", changes, PlanOptions(as_json=True))
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["memory_not_estimated"] == {}
+    assert facts["models"]["policy"]["num_layers"] > 0
+    assert facts["notes"] == [f"{run} holds checkpoints, none marked best; the newest is step_3"]
 
 
 def test_a_file_says_which_command_it_is_for() -> None:

@@ -345,3 +345,18 @@ def test_the_loader_is_light() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.scratch.hidden_size=50", "hidden_size is 50, which num_heads=4 does not divide"),
+        ("policy.scratch.num_kv_heads=3", "num_heads is 4, which num_kv_heads=3 does not divide"),
+        ("policy.scratch.num_kv_heads=0", "num_kv_heads: must be a whole number of at least 1"),
+    ],
+)
+def test_a_small_model_that_cannot_be_made_is_told_by_the_schema(
+    override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(RewardTrainingRun, None, [override])

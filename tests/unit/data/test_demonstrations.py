@@ -150,7 +150,7 @@ def test_rows_that_cannot_be_read_name_their_line(
 ) -> None:
     with pytest.raises(DataError, match=rf"rows.jsonl:1: .*{said}"):
         load([row], **config)
-    with pytest.raises(DataError, match=r"nothing is left of 1 rows.*1 malformed"):
+    with pytest.raises(DataError, match=r"nothing is left of 1 row\..*1 malformed"):
         load([row], on_bad_row="skip", **config)
 
 

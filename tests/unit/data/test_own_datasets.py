@@ -141,7 +141,7 @@ def test_the_prompt_files_of_a_task_are_used(load: Loader, tmp_path: Path) -> No
     [
         ("my_rows.Rows", r"calling it with \(\) raised TypeError: .*data_path"),
         ("my_rows.Fails", "raised RuntimeError: no such server"),
-        ("my_rows.breaks", "raised KeyError after 1 rows: 'lost'"),
+        ("my_rows.breaks", "raised KeyError after 1 row: 'lost'"),
         ("my_rows.number", "gives a int where rows are expected"),
         ("my_rows.Empty", "gives a Empty where rows are expected"),
         ("my_rows.constant", "is a int; it must be a class"),

@@ -119,7 +119,7 @@ def test_prompt_files_are_put_around_the_prompt(load: Loader, tmp_path: Path) ->
     assert [message.content for message in preferences[0].group.prompt] == [
         "be brief", "s", "Q: x {A}",
     ]  # fmt: skip
-    assert any(note.startswith("1 rows begin with a system message") for note in report.notes)
+    assert any(note.startswith("1 row begins with a system message") for note in report.notes)
 
 
 def test_reading_stops_at_the_least_of_the_limits_counted_after_filtering(load: Loader) -> None:
@@ -242,7 +242,7 @@ def test_rows_that_contradict_an_earlier_one_are_kept_and_noted(load: Loader) ->
     preferences, report = load(rows[:3])
     assert len(preferences) == 3
     assert report.notes[1:] == [
-        "1 rows prefer what an earlier row with the same prompt and answers did not"
+        "1 row prefers what an earlier row with the same prompt and answers did not"
     ]
     _, report = load([ranked(0, 1, 1), ranked(1, 1, 0), ranked(1, 0, 1)], duplicates="keep")
     assert any(note.startswith("2 rows prefer") for note in report.notes)
@@ -252,7 +252,7 @@ def test_a_negative_margin_is_noted(load: Loader) -> None:
     rows = [pair("q", better=1, worse=3), pair("r", better=2, worse=1)]
     preferences, report = load(rows, margin_key="better-worse")
     assert [p.margin for p in preferences] == [-2.0, 1.0]
-    assert "1 rows have a margin below 0" in report.notes
+    assert "1 row has a margin below 0" in report.notes
 
 
 def test_rows_without_a_wanted_rating_are_left_out(load: Loader) -> None:

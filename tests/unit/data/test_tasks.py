@@ -351,7 +351,7 @@ def test_names_that_are_unknown(load: Load) -> None:
 
 
 def test_nothing_left_is_an_error(load: Load) -> None:
-    with pytest.raises(DataError, match=r"nothing is left of 1 rows.*1 no answer"):
+    with pytest.raises(DataError, match=r"nothing is left of 1 row\..*1 no answer"):
         load([{"problem": "Show it.", "answer": "proof"}], dataset_name="NuminaMath-1.5")
 
 

@@ -144,7 +144,7 @@ def test_completions_of_the_training_are_read_once_and_again_after_a_resume(tmp_
     reader = RunSamples()
     (table,) = reader.tables(run)
     assert [row[0] for row in table.rows] == [1, 2]
-    assert "1 files could not be read: step_000003.parquet" in table.note
+    assert "1 file could not be read: step_000003.parquet" in table.note
     write_completions(folder / "step_000003.parquet", [completion(3, 3.0)])
     (table,) = reader.tables(run)
     assert [row[0] for row in table.rows] == [1, 2, 3]

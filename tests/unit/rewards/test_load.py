@@ -1,6 +1,8 @@
 """A reward model from wherever it is, and how it is made to score."""
 
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.rewards.load import (
     ModelPlace,
     ScorerOptions,
+    check_at_once,
     check_files,
     check_not_missing,
     find_model,
@@ -19,6 +22,7 @@ from laurel.rewards.load import (
     reworded,
 )
 from laurel.types import Message, group_of
+from model_directories import edit_weights
 from reward_models import small_model, write_foreign_model, write_model, write_run
 
 GROUPS = [
@@ -75,6 +79,31 @@ def test_places(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"model\.safetensors has"):
         check_files(best)
     assert check_files(find_model(str(checkpoint))) is None
+
+
+def test_a_language_model_is_refused_before_torch_is_imported(tmp_path):
+    headless = write_foreign_model(tmp_path / "headless", head=False)
+    with_head = write_foreign_model(tmp_path / "with-head")
+    check_at_once(find_model(str(with_head)))
+    program = (
+        "import sys\n"
+        "from laurel.rewards.load import check_at_once, find_model\n"
+        "try: check_at_once(find_model(sys.argv[1]))\n"
+        "except ValueError as error: print(error)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(headless)], check=True, capture_output=True, text=True
+    )
+    error, has_torch = ran.stdout.splitlines()
+    assert "is a language model without a reward head" in error
+    assert has_torch == "False"
+
+
+def test_a_language_model_with_a_weight_of_another_name_is_left_to_loading(tmp_path):
+    headless = write_foreign_model(tmp_path / "model", head=False)
+    edit_weights(headless, lambda weights: weights.update({"score.weight": torch.zeros(1, 32)}))
+    check_at_once(find_model(str(headless)))
 
 
 def test_open_scorer_says_what_it_found(tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laurel.observe.console import format_number
+from laurel.observe.counts import counted
 
 _MAX_LIST = 20
 """Entries of a list that are shown; the file has all."""
@@ -39,9 +40,13 @@ def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
         report: What it holds.
     """
     final = report.get("final") or {}
-    parts = [f"{report.get('num_rows', 0):,} rows", f"model {report.get('model', 'unknown')}", name]
+    parts = [
+        counted(report.get("num_rows", 0), "row"),
+        f"model {report.get('model', 'unknown')}",
+        name,
+    ]
     if report.get("num_failures"):
-        parts.insert(1, f"{report['num_failures']:,} failures")
+        parts.insert(1, counted(report["num_failures"], "failure"))
     value = final.get("value")
     said = f": {_share(value)}" if value is not None else ""
     tables = [_figures(report, final)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from laurel.observe.counts import counted
 from laurel.observe.run_record import Series
 
 Weight = Literal["bad", "look", "good"]
@@ -41,4 +42,4 @@ def variance(values: Sequence[float]) -> float:
 
 def steps(count: int) -> str:
     """E.g. `1 step`, `2,000 steps`."""
-    return f"{count:,} step{'' if count == 1 else 's'}"
+    return counted(count, "step")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from laurel.observe.counts import counted
 from laurel.observe.reporting.finding import Finding
 from laurel.observe.run_record import RunRecord
 
@@ -27,7 +28,7 @@ def against_length(record: RunRecord) -> Iterator[Finding]:
             else "never taking the longer answer gives at most"
         )
         count = record.latest(f"{section}/num_valid_samples")
-        pairs = "" if count is None else f" on {count:,.0f} pairs"
+        pairs = "" if count is None else f" on {counted(round(count), 'pair')}"
         error = 0.02 if not count else 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.01) / count)
         said = f"{section}: accuracy is {accuracy:.1%}{pairs}, and {rule} {rival:.1%}"
         if accuracy <= rival + error:

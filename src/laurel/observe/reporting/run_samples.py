@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from laurel.observe.counts import counted
 from laurel.observe.loggers import SAMPLES_FILE
 from laurel.observe.reporting.samples import Chooser, SampleTable, before_and_after, table_of
 from laurel.observe.run_record import COMPLETIONS_DIRECTORY, RunRecord, completion_files
@@ -66,7 +67,8 @@ class RunSamples:
         return SampleTable(
             title=table.title, columns=table.columns, kinds=table.kinds, rows=table.rows,
             num_rows=table.num_rows,
-            note=f"{table.note} {len(self._unreadable):,} files could not be read: {names}.",
+            note=f"{table.note} {counted(len(self._unreadable), 'file')} could not be read: "
+            f"{names}.",
         )  # fmt: skip
 
     def _take(self, file: Path, stamp: tuple[int, int]) -> None:

@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from laurel.observe.console import PairRow
+from laurel.observe.counts import counted, counted_that
 from laurel.observe.reporting.safe_text import shortened
 
 NUM_OF_A_KIND = 200
@@ -158,7 +159,7 @@ def table_of(title: str, chooser: Chooser, *, where: str) -> SampleTable:
     cells = [[_cell(name, row.get(name)) for name in names] for row in rows]
     headings = [_HEADINGS.get(name, name.replace("_", " ")) for name in names]
     kinds = ["number" if name in NUMBERS else "text" for name in names]
-    note = f"All {chooser.num_rows:,} samples."
+    note = f"All {counted(chooser.num_rows, 'sample')}."
     if is_part:
         headings.append("chosen for")
         kinds.append("text")
@@ -196,7 +197,7 @@ def before_and_after(title: str, rows: Sequence[Row]) -> SampleTable | None:
         rows=cells,
         num_rows=len(cells),
         note=f"The first answer to each prompt at step {steps[0]:,.0f} and at step "
-        f"{steps[-1]:,.0f}; {len(cells):,} prompts were seen at both."
+        f"{steps[-1]:,.0f}; {counted_that(len(cells), 'prompt', 'were')} seen at both."
         if not is_pairs
         else f"The same pairs at step {steps[0]:,.0f} and at step {steps[-1]:,.0f}: "
         f"{len(cells):,} of them. A margin above 0 is right.",

@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from laurel.observe.console import format_number
+from laurel.observe.counts import counted
 from laurel.observe.metrics import is_lower_better
 from laurel.observe.reporting.alarms import alarms_of
 from laurel.observe.reporting.finding import MIN_STEPS, Finding, beginning, ending, steps
@@ -178,7 +179,8 @@ def data_left_out(record: RunRecord) -> Iterator[Finding]:
             )
             yield Finding(
                 weight="look",
-                text=f"Data '{name}': {read - kept:,} of {read:,} rows were left out ({most}).",
+                text=f"Data '{name}': {read - kept:,} of {counted(read, 'row')} "
+                f"{'was' if read - kept == 1 else 'were'} left out ({most}).",
             )
         for note in report.get("notes") or ():
             yield Finding(weight="look", text=f"Data '{name}': {note}.")

@@ -18,6 +18,7 @@ from laurel.rewards.load import (
     Precision,
     Say,
     ScorerOptions,
+    check_at_once,
     check_files,
     find_model,
     load_scorer,
@@ -63,7 +64,7 @@ def check_settings(settings: ModelSettings) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise MissingDependencyError.of("vllm", extra="vllm", purpose="--engine vllm")
     if settings.model:
-        find_model(settings.model)
+        check_at_once(find_model(settings.model))
 
 
 def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, BatchingScorer]:
