@@ -249,3 +249,6 @@ TASK_SETS: dict[str, TaskSet] = {
     "BinaryPreferenceDataset": TaskSet(read=preference),
     "ResponseDataset": TaskSet(read=response),
 }
+
+PREFERENCE_SETS = frozenset(name for name, known in TASK_SETS.items() if known.read is preference)
+"""The sets whose rows say which answer is better."""
