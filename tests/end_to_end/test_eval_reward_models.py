@@ -195,6 +195,37 @@ def test_what_else_the_scores_of_pairs_show(laurel, model, tmp_path) -> None:
     assert "nothing.jsonl" in missing.stderr
 
 
+def test_broken_rows_of_training_sets_are_counted_and_of_evaluations_refused(
+    laurel, model, tmp_path
+) -> None:
+    rows = pair_rows()
+    data = write(tmp_path / "held_out.jsonl", rows)
+    broken = write(tmp_path / "broken.jsonl", [*rows[:10], {"prompt": "q?", "chosen": "a"}])
+    broken.write_text(broken.read_text() + '{"prompt": "', encoding="utf-8")
+    asked = ["eval", "pairs", "-m", str(model), "-d", str(data), "--train-data", str(broken)]
+    done = laurel([*asked, "--json"])
+    assert done.returncode == 0, done.stderr
+    said = (
+        f"{broken}: 2 of 12 rows are malformed (e.g. broken.jsonl:11: missing key 'rejected') and "
+        "left out"
+    )
+    assert said in done.stderr
+    found = json.loads(done.stdout)["diagnostics"]["training_set"]
+    assert (found["num_pairs"], found["notes"]) == (10, [said])
+
+    broken.write_text(broken.read_text() + "\n{" * 10, encoding="utf-8")
+    done = laurel(asked)
+    assert done.returncode == 2
+    assert "12 of 22 rows are malformed" in done.stderr
+    assert "checked golden scores" not in done.stderr, "before a model is loaded"
+
+    done = laurel(["eval", "pairs", "-m", str(model), "-d", str(broken)])
+    assert done.returncode == 2
+    assert "broken.jsonl:11: the row has no 'rejected'" in done.stderr
+    assert f"laurel data check {broken}" in done.stderr
+    assert "data." not in done.stderr.replace("data check", ""), "it has no such keys"
+
+
 def test_members_noise_and_another_language(laurel, model, other_model, tmp_path) -> None:
     rows = pair_rows()
     data = write(tmp_path / "held_out.jsonl", rows)

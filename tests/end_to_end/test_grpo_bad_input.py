@@ -52,6 +52,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     rows = {
         "no_answer": [{"input": f"q{i}?"} for i in range(8)],
         "long": [{"input": f"{i} which? " * 50, "output": "1"} for i in range(8)],
+        "pairs": [{"prompt": f"q{i}?", "chosen": "7 birds", "rejected": "no"} for i in range(8)],
     }
     written = {name: write_rows(root / f"{name}.jsonl", each) for name, each in rows.items()}
     return {"policy": policy, "reward_model": checkpoint, "other": other, "empty": root / "empty",
@@ -92,6 +93,13 @@ CASES: dict[str, tuple[list[str], str]] = {
     "no answers": (
         ["data.train_data_path={no_answer}"],
         r"no_answer\.jsonl:1: the row has no answer in 'output'.*data\.output_key",
+    ),
+    "preferences, and nobody to judge": (
+        ["data.train_data_path={pairs}"],
+        r"pairs\.jsonl: rows of BinaryPreferenceDataset .*data\.env_name=reward_model",
+    ),
+    "programs without tests": (
+        ["data.env_name=code"], r":1: the row brings no tests, and the environment 'code'",
     ),
     "prompts too long": (
         ["data.train_data_path={long}"],

@@ -103,11 +103,14 @@ def test_code_as_a_tool(tmp_path: Path, caller: Path, ends: bool) -> None:
         grpo_settings(tmp_path, caller, *CODE, "grpo.max_rollout_turns=2", "grpo.max_num_steps=1",
                       "grpo.val_period=0", "grpo.val_at_end=false",
                       "policy.generation.temperature=0.1",
-                      f"env.code.terminate_on_evaluation={str(ends).lower()}")
+                      f"env.code.terminate_on_evaluation={str(ends).lower()}",
+                      # By itself it would give 0 to everything, and is refused.
+                      "data.env_name=tool", "+env.custom.judge.name=policy_fakes.Judge",
+                      "+env.composite.tool={parts: [{env: code}, {env: judge}], "
+                      "conducted_by: code}")
     )  # fmt: skip
     assert done.outcome.ended == "finished"
     figures = metrics_of(tmp_path)[1]
-    assert figures["train/reward"] == 0
     assert figures["train/max_turns_per_sample"] == (1 if ends else 2)
     texts = [row["completion"] for row in completions_of(tmp_path, 1)]
     called = [text for text in texts if text.startswith("<code>40 + 2</code>")]

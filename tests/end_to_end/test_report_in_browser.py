@@ -14,7 +14,7 @@ import pytest
 
 from headless_browser import NAMES, Page, browser_page, find_browser
 from laurel.observe.report import write_report
-from report_runs import reward_model_run
+from report_runs import reward_model_run, write_lines
 
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(
@@ -34,7 +34,12 @@ def tab() -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("report")
-    write_report(folder / "report.html", [reward_model_run(folder / "exp_001")])
+    run = reward_model_run(folder / "exp_001")
+    alarm = {"step": 41, "alarm": "zero_spread_groups", "state": "raised", "value": 0.912345,
+             "metric": "train/frac_reward_zero_std", "threshold": 0.9,
+             "text": "So it is."}  # fmt: skip
+    write_lines(run / "health.jsonl", [alarm])
+    write_report(folder / "report.html", [run])
     return (folder / "report.html").as_uri()
 
 
@@ -156,6 +161,11 @@ def test_on_a_phone_the_page_does_not_move_sideways(page: Page, width: int) -> N
         ".filter(e => !e.closest('.scroll, svg, pre')).map(e => e.getBoundingClientRect().right))"
     )
     assert page.run(widest) <= width
+    # Alarms and settings are cards, too, and nothing of them is cut off.
+    cards = "[...document.querySelectorAll('.cards')]"
+    assert page.run(f"{cards}.length") == 2
+    beyond = "t => t.parentElement.scrollWidth > t.parentElement.clientWidth"
+    assert page.run(f"{cards}.filter({beyond}).length") == 0
     # Each sample is a card: its cells stand below one another, with their headings.
     cells = f"[...document.querySelector('#{TABLE} tbody tr').cells].slice(0, 3)"
     tops = page.run(f"{cells}.map(td => td.getBoundingClientRect().top)")

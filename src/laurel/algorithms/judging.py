@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from laurel.algorithms.side_by_side import GivenUpError, PatientThreads, described
 from laurel.algorithms.unfinished import Unfinished, take_verdict
 from laurel.environments.interface import judged_by
-from laurel.errors import WorkerError
+from laurel.errors import EnvironmentFailedError, WorkerError
 from laurel.protocols import Environment
 from laurel.types import Conversation, Message
 
@@ -122,15 +122,18 @@ class Judges:
                 verdict = await self._threads.call(
                     calls.slots, environment.step, logs, metadata, timeout=timeout
                 )
-                take_verdict(verdict, games)
+                take_verdict(environment.step, verdict, games)
             except GivenUpError:
                 for game in games:
                     game.fail(f"timeout: no verdict within {timeout:g} s (env.timeout_seconds)")
+            except EnvironmentFailedError as error:  # which says whose fault it is, and where
+                for game in games:
+                    game.fail(str(error))
             except Exception as error:  # an environment's own code: anything can come out of it
                 if isinstance(error, WorkerError) and error.is_lost:
                     raise  # who judges is gone: not these samples' fault, nor the next ones'
                 for game in games:
-                    game.fail(described(error))
+                    game.fail(described(error, environment.step))
 
 
 def _plain(message: Message) -> dict[str, str]:

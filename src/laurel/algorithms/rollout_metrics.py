@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from laurel.algorithms.judging import Clock
 from laurel.algorithms.side_by_side import described
+from laurel.environments.returned import kind_of, unfit
 from laurel.errors import EnvironmentFailedError
 from laurel.protocols import Environment
 from laurel.rewards.remote.replica import reason_of
@@ -132,16 +133,30 @@ def environment_metrics(
         own = [group for group in groups if group.task.environment == name]
         if not own:
             continue
+        measure = environment.global_post_process_and_metrics
         try:
-            _, measured = environment.global_post_process_and_metrics(batch_of(own))
+            measured = _figures(measure, measure(batch_of(own)))
             bare = {_OWN_PREFIX.sub("", key): float(value) for key, value in measured.items()}
+        except EnvironmentFailedError as error:
+            raise EnvironmentFailedError(
+                f"the environment {name!r} could not measure its batch: {error}"
+            ) from error
         except Exception as error:  # an environment's own code: anything can come out of it
             raise EnvironmentFailedError(
                 f"the environment {name!r} could not measure its batch "
-                f"(global_post_process_and_metrics): {described(error)}"
+                f"(global_post_process_and_metrics): {described(error, measure)}"
             ) from error
         figures |= {f"env/{name}/{key}": value for key, value in bare.items()}
     return figures
+
+
+def _figures(measure: Callable[..., Any], returned: Any) -> Mapping[str, Any]:
+    """The figures of what an environment returned of a batch."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise unfit(measure, kind_of(returned), "the batch, and a dictionary of figures")
+    if not isinstance(returned[1], Mapping):
+        raise unfit(measure, f"{kind_of(returned[1])} as figures", "a dictionary of numbers")
+    return returned[1]
 
 
 def environment_notes(

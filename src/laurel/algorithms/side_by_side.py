@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterable
@@ -12,7 +14,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
+from laurel.environments.returned import line_of, name_of, source_of
+
 T = TypeVar("T")
+_LAUREL = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -100,11 +106,33 @@ class GivenUpError(Exception):
 _Outcome = Callable[[], T]
 
 
-def described(error: BaseException) -> str:
-    """An exception in one line, with the line of code that it comes from."""
+def described(error: BaseException, called: Callable[..., Any] | None = None) -> str:
+    """An exception in one line, with the line of code that it comes from.
+
+    Args:
+        error: What was raised.
+        called: The function whose author is to read it: the innermost line of
+            its own, or of what else is neither Laurel's nor of a package, is shown.
+    """
+    where = _line_of(error, called)
+    return f"{type(error).__name__}: {error}" + (f" ({where})" if where else "")
+
+
+def _line_of(error: BaseException, called: Callable[..., Any] | None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+    source = None if called is None else source_of(called)
+    if called is not None and source is not None:
+        own = [f for f in frames if f.filename == source[0] or not _is_installed(f.filename)]
+        if own:
+            return line_of(own[-1].filename, own[-1].lineno)
+        if all(frame.filename.startswith(_LAUREL) for frame in frames):
+            return f"calling {name_of(called)}"  # it did not take how it was called
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is Laurel's, Python's or of a package: nobody's who writes an environment."""
+    return file.startswith((_LAUREL, _PYTHON)) or "site-packages" in file
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from laurel.environments.returned import checked_return, column_of, unfit
 from laurel.types import (
-    EnvironmentReturn,
     Generated,
     Message,
     Rollout,
@@ -82,28 +81,25 @@ class Unfinished:
         )
 
 
-def take_verdict(verdict: EnvironmentReturn, games: Sequence[Unfinished]) -> None:
-    """Give each conversation its part of a verdict.
+def take_verdict(step: Callable[..., Any], returned: Any, games: Sequence[Unfinished]) -> None:
+    """Give each conversation its part of what `step` returned.
 
     Raises:
-        ValueError: The verdict is not of the shape that the protocol asks for.
+        EnvironmentFailedError: It is no verdict on these conversations.
     """
+    size = len(games)
+    verdict = checked_return(step, returned, size)
     parts = verdict.rewards if isinstance(verdict.rewards, dict) else {"": verdict.rewards}
-    if not parts:
-        raise ValueError("the environment gave no reward: `rewards` names no component")
-    columns = {name: _column(part, len(games), "rewards") for name, part in parts.items()}
-    over = _column(verdict.terminateds, len(games), "terminateds")
-    for name in ("observations", "metadata", "next_stop_strings", "answers", "failures"):
-        given = getattr(verdict, name)
-        may_miss = name in ("answers", "failures")
-        if not (given is None and may_miss) and len(given) != len(games):
-            raise ValueError(f"{len(games)} conversations, but {len(given)} {name}")
+    columns = {name: column_of(step, part, size, "rewards") for name, part in parts.items()}
+    over = column_of(step, verdict.terminateds, size, "terminateds")
     for i, game in enumerate(games):
         failure = verdict.failures[i] if verdict.failures is not None else None
         observation = verdict.observations[i]
         values = {name: float(column[i]) for name, column in columns.items()}
-        if failure is None and not all(np.isfinite(v) for v in values.values()):
-            failure = "the reward is not finite"
+        for name, value in values.items():
+            if failure is None and not np.isfinite(value):
+                what = f"the reward {value}" + (f" as {name!r}" if name else "")
+                failure = str(unfit(step, what, "a finite number, or a reason in `failures`"))
         if failure is None and not over[i] and not _is_message(observation):
             failure = f"{observation!r} is no observation: a role and a content are expected"
         if failure is not None:
@@ -119,13 +115,6 @@ def take_verdict(verdict: EnvironmentReturn, games: Sequence[Unfinished]) -> Non
         game.stop_strings = game.stop_strings if stops is None else tuple(stops)
         game.answer = verdict.answers[i] if verdict.answers is not None else None
         game.observation = observation
-
-
-def _column(values: Any, size: int, name: str) -> list[Any]:
-    column = torch.as_tensor(values)
-    if column.shape != (size,):
-        raise ValueError(f"{size} conversations, but {name} of shape {list(column.shape)}")
-    return list(column.tolist())
 
 
 def _is_message(value: object) -> bool:

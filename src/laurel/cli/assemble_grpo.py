@@ -17,7 +17,7 @@ from laurel.cli.generators import StartingPoint, describe_generator, make_genera
 from laurel.cli.places import Places, open_places, plan_places
 from laurel.cli.policy_setup import describe_policy, load_policy_to_train, policy_settings
 from laurel.cli.run_setup import choose_run_dir, open_store, surround
-from laurel.cli.task_setup import check_answers, environments_of, fit_prompts, need_answers
+from laurel.cli.task_setup import check_answers, environments_of, fit_prompts, needs_of
 from laurel.config.environments import RewardModelEnvironmentConfig
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import to_yaml
@@ -71,7 +71,7 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
         config.data,
         default_environment=config.default_environment,
         environments=environment_names(config.env),
-        needs_answer=need_answers(config.env),
+        needs=needs_of(config.env),
     )
     benchmarks = judge_benchmarks(config.env.reward_model.benchmarks)
     places = open_places(planned, stack, console)

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from laurel.cli.preference_data import load_data
 from laurel.cli.schemas import SCHEMAS
-from laurel.cli.task_setup import need_answers
+from laurel.cli.task_setup import needs_of
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_training import RewardTrainingRun
 from laurel.config.sft_training import SFTRun
 from laurel.data.cells import Row, UnusableRow
+from laurel.data.code_tasks import OWN_TESTS
 from laurel.data.demonstrations import Dialogue, load_demonstration_data
 from laurel.data.known_formats import TRAINERS, KnownFormat, Trainer, recognise
 from laurel.data.report import DataReport, LeftOut
 from laurel.data.sources import locate, read_rows
+from laurel.data.task_needs import NO_NEEDS
 from laurel.data.tasks import load_task_data
 from laurel.data.text_report import TextReport
 from laurel.errors import ConfigError, DataError
@@ -27,8 +29,6 @@ from laurel.types import Preference, Task
 
 if TYPE_CHECKING:
     from laurel.config.section import Section
-
-_TESTS = ("test_code", "test_list", "stdio_tests", "call_tests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,7 @@ def _read_tasks(config: GRPORun, settings: tuple[str, ...]) -> Reading:
         default_environment=config.default_environment,
         environments=config.env.names(),
         # Where nobody has said who judges, what each environment lacks is counted afterwards.
-        needs_answer=need_answers(config.env) if config.data.env_name is not None else (),
+        needs=needs_of(config.env) if config.data.env_name is not None else NO_NEEDS,
     )
     return Reading(
         trainer="grpo", config=config, settings=settings, report=data.reports["train"],
@@ -209,7 +209,7 @@ def _read_tasks(config: GRPORun, settings: tuple[str, ...]) -> Reading:
 def _environments_of(tasks: Sequence[Task]) -> dict[str, int]:
     counts = {
         "math": sum("ground_truth" in task.metadata for task in tasks),
-        "code": sum(any(key in task.metadata for key in _TESTS) for task in tasks),
+        "code": sum(any(key in task.metadata for key in OWN_TESTS) for task in tasks),
         "reward_model": len(tasks),
     }
     return {name: count for name, count in counts.items() if count}

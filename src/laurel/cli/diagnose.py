@@ -54,6 +54,7 @@ def diagnostics_report(
     pairs: Sequence[ScoredPair],
     *,
     training: Sequence[ScoredPair] | None = None,
+    notes: Sequence[str] = (),
     members: Mapping[str, Column] | None = None,
     score: Scoring | None = None,
     in_other_language: Sequence[ScoredPair] | None = None,
@@ -70,6 +71,7 @@ def diagnostics_report(
         pairs: What is evaluated; those without both scores are counted and take no part.
         training: What the model was trained on, for the bag-of-words baseline and for leaks. Its
             scores are not looked at.
+        notes: What was left out of that.
         members: Scores of the members of an ensemble, by name; see `agreements`.
         score: Scores other forms of the answers; without it there is no sensitivity.
         in_other_language: The same pairs, translated and scored, in the same order.
@@ -102,7 +104,9 @@ def diagnostics_report(
         "noise_floor": _noise_floor(pairs, noise),
         "sensitivity": _forms(pairs, score, in_other_language),
         "evaluation_set": _repeats(find_repeats(pairs)),
-        "training_set": _repeats(find_repeats(training)) if training else None,
+        "training_set": (
+            {**_repeats(find_repeats(training)), "notes": list(notes)} if training else None
+        ),
         "leakage": _leakage(leaks) if training else None,
     }
     return {key: found for key, value in report.items() if (found := _plain(value)) is not None}

@@ -18,7 +18,7 @@ from laurel.cli.local_scorer import say_on
 from laurel.cli.output_file import check_output, replace_file
 from laurel.cli.places import open_places, plan_places
 from laurel.cli.scorer_settings import in_terms_of_options
-from laurel.cli.task_setup import check_answers, environments_of, need_answers
+from laurel.cli.task_setup import check_answers, environments_of, needs_of
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
 from laurel.config.tasks import TaskSetConfig
@@ -143,8 +143,9 @@ def _sets(config: GRPORun, options: EvalOptions) -> list[TaskSetConfig]:
         raise ConfigError(
             "which tasks? Name them with --dataset (and --data-path for a file), or with --config"
         )
-    if options.environment:
-        sets = [one.model_copy(update={"env_name": options.environment}) for one in sets]
+    said = options.environment or data.env_name
+    if options.environment or given:
+        sets = [one.model_copy(update={"env_name": said or one.env_name}) for one in sets]
     return sets
 
 
@@ -158,7 +159,7 @@ def _played(
     tasks, report = load_tasks(
         _sets(config, options), name="evaluation",
         default_environment=config.default_environment,
-        environments=environment_names(config.env), needs_answer=need_answers(config.env),
+        environments=environment_names(config.env), needs=needs_of(config.env),
         on_bad_row=config.data.on_bad_row, limit=options.max_samples,
     )  # fmt: skip
     data = TaskData(train=[], validation=tasks, reports={"validation": report})

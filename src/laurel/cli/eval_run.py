@@ -20,9 +20,10 @@ from laurel.errors import ConfigError
 from laurel.evaluation import rm_bench
 from laurel.evaluation.benchmarks import (
     BENCHMARKS,
+    TrainingPairs,
     preference_rows,
     reduce_scores,
-    unscored_pairs,
+    training_pairs,
 )
 from laurel.evaluation.measured import Measured
 from laurel.observe.console import make_console, message_console, visible
@@ -72,9 +73,13 @@ def evaluated(name: BenchmarkName, request: Request, console: Console) -> Evalua
     check_request(request)
     with console.status("reading the rows"):
         rows = BENCHMARKS[name].read(request)
+        training = _training(request)
+    if training is not None:
+        for note in training.notes:
+            console.print(f"note    {visible(note)}", soft_wrap=True)
     started = time.monotonic()
     with open_scorer(request.scorer, console) as scorer:
-        evaluation = evaluate(name, rows, request, scorer, started=started)
+        evaluation = evaluate(name, rows, request, scorer, started=started, training=training)
     write_evaluation(evaluation, request, console)
     return evaluation
 
@@ -103,6 +108,7 @@ def evaluate(
     scorer: OpenScorer,
     *,
     started: float,
+    training: TrainingPairs | None = None,
 ) -> Evaluation:
     """Score rows, and compute all that there is to show.
 
@@ -112,6 +118,7 @@ def evaluate(
         request: What else is asked for.
         scorer: Who scores them.
         started: When the work on them began, by `time.monotonic`.
+        training: What the model was trained on, if that is asked for.
 
     Raises:
         UserError: Rows of which nothing can be computed.
@@ -121,7 +128,10 @@ def evaluate(
     seconds = time.monotonic() - started
     found = reduce_scores(benchmark, rows, scores, request)
     every = [score for scores_G in scores for score in scores_G]
-    details = {**benchmark.details(found.rows), **_diagnosed(rows, found.rows, request, scorer)}
+    details = {
+        **benchmark.details(found.rows),
+        **_diagnosed(rows, found.rows, request, scorer, training),
+    }
     by_contract = None
     if scorer.reference is not None:
         by_contract, told = _beside_contract(name, rows, scores, request, scorer, scorer.reference)
@@ -184,15 +194,17 @@ def _beside_contract(
 
 
 def _diagnosed(
-    rows: Sequence[BenchmarkRow], scored: Sequence[Any], request: Request, scorer: OpenScorer
+    rows: Sequence[BenchmarkRow],
+    scored: Sequence[Any],
+    request: Request,
+    scorer: OpenScorer,
+    training: TrainingPairs | None,
 ) -> dict[str, dict[str, Any]]:
     """What else the scores of pairs say; nothing where nobody asks."""
     if not request.is_diagnosed:
         return {}
-    training = translated = None
+    translated = None
     plain = replace(request, margin_key=None)
-    if request.train_data:
-        training = unscored_pairs(replace(plain, data=request.train_data, max_samples=None))
     if request.other_language is not None:
         others = preference_rows(replace(plain, data=(request.other_language,)))
         translated = _pairs_scored(others, request, scorer)
@@ -208,10 +220,21 @@ def _diagnosed(
     status = scorer.console.status("computing diagnostics")
     with status if not request.sensitivity else nullcontext():
         report = diagnostics_report(
-            scored, training=training, score=scorer.score if request.sensitivity else None,
+            scored, training=None if training is None else training.pairs,
+            notes=() if training is None else training.notes,
+            score=scorer.score if request.sensitivity else None,
             members=members, in_other_language=translated, noise=noise,
         )  # fmt: skip
     return {"diagnostics": report}
+
+
+def _training(request: Request) -> TrainingPairs | None:
+    """What the model was trained on, read before anything is scored."""
+    if not request.train_data:
+        return None
+    return training_pairs(
+        replace(request, data=request.train_data, margin_key=None, max_samples=None)
+    )
 
 
 def _pairs_scored(

@@ -31,7 +31,9 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
         columns.insert(1, "by contract")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for figures in (measured.subsets, measured.sections, (measured.final,)):
+    sections = [figure for figure in measured.sections if not figure.is_aside]
+    asides = [figure for figure in measured.sections if figure.is_aside]
+    for figures in (measured.subsets, sections, (measured.final,), asides):
         for place, figure in enumerate(figures, start=1):
             _add(table, evaluation, figure, ends=place == len(figures))
     console.print(table)

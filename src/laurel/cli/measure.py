@@ -11,7 +11,7 @@ from laurel.cli.found_model import with_found_model
 from laurel.cli.generators import StartingPoint, make_generator
 from laurel.cli.places import Places
 from laurel.cli.policy_setup import load_policy_to_train
-from laurel.cli.task_setup import check_answers, environments_of, fit_prompts, need_answers
+from laurel.cli.task_setup import check_answers, environments_of, fit_prompts, needs_of
 from laurel.config.grpo_training import GRPORun
 from laurel.data.tasks import load_task_data
 from laurel.environments.registry import environment_names
@@ -56,7 +56,7 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
             config.data,
             default_environment=config.default_environment,
             environments=environment_names(config.env),
-            needs_answer=need_answers(config.env),
+            needs=needs_of(config.env),
         )
         if not data.validation:
             raise DataError("there is nothing to measure on: name tasks in data.val_data_path")

@@ -136,16 +136,14 @@ def choose_data(said: str, task: StarterTask) -> ChosenData:
         if near is not None:
             mapped = tuple(one for one in near.settings if not one.startswith("data.env_name="))
             findings = examine(said, task.trainer, [*mapped, *chosen])
-    return _looked_at(said, task, findings, mapped)
+    return _looked_at(said, findings, mapped)
 
 
 def _has_suffix(said: str) -> bool:
     return said.lower().removesuffix(".gz").endswith(tuple(READERS))
 
 
-def _looked_at(
-    path: str, task: StarterTask, findings: Findings, mapped: Sequence[str]
-) -> ChosenData:
+def _looked_at(path: str, findings: Findings, mapped: Sequence[str]) -> ChosenData:
     named = (f"data.train_data_path={json.dumps(path)}", *mapped)
     reading = findings.readings[0]
     report = reading.report
@@ -166,13 +164,8 @@ def _looked_at(
             f"{counted_that(reading.num_malformed, 'row', 'are')} malformed, and the run stops at "
             f"{first}: mend {them}, or set data.on_bad_row: skip"
         )
-    environment = task.environment
-    misfit = ""
-    if environment is not None and not reading.environments.get(environment):
-        wanted = {"math": "known answers", "code": "tests"}[environment]
-        misfit = f"its rows bring no {wanted}; ask laurel data check {shlex.quote(path)}"
     return ChosenData(
-        settings=(*named, *told), path=path, notes=tuple(notes), misfit=misfit,
+        settings=(*named, *told), path=path, notes=tuple(notes),
         holds_out=report.num_prompts > 1,
     )  # fmt: skip
 

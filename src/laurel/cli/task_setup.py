@@ -11,6 +11,7 @@ from laurel.cli.places import Places
 from laurel.cli.program_nodes import nodes_of
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_training import GRPORun
+from laurel.data.task_needs import TaskNeeds
 from laurel.data.tasks import TaskData
 from laurel.environments.registry import create_environments
 from laurel.errors import DataError
@@ -26,19 +27,22 @@ NUM_CHECKED = 2000
 """Tasks whose known answers are checked before a run: a minute at most."""
 
 
-def need_answers(config: EnvironmentsConfig) -> list[str]:
-    """The environments that judge against a known answer."""
-    direct = ["math", "math_default"]
+def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
+    """What the environments need of a task to judge it."""
+    answers = {"math", "math_default"}
     if config.reward_model.transform.subtract_reference:
-        direct.append("reward_model")
-    found = set(direct)
+        answers.add("reward_model")
+    tests = {"code"}
     for _ in config.composite:  # composites of composites
-        found |= {
-            name
-            for name, composite in config.composite.items()
-            if found & {part.env for part in composite.parts}
-        }
-    return sorted(found)
+        for name, composite in config.composite.items():
+            if answers & {part.env for part in composite.parts}:
+                answers.add(name)
+            # What gives only 0 decides alone, as a gate that opens at more than that.
+            adding = [part.env for part in composite.parts if part.gate is None and part.weight]
+            shut = {part.env for part in composite.parts if part.gate is not None and part.gate > 0}
+            if tests & shut or (adding and tests.issuperset(adding)):
+                tests.add(name)
+    return TaskNeeds(answers=frozenset(answers), tests=frozenset(tests))
 
 
 def environments_of(

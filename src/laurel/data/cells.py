@@ -18,14 +18,18 @@ class UnusableRow(Exception):
     """A row that cannot become a preference. It never leaves the room of data.
 
     `kind` is the short phrase it is counted under, `message` says what is wrong, and `remedy` what
-    to do, where there is something better than mending the row.
+    to do, where there is something better than mending the row. `lacks_columns`: what is expected
+    may stand under other names.
     """
 
-    def __init__(self, kind: str, message: str, *, remedy: str = "Mend the row") -> None:
+    def __init__(
+        self, kind: str, message: str, *, remedy: str = "Mend the row", lacks_columns: bool = False
+    ) -> None:
         super().__init__(kind, message, remedy)
         self.kind = kind
         self.message = message
         self.remedy = remedy
+        self.lacks_columns = lacks_columns
 
     def __str__(self) -> str:
         return f"{self.message}. {self.remedy}, or {LEAVE_OUT}."
@@ -45,7 +49,8 @@ def required(row: Row, key: str, *, setting: str | None = None) -> Any:
         raise UnusableRow(kind, message)
     near = difflib.get_close_matches(key, keys, n=1)
     hint = f" ('{near[0]}'?)" if near else ""
-    raise UnusableRow(kind, message, remedy=f"Set data.{setting} to the key that holds it{hint}")
+    raise UnusableRow(kind, message, remedy=f"Set data.{setting} to the key that holds it{hint}",
+                      lacks_columns=True)  # fmt: skip
 
 
 def text(value: Any, *, what: str) -> str:

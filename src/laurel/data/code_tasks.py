@@ -23,7 +23,8 @@ from typing import Any
 from laurel.data.cells import Row, UnusableRow, kind_of, messages, required, text
 from laurel.types import Conversation, Message
 
-_OWN_TESTS = ("test_code", "test_list", "stdio_tests", "call_tests")
+OWN_TESTS = ("test_code", "test_list", "stdio_tests", "call_tests")
+"""Keys of metadata that hold tests."""
 _OWN_KEYS = (
     "entry", "test_setup", "code_prefix", "reference_solution", "test_weights", "strict_types",
     "float_tolerance",
@@ -100,11 +101,11 @@ def code_task(row: Row) -> CodeTask:
         begin = f"{prompt[-1].content}\n\nBegin with this code:\n```python\n{starter.rstrip()}\n```"
         prompt = (*prompt[:-1], Message(prompt[-1].role, begin))
     metadata = {key: row[key] for key in _OWN_KEYS if row.get(key) is not None}
-    for form in _OWN_TESTS:
+    for form in OWN_TESTS:
         if row.get(form) is not None:
             is_code = form == "test_code"
             metadata[form] = row[form] if is_code else _parsed(row[form], f"'{form}'")
-    if not any(form in metadata for form in _OWN_TESTS):
+    if not any(form in metadata for form in OWN_TESTS):
         metadata = _foreign_tests(row) | metadata
     return CodeTask(prompt, metadata | _id_of(row))
 

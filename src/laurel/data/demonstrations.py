@@ -222,6 +222,7 @@ def _conversation(row: Row, opened: OpenedSet[DemonstrationSetConfig]) -> tuple[
         remedy='A row can be {"messages": [...]}, {"conversations": [{"from", "value"}, ...]}, '
         '{"prompt": ..., "completion": ...}, {"question": ..., "answer": ...}, or one of a known '
         "class of preferences; or set data.input_key and data.output_key to your columns",
+        lacks_columns=True,
     )
 
 

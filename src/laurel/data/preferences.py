@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
@@ -18,10 +18,13 @@ from laurel.data.prompt_files import PromptFrame, read_prompt_frame
 from laurel.data.report import DataReport, Reason, fingerprint, nothing_left, origin_of
 from laurel.data.row_formats import DATASET_CLASSES, class_of, judge
 from laurel.data.set_reading import unknown_class
-from laurel.data.sources import locate, read_rows
+from laurel.data.sources import complaint, locate, read_rows
 from laurel.errors import DataError
 from laurel.observe.counts import counted_that
 from laurel.types import Group, Preference
+
+Remedy = Callable[[UnusableRow], str]
+"""What to do about a malformed row."""
 
 
 def load_preferences(
@@ -33,13 +36,15 @@ def load_preferences(
     on_bad_row: Literal["error", "skip"],
     attributes: Sequence[str] = (),
     max_samples: int | None = None,
+    remedy: Remedy | None = None,
 ) -> tuple[list[Preference], DataReport]:
     """The usable preferences of one data set, and the report of the others.
 
     `name` is the set's name in the report and the start of its groups' ids, which are unique where
     names are. `attributes` are the ratings that are wanted; completions get one number each, NaN
     where nobody rated. Reading stops once `max_samples` rows (or the configuration's, if that is
-    less) are kept. Raises DataError, also where nothing is left.
+    less) are kept. `remedy` says what to do about a malformed row where there is no configuration
+    whose keys could be set. Raises DataError, also where nothing is left.
     """
     source = _open(config, name=name)
     loading = _Loading(
@@ -49,6 +54,7 @@ def load_preferences(
         duplicates=duplicates,
         on_bad_row=on_bad_row,
         attributes=tuple(attributes),
+        remedy=remedy,
     )
     limits = [limit for limit in (config.max_samples, max_samples) if limit is not None]
     preferences = loading.run(limit=min(limits, default=None))
@@ -159,6 +165,7 @@ class _Loading:
     duplicates: Literal["drop", "keep"]
     on_bad_row: Literal["error", "skip"]
     attributes: tuple[str, ...]
+    remedy: Remedy | None
     seen: set[bytes] = field(default_factory=set)
     verdicts: set[bytes] = field(default_factory=set)
     num_contradictions: int = 0
@@ -229,7 +236,8 @@ class _Loading:
 
     def _complain(self, source: str, problem: UnusableRow) -> None:
         if self.on_bad_row == "error":
-            raise DataError(f"{self._where(source)}: {problem}") from problem
+            said = self.remedy(problem) if self.remedy is not None else ""
+            raise DataError(complaint(problem, self.source.path, source, said=said)) from problem
         self.source.report.drop("malformed", source, kind=problem.kind)
 
     def _where(self, source: str) -> str:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from laurel.data.report import DataReport, LeftOut, LengthSummary, RowReport
 
 _WIDTH = 80
+_LABEL = 24
+_NARROW = 60
+"""Below it, half of the width is for labels, and notes have lines of their own."""
+_NOTE = "note"
 
 
 def table_of(report: DataReport) -> RenderableType:
@@ -26,18 +29,41 @@ def table_of(report: DataReport) -> RenderableType:
 
 def lay_out(report: RowReport, figures: Iterable[tuple[str, str]]) -> RenderableType:
     """The rows of any report, then its own figures, each with its label."""
-    title = Text(f"Data '{report.name}'", style="bold")
-    about = ", ".join(part for part in (report.dataset_class, report.origin) if part)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), width=_WIDTH)
-    table.add_column(ratio=None, no_wrap=True, width=24)
+    return _Lines(report, tuple(figures))
+
+
+class _Lines:
+    """A report as wide as there is room for, of which nothing is cut off."""
+
+    def __init__(self, report: RowReport, figures: tuple[tuple[str, str], ...]) -> None:
+        self._report = report
+        self._figures = figures
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        report, width = self._report, min(_WIDTH, options.max_width)
+        yield Text(f"Data '{report.name}'", style="bold")
+        about = ", ".join(part for part in (report.dataset_class, report.origin) if part)
+        if about:
+            yield Text(about, style="dim", overflow="fold")
+        is_narrow = width < _NARROW
+        table = _table(width, width // 2 - 2 if is_narrow else _LABEL)
+        for label, value in (*_rows(report), *self._figures):
+            # Text, not str: a source such as name[17] must not be taken for markup.
+            table.add_row(Text(label), Text(value))
+        # Sentences have little room beside long labels.
+        notes = _table(width, len(_NOTE)) if is_narrow else table
+        for note in report.notes:
+            notes.add_row(Text(_NOTE, style="yellow"), Text(note))
+        yield table
+        if is_narrow and report.notes:
+            yield notes
+
+
+def _table(width: int, label_width: int) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), width=width)
+    table.add_column(ratio=None, width=label_width, overflow="fold")
     table.add_column(ratio=1, overflow="fold")
-    for label, value in (*_rows(report), *figures):
-        # Text, not str: a source such as name[17] must not be taken for markup.
-        table.add_row(Text(label), Text(value))
-    for note in report.notes:
-        table.add_row(Text("note", style="yellow"), Text(note))
-    parts = [title, Text(about, style="dim", overflow="fold")] if about else [title]
-    return Group(*parts, table)
+    return table
 
 
 def _rows(report: RowReport) -> Iterator[tuple[str, str]]:

@@ -159,7 +159,9 @@ def judge(row: Row, class_name: str, config: DatasetConfig, attributes: Sequence
         found = infer_class(row, config)
         if problem.kind.startswith("missing key") and found and found[0] != class_name:
             remedy = f"It looks like a row of {found[0]}: set data.dataset_name={found[0]}"
-            raise UnusableRow(problem.kind, problem.message, remedy=remedy) from None
+            raise UnusableRow(
+                problem.kind, problem.message, remedy=remedy, lacks_columns=True
+            ) from None
         raise
     return _with_configured_numbers(judged, row, config)
 
@@ -196,12 +198,13 @@ def class_of(row: Row, config: DatasetConfig) -> tuple[str, str]:
     if found is None:
         raise UnusableRow(
             "columns of no known class",
-            f"data.dataset_name is not set, and the columns ({', '.join(map(str, row))}) do not "
-            "tell which class it is. Rows may have: context and completions (PreferenceDataset); "
+            f"nothing names the class of the rows, and their columns ({', '.join(map(str, row))}) "
+            "do not tell it. Rows may have: context and completions (PreferenceDataset); "
             f"{config.prompt_key}, {config.chosen_key} and {config.rejected_key}, or the last two "
             "as whole conversations (BinaryPreferenceDataset)",
             remedy="Set data.prompt_key, data.chosen_key and data.rejected_key if your columns "
-            "have other names",
+            "have other names, or data.dataset_name",
+            lacks_columns=True,
         )
     return found
 

@@ -17,7 +17,7 @@ from laurel.data.cells import Row, UnusableRow, kind_of
 from laurel.data.own_datasets import is_import_path, open_own
 from laurel.data.prompt_files import PromptFrame, read_prompt_frame
 from laurel.data.report import Reason, RowReport, origin_of
-from laurel.data.sources import locate, read_rows
+from laurel.data.sources import complaint, read_rows
 from laurel.errors import DataError
 
 C = TypeVar("C", TaskSetConfig, DemonstrationSetConfig)
@@ -78,8 +78,7 @@ class OpenedSet(Generic[C]):
 
         def complain(source: str, problem: UnusableRow) -> None:
             if on_bad_row == "error":
-                where = source if self.path is None else locate(self.path, source)
-                raise DataError(f"{where}: {problem}") from problem
+                raise DataError(complaint(problem, self.path, source)) from problem
             report.drop("malformed", source, kind=problem.kind)
 
         def complain_unread(source: str, problem: UnusableRow) -> None:

@@ -9,6 +9,7 @@ import gzip
 import importlib
 import logging
 import os
+import shlex
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,22 @@ def locate(path_or_name: str, source: str) -> str:
     if source.startswith(path_or_name):
         return source
     return os.path.join(os.path.dirname(os.path.normpath(path_or_name)), source)
+
+
+def complaint(problem: UnusableRow, path: str | None, source: str, *, said: str = "") -> str:
+    """The error for a row, with where it stands.
+
+    Args:
+        problem: What is wrong with it.
+        path: The file or name that the rows come from; None where an object gives them.
+        source: The row, as `read_rows` names it.
+        said: What to do, instead of keys of a configuration.
+    """
+    where = source if path is None else locate(path, source)
+    words = f"{where}: " + (f"{problem.message}. {said}" if said else str(problem))
+    if problem.lacks_columns and path is not None and os.path.exists(path):
+        words += f" What the columns could be: laurel data check {shlex.quote(path)}"
+    return words
 
 
 def _handler(on_bad_row: Literal["error", "skip"] | Complain, name: str) -> Complain:

@@ -192,6 +192,7 @@ def settle(row: Row, config: TaskSetConfig) -> tuple[TaskSetConfig, str | None]:
             f"the row has no '{config.input_key}', and none of {', '.join(QUESTIONS)} or messages "
             f"either; its keys are: {', '.join(map(str, row)) or 'none'}",
             remedy="Set data.input_key and data.output_key to the columns of question and answer",
+            lacks_columns=True,
         )
     if asks == "question" and answers == "answer" and "\n#### " in str(row["answer"]):
         return config.model_copy(update={"dataset_name": "GSM8K"}), (
@@ -249,3 +250,6 @@ TASK_SETS: dict[str, TaskSet] = {
     "BinaryPreferenceDataset": TaskSet(read=preference),
     "ResponseDataset": TaskSet(read=response),
 }
+
+PREFERENCE_SETS = frozenset(name for name, known in TASK_SETS.items() if known.read is preference)
+"""The sets whose rows say which answer is better."""

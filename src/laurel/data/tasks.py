@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from laurel.config.tasks import TaskDataConfig, TaskSetConfig
 from laurel.config.tree import nearest
-from laurel.data.cells import Row, UnusableRow
+from laurel.data.cells import Row
 from laurel.data.held_out import held_out_prompts, split
 from laurel.data.own_datasets import has_own_split, is_import_path
 from laurel.data.processors import Processor, find_processor, own_form
 from laurel.data.report import fingerprint, nothing_left
 from laurel.data.set_reading import LeftOutRow, OpenedSet, open_set
 from laurel.data.task_formats import TASK_SETS, TaskParts, settle
+from laurel.data.task_needs import NeedsCheck, TaskNeeds
 from laurel.data.text_report import TaskReport
 from laurel.errors import ConfigError, DataError
 from laurel.observe.counts import counted_that
@@ -26,6 +27,9 @@ DEFAULT_TASKS = "OpenMathInstruct-2"
 
 FOR_FUNCTIONS = {"data_source": str, "extra_info": dict}
 """Columns that become metadata as they are: what verl's reward functions are given."""
+
+NEEDS = TaskNeeds()
+"""Of the environments without any settings."""
 
 _HUBS = {name: known.hub for name, known in TASK_SETS.items()}
 
@@ -47,7 +51,7 @@ def load_task_data(
     *,
     default_environment: str,
     environments: Sequence[str],
-    needs_answer: Collection[str] = ("math",),
+    needs: TaskNeeds = NEEDS,
 ) -> TaskData:
     """Every task that the `data` section names, with the held-out share where it names no others.
 
@@ -64,7 +68,7 @@ def load_task_data(
             name=name,
             default_environment=default_environment,
             environments=environments,
-            needs_answer=needs_answer,
+            needs=needs,
             on_bad_row=data.on_bad_row,
             limit=limit,
         )
@@ -103,7 +107,7 @@ def load_tasks(
     name: str,
     default_environment: str,
     environments: Sequence[str],
-    needs_answer: Collection[str] = ("math",),
+    needs: TaskNeeds = NEEDS,
     on_bad_row: Literal["error", "skip"] = "error",
     limit: int | None = None,
 ) -> tuple[list[Task], TaskReport]:
@@ -114,13 +118,13 @@ def load_tasks(
         name: Of the whole, in the report and at the start of every id.
         default_environment: Who judges the tasks of a set that names nobody.
         environments: The names there are.
-        needs_answer: Environments that judge against a known answer: a row without one is
-            malformed where one of them is to judge it.
+        needs: What environments cannot judge without: a row that lacks it is malformed.
         on_bad_row: Whether a malformed row is an error, or left out and counted.
         limit: Most rows that are used in all, before any is repeated.
 
     Raises:
-        ConfigError: An environment or processor that nobody knows.
+        ConfigError: An environment or processor that nobody knows; or no environment is named, and
+            the one that judges then does not fit the rows.
         DataError: A file, a row, or nothing left of a set.
     """
     for config in sets:
@@ -132,10 +136,9 @@ def load_tasks(
         if limit is not None and num_rows >= limit:
             break
         label = name if len(sets) == 1 else f"{name}-{index + 1}"
-        reading = _Reading.open(
-            config, label=label, environment=config.env_name or default_environment
-        )
-        reading.needs_answer = reading.environment in needs_answer
+        environment = config.env_name or default_environment
+        fit = NeedsCheck(needs=needs, environment=environment, is_named=config.env_name is not None)
+        reading = _Reading.open(config, label=label, environment=environment, fit=fit)
         tasks += reading.run(on_bad_row, None if limit is None else limit - num_rows)
         num_rows += reading.report.num_kept
         reports.append(reading.report)
@@ -226,11 +229,13 @@ class _Reading:
     task_name: str
     repeat: int
     report: TaskReport
-    needs_answer: bool = False
+    fit: NeedsCheck
     num_double_systems: int = 0
 
     @classmethod
-    def open(cls, config: TaskSetConfig, *, label: str, environment: str) -> _Reading:
+    def open(
+        cls, config: TaskSetConfig, *, label: str, environment: str, fit: NeedsCheck
+    ) -> _Reading:
         if config.dataset_name is None and config.data_path is None:
             config = config.model_copy(update={"dataset_name": DEFAULT_TASKS})
         report = TaskReport(name=label)
@@ -251,9 +256,12 @@ class _Reading:
             task_name=config.task_name or opened.task_name or _name_of(config),
             repeat=config.repeat or (known.repeat if known is not None else 1),
             report=report,
+            fit=fit,
         )
 
     def run(self, on_bad_row: Literal["error", "skip"], limit: int | None) -> list[Task]:
+        if self.processor is own_form:
+            self.fit.check_set(self.config.dataset_name, self.report)
         limits = [most for most in (self.config.max_samples, limit) if most is not None]
         rows = self.opened.read(
             self._task, report=self.report, on_bad_row=on_bad_row, limit=min(limits, default=None)
@@ -265,6 +273,7 @@ class _Reading:
             )
         if not rows:
             raise DataError(nothing_left(self.report))
+        self.fit.conclude(self.report.origin)
         tasks = list(_repeated(rows, self.repeat))
         if self.repeat > 1:
             self.report.notes.append(f"every task occurs {self.repeat} times")
@@ -275,19 +284,12 @@ class _Reading:
         if not self.is_settled:
             self.config, said = settle(row, self.config)
             self.is_settled = True
+            self.fit.check_set(self.config.dataset_name, self.report)
             if said is not None:
                 self.report.notes.append(said)
         parts = self._processed(source, row)
         if not any(m.content.strip() for m in parts.prompt if m.role != "system"):
             raise LeftOutRow("empty", "the prompt says nothing")
-        if parts.answer is None and self.needs_answer:
-            raise UnusableRow(
-                f"no answer in '{parts.answer_key}'",
-                f"the row has no answer in '{parts.answer_key}', and the environment "
-                f"'{self.environment}' judges against one",
-                remedy="Set data.output_key to the column that holds it, or data.env_name to an "
-                "environment that needs none",
-            )
         prompt = self.opened.frame.around(parts.prompt)
         if self.opened.frame.system is not None and parts.prompt[0].role == "system":
             self.num_double_systems += 1
@@ -297,6 +299,7 @@ class _Reading:
         for key, kind in FOR_FUNCTIONS.items():
             if isinstance(row.get(key), kind):
                 metadata.setdefault(key, row[key])
+        self.fit.check_row(parts, metadata)
         return Task(
             id=f"{self.report.name}:{source}",
             prompt=prompt,

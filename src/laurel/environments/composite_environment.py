@@ -31,6 +31,7 @@ from laurel.environments.interface import (
     numbers,
     settings_of,
 )
+from laurel.environments.returned import checked_return
 from laurel.errors import ConfigError
 from laurel.protocols import Environment, Judged, MessageLog
 from laurel.types import Task
@@ -175,7 +176,8 @@ class CompositeEnvironment(EnvironmentInterface):
         returns = {}
         for name, future in futures.items():
             try:
-                returns[name] = future.result()
+                step = environments[name].step
+                returns[name] = checked_return(step, future.result(), len(message_log_batch))
             except Exception as error:
                 error.add_note(f"in the part '{name}' of a composite environment")
                 raise

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from laurel.config.benchmarks import BenchmarkName
 from laurel.config.preference_data import DatasetConfig
 from laurel.data import benchmark_rows as rows_of
 from laurel.data.benchmark_rows import BenchmarkForm, BenchmarkRow
+from laurel.data.cells import UnusableRow
 from laurel.data.preferences import load_preferences
+from laurel.data.report import DataReport
 from laurel.errors import DataError
 from laurel.evaluation import (
     best_of_n,
@@ -29,8 +31,10 @@ from laurel.evaluation.reward_bench_2 import ZeroSpread
 from laurel.evaluation.scored_lists import ScoredList
 from laurel.evaluation.scored_pairs import ScoredPair
 from laurel.observe.console import conversation_text
-from laurel.types import Score
+from laurel.types import Preference, Score
 
+MOST_MALFORMED = 0.5
+"""Share of the rows of a training set that may be malformed where it is only compared with."""
 _UNSCORED = Score(value=None, failure="it is only read")
 
 
@@ -153,27 +157,69 @@ def preference_rows(asked: Asked) -> list[BenchmarkRow]:
         )
     rows: list[BenchmarkRow] = []
     for path in asked.data or (None,):
-        config = DatasetConfig(
-            dataset_name=asked.dataset, data_path=path, split=asked.split,
-            margin_key=asked.margin_key,
-        )  # fmt: skip
-        preferences, _ = load_preferences(
-            config, name=path or asked.dataset or "", ties="drop", duplicates="keep",
-            on_bad_row="error", max_samples=asked.max_samples,
-        )  # fmt: skip
+        preferences, _ = _preferences(asked, path, on_bad_row="error")
         rows += rows_of.rows_of_preferences(
             preferences, subset=path if len(asked.data) > 1 else None
         )
     return rows
 
 
-def unscored_pairs(asked: Asked) -> list[ScoredPair]:
-    """Every pair of the preferences that are named, of which nobody asks the score."""
-    return [
-        pair
-        for row in preference_rows(asked)
-        for pair in pairs_of(row, [_UNSCORED] * len(row.group.completions_G))
-    ]
+def _preferences(
+    asked: Asked, path: str | None, *, on_bad_row: Literal["error", "skip"]
+) -> tuple[list[Preference], DataReport]:
+    config = DatasetConfig(
+        dataset_name=asked.dataset, data_path=path, split=asked.split, margin_key=asked.margin_key
+    )
+    return load_preferences(
+        config, name=path or asked.dataset or "", ties="drop", duplicates="keep",
+        on_bad_row=on_bad_row, max_samples=asked.max_samples, remedy=_remedy,
+    )  # fmt: skip
+
+
+def _remedy(problem: UnusableRow) -> str:
+    """What an evaluation, which has no configuration, can be told about a malformed row."""
+    if problem.lacks_columns:
+        return (
+            "Rename the columns, or mend the row; --dataset names the class that reads rows, where "
+            "it is told wrongly."
+        )
+    return "Mend the row, or take it out of the file: what is evaluated is evaluated whole."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPairs:
+    """What a model was trained on, of which nobody asks the scores."""
+
+    pairs: list[ScoredPair]
+    notes: tuple[str, ...] = ()
+    """Of each set with malformed rows, how many were left out."""
+
+
+def training_pairs(asked: Asked) -> TrainingPairs:
+    """Every pair of the preferences that are named; malformed rows are left out and counted.
+
+    Raises:
+        DataError: A set cannot be read, or more than `MOST_MALFORMED` of its rows are malformed.
+    """
+    pairs: list[ScoredPair] = []
+    notes: list[str] = []
+    for path in asked.data:
+        preferences, report = _preferences(asked, path, on_bad_row="skip")
+        left_out = report.dropped.get("malformed")
+        if left_out is not None:
+            first = f"{left_out.examples[0]}: {next(iter(left_out.kinds))}"
+            said = f"{left_out.count:,} of {report.num_read:,} rows are malformed (e.g. {first})"
+            if left_out.count > MOST_MALFORMED * report.num_read:
+                raise DataError(
+                    f"{path}: {said}, more than {MOST_MALFORMED:.0%}: the others are no fair "
+                    f"sample. Mend the file; laurel data check {path} shows what is wrong with it"
+                )
+            notes.append(f"{path}: {said} and left out")
+        for row in rows_of.rows_of_preferences(
+            preferences, subset=path if len(asked.data) > 1 else None
+        ):
+            pairs += pairs_of(row, [_UNSCORED] * len(row.group.completions_G))
+    return TrainingPairs(pairs=pairs, notes=tuple(notes))
 
 
 # --------------------------------------------------------------------------------------- scoring

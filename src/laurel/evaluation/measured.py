@@ -23,6 +23,8 @@ class Figure:
     """Rows that it is taken over; those that failed are not among them."""
     num_failures: int = 0
     """Rows that it lacks because they could not be scored."""
+    is_aside: bool = False
+    """It says something about the rows, and is no score that others are made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from laurel.evaluation.measured import Figure, Measured, pair_credits, share, shares_by_subset
 from laurel.evaluation.scored_pairs import ScoredPair
 
 FINAL = "all pairs"
-TIES = "ties"
+TIES = "share of equal scores"
+"""A share of the pairs, not a subset of them whose accuracy it would be."""
 
 
 def measure(pairs: Sequence[ScoredPair]) -> Measured:
@@ -25,10 +27,8 @@ def measure(pairs: Sequence[ScoredPair]) -> Measured:
 
 def tie_share(pairs: Sequence[ScoredPair]) -> Figure:
     """The share of pairs whose answers have the same score, which counts as wrong."""
-    return share(
-        TIES,
-        [
-            None if pair.is_right is None else float(pair.score_chosen == pair.score_rejected)
-            for pair in pairs
-        ],
-    )
+    equal = [
+        None if pair.is_right is None else float(pair.score_chosen == pair.score_rejected)
+        for pair in pairs
+    ]
+    return replace(share(TIES, equal), is_aside=True)

@@ -41,6 +41,8 @@ class Line:
     """Half the height of a band around it, at the same steps (a standard deviation)."""
     limits: tuple[Series, Series] | None = None
     """The lower and the upper edge of a band, at the same steps."""
+    within: tuple[float, float] | None = None
+    """No band goes beyond these: what was seen."""
     mark: str = ""
     """Written at its end, for whoever cannot tell colours or dashes apart."""
     on_right: bool = False
@@ -172,7 +174,8 @@ def _edges(line: Line, smoothed: Smoothed | None) -> tuple[Sequence[float], Sequ
         half = smooth(line.band)
         halves = line.band.values if half is None else half.mean.values
         pairs = list(zip(centre.values, halves, strict=True))
-        return [v - b for v, b in pairs], [v + b for v, b in pairs]
+        least, most = line.within or (-math.inf, math.inf)
+        return [max(v - b, least) for v, b in pairs], [min(v + b, most) for v, b in pairs]
     if line.limits is not None:
         low, high = line.limits
         low_smoothed, high_smoothed = smooth(low), smooth(high)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -258,7 +258,12 @@ def _too_large(
 def zero_spread_groups(history: History) -> Finding | None:
     """Groups whose rewards are all equal teach nothing."""
     what = "share of groups whose rewards are all equal"
-    return _too_large(history, ZERO_SPREAD, history.config.zero_spread_share, what, "equal")
+    found = _too_large(history, ZERO_SPREAD, history.config.zero_spread_share, what, "equal")
+    reward = history.now(REWARD)
+    if found is None or reward is None:
+        return found
+    # Whether that is the end that was wished for, the reward says.
+    return replace(found, text=f"{found.text}; the mean reward is {_of(reward)}")
 
 
 def noise_floor_groups(history: History) -> Finding | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -33,6 +34,7 @@ from laurel.observe.reporting.samples import SampleTable, within
 from laurel.observe.reporting.settings import Setting, changed_settings
 from laurel.observe.reporting.side_by_side import SideBySide, side_by_side
 from laurel.observe.reporting.time_spent import duration, timing_of
+from laurel.observe.reporting.training_findings import is_success
 from laurel.observe.run_record import RunRecord, read_run
 
 TEMPLATE = "report.html.j2"
@@ -76,6 +78,8 @@ class Section:
     is_compared: bool
     """Its curves are drawn among those of others."""
     alarms: Sequence[Alarm]
+    solved: frozenset[str]
+    """Alarms that say no more than that everything is right."""
     timing: Sequence[tuple[str, float, float]]
     """Part of a step, seconds, share of the whole."""
     samples: Sequence[SampleTable]
@@ -181,7 +185,7 @@ def _environment() -> Any:
     )  # fmt: skip
     environment.filters |= {
         "number": _number, "shown": _shown, "seconds": duration, "script_json": _script_json,
-        "in_one_row": lambda row: (row[0], *row[1]),
+        "key": _breakable, "in_one_row": lambda row: (row[0], *row[1]),
     }  # fmt: skip
     return environment
 
@@ -270,6 +274,7 @@ def _section(
     took = "" if record.seconds is None else f", {duration(record.seconds)}"
     is_compared = compared.draws(record)
     charts = [] if is_compared else charts_of(record)
+    alarms = alarms_of(record.health)
     return Section(
         name=name,
         title=compared.name_of(record),
@@ -278,7 +283,8 @@ def _section(
             (chart, draw(chart, name=f"{name}-chart{i}")) for i, chart in enumerate(charts, start=1)
         ],
         is_compared=is_compared,
-        alarms=alarms_of(record.health),
+        alarms=alarms,
+        solved=frozenset(alarm.name for alarm in alarms if is_success(alarm, record)),
         timing=timing_of(record),
         samples=samples,
         evaluations=[evaluation_of(file, report) for file, report in record.evaluations.items()],
@@ -295,6 +301,13 @@ def _number(value: float | None) -> str:
 def _shown(text: str) -> str:
     """A text of a model or a data set in one line, not too long."""
     return one_line(text, _TEXT_LENGTH)
+
+
+def _breakable(name: str) -> Any:
+    """A dotted or slashed name that a narrow page breaks between its words, not within."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"(?<=[./_])(?=\w)", "<wbr>", str(escape(visible_lines(name)))))
 
 
 def _script_json(table: SampleTable) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections import Counter
@@ -487,22 +488,23 @@ def returning(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rewards": torch.ones(3)}, "ValueError: 2 conversations, but rewards of shape [3]"),
-        ({"rewards": torch.ones(1)}, "ValueError: 2 conversations, but rewards of shape [1]"),
-        ({"rewards": torch.ones(2, 1)}, "ValueError: 2 conversations, but rewards of shape [2, 1]"),
-        ({"rewards": torch.tensor(1.0)}, "ValueError: 2 conversations, but rewards of shape []"),
-        ({"rewards": {"a": torch.ones(2), "b": torch.ones(1)}}, "ValueError: 2 conv"),
-        ({"rewards": {}}, "ValueError: the environment gave no reward"),
-        ({"rewards": None}, ""),
-        ({"rewards": ["x", "y"]}, ""),
-        ({"observations": []}, "ValueError: 2 conversations"),
-        ({"terminateds": torch.tensor([True])}, "ValueError: 2 conversations"),
-        ({"answers": ["x"]}, "ValueError: 2 conversations"),
-        ({"failures": [None] * 3}, "ValueError: 2 conversations"),
+        ({"rewards": torch.ones(3)}, "returned 3 rewards; expected is a tensor of shape [2], one"),
+        ({"rewards": torch.ones(1)}, "returned 1 rewards; expected is a tensor of shape [2], one"),
+        ({"rewards": torch.ones(2, 1)}, "returned rewards of shape [2, 1]; expected is"),
+        ({"rewards": torch.tensor(1.0)}, "returned rewards of shape []; expected is"),
+        ({"rewards": {"a": torch.ones(2), "b": torch.ones(1)}}, "returned 1 rewards['b']; "),
+        ({"rewards": {}}, "returned rewards without any component; expected is"),
+        ({"rewards": None}, "returned None as rewards; expected is"),
+        ({"rewards": ["x", "y"]}, "returned a list of 2 as rewards; expected is"),
+        ({"observations": []}, "returned 0 observations; expected is a list, one for each of 2"),
+        ({"observations": None}, "returned None as observations; expected is a list"),
+        ({"terminateds": torch.tensor([True])}, "returned 1 terminateds; expected is"),
+        ({"answers": ["x"]}, "returned 1 answers; expected is"),
+        ({"failures": [None] * 3}, "returned 3 failures; expected is"),
         ({"terminateds": torch.tensor([False, False]), "observations": ["ok"] * 2},
-         "'ok' is no observation"),
+         "'ok' is no observation: a role"),
         ({"terminateds": torch.tensor([False, False]), "observations": [{"content": "x"}] * 2},
-         "{'content': 'x'} is no observation"),
+         "{'content': 'x'} is no observation: a role"),
     ],
 )  # fmt: skip
 def test_a_verdict_of_the_wrong_shape_is_a_failure(changes: dict[str, Any], reason: str) -> None:
@@ -513,7 +515,11 @@ def test_a_verdict_of_the_wrong_shape_is_a_failure(changes: dict[str, Any], reas
     for rollout in group.rollouts_G:
         assert rollout.reward is None
         assert rollout.failure is not None
-        assert rollout.failure.startswith(reason)
+        assert reason in rollout.failure
+        assert "unfinished.py" not in rollout.failure
+        if "returned" in reason:  # whoever wrote it finds it
+            place = rf"^{__name__}\.returning\.<locals>\.Fixed\.step \(.*test_rollouts\.py:\d+\) "
+            assert re.match(place, rollout.failure)
 
 
 def test_no_verdict_at_all_is_a_failure() -> None:
@@ -525,6 +531,28 @@ def test_no_verdict_at_all_is_a_failure() -> None:
         rollouts_of(ScriptedGenerator(saying("a")), judge=Silent(), **OFTEN_FAILS), [task()]
     )
     assert all(r.reward is None and r.failure for r in group.rollouts_G)
+    said = str(group.rollouts_G[0].failure)
+    assert re.match(r".*Silent\.step \(.*test_rollouts\.py:\d+\) returned None; expected is", said)
+    assert "an EnvironmentReturn with a reward, one for each of 2 conversations" in said
+
+
+def test_what_an_environment_raises_is_told_with_a_line_of_its_own() -> None:
+    class Deep(Judge):
+        def step(self, message_log_batch: Any, metadata: Any) -> Any:
+            return torch.zeros(2).reshape(3)  # which torch raises, here
+
+    class Odd(Judge):
+        def step(self, message_log_batch: Any) -> Any:  # type: ignore[override]
+            return None
+
+    place = r"\S*test_rollouts\.py:\d+"
+    for judge, where in (
+        (Deep(), rf"\({place}\)"),
+        (Odd(), rf"\(calling \S*Odd\.step \({place}\)\)"),
+    ):
+        rollouts = rollouts_of(ScriptedGenerator(saying("a")), judge=judge, **OFTEN_FAILS)
+        (group,) = play(rollouts, [task()])
+        assert re.search(where + "$", str(group.rollouts_G[0].failure))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -532,7 +560,10 @@ def test_a_reward_that_is_not_finite_is_a_failure_of_that_sample(value: float) -
     judge = Judge(lambda text, m: {"reward": value if text == "bad" else 0.5})
     (group,) = play(rollouts_of(ScriptedGenerator(saying("good", "bad")), judge=judge), [task()])
     assert [r.reward for r in group.rollouts_G] == [0.5, None]
-    assert group.rollouts_G[1].failure == "the reward is not finite"
+    said = str(group.rollouts_G[1].failure)
+    assert re.match(
+        rf".*Judge\.step \(.*\) returned the reward {value}; expected is a finite", said
+    )
 
 
 def test_a_failure_that_the_environment_reports_is_kept_and_its_reward_is_not_read() -> None:

@@ -240,7 +240,7 @@ def test_columns_of_other_names_are_mapped_in_the_file(here: Path, model: str) -
 @pytest.mark.parametrize(
     ("task", "rows", "why"),
     [
-        ("grpo-code", SUMS, "bring no tests"),
+        ("grpo-code", SUMS, "own.jsonl:1: no tests"),
         ("grpo-math", [{"prompt": "Write a line."}], "does not fit"),
         ("rm", SUMS, "columns of no known class"),
     ],

@@ -314,5 +314,5 @@ def test_the_class_is_told_by_the_columns(row: Any, name: str | None) -> None:
 
 
 def test_columns_that_tell_nothing_are_named() -> None:
-    with pytest.raises(UnusableRow, match=r"data.dataset_name is not set.*\(question\)"):
+    with pytest.raises(UnusableRow, match=r"their columns \(question\) do not tell it"):
         class_of({"question": "q"}, DatasetConfig())

@@ -10,7 +10,7 @@ import torch
 from laurel.environments.composite_environment import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn, RejectedTask
 from laurel.environments.math_environment import MathEnvironment
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.types import Message, Task
 
 
@@ -213,6 +213,15 @@ def test_an_environment_that_breaks_is_named():
     with pytest.raises(RuntimeError, match="out of order") as caught:
         judged(composite([{"env": "x"}], {"x": Says(breaks)}), "a")
     assert "'x'" in caught.value.__notes__[0]
+
+
+def test_a_part_that_returns_no_verdict_is_named():
+    class Short(Says):
+        def step(self, message_log_batch, metadata):
+            return super().step(message_log_batch[1:], metadata[1:])
+
+    with pytest.raises(EnvironmentFailedError, match=r"Short\.step \(\S+:\d+\) returned 1 obs"):
+        judged(composite([{"env": "x"}], {"x": Short(length)}), "a", "b")
 
 
 def test_parts_run_side_by_side():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from math import comb
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from laurel.cli.eval_results import Evaluation
+from laurel.cli.eval_tables import print_evaluation
 from laurel.evaluation import best_of_n, judge_bench, pair_accuracy
 from laurel.evaluation.scored_lists import ScoredList
 from laurel.evaluation.significance import compare, sign_test
@@ -32,6 +36,19 @@ def test_any_pairs_and_the_share_of_ties(pair) -> None:
     assert (measured.final.value, measured.final.num_rows) == (0.5, 2)
     assert measured.sections[0].value == 0.5
     assert measured.subsets == ()
+
+
+def test_the_share_of_ties_stands_apart_from_what_is_scored(pair) -> None:
+    measured = pair_accuracy.measure([pair("a", (1.0, 0.0), "x"), pair("b", (1.0, 1.0), "y")])
+    evaluation = Evaluation(
+        benchmark="pairs", title="Pairs", model="m", data=(), measured=measured, baseline=measured,
+        rows=(), num_completions=4, num_truncated=0, failures=(), seconds=1.0, details={},
+    )  # fmt: skip
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_evaluation(console, evaluation)
+    shown = [line.split("  ")[0].strip() for line in console.export_text().splitlines()]
+    named = [name for name in shown if name and name[0] != "─"]
+    assert named == ["Pairs: m", "x", "y", "all pairs", "share of equal scores", "scored"]
 
 
 # ---------------------------------------------------------------------------------------- lists

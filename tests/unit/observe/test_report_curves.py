@@ -6,9 +6,11 @@ import re
 
 import pytest
 
-from laurel.observe.charts import Chart, Line, draw
+from laurel.observe.charts import Chart, Line, _edges, draw
 from laurel.observe.reporting.curves import FEW_POINTS, NUM_PLACES, extremes, over_seeds, smooth
+from laurel.observe.reporting.run_charts import charts_of
 from laurel.observe.run_record import Series
+from report_runs import record
 
 
 def series(values: list[float]) -> Series:
@@ -93,3 +95,19 @@ def test_many_lines_differ_without_colour(num_lines: int) -> None:
     svg = draw(Chart(title="Loss", lines=lines), name="c")
     for line in lines:
         assert re.search(rf"<text[^>]*>{line.mark}</text>", svg)
+
+
+def test_the_band_of_rewards_ends_where_no_reward_was_seen() -> None:
+    curves = {
+        "train/reward": [0.1, 0.5, 0.9], "train/reward_std": [0.3, 0.5, 0.3],
+        "train/reward_min": [0.0, 0.0, 0.5], "train/reward_max": [1.0, 1.0, 1.0],
+    }  # fmt: skip
+    chart = next(chart for chart in charts_of(record(curves)) if chart.title == "Reward")
+    low, high = _edges(chart.lines[0], None) or ((), ())
+    assert low == pytest.approx([0.0, 0.0, 0.6])
+    assert high == pytest.approx([0.4, 1.0, 1.0])
+    # Where nobody said what was seen, the spread is drawn as it is.
+    unknown = {name: curves[name] for name in ("train/reward", "train/reward_std")}
+    chart = next(chart for chart in charts_of(record(unknown)) if chart.title == "Reward")
+    low, high = _edges(chart.lines[0], None) or ((), ())
+    assert low[0] == pytest.approx(-0.2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from laurel.observe.reporting.alarms import alarms_of
@@ -110,6 +112,16 @@ def test_data_that_was_left_out_and_its_notes() -> None:
         "look: Data 'train': 20 of 100 rows were left out (15 duplicate, 5 too long).",
         "look: Data 'train': 7 rows contradict others.",
     ]
+    # Where rows come from is no problem; what is held out is not lost.
+    notes = ["read as GSM8K, told by: the answer stands after '####'", "b.jsonl: no row rates x"]
+    data = {"train": {"rows_read": 100, "rows_kept": 75, "notes": notes,
+                      "rows_left_out": {"held out": {"count": 25}}}}  # fmt: skip
+    assert said({"train/reward": UP}, data=data) == [
+        "look: Data 'train': b.jsonl: no row rates x.",
+        "good: The reward rose from 0.04500 to 0.9450 (means of the first and the last tenth of "
+        "the steps).",
+        "note: Data 'train': read as GSM8K, told by: the answer stands after '####'.",
+    ]
     assert said({}, data={"train": {"rows_read": 100, "rows_kept": 99}}) == []
 
 
@@ -137,6 +149,41 @@ def test_alarms_from_when_to_when() -> None:
     assert (first.value, first.threshold, first.baseline) == (900.0, 500.0, 200.0)
     assert len(first.samples) == 3
     assert (second.name, second.since, second.until) == ("entropy", 6, 9)
+
+
+EQUAL = [{"step": 15, "alarm": "zero_spread_groups", "state": "raised", "value": 1.0,
+          "text": "all equal"}]  # fmt: skip
+
+
+def rewarded(rewards: list[float], low: float, high: float, **shares: float) -> dict[str, Any]:
+    """The end of a run in which all rewards of each group are equal."""
+    size = len(rewards)
+    curves = {
+        "train/reward": rewards, "train/reward_min": [low] * size,
+        "train/reward_max": [high] * size, "train/frac_reward_zero_std": [1.0] * size,
+    }  # fmt: skip
+    return curves | {f"train/baseline_reward/{k}": [v] * size for k, v in shares.items()}
+
+
+@pytest.mark.parametrize("health", [EQUAL, []])
+def test_equal_rewards_are_success_at_the_top_and_an_illness_at_the_bottom(health: Any) -> None:
+    def found(*given: Any, **shares: float) -> list[str]:
+        return said(rewarded(*given, **shares), health=health)
+
+    solved = found([0.2] * 30 + [1.0] * 30, 0.0, 1.0)
+    assert all(one.startswith("good") for one in solved), solved
+    assert len(solved) == 2
+    assert sum("at the top of what was seen" in one for one in solved) == 1
+    # Other scales, and only one reward ever seen.
+    assert found([-3.0] * 30 + [5.0] * 30, -4.0, 5.0)[0].startswith("good")
+    perfect = found([1.0] * 60, 1.0, 1.0, pct_1=100.0, pct_0=0.0)
+    assert all(one.startswith("good") for one in perfect), perfect
+    hopeless = found([0.0] * 60, 0.0, 0.0, pct_1=0.0, pct_0=100.0)
+    assert [one[:4] for one in hopeless] == (["bad:", "bad:", "look"] if health else
+                                             ["bad:", "look"])  # fmt: skip
+    assert any(one.startswith("bad") for one in found([0.6] * 60, 0.0, 1.0))
+    fallen = found([1.0] * 30 + [0.05] * 30, 0.0, 1.0)
+    assert fallen[0].startswith("bad")
 
 
 def test_alarms_that_are_still_on_come_first() -> None:

@@ -109,6 +109,39 @@ def test_an_evaluation_with_its_diagnostics() -> None:
     assert tables["More"] == [("matrix: easy", "0.5000")]
 
 
+def words_of(html: str) -> str:
+    """What the page says; where a long key may be broken says nothing."""
+    told = re.sub(r"<script.*?</script>|<[^>]+>", " ", html.replace("<wbr>", ""), flags=re.DOTALL)
+    return re.sub(r"\s+", " ", told)
+
+
+def test_notes_stand_apart_and_a_solved_run_is_not_red(tmp_path: Path) -> None:
+    (tmp_path / "exp_001").mkdir()
+    run = tmp_path / "exp_001"
+    lines = [
+        {"step": i, "train/reward": 1.0, "train/reward_min": 1.0, "train/reward_max": 1.0,
+         "train/baseline_reward/pct_1": 100.0, "train/frac_reward_zero_std": 1.0}
+        for i in range(1, 30)
+    ]  # fmt: skip
+    write_lines(run / "metrics.jsonl", lines)
+    write_lines(run / "health.jsonl", [
+        {"step": 5, "alarm": "zero_spread_groups", "state": "raised", "text": "all equal"},
+    ])  # fmt: skip
+    (run / "config.json").write_text(json.dumps({"grpo": {"seed": 7}}), encoding="utf-8")
+    data = {"train": {"rows_read": 4, "rows_kept": 4, "notes": ["read as GSM8K"]}}
+    (run / "data_report.json").write_text(json.dumps(data), encoding="utf-8")
+    write_report(tmp_path / "page.html", [run])
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    listed = html[html.index('<ul class="findings">') : html.index("</ul>")]
+    assert 'class="good"' in listed
+    assert 'class="bad"' not in listed
+    assert "read as GSM8K" not in listed
+    text = words_of(html)
+    assert "Notes Data &#39;train&#39;: read as GSM8K." in text
+    assert "still on: solved" in text
+    assert 'class="wrong"' not in html
+
+
 def test_everything_of_a_run_is_on_its_page(tmp_path: Path) -> None:
     run = reward_model_run(tmp_path / "exp_001")
     (run / "eval").mkdir()
@@ -122,7 +155,7 @@ def test_everything_of_a_run_is_on_its_page(tmp_path: Path) -> None:
     (run / "data_report.json").write_text(json.dumps(data), encoding="utf-8")
     write_report(tmp_path / "page.html", [run])
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    text = re.sub(r"\s+", " ", re.sub(r"<script.*?</script>|<[^>]+>", " ", html, flags=re.DOTALL))
+    text = words_of(html)
     for words in (
         "An alarm is still on since step 41: gradient. It jumped. Lower it.",
         "The norm of the gradient jumped: 51 at step 40, 51 times its median of 1",
@@ -141,7 +174,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
             reward_model_run(tmp_path / "exp_002", num_steps=80)]  # fmt: skip
     write_report(tmp_path / "page.html", runs)
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    text = re.sub(r"\s+", " ", re.sub(r"<script.*?</script>|<[^>]+>", " ", html, flags=re.DOTALL))
+    text = words_of(html)
     assert "Settings that differ A B rm.max_num_steps 100 80" in text
     assert "A exp_001" in text
     assert "B, Reward model exp_002" in text

@@ -10,7 +10,8 @@ from typing import Literal
 from laurel.observe.counts import counted
 from laurel.observe.run_record import Series
 
-Weight = Literal["bad", "look", "good"]
+Weight = Literal["bad", "look", "good", "note"]
+"""A problem, what may be one, what is well, and what is only to be known."""
 
 MIN_STEPS = 20
 """With fewer, the beginning and the end of a curve are not compared."""

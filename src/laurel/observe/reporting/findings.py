@@ -37,10 +37,10 @@ RULES: tuple[Rule, ...] = (
 )
 """Every rule, the most telling first."""
 
-_WEIGHTS: tuple[Weight, ...] = ("bad", "look", "good")
+_WEIGHTS: tuple[Weight, ...] = ("bad", "look", "good", "note")
 
 
 def findings(record: RunRecord) -> list[Finding]:
-    """What the figures of a run say, the worst first."""
+    """What the figures of a run say, the worst first and what is only to be known last."""
     found = [finding for rule in RULES for finding in rule(record)]
     return sorted(found, key=lambda finding: _WEIGHTS.index(finding.weight))

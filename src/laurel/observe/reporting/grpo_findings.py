@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from laurel.observe.console import format_number
+from laurel.observe.reporting.alarms import alarms_of
 from laurel.observe.reporting.finding import MIN_STEPS, Finding, beginning, ending, variance
+from laurel.observe.reporting.reward_range import standing
+from laurel.observe.reporting.training_findings import is_success
 from laurel.observe.run_record import RunRecord
 
 
@@ -42,16 +45,25 @@ def groups_without_spread(record: RunRecord) -> Iterator[Finding]:
     if not share:
         return
     last = fmean(ending(share))
+    if last > 0.5 and any(
+        a.until is None and is_success(a, record) for a in alarms_of(record.health)
+    ):
+        return  # which is told there
     if last > 0.5:
+        is_solved = standing(record) == "top"
         solved = record.series("train/baseline_reward/pct_1")
         which = ""
         if solved:
             which = f", and {fmean(ending(solved)):.0f}% of all groups were all right"
         yield Finding(
-            weight="look",
+            weight="good" if is_solved else "look",
             text=f"In {last:.0%} of the groups of the last steps all completions got the same "
-            f"reward{which}: nothing is learned from such a group. Harder or easier tasks, a "
-            "higher temperature, or grpo.use_dynamic_sampling.",
+            f"reward{which}: nothing is learned from such a group. "
+            + (
+                "The reward is at the top of what was seen: harder tasks, or the end of the run."
+                if is_solved
+                else "Harder or easier tasks, a higher temperature, or grpo.use_dynamic_sampling."
+            ),
         )
 
 
@@ -104,6 +116,12 @@ def reward_without_success(record: RunRecord) -> Iterator[Finding]:
         yield Finding(
             weight="good",
             text=f"The reward rose {said} (means of the first and the last tenth of the steps).",
+        )
+    elif standing(record) == "top":
+        yield Finding(
+            weight="good",
+            text=f"The reward is at the top of what was seen and was so from the beginning ({said}"
+            "): these tasks were solved before.",
         )
     else:
         yield Finding(

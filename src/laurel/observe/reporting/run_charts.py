@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from laurel.observe.charts import Chart, Line
 from laurel.observe.reporting.curves import over_seeds
+from laurel.observe.reporting.reward_range import seen_rewards
 from laurel.observe.run_record import RunRecord, Series
 
 
@@ -26,7 +27,7 @@ def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
         title="Reward, and success in validation" if truth else "Reward",
         lines=(
             Line(label="reward (mean, spread)", series=series("train/reward"),
-                 band=series("train/reward_std")),
+                 band=series("train/reward_std"), within=seen_rewards(record)),
             Line(label="success in validation", series=truth, on_right=True),
         ),
         left="reward", right="success rate", right_unit_interval=True,
@@ -137,7 +138,8 @@ def _curves(record: RunRecord) -> Iterator[tuple[str, Chart, Line]]:
 
 def _one_line(compared: Compared, title: str, line: Line) -> Line | None:
     if len(compared.records) == 1:
-        return Line(label=compared.label, series=line.series, band=line.band, mark=compared.mark)
+        return Line(label=compared.label, series=line.series, band=line.band,
+                    within=line.within, mark=compared.mark)  # fmt: skip
     several: list[Series] = [
         found.series
         for record in compared.records

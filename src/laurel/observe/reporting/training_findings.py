@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from statistics import fmean, median
 from typing import Any
@@ -10,10 +11,15 @@ from typing import Any
 from laurel.observe.console import format_number
 from laurel.observe.counts import counted
 from laurel.observe.metrics import is_lower_better
-from laurel.observe.reporting.alarms import alarms_of
-from laurel.observe.reporting.finding import MIN_STEPS, Finding, beginning, ending, steps
+from laurel.observe.reporting.alarms import Alarm, alarms_of
+from laurel.observe.reporting.finding import MIN_STEPS, Finding, Weight, beginning, ending, steps
+from laurel.observe.reporting.reward_range import standing
 from laurel.observe.run_record import RunRecord
 
+ZERO_SPREAD = "zero_spread_groups"
+"""The alarm that success raises, too."""
+_OF_ROWS = re.compile(r"(^|: )([\d,]+ rows? (?!of )|no row )")
+"""How a note begins that says something of the rows; others say where they come from."""
 JUMP = 10.0
 """A gradient norm so many times the median is a jump."""
 
@@ -22,7 +28,16 @@ def alarms_going_on(record: RunRecord) -> Iterator[Finding]:
     """Alarms of the run itself come before anything computed afterwards."""
     alarms = alarms_of(record.health)
     for alarm in alarms:
-        if alarm.until is None:
+        if alarm.until is None and is_success(alarm, record):
+            reward = format_number(fmean(ending(record.series("train/reward"))))
+            yield Finding(
+                weight="good",
+                text=f"Since step {alarm.since:,} nearly all groups have equal rewards, and the "
+                f"reward ({reward}) is at the top of what was seen: these tasks are solved, and "
+                f"nothing more is learned from them ({alarm.name}). Harder tasks, or the end of "
+                "the run.",
+            )
+        elif alarm.until is None:
             parts = [alarm.name, alarm.text, alarm.advice]
             said = " ".join(f"{part.rstrip('.')}." for part in parts if part)
             yield Finding(
@@ -34,6 +49,11 @@ def alarms_going_on(record: RunRecord) -> Iterator[Finding]:
             text=f"Raised in the course of the run, and over by now: {over:,} "
             f"alarm{'' if over == 1 else 's'}.",
         )
+
+
+def is_success(alarm: Alarm, record: RunRecord) -> bool:
+    """Whether an alarm says no more than that everything is right."""
+    return alarm.name == ZERO_SPREAD and standing(record) == "top"
 
 
 def not_finite(record: RunRecord) -> Iterator[Finding]:
@@ -171,19 +191,25 @@ def data_left_out(record: RunRecord) -> Iterator[Finding]:
     """Rows that were read and not used, and what the data report noted."""
     for name, report in record.data.items():
         read, kept = report.get("rows_read"), report.get("rows_kept")
-        if isinstance(read, int) and isinstance(kept, int) and read and kept < 0.9 * read:
-            reasons = report.get("rows_left_out") or {}
-            most = ", ".join(
-                f"{_count(found):,} {reason.replace('_', ' ')}"
-                for reason, found in sorted(reasons.items(), key=lambda item: -_count(item[1]))[:3]
-            )
-            yield Finding(
-                weight="look",
-                text=f"Data '{name}': {read - kept:,} of {counted(read, 'row')} "
-                f"{'was' if read - kept == 1 else 'were'} left out ({most}).",
-            )
+        # What is held out is used in validation.
+        reasons = {
+            reason.replace("_", " "): _count(found)
+            for reason, found in (report.get("rows_left_out") or {}).items()
+        }
+        held_out = reasons.pop("held out", 0)
+        if isinstance(read, int) and isinstance(kept, int) and read:
+            lost = read - kept - held_out
+            if lost > 0.1 * read:
+                most = sorted(reasons.items(), key=lambda item: -item[1])[:3]
+                said = ", ".join(f"{count:,} {reason}" for reason, count in most)
+                yield Finding(
+                    weight="look",
+                    text=f"Data '{name}': {lost:,} of {counted(read, 'row')} "
+                    f"{'was' if lost == 1 else 'were'} left out ({said}).",
+                )
         for note in report.get("notes") or ():
-            yield Finding(weight="look", text=f"Data '{name}': {note}.")
+            weight: Weight = "look" if _OF_ROWS.search(str(note)) else "note"
+            yield Finding(weight=weight, text=f"Data '{name}': {note}.")
 
 
 def _count(found: Any) -> int:
