@@ -182,7 +182,7 @@ def test_a_template_that_changes_what_is_said_leaves_roles_unclear() -> None:
         ("empty.jsonl", b"", "is empty"),
         ("bad.jsonl", b"{oops\nnonsense\n", "none of its 2 rows can be read"),
         ("rows.txt", b"x", "cannot tell the format"),
-        ("cut.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 99)[:30], "breaks off"),
+        ("cut.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 99, mtime=0)[:30], "breaks off"),
         ("bad.parquet", b"PAR", "no Parquet file"),
     ],
 )
