@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from laurel.config.environments import CompositeEnvironmentConfig, EnvironmentsConfig
@@ -198,26 +199,36 @@ def imported(path: str, where: str) -> Callable[..., Any]:
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ConfigError(f"{where}: '{path}' is not of the form module.Class")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not
-        raise ConfigError(
-            f"{where}: there is no module '{error.name}' for '{path}'; its file has to lie in the "
-            "working directory, or be installed"
-        ) from error
-    except AttributeError as error:
-        names = [name for name in vars(importlib.import_module(module_name)) if name[0] != "_"]
-        near = nearest(attribute, names)
+    module = _module(module_name, path, where)
+    found = getattr(module, attribute, None)
+    if found is None:
+        near = nearest(attribute, [name for name in vars(module) if name[0] != "_"])
         raise ConfigError(
             f"{where}: module '{module_name}' has no '{attribute}'"
             + (f"; did you mean '{near}'?" if near else "")
-        ) from error
+        )
     if not callable(found):
         raise ConfigError(f"{where}: '{path}' is {type(found).__name__}, not a class")
     made: Callable[..., Any] = found
     return made
+
+
+def _module(name: str, path: str, where: str) -> ModuleType:
+    """A module, which may be anybody's: what is wrong in it is told with its own file and line."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"{where}: there is no module '{missing}' for '{path}'; its file has to lie in "
+                "the working directory, or be installed"
+            ) from error
+        from laurel.environments.returned import told_with_line  # it needs torch
+
+        raise ConfigError(
+            f"{where}: module '{name}' cannot be imported: {told_with_line(error)}"
+        ) from error
 
 
 def _called(where: str, call: NamedCall) -> Any:

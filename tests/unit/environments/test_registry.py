@@ -172,3 +172,25 @@ def test_nothing_is_imported_before_it_is_asked_for():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines() == ["[]", "[]"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def x(:\n", r"SyntaxError: .* \(.*broken_module\.py:1\)"),
+        (
+            "\nimport no_such_module_here\n",
+            r"ModuleNotFoundError: No module .*broken_module\.py:2\)",
+        ),
+        ("\n\nraise ValueError('boom')\n", r"ValueError: boom \(.*broken_module\.py:3\)"),
+    ],
+    ids=["syntax", "import", "raises"],
+)
+def test_a_module_of_ones_own_that_is_broken_is_told_with_its_line(
+    tmp_path, monkeypatch, text, said
+):
+    (tmp_path / "broken_module.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    custom = {"mine": {"name": "broken_module.Mine"}}
+    with pytest.raises(ConfigError, match="module 'broken_module' cannot be imported: " + said):
+        create_environment("mine", EnvironmentsConfig(custom=custom))
