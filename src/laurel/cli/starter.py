@@ -63,7 +63,7 @@ SCRATCH = "scratch"
 """What is said instead of a model to have a new one."""
 _SCRATCH_ON_CPU = (
     "policy.scratch.hidden_size=128", "policy.scratch.num_layers=2", "policy.scratch.num_heads=4",
-    "policy.scratch.vocab_size=2048", "policy.optimizer.kwargs.lr=1e-3",
+    "policy.scratch.vocab_size=2048", "policy.optimizer.kwargs.lr=1e-3", "cluster.cpu_threads=1",
 )  # fmt: skip
 _SCRATCH_ON_GPU = (
     "policy.scratch.hidden_size=512", "policy.scratch.num_layers=8", "policy.scratch.num_heads=8",
@@ -74,12 +74,17 @@ _ABOUT_SCRATCH = {
     "one instead, name it here, take policy.scratch out, and take a much lower learning rate.",
     "policy.optimizer": "This learning rate (lr) is one for a small model that knows nothing yet. "
     "A pretrained one of about 1B parameters takes 2e-6 to 5e-6.",
+    "cluster.cpu_threads": "A model as small as this one gains nothing from a second thread, and "
+    "beside other work loses by it. A larger one wants null.",
+    "policy.generation.max_new_tokens": "A new model writes noise and does not stop by itself: "
+    "every answer has so many tokens at first, and that is most of a step's time.",
 }
 _GRPO_ON_CPU = (
     "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=8",
     "policy.train_global_batch_size=32", "policy.max_total_sequence_length=512",
     "grpo.max_num_steps=100", "grpo.max_val_samples=32",
 )  # fmt: skip
+_GRPO_FROM_SCRATCH = ("policy.generation.max_new_tokens=64",)
 _GRPO_ON_GPU = ("policy.max_total_sequence_length=1024", "grpo.max_num_steps=500")
 
 TASKS: Mapping[TaskName, StarterTask] = {
@@ -92,14 +97,14 @@ TASKS: Mapping[TaskName, StarterTask] = {
     "grpo-math": StarterTask(
         trainer="grpo", about="a policy, against known answers to mathematics", data="GSM8K",
         settings=("data.env_name=math",), keys=_GRPO_KEYS,
-        on_cpu=_GRPO_ON_CPU, on_gpu=_GRPO_ON_GPU,
+        on_cpu=_GRPO_ON_CPU, on_gpu=_GRPO_ON_GPU, from_scratch=_GRPO_FROM_SCRATCH,
     ),
     "grpo-rm": StarterTask(
         trainer="grpo", about="a policy, against a reward model", data="HelpSteer3",
         settings=("data.env_name=reward_model", "env.reward_model.enabled=true"),
         keys=(*_GRPO_KEYS, "env.reward_model.enabled", "env.reward_model.model_name",
               "env.reward_model.precision"),
-        on_cpu=_GRPO_ON_CPU, on_gpu=_GRPO_ON_GPU,
+        on_cpu=_GRPO_ON_CPU, on_gpu=_GRPO_ON_GPU, from_scratch=_GRPO_FROM_SCRATCH,
     ),
     "grpo-code": StarterTask(
         trainer="grpo", about="a policy, against tests of the programs that it writes",
@@ -107,7 +112,7 @@ TASKS: Mapping[TaskName, StarterTask] = {
         # Where every task has tests, nothing ends with </code>.
         settings=("data.env_name=code", "env.code.stop_strings=null"),
         keys=(*_GRPO_KEYS, "env.code.num_workers", "env.code.reward", "env.code.stop_strings"),
-        on_cpu=_GRPO_ON_CPU, on_gpu=_GRPO_ON_GPU,
+        on_cpu=_GRPO_ON_CPU, on_gpu=_GRPO_ON_GPU, from_scratch=_GRPO_FROM_SCRATCH,
     ),
 }  # fmt: skip
 
@@ -181,7 +186,7 @@ def starter(answers: Answers) -> tuple[Section, str]:
         overrides = [one for one in overrides if one.partition("=")[0] != key] + [shorter]
         config = load_config(SCHEMAS[task.trainer], None, overrides).config
     keys = {*task.keys, *_COMMON_KEYS, *(setting.partition("=")[0] for setting in extra)}
-    keys |= {one.partition("=")[0] for one in overrides if one.startswith("policy.scratch.")}
+    keys |= {one.partition("=")[0] for one in _from_scratch(answers)}
     more = _ABOUT_SCRATCH if answers.model is None else {}
     return config, to_yaml(config, describe=True, keys=keys, more=more)
 

@@ -139,8 +139,8 @@ class GRPOConfig(Section):
     """Steps in a row whose loss or gradient is not finite before the run stops. Default: one bad
     batch is an accident, three in a row are a fault."""
     val_period: int = Field(default=10, ge=0)
-    """Steps between validations; 0 turns them off. Default: as often as it is saved, so every
-    checkpoint has its figure."""
+    """Steps between validations; 0: at the start, the end and for ranking checkpoints alone.
+    Default: as often as it is saved, so every checkpoint has its figure."""
     val_at_start: bool = False
     """Validate before the first step (logged at step 0). Default: it costs a validation; worth it
     to know where a run began."""

@@ -64,7 +64,7 @@ class RewardTrainingConfig(Section):
     max_num_steps: int = Field(default=-1, ge=-1)
     """Optimizer steps at most; -1 is no limit."""
     val_period: int = Field(default=16, ge=0)
-    """Steps between validations; 0 turns them off."""
+    """Steps between validations; 0: at the start, the end and for ranking checkpoints alone."""
     val_batches: int = -1
     """Batches of each validation set that are used; 0 or less is all."""
     val_global_batch_size: int = Field(default=32, ge=1)
