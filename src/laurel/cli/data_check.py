@@ -283,7 +283,7 @@ def _show_formats(console: Console, findings: Findings) -> None:
     """What could have been given: what the commands take that were asked about."""
     asked = {reading.trainer for reading in findings.readings}
     known = findings.known
-    if known is not None and known.trainers and not findings.near:
+    if known is not None and known.trainers and not asked & known.trainers.keys():
         others = " and ".join(f"laurel {trainer}" for trainer in known.trainers)
         _line(console, "hint", f"this format is for {others}: leave --for out", style="bold")
     whom = f" that laurel {next(iter(asked))} takes" if len(asked) == 1 else ""

@@ -213,6 +213,19 @@ def test_a_file_for_another_command_is_told_so(tmp_path: Path) -> None:
     assert "HumanEval" not in said
 
 
+def test_tests_are_held_against_what_the_run_asks_of_them(tmp_path: Path) -> None:
+    one = {"prompt": "Add.", "test_list": ["assert add(1) == 1", "assert add(2) == 2"]}
+    two = {"prompt": "Or.", "test_list": ["assert add(1) == 1", "assert sub(2) == 2"]}
+    code, said, _ = check(write(tmp_path / "both.jsonl", one, two))
+    assert code == 0
+    assert "grpo yes: 1 of 2 rows" in said
+    code, said, _ = check(write(tmp_path / "none.jsonl", two, two))
+    assert code == 2
+    assert "accepts none of the known answers or tests" in said
+    assert "test_list needs the name of a function: entry. Add a column 'entry'" in said
+    assert "leave --for out" not in said  # nobody said it
+
+
 def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path: Path) -> None:
     row = {"question": "Where?", "better": "Here.", "worse": "No."}
     path = write(tmp_path / "rows.jsonl", row)

@@ -26,6 +26,7 @@ PROGRAMS = [
     {"prompt": f"Write f, which returns {n}.", "test_list": [f"assert f() == {n}"]}
     for n in range(3)
 ]
+TWO_FUNCTIONS = [{"prompt": "Write f.", "test_list": ["assert f() == 1", "assert g() == 1"]}]
 ROWS: dict[str, list[dict[str, Any]]] = {
     "rm": PAIRS, "grpo-math": SUMS, "grpo-rm": PAIRS, "grpo-code": PROGRAMS
 }  # fmt: skip
@@ -241,6 +242,7 @@ def test_columns_of_other_names_are_mapped_in_the_file(here: Path, model: str) -
     ("task", "rows", "why"),
     [
         ("grpo-code", SUMS, "own.jsonl:1: no tests"),
+        ("grpo-code", TWO_FUNCTIONS, "own.jsonl:1: test_list needs the name of a function"),
         ("grpo-math", [{"prompt": "Write a line."}], "does not fit"),
         ("rm", SUMS, "columns of no known class"),
     ],
