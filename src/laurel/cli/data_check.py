@@ -20,7 +20,8 @@ from laurel.data.benchmark_columns import ON_HUB
 from laurel.data.benchmark_rows import BEST_OF_N, read_benchmark
 from laurel.data.conversations import read_scoring_rows
 from laurel.data.known_formats import FORMATS, KnownFormat, Trainer
-from laurel.data.near_misses import Suggestion, suggestions
+from laurel.data.near_misses import KEYS_OF_COLUMNS, Suggestion, could_be_named, suggestions
+from laurel.data.task_needs import NOT_WHAT_IS_RIGHT
 from laurel.errors import DataError, UserError
 from laurel.observe.console import make_console, message_console, shorten_middle, visible
 from laurel.observe.counts import counted
@@ -226,6 +227,8 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -
             continue
         _line(console, label, f"yes: {_counts(reading, findings.known)}", style="bold")
         _say(console, f"         {_command(reading, findings.raw.path, overrides)}")
+        if NOT_WHAT_IS_RIGHT in reading.report.notes:
+            _line(console, "warning", NOT_WHAT_IS_RIGHT, style="bold")
     for use in findings.others:
         if use.num_rows:
             path = shlex.quote(findings.raw.path)
@@ -277,6 +280,19 @@ def _show_near(console: Console, findings: Findings) -> None:
         if near.trainer is not None:
             words = ["laurel", "data", "check", findings.raw.path, "--for", near.trainer]
             _say(console, f"         {shlex.join([*words, *near.settings])}")
+    _show_unnamed(console, findings)
+
+
+def _show_unnamed(console: Console, findings: Findings) -> None:
+    """Which keys name the columns of pairs, where nothing could be guessed."""
+    asked = next((one for one in findings.readings if one.trainer == "rm"), None)
+    is_guessed = any(near.trainer in (None, "rm") for near in findings.near)
+    if asked is None or asked.fits or is_guessed or not could_be_named(findings.raw.first, "rm"):
+        return
+    _line(console, "hint", "if they are pairs of answers, say which column is which", style="bold")
+    words = ["laurel", "data", "check", findings.raw.path, "--for", "rm"]
+    keys = [f"{key}=COLUMN" for key in KEYS_OF_COLUMNS["rm"]]
+    _say(console, f"         {shlex.join([*words, *keys])}")
 
 
 def _show_formats(console: Console, findings: Findings) -> None:

@@ -226,6 +226,29 @@ def test_tests_are_held_against_what_the_run_asks_of_them(tmp_path: Path) -> Non
     assert "leave --for out" not in said  # nobody said it
 
 
+def test_preferences_that_are_to_be_checked_against_are_warned_of(tmp_path: Path) -> None:
+    row = {"prompt": "Where?", "chosen": "Here.", "rejected": "No."}
+    path = write(tmp_path / "pairs.jsonl", row)
+    _, said, _ = check(path, "data.env_name=math")
+    assert "warning the answers that people preferred are what is judged against" in said
+    _, said, _ = check(path)
+    assert "warning" not in said
+
+
+def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path: Path) -> None:
+    row = {"Frage (user)": "Wo?", "gute Antwort": "Hier.", "schlechte_Antwort": "Nein."}
+    path = write(tmp_path / "rows.jsonl", row)
+    code, said, _ = check(path)
+    assert code == 2
+    keys = "data.prompt_key=COLUMN data.chosen_key=COLUMN data.rejected_key=COLUMN"
+    assert f"--for rm {keys}" in said
+    assert "'data.input_key=Frage (user)'" in said
+    named = ["prompt_key=Frage (user)", "chosen_key=gute Antwort", "rejected_key=schlechte_Antwort"]
+    code, said, _ = check(path, *(f"data.{one}" for one in named))
+    assert code == 0
+    assert "COLUMN" not in said
+
+
 def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path: Path) -> None:
     row = {"question": "Where?", "better": "Here.", "worse": "No."}
     path = write(tmp_path / "rows.jsonl", row)
