@@ -233,11 +233,24 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -
         if use.num_rows:
             path = shlex.quote(findings.raw.path)
             option = f"-d {path}" if use.command.startswith("eval") else path
+            if use.command == "eval pairs":
+                option += _column_options(overrides)
             rows = f"yes: {counted(use.num_rows, 'row')}"
             _line(console, use.command.partition(" ")[0], rows, style="bold")
             _say(console, f"         laurel {use.command} --model DIR {option}")
         elif use.command.startswith("eval"):
             _line(console, "eval", f"no: {_reason(use.problem)}", style="bold")
+
+
+def _column_options(overrides: Sequence[str]) -> str:
+    """The keys of columns that are said, as the options that `laurel eval pairs` has for them."""
+    said = [one.lstrip("+").partition("=") for one in overrides]
+    options = [
+        f" --{key.removeprefix('data.').replace('_', '-')} {shlex.quote(column)}"
+        for key, _, column in said
+        if key in KEYS_OF_COLUMNS["rm"]
+    ]
+    return "".join(options)
 
 
 def _counts(reading: Reading, known: KnownFormat | None) -> str:

@@ -247,6 +247,8 @@ def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path: Path) -> None:
     code, said, _ = check(path, *(f"data.{one}" for one in named))
     assert code == 0
     assert "COLUMN" not in said
+    asked = "--prompt-key 'Frage (user)' --chosen-key 'gute Antwort' --rejected-key schlechte"
+    assert f"laurel eval pairs --model DIR -d {path} {asked}" in said
 
 
 def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path: Path) -> None:
