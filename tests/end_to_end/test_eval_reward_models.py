@@ -224,6 +224,19 @@ def test_broken_rows_of_training_sets_are_counted_and_of_evaluations_refused(
     assert "broken.jsonl:11: the row has no 'rejected'" in done.stderr
     assert f"laurel data check {broken}" in done.stderr
     assert "data." not in done.stderr.replace("data check", ""), "it has no such keys"
+    assert "--prompt-key, --chosen-key and --rejected-key" in done.stderr
+
+
+def test_pairs_whose_columns_have_other_names(laurel, model, tmp_path) -> None:
+    names = {"prompt": "Frage (user)", "chosen": "gut", "rejected": "schlecht"}
+    rows = pair_rows()
+    asked = ["eval", "pairs", "-m", str(model), "--json", "-d"]
+    usual = laurel([*asked, str(write(tmp_path / "usual.jsonl", rows))])
+    renamed = [{names[key]: row[key] for key in names} for row in rows]
+    keys = [word for key, name in names.items() for word in (f"--{key}-key", name)]
+    done = laurel([*asked, str(write(tmp_path / "renamed.jsonl", renamed)), *keys])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["final"] == json.loads(usual.stdout)["final"]
 
 
 def test_members_noise_and_another_language(laurel, model, other_model, tmp_path) -> None:

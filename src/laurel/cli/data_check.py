@@ -20,7 +20,8 @@ from laurel.data.benchmark_columns import ON_HUB
 from laurel.data.benchmark_rows import BEST_OF_N, read_benchmark
 from laurel.data.conversations import read_scoring_rows
 from laurel.data.known_formats import FORMATS, KnownFormat, Trainer
-from laurel.data.near_misses import Suggestion, suggestions
+from laurel.data.near_misses import KEYS_OF_COLUMNS, Suggestion, could_be_named, suggestions
+from laurel.data.task_needs import NOT_WHAT_IS_RIGHT
 from laurel.errors import DataError, UserError
 from laurel.observe.console import make_console, message_console, shorten_middle, visible
 from laurel.observe.counts import counted
@@ -226,15 +227,30 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -
             continue
         _line(console, label, f"yes: {_counts(reading, findings.known)}", style="bold")
         _say(console, f"         {_command(reading, findings.raw.path, overrides)}")
+        if NOT_WHAT_IS_RIGHT in reading.report.notes:
+            _line(console, "warning", NOT_WHAT_IS_RIGHT, style="bold")
     for use in findings.others:
         if use.num_rows:
             path = shlex.quote(findings.raw.path)
             option = f"-d {path}" if use.command.startswith("eval") else path
+            if use.command == "eval pairs":
+                option += _column_options(overrides)
             rows = f"yes: {counted(use.num_rows, 'row')}"
             _line(console, use.command.partition(" ")[0], rows, style="bold")
             _say(console, f"         laurel {use.command} --model DIR {option}")
         elif use.command.startswith("eval"):
             _line(console, "eval", f"no: {_reason(use.problem)}", style="bold")
+
+
+def _column_options(overrides: Sequence[str]) -> str:
+    """The keys of columns that are said, as the options that `laurel eval pairs` has for them."""
+    said = [one.lstrip("+").partition("=") for one in overrides]
+    options = [
+        f" --{key.removeprefix('data.').replace('_', '-')} {shlex.quote(column)}"
+        for key, _, column in said
+        if key in KEYS_OF_COLUMNS["rm"]
+    ]
+    return "".join(options)
 
 
 def _counts(reading: Reading, known: KnownFormat | None) -> str:
@@ -277,13 +293,26 @@ def _show_near(console: Console, findings: Findings) -> None:
         if near.trainer is not None:
             words = ["laurel", "data", "check", findings.raw.path, "--for", near.trainer]
             _say(console, f"         {shlex.join([*words, *near.settings])}")
+    _show_unnamed(console, findings)
+
+
+def _show_unnamed(console: Console, findings: Findings) -> None:
+    """Which keys name the columns of pairs, where nothing could be guessed."""
+    asked = next((one for one in findings.readings if one.trainer == "rm"), None)
+    is_guessed = any(near.trainer in (None, "rm") for near in findings.near)
+    if asked is None or asked.fits or is_guessed or not could_be_named(findings.raw.first, "rm"):
+        return
+    _line(console, "hint", "if they are pairs of answers, say which column is which", style="bold")
+    words = ["laurel", "data", "check", findings.raw.path, "--for", "rm"]
+    keys = [f"{key}=COLUMN" for key in KEYS_OF_COLUMNS["rm"]]
+    _say(console, f"         {shlex.join([*words, *keys])}")
 
 
 def _show_formats(console: Console, findings: Findings) -> None:
     """What could have been given: what the commands take that were asked about."""
     asked = {reading.trainer for reading in findings.readings}
     known = findings.known
-    if known is not None and known.trainers and not findings.near:
+    if known is not None and known.trainers and not asked & known.trainers.keys():
         others = " and ".join(f"laurel {trainer}" for trainer in known.trainers)
         _line(console, "hint", f"this format is for {others}: leave --for out", style="bold")
     whom = f" that laurel {next(iter(asked))} takes" if len(asked) == 1 else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from laurel.cli.preference_data import load_data
 from laurel.cli.schemas import SCHEMAS
-from laurel.cli.task_setup import needs_of
+from laurel.cli.task_setup import check_tests, needs_of
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_training import RewardTrainingRun
@@ -200,6 +200,7 @@ def _read_tasks(config: GRPORun, settings: tuple[str, ...]) -> Reading:
         # Where nobody has said who judges, what each environment lacks is counted afterwards.
         needs=needs_of(config.env) if config.data.env_name is not None else NO_NEEDS,
     )
+    check_tests(data, config)
     return Reading(
         trainer="grpo", config=config, settings=settings, report=data.reports["train"],
         first=data.train[0], environments=_environments_of(data.train),

@@ -15,6 +15,7 @@ from laurel.cli.eval_options import (
     EnvironmentOption,
     NeededRowOptions,
     OneBenchmarkOptions,
+    PairRowOptions,
     RowOptions,
     ScoringOptions,
     TasksOption,
@@ -144,7 +145,7 @@ def eval_judge_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
 @eval_app.command("pairs")
 @with_option_groups
 def eval_pairs(
-    rows: NeededRowOptions,
+    rows: PairRowOptions,
     dataset: Annotated[
         str | None,
         typer.Option(
@@ -161,8 +162,13 @@ def eval_pairs(
 
     Example: laurel eval pairs -m results/rm/best -d validation.jsonl.gz
     """
+    said = {
+        "prompt_key": rows.prompt_key, "chosen_key": rows.chosen_key,
+        "rejected_key": rows.rejected_key,
+    }  # fmt: skip
+    keys = {key: column for key, column in said.items() if column is not None}
     _run(
-        "pairs", rows, how, dataset=dataset, diagnostics=also.diagnostics,
+        "pairs", rows, how, dataset=dataset, column_keys=keys, diagnostics=also.diagnostics,
         margin_key=also.margin_key, train_data=tuple(also.train_data or ()),
         sensitivity=also.sensitivity, other_language=also.other_language,
         members=tuple(also.member or ()),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from laurel.cli.eval_scoring import EvalScorer
@@ -18,6 +19,8 @@ class Request:
     split: str | None = None
     dataset: str | None = None
     """The class that reads preferences (`pairs`)."""
+    column_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the `data` section that name columns, and what they say (`pairs`)."""
     margin_key: str | None = None
     """The column that says by how much the chosen answer is better (`pairs`)."""
     prior: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _SECTION = re.compile(r"^([^#\n].*\n)(?=# )", re.MULTILINE)
 """The last line before the comment of the next section."""
+
+_TRAIN_DATA = re.compile(r"^  train_data_path: .*\n", re.MULTILINE)
 
 T = TypeVar("T")
 Ask = Callable[[str, str], str]
@@ -104,7 +106,7 @@ def run_init(
         num_positions=model.num_positions, model_settings=model.settings,
         holds_out=data.holds_out,
     )  # fmt: skip
-    _write(output, answers)
+    _write(output, answers, unnamed=data.unnamed)
     say(f"wrote    {output}, made for {machine.device}; it fits the schema")
     for note in (*model.notes, *data.notes, *_about_judge(answers)):
         say(f"note     {note}")
@@ -207,10 +209,20 @@ def look_at_machine() -> Machine:
 # ----------------------------------------------------------------------------------------- writing
 
 
-def _write(output: Path, answers: Answers) -> None:
-    """Write the file, once what is read back from it is what was meant."""
+def _write(output: Path, answers: Answers, *, unnamed: Sequence[str] = ()) -> None:
+    """Write the file, once what is read back from it is what was meant.
+
+    Args:
+        output: Where to.
+        answers: What it is made for.
+        unnamed: Keys of the data section that are written as comments, to be filled in.
+    """
     task = TASKS[answers.task]
     config, text = starter(answers)
+    if unnamed:
+        keys = "".join(f"  # {key.partition('.')[2]}: COLUMN\n" for key in unnamed)
+        fill_in = f"  # Which column is which? Fill in, and take the '# ' away.\n{keys}"
+        text = _TRAIN_DATA.sub(lambda line: line[0] + fill_in, text, count=1)
     command = f"laurel {task.trainer} --config {output}"
     heading = (
         f"# {task.about[0].upper()}{task.about[1:]}: {command}\n#\n"

@@ -14,8 +14,10 @@ from laurel.cli.local_scorer import find_local
 from laurel.cli.starter import SCRATCH, StarterTask
 from laurel.config.tree import nearest
 from laurel.data.file_formats import READERS
+from laurel.data.near_misses import KEYS_OF_COLUMNS, could_be_named
 from laurel.data.row_formats import DATASET_CLASSES
 from laurel.data.task_formats import TASK_SETS
+from laurel.data.task_needs import NOT_WHAT_IS_RIGHT
 from laurel.errors import DataError
 from laurel.observe.console import shorten_middle
 from laurel.observe.counts import counted, counted_that
@@ -44,6 +46,8 @@ class ChosenData:
     notes: tuple[str, ...] = ()
     misfit: str = ""
     """Why it does not fit the task."""
+    unnamed: tuple[str, ...] = ()
+    """Keys that would name its columns, which nobody could tell."""
 
 
 def choose_model(said: str, task: StarterTask) -> ChosenModel:
@@ -136,20 +140,28 @@ def choose_data(said: str, task: StarterTask) -> ChosenData:
         if near is not None:
             mapped = tuple(one for one in near.settings if not one.startswith("data.env_name="))
             findings = examine(said, task.trainer, [*mapped, *chosen])
-    return _looked_at(said, findings, mapped)
+    return _looked_at(said, findings, mapped, task)
 
 
 def _has_suffix(said: str) -> bool:
     return said.lower().removesuffix(".gz").endswith(tuple(READERS))
 
 
-def _looked_at(path: str, findings: Findings, mapped: Sequence[str]) -> ChosenData:
+def _looked_at(
+    path: str, findings: Findings, mapped: Sequence[str], task: StarterTask
+) -> ChosenData:
     named = (f"data.train_data_path={json.dumps(path)}", *mapped)
     reading = findings.readings[0]
     report = reading.report
     if report is None:
         why = f"{shorten_middle(reading.problem, 300)}; ask laurel data check {shlex.quote(path)}"
-        return ChosenData(settings=named, path=path, misfit=why)
+        # Tests have columns of fixed names.
+        could_be = task.environment != "code" and could_be_named(findings.raw.first, task.trainer)
+        unnamed = KEYS_OF_COLUMNS[task.trainer] if could_be else ()
+        if unnamed:
+            why += f". Say which column is which, by {', '.join(unnamed)}: the file has lines to "
+            why += "fill in"
+        return ChosenData(settings=named, path=path, misfit=why, unnamed=unnamed)
     told = tuple(one for one in reading.settings if not one.startswith("data.env_name="))
     what = findings.known.name if findings.known is not None else report.dataset_class
     notes = [
@@ -157,6 +169,8 @@ def _looked_at(path: str, findings: Findings, mapped: Sequence[str]) -> ChosenDa
     ]
     if mapped:
         notes.append(f"its columns are read by {', '.join(mapped)}")
+    if NOT_WHAT_IS_RIGHT in report.notes:
+        notes.append(f"{path} holds preferences: {NOT_WHAT_IS_RIGHT}")
     if reading.num_malformed:
         first = report.dropped["malformed"].examples[0]
         them = "it" if reading.num_malformed == 1 else "them"

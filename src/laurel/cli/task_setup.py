@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,14 +14,18 @@ from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_training import GRPORun
 from laurel.data.task_needs import TaskNeeds
 from laurel.data.tasks import TaskData
+from laurel.environments.code_answers.task_tests import problem_of
+from laurel.environments.interface import RejectedTask
 from laurel.environments.registry import create_environments
 from laurel.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.data.text_report import TaskReport
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment
+    from laurel.types import Task
 
 
 NUM_CHECKED = 2000
@@ -69,20 +74,47 @@ def check_answers(data: TaskData, environments: dict[str, Environment], console:
             own = [task for task in tasks if task.environment == env_name][:NUM_CHECKED]
             if validate is None or not own:
                 continue
-            with console.status(f"checking the known answers of {name}"):
+            with console.status(f"checking the known answers and tests of {name}"):
                 rejected = validate(own)
-            bad = {rejection.task.id for rejection in rejected}
-            for rejection in rejected:
-                data.reports[name].drop(
-                    "answer refused", rejection.task.source, kind=rejection.reason
-                )
-            tasks[:] = [task for task in tasks if task.id not in bad]
-            data.reports[name].describe(tasks)
-            if rejected and not tasks:
-                raise DataError(
-                    f"{name}: the environment {env_name!r} accepts none of the known answers; the "
-                    f"first: {rejected[0].task.source}: {rejected[0].reason}"
-                )
+            leave_out(rejected, tasks, data.reports[name], name=name, environment=env_name)
+
+
+def check_tests(data: TaskData, config: GRPORun) -> None:
+    """Of what `check_answers` does, what needs no environment that runs: are tests well formed?"""
+    for name, tasks in (("train", data.train), ("validation", data.validation)):
+        rejected = [
+            RejectedTask(task=task, reason=reason)
+            for task in tasks
+            if task.environment == "code"
+            and (reason := problem_of(task.metadata, config.env.code)) is not None
+        ]
+        if rejected:
+            leave_out(rejected, tasks, data.reports[name], name=name, environment="code")
+
+
+def leave_out(
+    rejected: Sequence[RejectedTask],
+    tasks: list[Task],
+    report: TaskReport,
+    *,
+    name: str,
+    environment: str,
+) -> None:
+    """Take rejected tasks out of a set, and say so in its report.
+
+    Raises:
+        DataError: None are left of a set that had some.
+    """
+    bad = {rejection.task.id for rejection in rejected}
+    for rejection in rejected:
+        report.drop("answer refused", rejection.task.source, kind=rejection.reason)
+    tasks[:] = [task for task in tasks if task.id not in bad]
+    report.describe(tasks)
+    if rejected and not tasks:
+        raise DataError(
+            f"{name}: the environment {environment!r} accepts none of the known answers or tests; "
+            f"the first: {rejected[0].task.source}: {rejected[0].reason}"
+        )
 
 
 def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:

@@ -90,7 +90,8 @@ def code_task(row: Row) -> CodeTask:
     `test_code`, `test_list`, `stdio_tests` or `call_tests` are taken as they are, or as JSON;
     `input_output` is that of APPS and TACO, `public_test_cases` and `private_test_cases` those of
     LiveCodeBench, and `reward_model.ground_truth` that of verl's code sets. A row without tests is
-    a task whose tool is code.
+    a task whose tool is code. Where no `entry` names the function that a `test_list` is about, it
+    is the one that all asserts call.
     """
     key = next((key for key in _QUESTIONS if row.get(key) is not None), _QUESTIONS[0])
     prompt = messages(required(row, key), role="user", what=f"'{key}'")
@@ -107,6 +108,8 @@ def code_task(row: Row) -> CodeTask:
             metadata[form] = row[form] if is_code else _parsed(row[form], f"'{form}'")
     if not any(form in metadata for form in OWN_TESTS):
         metadata = _foreign_tests(row) | metadata
+    if "entry" not in metadata and (entry := _function_of_all(metadata)):
+        metadata["entry"] = entry
     return CodeTask(prompt, metadata | _id_of(row))
 
 
@@ -254,22 +257,58 @@ def _function_in(tests: Sequence[str], code: str) -> str:
 
     Without a solution, the first that is not Python's own.
     """
-    called = [
-        node.func.id
-        for test in tests
-        for node in ast.walk(_tree(test, "'test_list'"))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    defined = {
-        node.name
-        for node in (_tree(code, "'code'").body if code else ())
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
+    called = [name for test in tests for name in _called_in(_tree(test, "'test_list'"))]
+    defined = _defined_in(_tree(code, "'code'")) if code else set()
     unknown = [name for name in called if not hasattr(builtins, name)]
     found = next((name for name in called if name in defined), None) or next(iter(unknown), None)
     if found is None:
         raise UnusableRow("no function", "the asserts of 'test_list' call no function")
     return found
+
+
+def _function_of_all(metadata: Mapping[str, Any]) -> str | None:
+    """The one function that every assert of a `test_list` calls; None where that is not clear.
+
+    Python's own and those that the task itself defines are not meant. Nothing is refused here: the
+    environment says what it needs, and lists with other faults are its to tell as well.
+    """
+    tests = metadata.get("test_list")
+    setup, solution = (metadata.get(key) or "" for key in ("test_setup", "reference_solution"))
+    if not isinstance(tests, list) or not all(isinstance(one, str) for one in (*tests, setup)):
+        return None
+    try:
+        own = _defined_in(_tree(setup, "'test_setup'"))
+        called = [_called_in(_tree(one, "'test_list'")) for one in tests]
+        solved = _defined_in(_tree(str(solution), "'reference_solution'"))
+    except UnusableRow:
+        return None
+    in_all = {
+        name
+        for name in (called[0] if called else ())
+        if all(name in names for names in called)
+        and not hasattr(builtins, name) and name not in own
+    }  # fmt: skip
+    in_all = (in_all & solved) or in_all
+    return next(iter(in_all)) if len(in_all) == 1 else None
+
+
+def _called_in(tree: ast.Module) -> list[str]:
+    """The plain names that are called."""
+    return [
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+
+
+def _defined_in(tree: ast.Module) -> set[str]:
+    """Functions and classes, at the top."""
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {
+        (name.asname or name.name)
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in node.names
+    }
 
 
 def _tree(code: str, what: str) -> ast.Module:

@@ -147,6 +147,7 @@ def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
         raise DataError(
             f"{path}:1: the header must name each column once, and reads: {', '.join(header)}"
         )
+    _check_separator(header, path)
     label = os.path.basename(path)
     while True:
         source = f"{label}:{reader.line_num + 1}"
@@ -160,6 +161,18 @@ def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
             complain(source, UnusableRow("not CSV", f"not CSV: {problem}"))
         except UnusableRow as problem:
             complain(source, problem)
+
+
+def _check_separator(header: list[str], path: str) -> None:
+    """Raise DataError for a header of one column that is a list of names between other marks."""
+    for mark, name in ((";", "semicolons (;)"), ("\t", "tabs")):
+        names = header[0].split(mark) if len(header) == 1 else []
+        if len(names) > 1 and all(one.strip() for one in names):
+            raise DataError(
+                f"{path}:1: the columns are separated by {name}, where CSV has commas. Write the "
+                "file again with commas between the columns (spreadsheets ask for the separator "
+                "when they export), or as JSON lines"
+            )
 
 
 def _csv_row(header: list[str], cells: list[str]) -> Row:

@@ -259,8 +259,8 @@ FORMATS: tuple[KnownFormat, ...] = (
         name="code tasks",
         says="what a program is to do, and tests of it: our own, or those of APPS, LiveCodeBench "
         "or verl",
-        columns="prompt, and one of test_code, test_list, stdio_tests, call_tests, input_output, "
-        "public_test_cases",
+        columns="prompt, and one of test_list, test_code (with entry, the function's name), "
+        "call_tests (with entry), stdio_tests, input_output, public_test_cases",
         example={"prompt": "Print the sum of two numbers, one a line.",
                  "stdio_tests": [{"stdin": "1\n2\n", "stdout": "3\n"}]},
         fits=_brings_tests,

@@ -6,17 +6,20 @@ A mapping is only suggested once the row at hand could be read with it.
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from laurel.config.overrides import parse_override
 from laurel.config.preference_data import DatasetConfig
 from laurel.config.tasks import TaskSetConfig
 from laurel.data.cells import Row, UnusableRow, answer, messages
 from laurel.data.known_formats import FORMATS, Trainer, recognise
 from laurel.data.row_formats import judge
 from laurel.data.task_formats import response
+from laurel.errors import ConfigError
 
 _PROMPTS = frozenset({"prompt", "question", "query", "instruction", "input", "context", "problem",
                       "task", "user", "human", "request", "q"})  # fmt: skip
@@ -39,6 +42,22 @@ class Suggestion:
     """The command that would read it."""
     settings: tuple[str, ...] = ()
     """What that command is to be told; empty where the columns have to be renamed."""
+
+
+KEYS_OF_COLUMNS: Mapping[Trainer, tuple[str, ...]] = {
+    "rm": ("data.prompt_key", "data.chosen_key", "data.rejected_key"),
+    "sft": ("data.input_key", "data.output_key"),
+    "grpo": ("data.input_key", "data.output_key"),
+}
+"""By command, the keys that name the columns of a row in its commonest form."""
+
+
+def could_be_named(row: Row, trainer: Trainer) -> bool:
+    """Whether a row of no known form has as many columns as those keys would name."""
+    known = recognise(row)
+    texts = sum(isinstance(value, str | list) for value in row.values())
+    is_unclear = known is None or known.name == "prompts"
+    return is_unclear and texts >= len(KEYS_OF_COLUMNS[trainer])
 
 
 def suggestions(row: Row) -> list[Suggestion]:
@@ -88,7 +107,12 @@ def _settings(**named: str | None) -> tuple[str, ...]:
 
 
 def _quoted(column: str) -> str:
-    return column if re.fullmatch(r"[A-Za-z_]\w*", column) else f"'{column}'"
+    """In quotes only where the value of an override would be taken for something else."""
+    try:
+        value = parse_override(f"key={column}").value
+    except ConfigError:
+        value = None
+    return column if value is not None and value.value == column else json.dumps(column)
 
 
 def _as_pair(row: Row) -> Suggestion | None:

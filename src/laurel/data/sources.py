@@ -111,7 +111,10 @@ def _file_rows(path: str, complain: Complain) -> Rows:
     last = "the start"
     try:
         if os.path.getsize(path) == 0:
-            raise DataError(f"{path} is empty (0 bytes)")
+            raise DataError(
+                f"{path} is empty (0 bytes). Write it again: each row a line (or as its format "
+                "has it); laurel data check says what rows may hold"
+            )
         with _opened(path) as stream:
             for source, row in read(stream, path, complain):
                 last = source

@@ -21,6 +21,12 @@ PROSE_WORDS = 20
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _MARKED = ("\\boxed", "####")
 
+NOT_WHAT_IS_RIGHT = (
+    "the answers that people preferred are what is judged against, and they say what is liked, not "
+    "what is right. To learn from preferences: laurel rm, and then a policy against that reward "
+    "model (laurel init --task grpo-rm, data.env_name=reward_model)"
+)
+"""Of preferences with an environment that checks against a known answer."""
 _CHOICES = (
     "Say who judges: data.env_name=reward_model with env.reward_model.enabled=true and "
     "env.reward_model.model_name=DIR; your own under env.custom; "
@@ -72,7 +78,7 @@ class NeedsCheck:
                 "by. To learn from the preferences themselves, use laurel rm"
             )
         if self.environment in self.needs.answers:
-            report.notes.append("the answers that people preferred are what is judged against")
+            report.notes.append(NOT_WHAT_IS_RIGHT)
 
     def check_row(self, parts: TaskParts, metadata: Mapping[str, Any]) -> None:
         """Raise UnusableRow where the task has nothing that it could be judged by."""

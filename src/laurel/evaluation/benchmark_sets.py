@@ -7,7 +7,7 @@ The arithmetic is that of `laurel eval`; what is added is what a run logs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from laurel.config.benchmarks import BenchmarkName, BenchmarkSetConfig
@@ -62,6 +62,7 @@ class Asked:
     prior: bool
     zero_spread: ZeroSpread
     margin_key: str | None = None
+    column_keys: Mapping[str, str] = field(default_factory=dict)
     max_samples: int | None = None
 
 

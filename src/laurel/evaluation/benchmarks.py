@@ -54,6 +54,10 @@ class Asked(Protocol):
         """The class that reads preferences (`pairs`)."""
 
     @property
+    def column_keys(self) -> Mapping[str, str]:
+        """Keys of `DatasetConfig` that name columns, and what they say (`pairs`)."""
+
+    @property
     def margin_key(self) -> str | None:
         """The column that says by how much the chosen answer is better (`pairs`)."""
 
@@ -168,8 +172,9 @@ def _preferences(
     asked: Asked, path: str | None, *, on_bad_row: Literal["error", "skip"]
 ) -> tuple[list[Preference], DataReport]:
     config = DatasetConfig(
-        dataset_name=asked.dataset, data_path=path, split=asked.split, margin_key=asked.margin_key
-    )
+        dataset_name=asked.dataset, data_path=path, split=asked.split,
+        margin_key=asked.margin_key, **asked.column_keys,
+    )  # fmt: skip
     return load_preferences(
         config, name=path or asked.dataset or "", ties="drop", duplicates="keep",
         on_bad_row=on_bad_row, max_samples=asked.max_samples, remedy=_remedy,
@@ -180,8 +185,9 @@ def _remedy(problem: UnusableRow) -> str:
     """What an evaluation, which has no configuration, can be told about a malformed row."""
     if problem.lacks_columns:
         return (
-            "Rename the columns, or mend the row; --dataset names the class that reads rows, where "
-            "it is told wrongly."
+            "Name the columns with --prompt-key, --chosen-key and --rejected-key of laurel eval "
+            "pairs, or mend the row; --dataset names the class that reads rows, where it is told "
+            "wrongly."
         )
     return "Mend the row, or take it out of the file: what is evaluated is evaluated whole."
 

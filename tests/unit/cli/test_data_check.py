@@ -213,6 +213,44 @@ def test_a_file_for_another_command_is_told_so(tmp_path: Path) -> None:
     assert "HumanEval" not in said
 
 
+def test_tests_are_held_against_what_the_run_asks_of_them(tmp_path: Path) -> None:
+    one = {"prompt": "Add.", "test_list": ["assert add(1) == 1", "assert add(2) == 2"]}
+    two = {"prompt": "Or.", "test_list": ["assert add(1) == 1", "assert sub(2) == 2"]}
+    code, said, _ = check(write(tmp_path / "both.jsonl", one, two))
+    assert code == 0
+    assert "grpo yes: 1 of 2 rows" in said
+    code, said, _ = check(write(tmp_path / "none.jsonl", two, two))
+    assert code == 2
+    assert "accepts none of the known answers or tests" in said
+    assert "test_list needs the name of a function: entry. Add a column 'entry'" in said
+    assert "leave --for out" not in said  # nobody said it
+
+
+def test_preferences_that_are_to_be_checked_against_are_warned_of(tmp_path: Path) -> None:
+    row = {"prompt": "Where?", "chosen": "Here.", "rejected": "No."}
+    path = write(tmp_path / "pairs.jsonl", row)
+    _, said, _ = check(path, "data.env_name=math")
+    assert "warning the answers that people preferred are what is judged against" in said
+    _, said, _ = check(path)
+    assert "warning" not in said
+
+
+def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path: Path) -> None:
+    row = {"Frage (user)": "Wo?", "gute Antwort": "Hier.", "schlechte_Antwort": "Nein."}
+    path = write(tmp_path / "rows.jsonl", row)
+    code, said, _ = check(path)
+    assert code == 2
+    keys = "data.prompt_key=COLUMN data.chosen_key=COLUMN data.rejected_key=COLUMN"
+    assert f"--for rm {keys}" in said
+    assert "'data.input_key=Frage (user)'" in said
+    named = ["prompt_key=Frage (user)", "chosen_key=gute Antwort", "rejected_key=schlechte_Antwort"]
+    code, said, _ = check(path, *(f"data.{one}" for one in named))
+    assert code == 0
+    assert "COLUMN" not in said
+    asked = "--prompt-key 'Frage (user)' --chosen-key 'gute Antwort' --rejected-key schlechte"
+    assert f"laurel eval pairs --model DIR -d {path} {asked}" in said
+
+
 def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path: Path) -> None:
     row = {"question": "Where?", "better": "Here.", "worse": "No."}
     path = write(tmp_path / "rows.jsonl", row)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import tiny_tokenizers
 from laurel.cli.init import InitOptions, run_init
 from laurel.cli.main import app
+from laurel.cli.preference_data import load_data
 from laurel.cli.schemas import SCHEMAS
 from laurel.cli.starter import TASKS, Machine
 from laurel.config.load import load_config
@@ -26,6 +27,7 @@ PROGRAMS = [
     {"prompt": f"Write f, which returns {n}.", "test_list": [f"assert f() == {n}"]}
     for n in range(3)
 ]
+TWO_FUNCTIONS = [{"prompt": "Write f.", "test_list": ["assert f() == 1", "assert g() == 1"]}]
 ROWS: dict[str, list[dict[str, Any]]] = {
     "rm": PAIRS, "grpo-math": SUMS, "grpo-rm": PAIRS, "grpo-code": PROGRAMS
 }  # fmt: skip
@@ -241,6 +243,7 @@ def test_columns_of_other_names_are_mapped_in_the_file(here: Path, model: str) -
     ("task", "rows", "why"),
     [
         ("grpo-code", SUMS, "own.jsonl:1: no tests"),
+        ("grpo-code", TWO_FUNCTIONS, "own.jsonl:1: test_list needs the name of a function"),
         ("grpo-math", [{"prompt": "Write a line."}], "does not fit"),
         ("rm", SUMS, "columns of no known class"),
     ],
@@ -254,6 +257,31 @@ def test_data_that_does_not_fit_is_said(
     said = " ".join(capsys.readouterr().err.split())
     assert "warning the data does not fit" in said
     assert why in said
+
+
+def test_preferences_are_not_answers_to_check_by(
+    here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_init(options("grpo-math", model, data="rm.jsonl"), machine=CPU)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "rm.jsonl holds preferences: the answers that people preferred are what is" in said
+    assert "laurel init --task grpo-rm" in said
+
+
+def test_columns_that_tell_nothing_have_lines_to_fill_in(
+    here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"prompt": "Frage", "chosen": "gute Antwort", "rejected": "schlechte"}
+    write(here / "own.jsonl", [{names[key]: row[key] for key in names} for row in PAIRS])
+    run_init(options("rm", model, data="own.jsonl"), machine=CPU)
+    assert "data.prompt_key, data.chosen_key, data.rejected_key" in capsys.readouterr().err
+    text = (here / "rm.yaml").read_text(encoding="utf-8")
+    for key, name in names.items():
+        assert f"  # {key}_key: COLUMN\n" in text
+        text = text.replace(f"  # {key}_key: COLUMN\n", f"  {key}_key: {name}\n")
+    (here / "rm.yaml").write_text(text, encoding="utf-8")
+    config = load_config(SCHEMAS["rm"], here / "rm.yaml").config
+    assert load_data(config).reports["train"].num_kept
 
 
 @pytest.mark.parametrize(

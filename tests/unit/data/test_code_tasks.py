@@ -94,6 +94,25 @@ def test_the_environments_own_keys(load):
     assert load({"prompt": "Use the tool."}).metadata == {}
 
 
+@pytest.mark.parametrize(
+    ("tests", "more", "entry"),
+    [
+        (["assert add(1, 2) == 3", "assert sorted([add(0, 1)]) == [1]"], {}, "add"),
+        (["assert add(1) == sub(1)", "assert sub(2) == 2"], {}, "sub"),
+        (["assert add(1) == 1", "assert sub(2) == 2"], {}, None),
+        (["assert add(sub(1)) == 1"], {}, None),
+        (["assert add(sub(1)) == 1"], {"reference_solution": "def add(x): return x"}, "add"),
+        (["assert add(Node(1)) == 1"], {"test_setup": "class Node: pass"}, "add"),
+        (["assert add(1) == 1"], {"entry": "other"}, "other"),
+        (["assert ("], {}, None),
+        ([3], {}, None),
+    ],
+)
+def test_the_function_of_a_list_is_the_one_that_all_asserts_call(load, tests, more, entry):
+    task = load({"prompt": "Write it.", "test_list": tests} | more)
+    assert task.metadata.get("entry") == entry
+
+
 def test_the_processor_reads_the_same_from_any_set(load):
     row = {"messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "a"}],
            "entry": "f", "call_tests": [{"args": [], "expected": 1}]}  # fmt: skip

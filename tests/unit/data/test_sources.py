@@ -204,10 +204,18 @@ def test_broken_csv_is_named_with_its_line(tmp_path: Path, content: bytes, part:
     assert part in failure(path)
 
 
+@pytest.mark.parametrize(("mark", "name"), [(";", "semicolons (;)"), ("\t", "tabs")])
+def test_another_separator_is_named(tmp_path: Path, mark: str, name: str) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text(f"prompt{mark}chosen{mark}rejected\nWhy, then?{mark}So.{mark}No.\n")
+    assert f"r.csv:1: the columns are separated by {name}, where CSV has commas" in failure(path)
+
+
 @pytest.mark.parametrize("name", ["r.jsonl", "r.parquet", "r.csv.gz"])
 def test_an_empty_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
-    assert failure(tmp_path / name) == f"{tmp_path / name} is empty (0 bytes)"
+    said = failure(tmp_path / name)
+    assert said.startswith(f"{tmp_path / name} is empty (0 bytes). Write it again")
 
 
 def test_a_file_of_blank_lines_holds_no_rows(tmp_path: Path) -> None:

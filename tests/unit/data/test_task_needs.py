@@ -12,7 +12,7 @@ from laurel.cli.task_setup import needs_of
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
 from laurel.config.tasks import TaskDataConfig
-from laurel.data.task_needs import TaskNeeds
+from laurel.data.task_needs import NOT_WHAT_IS_RIGHT, TaskNeeds
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.errors import ConfigError, DataError
 
@@ -57,7 +57,7 @@ def test_preferences_are_not_judged_by_who_was_never_named(
 
 
 def test_preferences_are_judged_by_whom_the_configuration_names(load: Load) -> None:
-    said = "the answers that people preferred are what is judged against"
+    said = NOT_WHAT_IS_RIGHT
     loaded = load([PAIR], env_name="math")
     assert [task.environment for task in loaded.train] == ["math"]
     assert said in loaded.reports["train"].notes

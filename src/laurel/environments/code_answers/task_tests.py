@@ -145,6 +145,17 @@ def has_tests(metadata: Mapping[str, Any]) -> bool:
     return any(metadata.get(form) is not None for form in FORMS)
 
 
+def problem_of(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> str | None:
+    """Why the tests of a task cannot be run; None where they can, or where it has none."""
+    if not has_tests(metadata):
+        return None
+    try:
+        read_tests(metadata, config)
+    except MalformedTaskError as error:
+        return str(error)
+    return None
+
+
 def read_tests(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> TaskTests:
     """The tests of a task that has some.
 
@@ -160,7 +171,13 @@ def read_tests(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> Ta
         raise MalformedTaskError(f"{form} is empty")
     entry = _text(metadata, "entry")
     if not entry and form != "stdio_tests":
-        raise MalformedTaskError(f"{form} needs the name of a function: entry")
+        unclear = (
+            ": the asserts do not all call one and the same function" if form == "test_list" else ""
+        )
+        raise MalformedTaskError(
+            f"{form} needs the name of a function: entry. Add a column 'entry' that holds "
+            f"it{unclear}"
+        )
     strict = metadata.get("strict_types")
     if strict is not None and not isinstance(strict, bool):
         raise MalformedTaskError(f"strict_types is {_kind(strict)}, not true or false")
