@@ -388,7 +388,7 @@ class Rollouts:
                 raise EnvironmentFailedError(
                     f"the environment {name!r} could not judge {len(failed)} of {len(judged)} "
                     f"samples, more than env.max_failed_share={self._max_failed_share:g} allows. "
-                    f"The first reason: {failed[0]}"
+                    f"The first reason: {failed[0].removeprefix('error: ')}"
                 )
 
 

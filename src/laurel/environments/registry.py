@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -225,8 +226,13 @@ def _called(where: str, call: NamedCall) -> Any:
     try:
         return make(**call.kwargs)
     except TypeError as error:
+        hint = (
+            ". An environment is a class; a function that scores goes under env.reward_model: "
+            "function.path=MODULE:FUNCTION, enabled=true"
+        )
         raise ConfigError(
             f"{where}: {call.name} cannot be called with {_spelled(call.kwargs)}: {error}"
+            + (hint if inspect.isfunction(make) else "")
         ) from error
 
 

@@ -5,13 +5,13 @@ An environment may be anybody's: what it does wrong is told with its own class, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 
 from laurel.errors import EnvironmentFailedError
+from laurel.observe.source_lines import line_of
 from laurel.types import EnvironmentReturn
 
 FIELDS = ("observations", "metadata", "next_stop_strings")
@@ -32,12 +32,6 @@ def name_of(called: Callable[..., Any]) -> str:
     name = getattr(called, "__name__", "step")
     said = f"{kind.__module__}.{kind.__qualname__}.{name}" if owner is not None else name
     return said if where is None else f"{said} ({line_of(*where)})"
-
-
-def line_of(file: str, line: int | None) -> str:
-    """A line of a file, from the working directory where the file is below it."""
-    near = os.path.relpath(file)
-    return f"{file if near.startswith(os.pardir) else near}:{line}"
 
 
 def unfit(called: Callable[..., Any], returned: str, expected: str) -> EnvironmentFailedError:

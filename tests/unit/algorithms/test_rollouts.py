@@ -272,6 +272,12 @@ def test_metadata_of_a_task_is_not_shared_between_its_completions() -> None:
 # ------------------------------------------------------------------------------------------- seeds
 
 
+def test_the_first_reason_is_not_called_an_error_twice() -> None:
+    judge = Judge(lambda text, m: {"failure": "error: the function raised ValueError: boom"})
+    with pytest.raises(EnvironmentFailedError, match="The first reason: the function raised"):
+        play(rollouts_of(ScriptedGenerator(saying("a")), judge=judge), [task()])
+
+
 def seeds_of(
     seed: int, batch: tuple[int, ...], num_tasks: int, num_generations: int, turns: int = 1
 ) -> dict[tuple[int, int, int], int]:

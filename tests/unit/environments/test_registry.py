@@ -21,6 +21,11 @@ from laurel.errors import ConfigError
 made = []
 
 
+def plain(data_source, solution_str, ground_truth, extra_info):
+    """A reward function, which is no environment."""
+    return 1.0
+
+
 class Constant(EnvironmentInterface):
     """Gives every conversation the same."""
 
@@ -172,3 +177,12 @@ def test_nothing_is_imported_before_it_is_asked_for():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines() == ["[]", "[]"], done.stderr
+
+
+def test_a_function_that_scores_is_told_where_functions_go():
+    config = EnvironmentsConfig(custom={"mine": {"name": f"{__name__}.plain"}})
+    with pytest.raises(ConfigError) as error:
+        create_environment("mine", config)
+    said = str(error.value)
+    assert "An environment is a class; a function that scores goes under env.reward_model" in said
+    assert "function.path=" in said
