@@ -167,7 +167,11 @@ def tokenise(
         samples = kept
         report.describe([sample.preference for sample in samples])
     report.num_truncated = sum(sum(sample.tokens.truncated_G) for sample in samples)
-    report.set_lengths([length for sample in samples for length in sample.tokens.lengths_G])
+    lengths = [length for sample in samples for length in sample.tokens.lengths_G]
+    report.set_lengths(lengths)
+    warning = report.warning_of_cuts(len(lengths), contract.rules.max_length)
+    if warning is not None:
+        console.print(f"warning: {warning}")
     return samples
 
 
