@@ -40,6 +40,8 @@ from laurel.algorithms.rollout_metrics import (
     failures_with,
     judging_metrics,
     rollout_metrics,
+    unended_metrics,
+    unended_note,
 )
 from laurel.algorithms.run_state import Position
 from laurel.algorithms.selection import policy_goal
@@ -80,6 +82,7 @@ class GRPO(TrainingLoop):
         self.parts = parts
         longest = config.policy.generation.max_new_tokens or config.policy.max_total_sequence_length
         self.loss = PolicyLoss(config.loss_fn, max_length=longest)
+        self._noted_unended = False
         self.health = HealthWatch(
             self.state.alarms, run_dir=self.state.run_dir, say=self.progress.message
         )
@@ -295,7 +298,8 @@ class GRPO(TrainingLoop):
         groups = batch.groups
         bad_steps = self._bad_steps(updates, step, batch, position.bad_steps)
         rollouts = failures_with(rollout_metrics(groups), batch.failures_left_out)
-        train = {**advantages.metrics, **rollouts, **figures}
+        train = {**advantages.metrics, **rollouts, **unended_metrics(batch.clock), **figures}
+        self._note_unended(step, batch)
         train.setdefault("lr", self.parts.learner.learning_rate)  # where no update was made
         train["bad_steps_in_a_row"] = float(bad_steps)
         train["optimizer_steps"] = float(sum(u.failure is None for u in updates))
@@ -333,6 +337,13 @@ class GRPO(TrainingLoop):
             self._write_completions(step, groups, advantages)
         train_metrics = {f"train_{name}": value for name, value in train.items()}
         return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
+
+    def _note_unended(self, step: int, batch: Batch) -> None:
+        """Once a run: the policy never got the next turn that its environment had given it."""
+        note = unended_note(batch.clock, max_turns=self.config.grpo.max_rollout_turns)
+        if note is not None and not self._noted_unended:
+            self._noted_unended = True
+            self.progress.message(f"step {step}: {note}")
 
     def _write_completions(
         self, step: int, groups: Sequence[RolloutGroup], advantages: Advantages

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from laurel.config.environments import EnvironmentsConfig
+from laurel.observe.completions import completion_text
 from laurel.observe.console import shorten_middle
 from laurel.observe.health import Alarms, Event
 from laurel.observe.health_history import (
@@ -286,7 +287,7 @@ def _first_of_groups(ordered: Sequence[Played]) -> list[Played]:
 def _sample(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
     sample: dict[str, Any] = {
         "prompt": _text("\n".join(m.content for m in group.task.prompt)),
-        "completion": _text("".join(m.content for m in rollout.messages)),
+        "completion": _text(completion_text(rollout.messages)),
         "reward": rollout.reward,
         "num_tokens": int(rollout.mask_L.sum()),
         "truncated": rollout.truncated,

@@ -38,6 +38,10 @@ class Clock:
     """Waiting for environments after the last completion: what streaming did not hide."""
     num_tokens: int = 0
     """Drawn in the time of `generation`, for groups that were left out too."""
+    num_out_of_turns: int = 0
+    """Conversations that their environment did not end, with no turn left."""
+    num_cut_off: int = 0
+    """Conversations that it did not end either, whose answer was cut off, or with no room left."""
 
     @property
     def hidden_share(self) -> float | None:
@@ -45,6 +49,14 @@ class Clock:
         if not self.judging:
             return None
         return max(0.0, 1.0 - self.exposed / self.judging)
+
+    def leave(self, game: Unfinished, *, is_out_of_turns: bool) -> None:
+        """End a conversation that its environment would have gone on with, and count it."""
+        game.truncated = game.is_over = True
+        if is_out_of_turns:
+            self.num_out_of_turns += 1
+        else:
+            self.num_cut_off += 1
 
 
 class Calls:

@@ -12,7 +12,7 @@ import numpy as np
 from laurel.algorithms.rollout_metrics import environment_metrics, rollout_metrics
 from laurel.algorithms.rollout_source import RolloutSource, Waiting
 from laurel.config.grpo_training import GRPOConfig
-from laurel.observe.completions import CompletionRow
+from laurel.observe.completions import CompletionRow, completion_text
 from laurel.protocols import Environment
 from laurel.types import RolloutGroup, SamplingParams, Task
 
@@ -133,7 +133,7 @@ def completion_rows(
                     group=group.id,
                     environment=group.task.environment,
                     prompt="\n".join(m.content for m in group.task.prompt),
-                    completion="".join(m.content for m in rollout.messages),
+                    completion=completion_text(rollout.messages),
                     reward=rollout.reward,
                     advantage=None if advantages_BG is None else float(advantages_BG[b][g]),
                     answer=rollout.answer,

@@ -73,6 +73,30 @@ def judging_metrics(clock: Clock) -> dict[str, float]:
     return figures if share is None else figures | {"performance/reward_hidden_share": share}
 
 
+def unended_metrics(clock: Clock) -> dict[str, float]:
+    """How many conversations ended though their environment would have gone on, by the reason."""
+    found = {"unended_out_of_turns": clock.num_out_of_turns, "unended_cut_off": clock.num_cut_off}
+    return {name: float(number) for name, number in found.items() if number}
+
+
+def unended_note(clock: Clock, *, max_turns: int) -> str | None:
+    """What to say of them; None where there are none, or a limit above 1 has ended them all."""
+    said = []
+    if clock.num_out_of_turns and max_turns == 1:
+        said.append(
+            f"{clock.num_out_of_turns} for want of a second turn (grpo.max_rollout_turns=1; set it "
+            "to the turns that a conversation may take)"
+        )
+    if clock.num_cut_off:
+        said.append(
+            f"{clock.num_cut_off} as the answer was cut off or no room was left "
+            "(policy.generation.max_new_tokens, policy.max_total_sequence_length)"
+        )
+    if not said:
+        return None
+    return "conversations ended that their environment had not ended: " + "; ".join(said)
+
+
 def failures_with(figures: dict[str, float], left_out: Mapping[str, int]) -> dict[str, float]:
     """Figures of a batch, with the failures of groups that were left out of it.
 

@@ -350,8 +350,9 @@ class Rollouts:
         """Append what the environment said, unless the conversation is over by now."""
         if game.is_over:
             return
+        clock = table.batch.calls.clock
         if game.truncated or game.num_turns >= self.max_turns:
-            game.truncated = game.is_over = True
+            clock.leave(game, is_out_of_turns=game.num_turns >= self.max_turns)
             return
         history = (*table.task.prompt, *game.messages[:-1])
         try:
@@ -363,7 +364,7 @@ class Rollouts:
             return
         length = len(table.prompt_ids) + sum(map(len, game.ids)) + len(ids)
         if length >= self.max_length:
-            game.truncated = game.is_over = True
+            clock.leave(game, is_out_of_turns=False)
             return
         game.hear(game.observation, ids)
 
@@ -387,7 +388,7 @@ class Rollouts:
                 raise EnvironmentFailedError(
                     f"the environment {name!r} could not judge {len(failed)} of {len(judged)} "
                     f"samples, more than env.max_failed_share={self._max_failed_share:g} allows. "
-                    f"The first reason: {failed[0]}"
+                    f"The first reason: {failed[0].removeprefix('error: ')}"
                 )
 
 

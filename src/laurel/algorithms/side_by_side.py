@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterable
@@ -14,11 +13,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
-from laurel.environments.returned import line_of, name_of, source_of
+from laurel.environments.returned import name_of, source_of
+from laurel.observe.source_lines import is_installed, line_of
 
 T = TypeVar("T")
 _LAUREL = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_PYTHON = sysconfig.get_path("stdlib") + os.sep
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -122,17 +121,12 @@ def _line_of(error: BaseException, called: Callable[..., Any] | None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     source = None if called is None else source_of(called)
     if called is not None and source is not None:
-        own = [f for f in frames if f.filename == source[0] or not _is_installed(f.filename)]
+        own = [f for f in frames if f.filename == source[0] or not is_installed(f.filename)]
         if own:
             return line_of(own[-1].filename, own[-1].lineno)
         if all(frame.filename.startswith(_LAUREL) for frame in frames):
             return f"calling {name_of(called)}"  # it did not take how it was called
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-
-
-def _is_installed(file: str) -> bool:
-    """Whether a file is Laurel's, Python's or of a package: nobody's who writes an environment."""
-    return file.startswith((_LAUREL, _PYTHON)) or "site-packages" in file
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -43,6 +43,8 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The latest of every validation metric, by full name."""
     seconds: float = 0.0
+    is_early: bool = False
+    """A goal, an alarm or a lack of tasks made an earlier step the last; it was said then."""
     run_dir: Path | None = None
     """Where it logged; see `observe.run_record.read_run`."""
 
@@ -140,7 +142,7 @@ class TrainingLoop(ABC):
         self.deadline = surroundings.deadline
         self.timers = Timers()
         self.latest_metrics: dict[str, float] = {}
-        self._ended_by_alarm = False
+        self._ended_by_alarm = self._is_early = False
         self.saving = Saving(
             self.state, self.store, selection=self.selection, logger=self.logger,
             progress=self.progress, deadline=self.deadline,
@@ -193,6 +195,7 @@ class TrainingLoop(ABC):
             best=None if self.store is None else self.store.best(),
             metrics=self.latest_metrics,
             seconds=time.monotonic() - started,
+            is_early=self._is_early,
             run_dir=self.state.run_dir,
         )
 
@@ -311,6 +314,7 @@ class TrainingLoop(ABC):
 
     def _make_last(self, position: Position, why: str) -> None:
         self.progress.message(why)
+        self._is_early = True
         self.schedule = replace(self.schedule, total_steps=position.step)
 
     def _reason_to_end(self, position: Position) -> Ending:

@@ -44,7 +44,7 @@ def load_data(config: RewardTrainingRun) -> PreferenceData:
     """Read every data set of the run.
 
     Raises:
-        DataError: A file, a row, or nothing left.
+        DataError: A file, a row, or nothing left; or margins are asked for that no row has.
     """
     data = config.data
     train: list[Preference] = []
@@ -62,6 +62,7 @@ def load_data(config: RewardTrainingRun) -> PreferenceData:
     loaded.reports["train"] = reports[0] if len(reports) == 1 else DataReport.merge(
         reports, name="train"
     )  # fmt: skip
+    _check_margins(config, loaded)
     for name, dataset in data.validation_sets().items():
         loaded.validation[name], loaded.reports[f"validation-{name}"] = _load(
             config, dataset, f"validation-{name}", None
@@ -80,6 +81,24 @@ def load_data(config: RewardTrainingRun) -> PreferenceData:
             config, own, "validation-default", None
         )
     return loaded
+
+
+def _check_margins(config: RewardTrainingRun, data: PreferenceData) -> None:
+    """Margins take a loss that reads them and rows that have them: with one alone, say so."""
+    if config.rm.loss.use_margin:
+        if not any(preference.margin for preference in data.train):
+            raise DataError(
+                "rm.loss.use_margin=true, but no training row has a margin other than 0. Name the "
+                "column that says how much better the chosen answer is (data.margin_key=COLUMN), "
+                "or take use_margin out"
+            )
+        return
+    keys = [one.margin_key for one in config.data.train_sets() if one.margin_key is not None]
+    if keys:
+        data.reports["train"].notes.append(
+            f"data.margin_key={keys[0]} has no effect: the loss does not read margins "
+            "(rm.loss.use_margin=true would)"
+        )
 
 
 def own_validation_of(config: RewardTrainingRun) -> DatasetConfig | None:
@@ -148,7 +167,11 @@ def tokenise(
         samples = kept
         report.describe([sample.preference for sample in samples])
     report.num_truncated = sum(sum(sample.tokens.truncated_G) for sample in samples)
-    report.set_lengths([length for sample in samples for length in sample.tokens.lengths_G])
+    lengths = [length for sample in samples for length in sample.tokens.lengths_G]
+    report.set_lengths(lengths)
+    warning = report.warning_of_cuts(len(lengths), contract.rules.max_length)
+    if warning is not None:
+        console.print(f"warning: {warning}")
     return samples
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.algorithms.training_loop import Outcome
+    from laurel.config.section import Section
 
 _USES = {
     "rm": "laurel score --model {} conversations.jsonl",
@@ -69,7 +70,7 @@ def trained(
     """
     loaded = load_config(SCHEMAS[kind], path, overrides)
     outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
-    conclude(outcome, last or console, use=_USES[kind])
+    conclude(outcome, last or console, use=_USES[kind], limit=_limit(kind, loaded.config, outcome))
     return outcome
 
 
@@ -88,23 +89,39 @@ def _trainer(kind: Kind) -> Callable[..., Outcome]:
     return train_policy
 
 
-def conclude(outcome: Outcome, console: Console, *, use: str) -> None:
+def _limit(kind: Kind, config: Section, outcome: Outcome) -> str | None:
+    """What ended a run before the steps that were asked for, where its epochs did."""
+    section = getattr(config, kind)
+    if outcome.is_early or not 0 <= outcome.step < section.max_num_steps:
+        return None
+    if "max_num_steps" not in section.model_fields_set:
+        return None
+    return (
+        f"{kind}.max_num_epochs={section.max_num_epochs} ended it before "
+        f"{kind}.max_num_steps={section.max_num_steps}"
+    )
+
+
+def conclude(outcome: Outcome, console: Console, *, use: str, limit: str | None = None) -> None:
     """The last words of a run.
 
     Args:
         outcome: How it ended.
         console: Where they are said.
         use: What can be done with the model, with {} for its directory.
+        limit: What made its last step the last, where that may surprise.
     """
     if outcome.metrics:
         print_metrics(console, "Last validation", outcome.metrics)
+    at, seconds = f"after step {outcome.step}", f"{outcome.seconds:.0f} s"
+    again = "run it again to go on"
     how = {
-        "finished": f"finished after step {outcome.step}",
-        "signal": f"stopped by {outcome.signal} after step {outcome.step}; run it again to go on",
-        "deadline": f"stopped by its time budget after step {outcome.step}; run it again to go on",
-        "alarm": f"ended by an alarm after step {outcome.step} (grpo.health.stop_on)",
+        "finished": f"finished {at}, in {seconds}" + (f": {limit}" if limit else ""),
+        "signal": f"stopped by {outcome.signal} {at}, {seconds} in; {again}",
+        "deadline": f"stopped by its time budget {at}, {seconds} in; {again}",
+        "alarm": f"ended by an alarm {at}, in {seconds} (grpo.health.stop_on)",
     }[outcome.ended]
-    console.print(f"{how}, in {outcome.seconds:.0f} s")
+    console.print(how)
     if outcome.latest is not None:
         console.print(f"latest  {outcome.latest}")
     if outcome.best is not None:

@@ -128,4 +128,4 @@ def describe_model(
         check = f"self-check against one-by-one: {facts.self_check:.1e}"
         console.print(f"path    token forest; {check}")
     for note in facts.notes:
-        console.print(f"note    {note}")
+        console.print(note if note.startswith("warning: ") else f"note    {note}")

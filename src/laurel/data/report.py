@@ -146,6 +146,16 @@ class RowReport:
         kinds = Counter([kind]) if kind else Counter[str]()
         self.dropped.setdefault(reason, LeftOut()).add(LeftOut(1, [source], kinds))
 
+    def warning_of_cuts(self, total: int, max_length: int) -> str | None:
+        """What to say where more than half of `total` conversations were cut; None otherwise."""
+        if 2 * self.num_truncated <= total:
+            return None
+        return (
+            f"{self.name}: {self.num_truncated:,} of {counted(total, 'conversation')} cut to "
+            f"{max_length:,} tokens, so most of what they say is not seen as it is. Raise "
+            "data.max_input_seq_length or policy.max_total_sequence_length"
+        )
+
     def add_rows(self, other: RowReport) -> None:
         """Counts the rows of another set too."""
         self.num_read += other.num_read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from laurel.config.schema import NamedCall
 from laurel.config.tree import nearest
 from laurel.environments.interface import judged_by
 from laurel.errors import ConfigError
+from laurel.observe.source_lines import told_with_line
 from laurel.protocols import Environment
 
 if TYPE_CHECKING:
@@ -224,8 +226,6 @@ def _module(name: str, path: str, where: str) -> ModuleType:
                 f"{where}: there is no module '{missing}' for '{path}'; its file has to lie in "
                 "the working directory, or be installed"
             ) from error
-        from laurel.environments.returned import told_with_line  # it needs torch
-
         raise ConfigError(
             f"{where}: module '{name}' cannot be imported: {told_with_line(error)}"
         ) from error
@@ -236,8 +236,13 @@ def _called(where: str, call: NamedCall) -> Any:
     try:
         return make(**call.kwargs)
     except TypeError as error:
+        hint = (
+            ". An environment is a class; a function that scores goes under env.reward_model: "
+            "function.path=MODULE:FUNCTION, enabled=true"
+        )
         raise ConfigError(
             f"{where}: {call.name} cannot be called with {_spelled(call.kwargs)}: {error}"
+            + (hint if inspect.isfunction(make) else "")
         ) from error
 
 

@@ -5,14 +5,13 @@ An environment may be anybody's: what it does wrong is told with its own class, 
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 
 from laurel.errors import EnvironmentFailedError
+from laurel.observe.source_lines import line_of
 from laurel.types import EnvironmentReturn
 
 FIELDS = ("observations", "metadata", "next_stop_strings")
@@ -33,26 +32,6 @@ def name_of(called: Callable[..., Any]) -> str:
     name = getattr(called, "__name__", "step")
     said = f"{kind.__module__}.{kind.__qualname__}.{name}" if owner is not None else name
     return said if where is None else f"{said} ({line_of(*where)})"
-
-
-def line_of(file: str, line: int | None) -> str:
-    """A line of a file, from the working directory where the file is below it."""
-    near = os.path.relpath(file)
-    return f"{file if near.startswith(os.pardir) else near}:{line}"
-
-
-def told_with_line(error: Exception) -> str:
-    """An error in anybody's program: what it is, and the line that raised it, or cannot be read."""
-    place: tuple[str, int | None] | None = None
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        place, said = (error.filename, error.lineno), error.msg
-    else:
-        frames = traceback.extract_tb(error.__traceback__)
-        written = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-        place = (written[-1].filename, written[-1].lineno) if written else None
-        said = str(error)
-    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return text if place is None else f"{text} ({line_of(*place)})"
 
 
 def unfit(called: Callable[..., Any], returned: str, expected: str) -> EnvironmentFailedError:

@@ -35,8 +35,8 @@ def start_of(config: PolicyConfig) -> tuple[str, list[str]]:
     notes = []
     if config.model_name is not None and "model_name" in config.model_fields_set:
         notes.append(
-            f"policy.model_name={config.model_name} is not loaded: policy.scratch makes a new "
-            "model (take it out with '~policy.scratch')"
+            f"warning: policy.model_name={config.model_name} is not loaded: policy.scratch makes a "
+            "new model of random weights. To train the named one, take it out: '~policy.scratch'"
         )
     return f"nothing ({config.scratch.architecture})", notes
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laurel.observe.console import format_number, shorten_middle, visible
+from laurel.types import Conversation
 
 _PROMPT_LENGTH = 240
 _ANSWER_LENGTH = 320
@@ -28,6 +29,7 @@ class CompletionRow:
     environment: str
     prompt: str
     completion: str
+    """Of several turns, with marks between them; see `completion_text`."""
     reward: float | None
     advantage: float | None = None
     answer: str | None = None
@@ -48,6 +50,20 @@ class CompletionRow:
     def cells(self) -> tuple[object, ...]:
         """The values, in the order of `columns`."""
         return tuple(asdict(self).values())
+
+
+def completion_text(messages: Conversation) -> str:
+    """What followed a prompt as one text; turns that are not the policy's are marked.
+
+    As in `x [environment] wrong [policy] y`; of a single turn its text alone.
+    """
+    text, speaker = "", "policy"
+    for message in messages:
+        by = "policy" if message.role == "assistant" else "environment"
+        if by != speaker:
+            text += f" [{by}] "
+        text, speaker = text + message.content, by
+    return text
 
 
 def print_completions(console: Console, title: str, rows: Sequence[CompletionRow]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from laurel.config.tree import nearest
 from laurel.errors import ConfigError
+from laurel.observe.source_lines import own_line_of
 from laurel.rewards.remote.replica import failed
 from laurel.types import Group, Score
 
@@ -206,7 +207,9 @@ def _kind(value: Any) -> str:
 
 def failure_of(error: BaseException) -> Score:
     """The verdict where a call has raised."""
-    return failed(f"error: the function raised {_told(error)}")
+    place = own_line_of(error)
+    where = "" if place is None else f" ({place})"
+    return failed(f"error: the function raised {_told(error)}{where}")
 
 
 def late(seconds: float) -> Score:

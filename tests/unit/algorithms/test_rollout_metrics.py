@@ -16,6 +16,8 @@ from laurel.algorithms.rollout_metrics import (
     failures_with,
     judging_metrics,
     rollout_metrics,
+    unended_metrics,
+    unended_note,
 )
 from laurel.errors import EnvironmentFailedError
 from laurel.types import Message, Rollout, RolloutGroup
@@ -92,6 +94,19 @@ def test_the_time_of_judging_and_how_much_of_it_was_hidden() -> None:
         "performance/reward_hidden_share": 0.75,
     }
     assert "performance/reward_hidden_share" not in judging_metrics(Clock())
+
+
+def test_conversations_that_nobody_meant_to_end_are_counted_and_told() -> None:
+    assert unended_metrics(Clock()) == {}
+    assert unended_note(Clock(), max_turns=1) is None
+    clock = Clock(num_out_of_turns=3, num_cut_off=2)
+    assert unended_metrics(clock) == {"unended_out_of_turns": 3, "unended_cut_off": 2}
+    note = unended_note(clock, max_turns=1) or ""
+    assert "3 for want of a second turn (grpo.max_rollout_turns=1;" in note
+    assert "2 as the answer was cut off" in note
+    assert "policy.generation.max_new_tokens" in note
+    # A limit that was set is meant.
+    assert unended_note(Clock(num_out_of_turns=3), max_turns=2) is None
 
 
 def test_where_all_failed_there_is_no_reward_and_where_all_were_cut_no_terminated_length() -> None:

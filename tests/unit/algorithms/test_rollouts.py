@@ -200,6 +200,24 @@ def test_a_turn_that_was_cut_off_is_judged_and_is_the_last() -> None:
     assert group.rollouts_G[0].truncated, "the environment's end does not undo the cut"
 
 
+@pytest.mark.parametrize(
+    ("finish", "limits", "expected"),
+    [("stop", {"max_turns": 1}, (2, 0)),
+     ("length", {"max_turns": 2}, (0, 2)),
+     ("stop", {"max_turns": 9, "max_length": 11}, (0, 2))],
+    ids=["turns", "answer cut off", "context"],
+)  # fmt: skip
+def test_what_ends_against_its_environments_will_is_counted(
+    finish: Any, limits: dict[str, int], expected: tuple[int, int]
+) -> None:
+    generator = ScriptedGenerator(lambda r: [(i, Say("abcd", finish)) for i in range(2)])
+    for over, counts in ((False, expected), (True, (0, 0))):
+        judge = Judge(lambda text, m, over=over: {"over": over})
+        clock = Clock()
+        play(rollouts_of(generator, judge=judge, **limits), [task()], clock=clock)
+        assert (clock.num_out_of_turns, clock.num_cut_off) == counts
+
+
 def test_the_oldest_weights_of_all_turns_are_told() -> None:
     generator = ScriptedGenerator(saying("a"), weight_version=3)
 
@@ -252,6 +270,12 @@ def test_metadata_of_a_task_is_not_shared_between_its_completions() -> None:
 
 
 # ------------------------------------------------------------------------------------------- seeds
+
+
+def test_the_first_reason_is_not_called_an_error_twice() -> None:
+    judge = Judge(lambda text, m: {"failure": "error: the function raised ValueError: boom"})
+    with pytest.raises(EnvironmentFailedError, match="The first reason: the function raised"):
+        play(rollouts_of(ScriptedGenerator(saying("a")), judge=judge), [task()])
 
 
 def seeds_of(

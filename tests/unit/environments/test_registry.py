@@ -21,6 +21,11 @@ from laurel.errors import ConfigError
 made = []
 
 
+def plain(data_source, solution_str, ground_truth, extra_info):
+    """A reward function, which is no environment."""
+    return 1.0
+
+
 class Constant(EnvironmentInterface):
     """Gives every conversation the same."""
 
@@ -194,3 +199,12 @@ def test_a_module_of_ones_own_that_is_broken_is_told_with_its_line(
     custom = {"mine": {"name": "broken_module.Mine"}}
     with pytest.raises(ConfigError, match="module 'broken_module' cannot be imported: " + said):
         create_environment("mine", EnvironmentsConfig(custom=custom))
+
+
+def test_a_function_that_scores_is_told_where_functions_go():
+    config = EnvironmentsConfig(custom={"mine": {"name": f"{__name__}.plain"}})
+    with pytest.raises(ConfigError) as error:
+        create_environment("mine", config)
+    said = str(error.value)
+    assert "An environment is a class; a function that scores goes under env.reward_model" in said
+    assert "function.path=" in said

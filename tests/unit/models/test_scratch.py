@@ -64,7 +64,7 @@ def test_the_seed_decides_every_weight():
 def test_a_name_beside_scratch_is_not_loaded_and_that_is_said(given, is_noted):
     start, notes = start_of(PolicyConfig(scratch=ScratchConfig(), **given))
     assert start == "nothing (qwen3)"
-    assert [note.startswith("policy.model_name=a/b is not loaded") for note in notes] == (
+    assert [note.startswith("warning: policy.model_name=a/b is not loaded") for note in notes] == (
         [True] if is_noted else []
     )
 

@@ -9,7 +9,13 @@ import pyarrow
 from pyarrow import parquet
 from rich.console import Console
 
-from laurel.observe.completions import CompletionRow, print_completions, write_completions
+from laurel.observe.completions import (
+    CompletionRow,
+    completion_text,
+    print_completions,
+    write_completions,
+)
+from laurel.types import Message
 
 ROW = CompletionRow(
     step=3, task="train:a.jsonl:1", group="0-2-0-1", environment="math", prompt="What is 1+1?",
@@ -85,3 +91,13 @@ def test_long_texts_are_shortened() -> None:
     row = CompletionRow(step=0, task="t", group="g", environment="e", prompt="p " * 4000,
                         completion="c " * 4000, reward=0.25)  # fmt: skip
     assert len(shown(row).splitlines()) < 30
+
+
+def test_the_environments_words_do_not_run_into_the_policys() -> None:
+    turns = (
+        Message("assistant", "5"), Message("environment", "higher"), Message("user", "!"),
+        Message("assistant", "7"),
+    )  # fmt: skip
+    assert completion_text(turns) == "5 [environment] higher! [policy] 7"
+    assert completion_text(turns[:1]) == "5"
+    assert completion_text(()) == ""

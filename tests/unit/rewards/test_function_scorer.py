@@ -175,7 +175,11 @@ def test_one_that_raises_fails_alone(is_async):
 
     scores = score(scorer_of(waited if is_async else compute_score))
     assert [one.value for one in scores] == [1.0, None, 1.0]
-    assert scores[1].failure == "error: the function raised ValueError: no digits"
+    said, _, place = scores[1].failure.partition(" (")
+    assert said == "error: the function raised ValueError: no digits"
+    file, _, line = place.removesuffix(")").rpartition(":")
+    assert Path(file).name == Path(__file__).name
+    assert 'ValueError("no digits")' in Path(file).read_text().splitlines()[int(line) - 1]
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), TimeoutError("of mine")])
