@@ -97,7 +97,7 @@ DiagnosticsOption = Annotated[
     bool,
     typer.Option(
         "--diagnostics",
-        help="Also by length, margin and subset (each --data is one); calibration, scores, repeats.",
+        help="Also by length, margin and subset (a --data each); calibration, scores, repeats.",
     ),
 ]
 MarginKeyOption = Annotated[

@@ -175,3 +175,8 @@ def test_who_names_no_command_is_told_which_there_are(arguments: list[str], told
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
     assert told in done.stderr
+
+
+def test_the_help_says_what_a_subset_of_pairs_is() -> None:
+    shown = CliRunner().invoke(laurel, ["eval", "pairs", "--help"], terminal_width=80).output
+    assert "subset (a --data each)" in " ".join(shown.split())
