@@ -184,6 +184,12 @@ def test_the_field_knows_every_entry_and_where_it_stands(site_messages: ModuleTy
         assert anchor in {re.sub(r"[^a-z-]", "", h.lower().replace(" ", "-")) for h in headings}
 
 
+FRAGMENTS = (
+    "accepts none of the known answers", "Test_list function asserts",
+    "error: accepts none of the known answers", "answers",
+)  # fmt: skip
+
+
 def test_a_pasted_message_finds_its_entry(site_messages: ModuleType, tmp_path: Path) -> None:
     """Of every message of the source, with names and numbers in its holes."""
     pytest.importorskip("websockets")
@@ -204,9 +210,9 @@ def test_a_pasted_message_finds_its_entry(site_messages: ModuleType, tmp_path: P
     pasted = ["error: " + re.sub(HOLE, lambda _: next(words), form) for form in forms]
     with browser_page(browser) as page:
         page.open(place.as_uri())
-        found = page.run(
+        *found, by_run, by_words, prefixed, by_one_word = page.run(
             "(entries => "
-            + json.dumps(pasted)
+            + json.dumps([*pasted, *FRAGMENTS])
             + ".map(text => laurelMessages.search(entries, text)"
             ".map(entry => entry.message)))(JSON.parse(document.getElementById('messages')"
             ".textContent))"
@@ -217,6 +223,10 @@ def test_a_pasted_message_finds_its_entry(site_messages: ModuleType, tmp_path: P
         )
         assert not page.run("document.querySelector('#find-message p').hidden")
         assert page.complaints == []
+    assert "accepts none of the known answers" in by_run[0]
+    assert "the asserts of 'test_list' call no function" in by_words
+    assert prefixed == by_run
+    assert by_one_word == []
     best = [covers(hits[0], form) for hits, form in zip(found, forms, strict=True) if hits]
     among = [any(covers(hit, form) for hit in hits[:3])
              for hits, form in zip(found, forms, strict=True)]  # fmt: skip

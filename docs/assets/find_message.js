@@ -31,17 +31,36 @@ const laurelMessages = {
     return { found, whole };
   },
 
+  words(text) {
+    return text.toLowerCase().match(/[\p{L}\p{N}]+/gu) || [];
+  },
+
+  // The entries that have every word of a fragment, those first that have them one after the other.
+  having(entries, text) {
+    const words = this.words(text.replace(/^\s*error:/i, ""));
+    if (words.length < 2 || this.letters(words.join("")) < 8) return [];
+    const phrase = ` ${words.join(" ")} `;
+    return entries
+      .map((entry) => ({ entry, words: this.words(entry.message) }))
+      .filter((one) => words.every((word) => one.words.includes(word)))
+      .map((one) => ({ ...one, isRun: ` ${one.words.join(" ")} `.includes(phrase) }))
+      .sort((one, other) => other.isRun - one.isRun || one.words.length - other.words.length)
+      .map((one) => one.entry);
+  },
+
   // The entries that say most of the text, best first: whole ones, or else those that share a part.
+  // A fragment has no entry whole; its words are then looked for in the entries.
   search(entries, pasted) {
     const text = this.plain(pasted);
     const scored = entries.map((entry) => ({ entry, ...this.score(entry.message, text) }));
     const whole = scored.filter((one) => one.whole && one.found > 3);
     const best = Math.max(0, ...whole.map((one) => one.found));
     const some = scored.filter((one) => !one.whole && one.found > Math.max(11, best));
-    return [...whole.filter((one) => 2 * one.found >= best), ...some]
+    const saying = [...whole.filter((one) => 2 * one.found >= best), ...some]
       .sort((one, other) => other.found - one.found || other.whole - one.whole)
-      .slice(0, this.most)
       .map((one) => one.entry);
+    const having = whole.length ? [] : this.having(entries, text);
+    return [...new Set([...having, ...saying])].slice(0, this.most);
   },
 
   shown(entry) {

@@ -13,7 +13,11 @@ from laurel.cli.machine import Finding, Probe
 from laurel.observe.console import make_console, visible
 
 WORTH_IT = 1.3
-"""bfloat16 costs precision; it should be at least this many times as fast to be advised."""
+"""bfloat16 costs precision; on a GPU it is advised from this many times as fast."""
+_ON_CPU = (
+    "; on a CPU float32 is advised all the same, as laurel init writes it: bfloat16 costs "
+    "precision. A large model on a CPU with bfloat16 instructions may be worth a try"
+)
 
 PROBES: Mapping[str, Probe] = {
     "versions": machine.versions,
@@ -84,11 +88,12 @@ def advise(facts: Mapping[str, Mapping[str, Any]]) -> Finding:
     rates = facts.get("speed", {}).get("gflops")
     if rates:
         ratio = rates["bfloat16"] / rates["float32"]
-        precision = "bfloat16" if ratio >= WORTH_IT else "float32"
+        precision = "bfloat16" if has_gpu and ratio >= WORTH_IT else "float32"
         used["advised_precision"] = precision
+        on_cpu = "" if has_gpu else _ON_CPU
         lines.append(
             f"precision: {precision} is advised (policy.precision, --precision): a product in "
-            f"bfloat16 is {ratio:.2g} times as fast as in float32"
+            f"bfloat16 is {ratio:.2g} times as fast as in float32{on_cpu}"
         )
     used["attention"] = "laurel_forest"
     lines.append(

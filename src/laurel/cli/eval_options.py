@@ -113,7 +113,7 @@ DiagnosticsOption = Annotated[
     bool,
     typer.Option(
         "--diagnostics",
-        help="Also by length, margin and subset; calibration, scores, repeats in the set.",
+        help="Also by length, margin and subset (a --data each); calibration, scores, repeats.",
     ),
 ]
 MarginKeyOption = Annotated[

@@ -6,11 +6,12 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from laurel.config.tree import nearest
 from laurel.observe.verbosity import Verbosity, set_verbosity
@@ -54,8 +55,10 @@ def complete_commands(app: typer.Typer) -> None:
     """Let every command of an app, and of the groups in it, take both options, too.
 
     Examples in their help stay in one line, which can be copied, and what is wrong with an option
-    is told in our words.
+    is told in our words, and so is a command that is none.
     """
+    if not isinstance(app.info.cls, type):  # one that says its class takes any word
+        app.info.cls = _PlainGroup
     for command in app.registered_commands:
         assert command.callback is not None
         command.cls = _PlainCommand
@@ -103,11 +106,49 @@ class _PlainCommand(TyperCommand):
     """typer checks options with pydantic, and shows what that says to programmers."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)  # the parser takes them out of its list
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             error.message = _in_our_words(error)
             raise
+        except Exception as error:  # typer does not export its error of an unknown option
+            name = getattr(error, "option_name", None)
+            takes_overrides = any(one.name == "overrides" for one in self.params)
+            if isinstance(name, str) and "." in name and takes_overrides:
+                error.message = _not_an_option(name, given)  # type: ignore[attr-defined]
+                error.possibilities = None  # type: ignore[attr-defined]
+            raise
+
+
+class _PlainGroup(TyperGroup):
+    """Whoever names no command is told which there are."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:  # typer does not export its error of a wrong command line
+            said = getattr(error, "message", "")
+            if said.startswith("No such command"):
+                meant = [one for one in args[1:2] if one in self.commands and "mean" not in said]
+                hint = "".join(f" Did you mean '{one}'?" for one in meant)
+                known = ", ".join(self.list_commands(ctx))
+                error.message = f"{said}{hint} Choose one of {known}"  # type: ignore[attr-defined]
+            raise
+
+
+def _not_an_option(name: str, given: Sequence[str]) -> str:
+    """How a key of the configuration is said, to one who wrote it as an option."""
+    at, said = next((at, one) for at, one in enumerate(given) if one.partition("=")[0] == name)
+    _, equals, value = said.partition("=")
+    if not equals:
+        following = given[at + 1] if at + 1 < len(given) else ""
+        is_value = following and following[0] != "-" and "=" not in following
+        value = shlex.quote(following) if is_value else "VALUE"
+    return (
+        f"No such option: {name}. Keys of the configuration have no dashes before them: "
+        f"write {name.lstrip('-')}={value}"
+    )
 
 
 def _in_our_words(error: typer.BadParameter) -> str:

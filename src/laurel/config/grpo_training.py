@@ -18,6 +18,7 @@ from laurel.config.schema import (
     LoggerConfig,
     Milestones,
     NamedCall,
+    OptimizerCall,
     PolicyConfig,
     TokenizerConfig,
 )
@@ -54,7 +55,7 @@ class GRPOPolicyConfig(PolicyConfig):
     max_total_sequence_length: int = Field(default=512, ge=2)
     """Longest prompt with its completion, in tokens. Default: short answers, on one GPU; reasoning
     needs thousands."""
-    optimizer: NamedCall = NamedCall(
+    optimizer: OptimizerCall = NamedCall(
         name="torch.optim.AdamW",
         kwargs={"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8},
     )

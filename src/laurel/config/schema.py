@@ -6,10 +6,11 @@ This file is the only home of each default; the docstring under a field is its r
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from laurel.config.optimizer_arguments import with_its_arguments
 from laurel.config.placement import PlacementConfig
 from laurel.config.section import Section
 
@@ -21,6 +22,9 @@ class NamedCall(Section):
     """Dotted import path, e.g. `torch.optim.AdamW`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments, passed as they are."""
+
+
+OptimizerCall = Annotated[NamedCall, AfterValidator(with_its_arguments)]
 
 
 class Milestones(Section):
@@ -227,7 +231,7 @@ class PolicyConfig(Section):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm; null leaves them. Default: one odd batch cannot throw
     the model off."""
-    optimizer: NamedCall = NamedCall(
+    optimizer: OptimizerCall = NamedCall(
         name="torch.optim.AdamW",
         kwargs={"lr": 2e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
     )

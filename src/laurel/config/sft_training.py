@@ -12,6 +12,7 @@ from laurel.config.schema import (
     ClusterConfig,
     LoggerConfig,
     NamedCall,
+    OptimizerCall,
     PolicyConfig,
 )
 from laurel.config.section import Section
@@ -95,7 +96,7 @@ class SFTPolicyConfig(PolicyConfig):
     """Longest conversation in tokens."""
     logprob_chunk_size: int | None = Field(default=None, ge=1)
     """Tokens whose logits are in memory at a time; null chooses about 16M logits."""
-    optimizer: NamedCall = NamedCall(
+    optimizer: OptimizerCall = NamedCall(
         name="torch.optim.AdamW",
         kwargs={"lr": 5e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
     )

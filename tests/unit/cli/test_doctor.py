@@ -9,6 +9,7 @@ import pytest
 from laurel.cli import machine
 from laurel.cli.doctor import PROBES, advise, examine, run_doctor
 from laurel.cli.machine import Finding, measure_products
+from laurel.cli.starter import Machine, _precision
 
 
 def test_every_probe_works_on_this_machine(capsys):
@@ -54,7 +55,8 @@ def test_advice_when_nothing_could_be_found_out():
 
 @pytest.mark.parametrize(("rate", "advised"), [(129.0, "float32"), (131.0, "bfloat16")])
 def test_bfloat16_is_advised_where_it_is_clearly_faster(rate, advised):
-    advice = advise({"speed": {"gflops": {"float32": 100.0, "bfloat16": rate}}})
+    speed = {"gflops": {"float32": 100.0, "bfloat16": rate}}
+    advice = advise({"gpus": {"devices": ["one"]}, "speed": speed})
     assert advice.facts["advised_precision"] == advised
     assert any("1.3 times as fast" in line for line in advice.lines)
 
@@ -92,3 +94,10 @@ def test_threads_are_as_before():
     before = torch.get_num_threads()
     assert isinstance(machine.speed(seconds=0.01), Finding)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("rate", [50.0, 900.0])
+def test_a_cpu_is_advised_what_quick_start_and_init_write_for_it(rate):
+    advice = advise({"speed": {"gflops": {"float32": 100.0, "bfloat16": rate}}})
+    assert advice.facts["advised_precision"] == _precision(Machine(num_gpus=0)) == "float32"
+    assert any("on a CPU float32 is advised" in line for line in advice.lines)

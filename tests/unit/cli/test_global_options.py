@@ -138,3 +138,45 @@ def test_what_is_wrong_with_an_option_is_told_in_our_words(
     said = " ".join(done.output.split())
     assert said.endswith(f": {message}")
     assert "Value error" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["rm", "-c", "a.yaml", "--data.path", "my pairs.jsonl"], "data.path='my pairs.jsonl'"),
+        (["rm", "--data.path=a.jsonl", "x=y"], "data.path=a.jsonl"),
+        (["grpo", "--grpo.seed", "policy.seed=1"], "grpo.seed=VALUE"),
+        (["config", "show", "--grpo.seed"], "grpo.seed=VALUE"),
+        (["plan", "--grpo.seed", "--json"], "grpo.seed=VALUE"),
+    ],
+)
+def test_a_key_with_dashes_is_answered_with_the_way_to_write_it(
+    arguments: list[str], told: str
+) -> None:
+    done = CliRunner().invoke(laurel, arguments)
+    assert done.exit_code == 2
+    assert " ".join(done.stderr.split()).endswith(f"no dashes before them: write {told}")
+
+
+def test_an_option_with_a_point_that_is_no_key_is_no_option() -> None:
+    done = CliRunner().invoke(laurel, ["doctor", "--a.b"])
+    assert done.stderr.strip().endswith("No such option: --a.b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "rm"], "No such command 'train'. Did you mean 'rm'? Choose one of rm, sft, "),
+        (["what"], "No such command 'what'. Choose one of rm, sft, grpo, plan, "),
+        (["eval", "what"], "No such command 'what'. Choose one of policy, reward-bench, "),
+    ],
+)
+def test_who_names_no_command_is_told_which_there_are(arguments: list[str], told: str) -> None:
+    done = CliRunner().invoke(laurel, arguments)
+    assert done.exit_code == 2
+    assert told in done.stderr
+
+
+def test_the_help_says_what_a_subset_of_pairs_is() -> None:
+    shown = CliRunner().invoke(laurel, ["eval", "pairs", "--help"], terminal_width=80).output
+    assert "subset (a --data each)" in " ".join(shown.split())

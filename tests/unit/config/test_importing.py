@@ -632,3 +632,24 @@ def test_files_that_are_none_are_told(tmp_path: Path) -> None:
     (tmp_path / "training_args.bin").write_bytes(b"\x80\x04\x95\xff")
     with pytest.raises(ConfigError, match=r"is a pickle, which Laurel does not open"):
         import_configuration(Request(path=tmp_path / "training_args.bin"))
+
+
+def test_the_launchers_own_file_is_not_dropped_in_silence(tmp_path: Path) -> None:
+    line = "accelerate launch {} trl/scripts/reward.py --model_name_or_path m --dataset_name d"
+    for said in ("--config_file zero3.yaml", "--config_file=zero3.yaml"):
+        found = imported(tmp_path, line.format(said), "a.sh").imported
+        told = {entry.key: entry for entry in found.with_fate("not carried")}
+        entry = told["accelerate launch --config_file"]
+        assert "zero3.yaml" in str(entry)
+        assert "not read" in entry.why
+
+
+@pytest.mark.parametrize(
+    ("script", "run"), [("reward_modeling", "reward"), ("sft", "sft"), ("grpo", "grpo")]
+)
+def test_an_example_of_trl_is_answered_with_the_command_for_it(
+    tmp_path: Path, script: str, run: str
+) -> None:
+    line = f"python examples/scripts/{script}.py --model_name_or_path m"
+    with pytest.raises(ConfigError, match=f"write `trl {run}` instead of it"):
+        imported(tmp_path, line, "a.sh", system="trl")

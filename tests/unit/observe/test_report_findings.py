@@ -127,7 +127,7 @@ def test_data_that_was_left_out_and_its_notes() -> None:
 
 ALARMS = [
     {"step": 5, "alarm": "length", "state": "raised", "metric": "m", "value": 900, "threshold": 500,
-     "baseline": 200, "text": "Completions are long.", "advice": "Look at them.",
+     "baseline": 200, "text": "Completions are long.", "advice": "look at them.",
      "samples": [{"prompt": "p", "completion": "c", "reward": 1.0}] * 5},
     {"step": 6, "alarm": "entropy", "state": "raised", "value": "NaN"},
     {"step": 7, "alarm": "length", "state": "raised", "value": 950},

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from laurel.config.reward_training import RewardTrainingRun
 from laurel.observe.report import write_report
@@ -15,7 +16,7 @@ from laurel.observe.reporting.settings import (
     differing_settings,
     same_but_for_seeds,
 )
-from laurel.observe.reporting.side_by_side import side_by_side
+from laurel.observe.reporting.side_by_side import _places, side_by_side
 from report_runs import record, reward_model_run, write_lines
 
 
@@ -179,3 +180,15 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert "A exp_001" in text
     assert "B, Reward model exp_002" in text
     assert "Last values A B train/loss" in text
+
+
+def test_directories_of_one_name_are_told_apart_by_what_is_above(tmp_path: Path) -> None:
+    def called(*places: str) -> list[str]:
+        records = [SimpleNamespace(path=tmp_path / one, title="run") for one in places]
+        return _places(records)  # type: ignore[arg-type]
+
+    assert called("twice/exp_001", "int2/exp_001") == ["twice/exp_001", "int2/exp_001"]
+    assert called("a/x/exp_001", "b/x/exp_001") == ["a/x/exp_001", "b/x/exp_001"]
+    assert called("a/exp_001", "a/exp_002") == ["exp_001", "exp_002"]
+    assert called("a/exp_001", "b/exp_001", "b/exp_002")[2] == "exp_002"
+    assert called("a/exp_001", "a/exp_001") == ["exp_001", "exp_001"]

@@ -34,6 +34,9 @@ PROGRAMS = (
 )
 """For messages."""
 
+LAUNCHER_FILE = "accelerate launch --config_file"
+"""The key of the file that accelerate reads, which is none of the program's."""
+_TRL_EXAMPLE = re.compile(r"examples/scripts/(reward_modeling|sft|grpo)\.py\b")
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _ARRAY = re.compile(r"^\s*([A-Za-z_]\w*)\+?=\((.*?)\)[ \t]*(?:#.*)?$", re.DOTALL | re.MULTILINE)
@@ -68,6 +71,7 @@ def find_command(text: str, name: str) -> Command | None:
     arrays: dict[str, str] = {}
     for found in _ARRAY.finditer(joined):
         arrays[found[1]] = found[2]
+    scripts = [one for line in joined.splitlines() if (one := _TRL_EXAMPLE.search(line))]
     for line in _ARRAY.sub("", joined).splitlines():
         assigned = _ASSIGNMENT.match(line)
         words = _words(line, name) if _may_matter(line) else []
@@ -80,6 +84,12 @@ def find_command(text: str, name: str) -> Command | None:
             at, system, run, style = place
             told = list(_expanded(words[at + 1 :], arrays, variables, name))
             return _command(words[:at], words[at], system, run, style, told)
+    if scripts:
+        run = "reward" if scripts[0][1] == "reward_modeling" else scripts[0][1]
+        raise ConfigError(
+            f"{name}: {scripts[0][0]} is an example of TRL's, which may do more than its flags "
+            f"say; write `trl {run}` instead of it and what starts it"
+        )
     return None
 
 
@@ -144,6 +154,7 @@ def _command(
     if ours is None:
         raise ConfigError(f"{program} is another program of {system}; those imported: {PROGRAMS}")
     values = _flags(told) if style == "flags" else _overrides(told)
+    values |= _launcher_files(launcher)
     unresolved = {
         key: value for key, value in values.items()
         if (isinstance(value, str) and re.search(r"\$\{?\w", value) and system != "verl")
@@ -153,6 +164,15 @@ def _command(
         system=system, run=ours, program=program, devices=_devices(launcher),
         values={k: v for k, v in values.items() if k not in unresolved}, unresolved=unresolved,
     )  # fmt: skip
+
+
+def _launcher_files(launcher: Sequence[str]) -> dict[str, Any]:
+    """The file that accelerate is told to read, by a key that no program has."""
+    for flag, value in zip(launcher, [*launcher, ""][1:], strict=True):
+        name, has_value, inline = flag.partition("=")
+        if name == "--config_file":
+            return {LAUNCHER_FILE: inline if has_value else value}
+    return {}
 
 
 def _devices(launcher: Sequence[str]) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laurel.config.grpo_training import GRPORun
+from laurel.config.importing.commands import LAUNCHER_FILE
 from laurel.config.importing.rules import Run, Table
 from laurel.config.importing.work import Entry, Work
 from laurel.config.load import check_tree
@@ -70,6 +71,12 @@ def import_said(table: Table, work: Work, run: Run) -> Imported:
 def _without_rule(table: Table, work: Work, key: str) -> None:
     if table.rule_of(key) is not None:
         work.unneeded(key, "it has no effect beside the other keys of this file")
+        return
+    if key == LAUNCHER_FILE:
+        work.refuse(
+            key, "the launcher's own file is not read; how many machines and devices there are is "
+            "in the section cluster, how weights are spread over them in policy.dtensor_cfg"
+        )  # fmt: skip
         return
     near = nearest(key, [k for k in table.known() if not k.endswith(".*")])
     hint = f"; did you mean {near}?" if near else ""

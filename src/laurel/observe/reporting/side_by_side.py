@@ -47,9 +47,11 @@ def side_by_side(records: Sequence[RunRecord]) -> SideBySide:
     marks = [_letter(index) for index in range(len(records))]
     if len(records) < 2:
         return SideBySide(names=[(record, record.title) for record in records], marks=())
+    places = _places(records)
     names = [
-        (record, _name(mark, record)) for mark, record in zip(marks, records, strict=True)
-    ]  # fmt: skip
+        (record, _name(mark, record, place))
+        for mark, record, place in zip(marks, records, places, strict=True)
+    ]
     kinds = [record.kind for record in records]
     most = max(kinds, key=kinds.count)
     chosen = [index for index, kind in enumerate(kinds) if kind == most]
@@ -61,7 +63,14 @@ def side_by_side(records: Sequence[RunRecord]) -> SideBySide:
         names=names,
         marks=[marks[index] for index in chosen],
         compared=several,
-        charts=overlays([_compared(group, chosen, marks, several) for group in groups]),
+        charts=overlays(
+            [
+                _compared(
+                    group, several, [marks[at] for at in chosen], [places[at] for at in chosen]
+                )
+                for group in groups
+            ]
+        ),
         figures=_figures(several),
         settings=differing_settings([record.settings for record in several]),
         seeds=[
@@ -74,12 +83,12 @@ def side_by_side(records: Sequence[RunRecord]) -> SideBySide:
 
 
 def _compared(
-    group: Sequence[int], chosen: Sequence[int], marks: Sequence[str], several: Sequence[RunRecord]
+    group: Sequence[int], several: Sequence[RunRecord], marks: Sequence[str], places: Sequence[str]
 ) -> Compared:
-    letters = [marks[chosen[index]] for index in group]
+    letters = [marks[index] for index in group]
     runs = [several[index] for index in group]
     # A letter and the name of the directory tell more than the kind, which all have in common.
-    label = f"{letters[0]} {runs[0].path.name}" if len(runs) == 1 else f"mean of {_joined(letters)}"
+    label = f"{letters[0]} {places[group[0]]}" if len(runs) == 1 else f"mean of {_joined(letters)}"
     return Compared(mark="".join(letters), label=label, records=runs)
 
 
@@ -97,9 +106,21 @@ def _figures(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def _name(mark: str, record: RunRecord) -> str:
-    place = record.path.name
+def _name(mark: str, record: RunRecord, place: str) -> str:
     return f"{mark}, {record.title}" if place == record.title else f"{mark}, {record.title} {place}"
+
+
+def _places(records: Sequence[RunRecord]) -> list[str]:
+    """The last names of each directory: as many as tell it from others that end alike."""
+    parts = [record.path.absolute().parts for record in records]
+    return [_shortest(own, [one for one in parts if one != own]) for own in parts]
+
+
+def _shortest(own: Sequence[str], others: Sequence[Sequence[str]]) -> str:
+    for length in range(1, len(own)):
+        if not any(one[-length:] == own[-length:] for one in others):
+            return "/".join(own[-length:])
+    return "/".join(own)
 
 
 def _letter(index: int) -> str:

@@ -38,7 +38,8 @@ def alarms_going_on(record: RunRecord) -> Iterator[Finding]:
                 "the run.",
             )
         elif alarm.until is None:
-            parts = [alarm.name, alarm.text, alarm.advice]
+            advice = alarm.advice and alarm.advice[0].upper() + alarm.advice[1:]
+            parts = [alarm.name, alarm.text, advice]
             said = " ".join(f"{part.rstrip('.')}." for part in parts if part)
             yield Finding(
                 weight="bad", text=f"An alarm is still on since step {alarm.since:,}: {said}"

@@ -1,0 +1,70 @@
+"""Arguments of optimizers, told without torch."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from laurel.cli.schemas import SCHEMAS, Kind
+from laurel.config.load import load_config
+from laurel.config.optimizer_arguments import arguments_of, check_arguments
+from laurel.errors import ConfigError
+
+OPTIMIZERS = [
+    name for name, one in vars(torch.optim).items()
+    if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer) and name != "Optimizer"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_they_are_those_that_torch_takes(name: str) -> None:
+    taken = inspect.signature(getattr(torch.optim, name)).parameters
+    known = arguments_of(f"torch.optim.{name}")
+    assert known is not None
+    assert list(known) == list(taken)[1:]
+    for key, default in known.items():
+        assert default is None or default == taken[key].default
+
+
+@pytest.mark.parametrize("path", ["bitsandbytes.optim.AdamW8bit", "torch.optim.AdmW", "AdamW", ""])
+def test_of_others_nothing_is_known_and_nothing_refused(path: str) -> None:
+    assert arguments_of(path) is None
+    check_arguments(path, {"what": "ever"})
+
+
+@pytest.mark.parametrize("kind", ["rm", "sft", "grpo"])
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("policy.optimizer.kwargs.lr=fast", "refuses these kwargs: lr is 'fast', not a number"),
+        ("policy.optimizer.kwargs.eps=null", "refuses these kwargs: eps is None, not a number"),
+        ("policy.optimizer.kwargs.learning_rate=1", "Did you mean lr? It takes: lr, betas, eps"),
+        ("+policy.optimizer.kwargs.learning_rate=1", "Did you mean lr? It takes: lr, betas, eps"),
+        ("++policy.optimizer.kwargs.weight_decy=1", "Did you mean weight_decay? It takes: lr"),
+        ("policy.optimizer.kwargs.fused=true", "to add it: '+policy.optimizer.kwargs.fused=true'"),
+        ("policy.optimizer={name: torch.optim.SGD, kwargs: {lr: a}}", "SGD refuses these kwargs"),
+    ],
+)
+def test_what_an_optimizer_does_not_take_is_told(kind: Kind, override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(SCHEMAS[kind], None, [override])
+    assert told in str(refused.value)
+
+
+def test_what_it_takes_is_passed_on() -> None:
+    good = ["policy.optimizer.kwargs.lr=1e-3", "+policy.optimizer.kwargs.fused=null"]
+    kwargs = load_config(SCHEMAS["rm"], None, good).config.policy.optimizer.kwargs
+    assert kwargs["lr"] == 1e-3
+    assert kwargs["fused"] is None
+
+
+def test_torch_is_not_loaded_for_it() -> None:
+    program = (
+        "import sys; from laurel.config.optimizer_arguments import arguments_of; "
+        "assert 'lr' in arguments_of('torch.optim.AdamW'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
