@@ -174,6 +174,8 @@ def _server(scorer: EvalScorer, say: Say, console: Console) -> Iterator[ScoreNow
 
 _IN_TERMS_OF_OPTIONS = (
     (r"(env\.reward_model\.)?api_key_env(: |=)", r"--api-key-env\2"),
+    (r"\bin api_key_env\b", f"in --api-key-env, or set {KEY_VARIABLE}"),
+    (r"the variable of api_key_env", f"the variable of --api-key-env (or {KEY_VARIABLE})"),
     (r"\bapi_key_env\b", "--api-key-env"),
     (r"(env\.reward_model\.)?\burls: ", "--model "),
     (r"env\.reward_model: ", "--model "),

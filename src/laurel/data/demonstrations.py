@@ -11,6 +11,7 @@ from laurel.config.sft_training import DemonstrationDataConfig, DemonstrationSet
 from laurel.data.cells import Row, UnusableRow, answer, kind_of, messages, required, text
 from laurel.data.held_out import held_out_prompts, split
 from laurel.data.report import fingerprint, nothing_left
+from laurel.data.roles import UnusualRoles
 from laurel.data.row_formats import DATASET_CLASSES, best_answer, infer_class
 from laurel.data.set_reading import NO_HUB, HubSet, LeftOutRow, OpenedSet, open_set
 from laurel.data.task_formats import gsm8k_demonstration
@@ -156,15 +157,18 @@ def _load(
     name = opened.task_name or config.dataset_name or report.origin
     report.dataset_class = config.dataset_name or "conversations"
     noted: set[str] = set()
+    roles = UnusualRoles()
 
     def convert(source: str, row: Row) -> Dialogue:
         said, clue = _conversation(row, opened)
         if clue not in noted:
             noted.add(clue)
             report.notes.append(f"read as {clue}")
+        checked = _checked(opened.frame.around(_with_system(said, row, config)))
+        roles.look(source, checked)
         return Dialogue(
             id=f"{report.name}:{source}",
-            messages=_checked(opened.frame.around(_with_system(said, row, config))),
+            messages=checked,
             name=name,
             source=source,
         )
@@ -173,6 +177,7 @@ def _load(
     dialogues = opened.read(
         convert, report=report, on_bad_row=on_bad_row, limit=min(limits, default=None)
     )
+    report.notes += roles.notes()
     if not dialogues:
         raise DataError(nothing_left(report))
     report.describe(dialogues)

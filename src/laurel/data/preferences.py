@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
@@ -16,12 +16,13 @@ from laurel.data.held_out import held_out_prompts, split
 from laurel.data.own_datasets import has_own_split, is_import_path, open_own
 from laurel.data.prompt_files import PromptFrame, read_prompt_frame
 from laurel.data.report import DataReport, Reason, fingerprint, nothing_left, origin_of
+from laurel.data.roles import UnusualRoles
 from laurel.data.row_formats import DATASET_CLASSES, class_of, judge
 from laurel.data.set_reading import unknown_class
 from laurel.data.sources import complaint, locate, read_rows
 from laurel.errors import DataError
 from laurel.observe.counts import counted_that
-from laurel.types import Group, Preference
+from laurel.types import Group, Message, Preference
 
 Remedy = Callable[[UnusableRow], str]
 """What to do about a malformed row."""
@@ -172,6 +173,7 @@ class _Loading:
     num_negative_margins: int = 0
     num_double_systems: int = 0
     rated: set[str] = field(default_factory=set)
+    roles: UnusualRoles = field(default_factory=UnusualRoles)
 
     def run(self, *, limit: int | None) -> list[Preference]:
         """Reads until the rows, or the limit, end."""
@@ -215,7 +217,7 @@ class _Loading:
         missing = [name for name in self.attributes if name not in self.rated]
         if missing:
             notes.append(f"no row rates {', '.join(missing)}")
-        return notes
+        return notes + self.roles.notes()
 
     def _rows(self) -> Generator[tuple[str, Any], None, None]:
         source = self.source
@@ -303,6 +305,7 @@ class _Loading:
 
     def _note(self, preference: Preference) -> None:
         self.num_negative_margins += preference.margin < 0
+        self.roles.look(preference.source, _messages_of(preference))
         for ratings in preference.attributes_GK or ():
             self.rated.update(
                 name
@@ -317,6 +320,12 @@ class _Loading:
             prompt + worse + better in self.verdicts for better, worse in decided
         )
         self.verdicts.update(prompt + better + worse for better, worse in decided)
+
+
+def _messages_of(preference: Preference) -> Iterator[Message]:
+    yield from preference.group.prompt
+    for completion in preference.group.completions_G:
+        yield from completion.messages
 
 
 def _has_blank(preference: Preference) -> bool:

@@ -19,6 +19,17 @@ from laurel.data.cells import Row, UnusableRow
 from laurel.data.file_formats import READERS, Complain, Rows
 from laurel.errors import DataError
 from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
+from laurel.observe.loggers import METRICS_FILE
+
+_OTHER_DIRECTORIES = {
+    "training_info.json": "a checkpoint",
+    METRICS_FILE: "a run",
+    "model.safetensors": "a model",
+    "model.safetensors.index.json": "a model",
+}
+"""Files that no data set has, and what a directory is that holds one."""
+_DEEPEST_MARK = 3
+"""Directories below the one that is named: `results` holds `rm/step_10/policy`."""
 
 
 def read_rows(
@@ -215,6 +226,12 @@ def _hub_failure(name: str, subset: str | None, split: str, problem: Exception) 
     said = _in_one_line(problem)
     asked = f"split '{split}'" + (f" of subset '{subset}'" if subset else "")
     if os.path.isdir(name):
+        other = _other_than_data(name)
+        if other is not None:
+            return (
+                f"{name} {other}. Name a file of rows (it ends in {', '.join(READERS)}), or a "
+                "directory that holds one"
+            )
         return (
             f"{name} is a directory, and {asked} of it cannot be loaded: {said}. Give one of its "
             "files, or a directory written by datasets.save_to_disk"
@@ -223,6 +240,20 @@ def _hub_failure(name: str, subset: str | None, split: str, problem: Exception) 
     if isinstance(problem, ConnectionError):
         return _unreachable(name, said)
     return f"{taken}where {asked} cannot be loaded: {said}"
+
+
+def _other_than_data(directory: str) -> str | None:
+    """What a directory is that no rows can be read from; None where it may hold data."""
+    top, holds_data = directory.rstrip(os.sep), False
+    for folder, inside, files in os.walk(directory):
+        for mark, kind in _OTHER_DIRECTORIES.items():
+            if mark in files:
+                where = os.path.relpath(os.path.join(folder, mark), directory)
+                return f"is the directory of {kind} (it holds {where}), and not of data"
+        holds_data |= any(_suffix(name) in READERS for name in files)
+        if folder.count(os.sep) - top.count(os.sep) >= _DEEPEST_MARK:
+            inside.clear()
+    return None if holds_data else "is a directory with no data file in it"
 
 
 def _in_one_line(problem: Exception) -> str:

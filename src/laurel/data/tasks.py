@@ -14,6 +14,7 @@ from laurel.data.held_out import held_out_prompts, split
 from laurel.data.own_datasets import has_own_split, is_import_path
 from laurel.data.processors import Processor, find_processor, own_form
 from laurel.data.report import fingerprint, nothing_left
+from laurel.data.roles import UnusualRoles
 from laurel.data.set_reading import LeftOutRow, OpenedSet, open_set
 from laurel.data.task_formats import TASK_SETS, TaskParts, settle
 from laurel.data.task_needs import NeedsCheck, TaskNeeds
@@ -231,6 +232,7 @@ class _Reading:
     report: TaskReport
     fit: NeedsCheck
     num_double_systems: int = 0
+    roles: UnusualRoles = field(default_factory=UnusualRoles)
 
     @classmethod
     def open(
@@ -271,6 +273,7 @@ class _Reading:
                 f"{counted_that(self.num_double_systems, 'row', 'begin')} with a system message, "
                 "which now follows that of data.system_prompt_file"
             )
+        self.report.notes += self.roles.notes()
         if not rows:
             raise DataError(nothing_left(self.report))
         self.fit.conclude(self.report.origin)
@@ -293,6 +296,7 @@ class _Reading:
         prompt = self.opened.frame.around(parts.prompt)
         if self.opened.frame.system is not None and parts.prompt[0].role == "system":
             self.num_double_systems += 1
+        self.roles.look(source, prompt)
         metadata = dict(parts.metadata)
         if parts.answer is not None:
             metadata.setdefault("ground_truth", parts.answer)

@@ -12,13 +12,13 @@ from typing import Any
 from laurel.config.scorers import JudgeConfig
 from laurel.errors import DataError, ProtocolError
 from laurel.rewards.judge_prompt import JudgePrompt, NoScoreError, read_verdict
+from laurel.rewards.remote.expected import expect_list, expect_object
 from laurel.rewards.remote.http_exchange import HttpExchange, checked_url
 from laurel.rewards.remote.http_scorer import endpoint
 from laurel.rewards.remote.replica import Reply, failed
 from laurel.rewards.remote.replica_health import Clock
 from laurel.rewards.remote.router import Router
 from laurel.rewards.remote.router_options import RouterOptions
-from laurel.rewards.remote.wire import expect_list, expect_object
 from laurel.types import Group, Score
 
 CHAT_PATH = "/chat/completions"

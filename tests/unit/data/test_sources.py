@@ -307,6 +307,10 @@ def test_saved_sets_directories_and_an_unreachable_hub(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "train.jsonl").write_text('{"a": 7}\n')
     (tmp_path / "bare").mkdir()
+    checkpoint = tmp_path / "results" / "rm" / "step_3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "training_info.json").write_text("no rows")
+    (checkpoint / "manifest.json").write_text('[{"files": 1}]')
     asked: list[tuple[str, dict[str, str]]] = [
         (str(tmp_path / "one"), {}),
         (str(tmp_path / "two"), {}),
@@ -316,6 +320,8 @@ def test_saved_sets_directories_and_an_unreachable_hub(tmp_path: Path) -> None:
         (str(tmp_path / "files"), {"split": "dev"}),
         (str(tmp_path / "files"), {"subset": "other"}),
         (str(tmp_path / "bare"), {}),
+        (str(tmp_path / "results"), {}),
+        (str(checkpoint), {}),
         ("owner/name", {}),
     ]
     ran = subprocess.run(
@@ -326,7 +332,8 @@ def test_saved_sets_directories_and_an_unreachable_hub(tmp_path: Path) -> None:
         text=True,
     )
     assert ran.stderr == ""  # no bars, no notices
-    one, two, two_test, two_dev, files, files_dev, files_other, bare, hub = json.loads(ran.stdout)
+    one, two, two_test, two_dev, files, files_dev, files_other, *rest = json.loads(ran.stdout)
+    bare, results, step, hub = rest
     assert one == [["one[0]", {"a": 3}], ["one[1]", {"a": 1}]]
     assert [source for source, _ in two] == ["two[0]", "two[1]", "two[2]"]
     assert two_test == [["two[0]", {"a": 2}]]
@@ -336,6 +343,10 @@ def test_saved_sets_directories_and_an_unreachable_hub(tmp_path: Path) -> None:
     assert "train" in files_dev.split("cannot be loaded")[1]  # the splits there are
     assert "subset 'other'" in files_other
     assert "default" in files_other  # the subsets there are
-    assert "bare is a directory" in bare
+    assert "bare is a directory with no data file in it. Name a file of rows" in bare
+    assert "results is the directory of a checkpoint (it holds rm/step_3/training_info.json)" in (
+        results
+    )
+    assert "step_3 is the directory of a checkpoint (it holds training_info.json)" in step
     assert "'owner/name' is no file or directory here" in hub
     assert "cannot be reached" in hub

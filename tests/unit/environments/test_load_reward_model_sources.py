@@ -293,8 +293,9 @@ def closing_environment(settings: dict[str, Any], say: Any) -> RewardModelEnviro
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (Answer(status=401), "refuses to score: 4xx"),
-        (Answer(status=404), "refuses to score: 4xx"),
+        (Answer(status=401), "refuses to score: answered 401; .* its key in api_key_env$"),
+        (Answer(status=404), "refuses to score: answered 404; look at the path of its address"),
+        (Answer(status=422), r"refuses to score: answered 422\. Are the address, the protocol"),
         (Answer(body=b"<html>"), "answers something else than its protocol says: reply"),
         (Answer(body=b'{"scores": []}'), "answers something else than its protocol says"),
     ],
@@ -305,6 +306,8 @@ def test_a_server_that_cannot_score_is_told_at_once(answer, message):
             opened(urls=[server.url], connect_patience=60.0)
         assert server.url in str(caught.value)
         assert len(server.asked) == 1
+        if "refuses" in message:
+            assert str(caught.value).count(server.url) == 1
 
 
 def test_a_server_that_would_never_be_trusted_is_told_at_once():

@@ -123,6 +123,21 @@ def test_slime():
     [
         (wire.read_embeddings_request, {}, "'input' is missing"),
         (wire.read_get_reward_request, {"prompts": []}, "'query' is missing"),
+        (
+            wire.read_get_reward_request,
+            {"query": "abc"},
+            "'query' must be a list of texts, and is a string",
+        ),
+        (
+            wire.read_embeddings_request,
+            {"input": 3},
+            "'input' must be a text, a list of token ids, or a list of either, and is a number",
+        ),
+        (
+            wire.read_remote_rm_request,
+            {"prompt": 5, "response": "a"},
+            "'prompt' must be a text or a list of messages, and is a number",
+        ),
         (wire.read_remote_rm_request, {"prompt": "a"}, "'response' is missing"),
         (wire.read_remote_rm_request, {"response": "a"}, "'prompt' is missing"),
         (lambda value: wire.read_classify_reply(value, count=1), {}, "'data' is missing"),

@@ -143,6 +143,21 @@ def test_who_looks_after_it_finds_out(plain):
     assert error(plain.client.get("/v1/score")) == (405, "method")
 
 
+def test_a_wrong_path_and_a_wrong_method_are_told_which_there_are(plain):
+    def said(answer):
+        return answer.json()["error"]["message"]
+
+    absent = said(plain.client.get("/v1/scores" + "x" * 500))
+    assert absent.startswith("there is no /v1/scoresxxx")
+    assert len(absent) < 500
+    for path in ("POST /v1/score, ", "POST /classify, ", "GET /ready, ", "POST /admin/load"):
+        assert path in absent
+    assert absent.endswith(". /docs describes them")
+    answer = plain.client.get("/v1/score")
+    assert said(answer) == "/v1/score takes POST, not GET. /docs describes them"
+    assert answer.headers["allow"] == "POST"
+
+
 def test_the_page_of_the_description_needs_neither_a_key_nor_another_server(plain):
     page = httpx2.get(f"{plain.url}/docs", trust_env=False)
     assert page.headers["content-type"] == "text/html; charset=utf-8"

@@ -29,14 +29,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from laurel.errors import ProtocolError
-from laurel.rewards.remote.wire import (
+from laurel.rewards.remote.expected import (
     MISSING,
     expect_list,
     expect_number,
     expect_object,
     expect_text,
+)
+from laurel.rewards.remote.wire import (
     messages_json,
     read_messages,
+    read_said,
 )
 from laurel.rewards.rendered import Rendered as Rendered
 from laurel.types import Completion, Conversation, Group, Message
@@ -75,7 +78,7 @@ def _read_rows(value: Any, what: str) -> tuple[tuple[Rendered, ...], bool]:
     """Rows from a text, ids, or a list of either; and whether it was a list of them."""
     if isinstance(value, str):
         return (value,), False
-    rows = expect_list(value, what)
+    rows = expect_list(value, what, must_be="a text, a list of token ids, or a list of either")
     if rows and all(_is_id(one) for one in rows):
         return (tuple(map(int, rows)),), False
     return tuple(_read_row(row, what) for row in rows), True
@@ -84,7 +87,7 @@ def _read_rows(value: Any, what: str) -> tuple[tuple[Rendered, ...], bool]:
 def _read_row(value: Any, what: str) -> Rendered:
     if isinstance(value, str):
         return value
-    ids = expect_list(value, f"an entry of {what}")
+    ids = expect_list(value, f"an entry of {what}", must_be="a text or a list of token ids")
     if not all(_is_id(one) for one in ids):
         raise ProtocolError(f"{what} has a list of something else than token ids from 0 up")
     return tuple(map(int, ids))
@@ -98,7 +101,8 @@ def _is_id(value: Any) -> bool:
 
 
 def _texts(value: Any, what: str) -> tuple[str, ...]:
-    return tuple(expect_text(one, f"an entry of {what}") for one in expect_list(value, what))
+    texts = expect_list(value, what, must_be="a list of texts")
+    return tuple(expect_text(one, f"an entry of {what}") for one in texts)
 
 
 def _rows_json(rows: Sequence[Rendered]) -> list[Any]:
@@ -317,10 +321,7 @@ def read_remote_rm_request(value: Any, *, rendered: bool = False) -> ForeignRequ
     prompt = request.get("prompt", MISSING)
     if isinstance(prompt, str) and rendered:
         return ForeignRequest(rows=(prompt + response,), is_list=False)
-    if isinstance(prompt, str):
-        said: Conversation = (Message("user", prompt),)
-    else:
-        said = read_messages(prompt, "'prompt'")
+    said = read_said(prompt, "'prompt'", role="user")
     return ForeignRequest(group=_answer((*said, Message("assistant", response))), is_list=False)
 
 

@@ -20,6 +20,7 @@ _KEEP_SECONDS = 4.0
 """Less than servers keep an idle connection, or requests would go into closed ones."""
 _ABOUT_ONE_ITEM = (400, 413, 422)
 _ABOUT_US = (401, 403, 404, 405, 407)
+_ABOUT_THE_KEY = (401, 403)
 """The address or the key is wrong, whatever was asked."""
 _BUSY = (429, 503)
 _SHOWN = 200
@@ -164,7 +165,7 @@ class HttpExchange:
             message += ": a redirect, which is not followed; name the final address"
             return ReplicaFault("4xx", message)
         if status in _ABOUT_US:
-            return ReplicaFault("4xx", f"{message}; look at its address and the API key")
+            return ReplicaFault("4xx", f"{message}; {_cure(status, has_key=bool(self._api_key))}")
         if 400 <= status < 500:
             return RefusedError(message, may_be_one_item=status in _ABOUT_ONE_ITEM)
         return ReplicaFault("5xx" if status >= 500 else "reply", message)
@@ -172,6 +173,15 @@ class HttpExchange:
     def _without_key(self, said: str) -> str:
         """What a server says may hold what it was told."""
         return said.replace(self._api_key, "***") if self._api_key else said
+
+
+def _cure(status: int, *, has_key: bool) -> str:
+    """What whoever named the server can do about one of `_ABOUT_US`."""
+    if status not in _ABOUT_THE_KEY:
+        return "look at the path of its address, and whether it speaks this protocol"
+    if has_key:
+        return "is what the variable of api_key_env holds the key of this server?"
+    return "name the variable that holds its key in api_key_env"
 
 
 def checked_url(url: str) -> httpx2.URL:

@@ -37,6 +37,8 @@ class ReplicaFault(Exception):
     ) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
+        self.message = message
+        """Without the word that it is counted under."""
         self.retry_after = retry_after
         """Seconds that it wants to be left alone for; `busy` only."""
         self.in_mid_request = in_mid_request
@@ -48,6 +50,8 @@ class RefusedError(Exception):
 
     def __init__(self, message: str, *, may_be_one_item: bool) -> None:
         super().__init__(f"4xx: {message}")
+        self.message = message
+        """See `ReplicaFault`."""
         self.may_be_one_item = may_be_one_item
         """Whether a part of the request may be welcome without the rest."""
 

@@ -152,11 +152,11 @@ class ServerCheck:
             await asyncio.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _refused(self, replica: Replica, why: Exception) -> ConfigError:
-        return ConfigError(
-            f"{self.where}: {replica.name} refuses to score: {why}. Are the address, the protocol, "
-            "the name of the model and api_key_env right?"
-        )
+    def _refused(self, replica: Replica, why: RefusedError | ReplicaFault) -> ConfigError:
+        said = why.message.removeprefix(f"{replica.name} ")
+        if isinstance(why, RefusedError):  # nothing in it says what to do
+            said += ". Are the address, the protocol and the name of the model right?"
+        return ConfigError(f"{self.where}: {replica.name} refuses to score: {said}")
 
 
 def _compare(name: str, contract: ScoringContract, replies: Sequence[Reply]) -> float:

@@ -25,13 +25,19 @@ The formats of other programs are in `foreign_wire`.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from laurel.errors import ProtocolError
+from laurel.rewards.remote.expected import (
+    MISSING,
+    expect_list,
+    expect_number,
+    expect_object,
+    expect_text,
+)
 from laurel.types import Completion, Conversation, Group, Message, Score
 
 MOST_DEPTH = 16
@@ -103,52 +109,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-MISSING: Any = object()
-"""What stands for an entry that is not there, so that a message can say that."""
-
-
-def expect_object(value: Any, what: str) -> Mapping[str, Any]:
-    """The value, if it is an object.
-
-    Raises:
-        ProtocolError: It is not; the message calls it `what`.
-    """
-    if not isinstance(value, dict):
-        raise _other(value, what, "object")
-    return value
-
-
-def expect_list(value: Any, what: str) -> Sequence[Any]:
-    """The value, if it is a list; see `expect_object`."""
-    if not isinstance(value, list):
-        raise _other(value, what, "list")
-    return value
-
-
-def expect_text(value: Any, what: str) -> str:
-    """The value, if it is a text; see `expect_object`."""
-    if not isinstance(value, str):
-        raise _other(value, what, "text")
-    return value
-
-
-def expect_number(value: Any, what: str) -> float:
-    """The value, if it is a finite number; see `expect_object`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _other(value, what, "number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ProtocolError(f"{what} is not finite", kind="nan")
-    return number
-
-
-def _other(value: Any, what: str, kind: str) -> ProtocolError:
-    return ProtocolError(f"{what} is missing" if value is MISSING else f"{what} is no {kind}")
-
-
 def _expect_keys(value: Mapping[str, Any], allowed: Sequence[str], what: str) -> None:
     unknown = sorted(value.keys() - set(allowed))
     if unknown:
@@ -169,8 +129,19 @@ def read_messages(value: Any, what: str) -> Conversation:
     Raises:
         ProtocolError: It is none.
     """
+    return _read_messages(value, what, must_be="a list of messages")
+
+
+def read_said(value: Any, what: str, *, role: str) -> Conversation:
+    """Messages, or a text that `role` says; see `read_messages`."""
+    if isinstance(value, str):
+        return (Message(role, value),)
+    return _read_messages(value, what, must_be="a text or a list of messages")
+
+
+def _read_messages(value: Any, what: str, *, must_be: str) -> Conversation:
     messages = []
-    for item in expect_list(value, what):
+    for item in expect_list(value, what, must_be=must_be):
         message = expect_object(item, f"a message of {what}")
         _expect_keys(message, ("role", "content"), f"a message of {what}")
         messages.append(
@@ -180,13 +151,6 @@ def read_messages(value: Any, what: str) -> Conversation:
             )
         )
     return tuple(messages)
-
-
-def read_said(value: Any, what: str, *, role: str) -> Conversation:
-    """Messages, or a text that `role` says."""
-    if isinstance(value, str):
-        return (Message(role, value),)
-    return read_messages(value, what)
 
 
 def group_json(group: Group) -> dict[str, Any]:
@@ -207,7 +171,12 @@ def read_group(value: Any, what: str) -> Group:
     group = expect_object(value, what)
     _expect_keys(group, ("id", "prompt", "completions"), what)
     completions_G = []
-    for item in expect_list(group.get("completions", MISSING), f"'completions' of {what}"):
+    completions = expect_list(
+        group.get("completions", MISSING),
+        f"'completions' of {what}",
+        must_be="a list of completions",
+    )
+    for item in completions:
         messages = read_said(item, f"a completion of {what}", role="assistant")
         if not messages:
             raise ProtocolError(f"a completion of {what} has no message")
@@ -261,7 +230,7 @@ def read_score_request(value: Any) -> ScoreRequest:
     """
     request = expect_object(value, "the request")
     _expect_keys(request, ("groups", "request_id", "model_version"), "the request")
-    groups = expect_list(request.get("groups", MISSING), "'groups'")
+    groups = expect_list(request.get("groups", MISSING), "'groups'", must_be="a list of groups")
     return ScoreRequest(
         groups=tuple(read_group(group, f"group {i}") for i, group in enumerate(groups)),
         request_id=expect_text(request.get("request_id", ""), "'request_id'"),

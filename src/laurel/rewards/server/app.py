@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,8 @@ from laurel.rewards.server.serving import Answer, RefusedRequestError, RewardSer
 
 Handler = Callable[[Call], Awaitable[Answer]]
 _HTML = b"text/html; charset=utf-8"
+_MOST_OF_A_PATH = 80
+"""Characters of a path that there is not, in a message."""
 _GAUGES = {"waiting": "completions_waiting", "ready": "replicas_ready"}
 """Figures of a scorer that do not only grow, and what they are called."""
 
@@ -92,7 +94,9 @@ def make_app(
         *_routes(admin, "POST", is_admin=True),
     ]
     setattr(app, "openapi", partial(describe, needs_key=needs_key))  # noqa: B010  (a method)
-    app.add_exception_handler(HTTPException, _not_served)
+    methods = {**dict.fromkeys(scores, "POST"), **dict.fromkeys(looks, "GET")}
+    methods |= dict.fromkeys(admin, "POST")
+    app.add_exception_handler(HTTPException, partial(_not_served, methods))
     metrics = endpoints.figures = ServerMetrics(
         [*scores, *looks, *admin],
         counters=partial(_counters, service, access_log),
@@ -132,11 +136,26 @@ class _Endpoint:
             await respond(send, answer)
 
 
-async def _not_served(_: Request, error: Exception) -> Response:
-    """No such path, or another method."""
+async def _not_served(methods: Mapping[str, str], request: Request, error: Exception) -> Response:
+    """No such path, or another method; says which there are."""
     assert isinstance(error, HTTPException)
-    body = dump(error_json("path" if error.status_code == 404 else "method", error.detail))
-    return Response(body, error.status_code, error.headers, "application/json")
+    if error.status_code == 404:
+        code = "path"
+        there_are = ", ".join(f"{method} {path}" for path, method in methods.items())
+        said = f"there is no {_shown(request)} here; there are: {there_are}"
+    else:
+        code = "method"
+        wanted = (error.headers or {}).get("Allow", methods.get(request.url.path, ""))
+        said = f"{_shown(request)} takes {wanted or 'another method'}, not {request.method:.20}"
+    said += f". {DOCS_PATH} describes them"
+    return Response(
+        dump(error_json(code, said)), error.status_code, error.headers, "application/json"
+    )
+
+
+def _shown(request: Request) -> str:
+    """The path that was asked, as much as fits into a message."""
+    return ascii(request.url.path[:_MOST_OF_A_PATH])[1:-1]
 
 
 def _check_admin(call: Call) -> None:

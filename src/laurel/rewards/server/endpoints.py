@@ -15,13 +15,11 @@ from urllib.parse import parse_qs
 
 from laurel.errors import UserError
 from laurel.rewards.remote import foreign_wire
+from laurel.rewards.remote.expected import MISSING, expect_object, expect_text
 from laurel.rewards.remote.replica import failed, reason_of
 from laurel.rewards.remote.wire import (
-    MISSING,
     ScoreReply,
     dump,
-    expect_object,
-    expect_text,
     parse,
     read_score_request,
     score_reply,
