@@ -91,6 +91,9 @@ def test_what_the_settings_get_wrong_is_told_before_there_is_a_group(tmp_path, c
     for settings, kind, message in wrong:
         with pytest.raises(kind, match=message):
             opened(config_of(**{"model_name": str(checkpoint), **settings}), never)
+    model = write_foreign_model(tmp_path, head=False)
+    with pytest.raises(ModelError, match="language model without a reward head"):
+        opened(config_of(model_name=str(model)), never)
     run = write_run(tmp_path / "run", {1: 0.5})
     weights = run / "step_1" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -98,11 +101,7 @@ def test_what_the_settings_get_wrong_is_told_before_there_is_a_group(tmp_path, c
         opened(config_of(model_name=str(run)), never)
 
 
-def test_what_the_ranks_find_wrong_with_the_model_is_the_users_error(tmp_path, checkpoint):
-    model = write_foreign_model(tmp_path, head=False)
-    with pytest.raises(ModelError, match="language model without a reward head") as caught:
-        opened(config_of(model_name=str(model)))
-    assert isinstance(caught.value.__cause__.__cause__, WorkerError)
+def test_what_the_ranks_find_wrong_with_the_model_is_the_users_error(checkpoint):
     plan = {"custom_parallel_plan": {"no.such": "rowwise"}}
     config = config_of(model_name=str(checkpoint), dtensor_cfg=plan)
     two = functools.partial(ProcessGroup, "reward_model", 2)
