@@ -19,17 +19,18 @@ from laurel.data.cells import Row, UnusableRow
 from laurel.data.file_formats import READERS, Complain, Rows
 from laurel.errors import DataError
 from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
-from laurel.observe.loggers import METRICS_FILE
 
 _OTHER_DIRECTORIES = {
     "training_info.json": "a checkpoint",
-    METRICS_FILE: "a run",
     "model.safetensors": "a model",
     "model.safetensors.index.json": "a model",
 }
 """Files that no data set has, and what a directory is that holds one."""
 _DEEPEST_MARK = 3
 """Directories below the one that is named: `results` holds `rm/step_10/policy`."""
+_WHAT_TO_NAME = (
+    f"Name a file of rows (it ends in {', '.join(READERS)}), or a directory that holds one"
+)
 
 
 def read_rows(
@@ -172,6 +173,8 @@ def _directory_rows(path: str, *, subset: str | None, split: str | None) -> Rows
              if os.path.exists(os.path.join(path, name))]  # fmt: skip
     label = os.path.basename(os.path.normpath(path))
     if not saved:
+        if (other := _other_than_data(path)) is not None:
+            raise DataError(f"{path} {other}. {_WHAT_TO_NAME}")
         yield from _hub_rows(path, subset=subset, split=split, label=label)
         return
     with _quiet():
@@ -226,12 +229,8 @@ def _hub_failure(name: str, subset: str | None, split: str, problem: Exception) 
     said = _in_one_line(problem)
     asked = f"split '{split}'" + (f" of subset '{subset}'" if subset else "")
     if os.path.isdir(name):
-        other = _other_than_data(name)
-        if other is not None:
-            return (
-                f"{name} {other}. Name a file of rows (it ends in {', '.join(READERS)}), or a "
-                "directory that holds one"
-            )
+        if not _holds_files(name):
+            return f"{name} is a directory with no data file in it. {_WHAT_TO_NAME}"
         return (
             f"{name} is a directory, and {asked} of it cannot be loaded: {said}. Give one of its "
             "files, or a directory written by datasets.save_to_disk"
@@ -243,17 +242,21 @@ def _hub_failure(name: str, subset: str | None, split: str, problem: Exception) 
 
 
 def _other_than_data(directory: str) -> str | None:
-    """What a directory is that no rows can be read from; None where it may hold data."""
-    top, holds_data = directory.rstrip(os.sep), False
+    """What a directory is that other commands have made; None where it may hold data."""
+    top = directory.rstrip(os.sep)
     for folder, inside, files in os.walk(directory):
         for mark, kind in _OTHER_DIRECTORIES.items():
             if mark in files:
                 where = os.path.relpath(os.path.join(folder, mark), directory)
                 return f"is the directory of {kind} (it holds {where}), and not of data"
-        holds_data |= any(_suffix(name) in READERS for name in files)
         if folder.count(os.sep) - top.count(os.sep) >= _DEEPEST_MARK:
             inside.clear()
-    return None if holds_data else "is a directory with no data file in it"
+    return None
+
+
+def _holds_files(directory: str) -> bool:
+    """Whether a file of rows is in a directory, or below it."""
+    return any(_suffix(name) in READERS for _, _, files in os.walk(directory) for name in files)
 
 
 def _in_one_line(problem: Exception) -> str:

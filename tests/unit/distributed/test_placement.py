@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.cli.plan_report import as_text
+from laurel.cli.plan_report import ReadShapes, as_text
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
@@ -134,7 +134,9 @@ def test_the_example_of_the_documentation() -> None:
     changes = {"grpo.num_prompts_per_step": 33, "policy.train_global_batch_size": 528}
     fitted = fit(with_changes(config, changes), Shapes())
     assert fitted.fits, fitted.misfits
-    assert picture in as_text(config, fitted, Shapes(), (), device_memory=None)
+    assert picture in as_text(
+        config, fitted, ReadShapes(shapes=Shapes(), unknown={}), device_memory=None
+    )
 
 
 def test_who_is_not_named_shares_the_slots_of_the_policy() -> None:
