@@ -129,8 +129,9 @@ def examine(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -
     raw = look_at(path)
     known, readings = readings_of(raw, trainer=trainer, overrides=overrides)
     others = _other_uses(path, known, readings) if trainer is None else []
-    # Rows that are read only as prompts may have been meant for more.
-    is_clear = known is not None and known.name != "prompts"
+    # Rows that are read only as prompts may have been meant for more, unless it is said who judges.
+    is_said = any(one.lstrip("+").startswith("data.env_name=") for one in overrides)
+    is_clear = known is not None and (known.name != "prompts" or is_said)
     near = [] if is_clear else suggestions(raw.first)
     return Findings(
         raw=raw, known=known, readings=readings, others=others,

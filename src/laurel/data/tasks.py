@@ -164,7 +164,8 @@ def check_environment(environment: str, environments: Sequence[str]) -> None:
     hint = f" Did you mean {near}?" if near else ""
     raise ConfigError(
         f"data.env_name={environment}: there is no environment of that name.{hint} There are: "
-        f"{', '.join(environments)}. Your own go under env.custom"
+        f"{', '.join(environments)}. One of your own is named by "
+        f"+env.custom.{environment}.name=MODULE.CLASS"
     )
 
 

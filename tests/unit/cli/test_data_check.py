@@ -272,3 +272,17 @@ def test_a_model_that_cannot_be_used_is_told_after_what_was_found(
     _, said, error = check(path, "--model", model, "policy.tokenizer.chat_template=zzz")
     assert "rm yes: 1 of 1 row" in said
     assert "'zzz' is neither a template nor a known name" in str(error)
+
+
+def test_who_names_an_environment_is_given_no_other_and_told_how_ones_own_is_named(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "tasks.jsonl", *({"prompt": f"say {i}"} for i in range(4)))
+    _, said, _ = check(path, "--for", "grpo")
+    assert "it looks like prompts" in said
+    own = ("data.env_name=mine", "+env.custom.mine.name=my_module.Mine")
+    code, said, _ = check(path, "--for", "grpo", *own)
+    assert code == 0
+    assert "it looks like" not in said
+    _, _, error = check(path, "--for", "grpo", own[0])
+    assert "is named by +env.custom.mine.name=MODULE.CLASS" in str(error)

@@ -53,6 +53,9 @@ def test_a_run_of_which_nothing_is_known() -> None:
         ({"train/num_failures": [2.0] * 10, "train/total_turns": [16.0] * 10,
           "train/avg_turns_per_sample": [2.0] * 10, "train/reward/failed_timeout": [2.0] * 10},
          "grpo", "bad: 20 of 80 completions got no reward (25%: 20 timeout)"),
+        ({"train/num_failures": [2.0] * 10, "train/total_turns": [16.0] * 10,
+          "train/avg_turns_per_sample": [2.0] * 10, "train/reward/failed_other": [2.0] * 10},
+         "grpo", "(25%: 20 for reasons of the environment's own, which stand in completions/)"),
         ({"train/frac_reward_zero_std": UP, "train/baseline_reward/pct_1": [90.0] * 100}, "grpo",
          "look: In 94% of the groups of the last steps all completions got the same reward, and "
          "90% of all groups were all right"),

@@ -13,6 +13,9 @@ from laurel.observe.reporting.reward_range import standing
 from laurel.observe.reporting.training_findings import is_success
 from laurel.observe.run_record import RunRecord
 
+_IN_WORDS = {"other": "for reasons of the environment's own, which stand in completions/"}
+"""Reasons that do not say themselves what they are."""
+
 
 def failed_rewards(record: RunRecord) -> Iterator[Finding]:
     """Completions that nobody could judge."""
@@ -31,7 +34,8 @@ def failed_rewards(record: RunRecord) -> Iterator[Finding]:
          for name in record.names() if name.startswith("train/reward/failed_")),
         reverse=True,
     )  # fmt: skip
-    most = ", ".join(f"{count:,.0f} {reason}" for count, reason in reasons[:3] if count)
+    most = ", ".join(f"{count:,.0f} {_IN_WORDS.get(reason, reason)}"
+                     for count, reason in reasons[:3] if count)  # fmt: skip
     yield Finding(
         weight="bad" if share > 0.05 else "look",
         text=f"{num_failures:,.0f} of {total:,.0f} completions got no reward ({100 * share:.2g}%"
