@@ -104,7 +104,7 @@ def run_init(
         task=task_name, model=model.name, data=data.settings, machine=machine,
         reward_model=options.reward_model or DEFAULT_REWARD_MODEL, name=output.stem,
         num_positions=model.num_positions, model_settings=model.settings,
-        holds_out=data.holds_out,
+        held_out=data.held_out,
     )  # fmt: skip
     _write(output, answers, unnamed=data.unnamed)
     say(f"wrote    {output}, made for {machine.device}; it fits the schema")

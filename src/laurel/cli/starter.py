@@ -59,6 +59,10 @@ _COMMON_KEYS = (
     "checkpointing.checkpoint_dir", "checkpointing.save_period", "checkpointing.keep_top_k",
     "logger.log_dir", "logger.wandb_enabled", "cluster.gpus_per_node",
 )  # fmt: skip
+HELD_OUT = 0.05
+"""Share of the rows that is validated on, where there are enough of them."""
+FEW_ROWS = 20
+"""Fewer than this tell little of a model."""
 SCRATCH = "scratch"
 """What is said instead of a model to have a new one."""
 _SCRATCH_ON_CPU = (
@@ -148,8 +152,8 @@ class Answers:
     """Tokens that the model can number, where that is known."""
     model_settings: Sequence[str] = ()
     """What the model's tokenizer needs."""
-    holds_out: bool = True
-    """Whether there is something to hold out for validation."""
+    held_out: float = HELD_OUT
+    """Share of the training rows to validate on; 0 where there is nothing to hold out."""
     machine: Machine = field(default_factory=Machine)
 
 
@@ -164,7 +168,7 @@ def starter(answers: Answers) -> tuple[Section, str]:
         f"policy.model_name={json.dumps(answers.model)}",
         f"policy.precision={_precision(answers.machine)}",
         f"checkpointing.checkpoint_dir={json.dumps(f'results/{answers.name or answers.task}')}",
-        f"data.split_validation_size={0.05 if answers.holds_out else 0.0}",
+        f"data.split_validation_size={answers.held_out}",
         f"cluster.gpus_per_node={max(1, answers.machine.num_gpus)}",
         *(task.on_gpu if answers.machine.num_gpus else task.on_cpu),
         *task.settings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from laurel.cli.data_check import Findings, examine
 from laurel.cli.local_scorer import find_local
-from laurel.cli.starter import SCRATCH, StarterTask
+from laurel.cli.starter import FEW_ROWS, HELD_OUT, SCRATCH, StarterTask
 from laurel.config.tree import nearest
 from laurel.data.file_formats import READERS
 from laurel.data.near_misses import KEYS_OF_COLUMNS, could_be_named
@@ -42,7 +43,8 @@ class ChosenData:
     settings: tuple[str, ...]
     path: str | None = None
     """A file that was looked at."""
-    holds_out: bool = True
+    held_out: float = HELD_OUT
+    """Share of the rows to validate on."""
     notes: tuple[str, ...] = ()
     misfit: str = ""
     """Why it does not fit the task."""
@@ -178,10 +180,18 @@ def _looked_at(
             f"{counted_that(reading.num_malformed, 'row', 'are')} malformed, and the run stops at "
             f"{first}: mend {them}, or set data.on_bad_row: skip"
         )
-    return ChosenData(
-        settings=(*named, *told), path=path, notes=tuple(notes),
-        holds_out=report.num_prompts > 1,
-    )  # fmt: skip
+    held_out = share_held_out(report.num_kept) if report.num_prompts > 1 else 0.0
+    if round(held_out * report.num_kept) < FEW_ROWS:
+        notes.append(
+            f"of so few rows about {held_out * report.num_kept:.0f} are held out to validate on, "
+            "which tells little: name more under data.val_data_path where you have them"
+        )
+    return ChosenData(settings=(*named, *told), path=path, notes=tuple(notes), held_out=held_out)
+
+
+def share_held_out(num_rows: int) -> float:
+    """The share of a file's rows to validate on: of few rows more, up to a fifth."""
+    return min(0.2, max(HELD_OUT, math.ceil(100 * FEW_ROWS / max(num_rows, 1)) / 100))
 
 
 def _named_set(said: str, task: StarterTask) -> ChosenData:
@@ -194,7 +204,9 @@ def _named_set(said: str, task: StarterTask) -> ChosenData:
         note = f"{said} is fetched from the Hugging Face hub ({hubs[said]}) when the run begins"
         brings_own = task.trainer == "rm" and DATASET_CLASSES[said].has_validation
         return ChosenData(
-            settings=(f"data.dataset_name={said}",), notes=(note,), holds_out=not brings_own
+            settings=(f"data.dataset_name={said}",),
+            notes=(note,),
+            held_out=0.0 if brings_own else HELD_OUT,
         )
     if "/" not in said:
         near = nearest(said, hubs)

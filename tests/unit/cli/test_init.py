@@ -14,6 +14,7 @@ from laurel.cli.main import app
 from laurel.cli.preference_data import load_data
 from laurel.cli.schemas import SCHEMAS
 from laurel.cli.starter import TASKS, Machine
+from laurel.cli.starter_choices import share_held_out
 from laurel.config.load import load_config
 from laurel.errors import ConfigError, UserError
 from model_directories import save_model
@@ -316,3 +317,10 @@ def test_data_sets_of_the_table_are_named_and_not_looked_at(here: Path, model: s
     run_init(options("grpo-code", model, data="HumanEval"), machine=CPU)
     config: Any = load_config(SCHEMAS["grpo"], here / "grpo-code.yaml").config
     assert (config.data.dataset_name, config.data.train_data_path) == ("HumanEval", None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "share"), [(10, 0.2), (60, 0.2), (200, 0.1), (300, 0.07), (400, 0.05), (9999, 0.05)]
+)
+def test_of_few_rows_more_are_held_out(rows: int, share: float) -> None:
+    assert share_held_out(rows) == share
