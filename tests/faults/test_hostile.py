@@ -17,6 +17,7 @@ from laurel.environments.sandbox.group_trial import chosen_place
 from laurel.environments.sandbox.inside.monitor import ARMED
 from laurel.environments.sandbox.tiers import LAYERS, Tier
 from laurel.environments.sandbox.zygote_process import ZygoteProcess
+from sandbox_processes import is_gone, named
 
 PROGRAMS = {program.name: program for program in hostile_suite.read_programs()}
 LIMITS = ("time", "memory", "output")
@@ -44,15 +45,17 @@ def place(request, world):
     zygote = ZygoteProcess(tier.layers, place=chosen_place("auto")[0])  # as in a run
     zygote.start()
     yield tier, zygote
-    children = psutil.Process(zygote.pid).children(recursive=True)
+    found = named(zygote.pid)
+    children = [one for one, _ in found]
     # Those that wait for a job are not left by one.
-    left = psutil.wait_procs([one for one in children if one.name() != ARMED], timeout=30)[1]
+    left = psutil.wait_procs([one for one, name in found if name != ARMED], timeout=30)[1]
+    left = [one for one in left if not is_gone(one.pid)]  # a zombie is, until its parent ends
     zygote.close()
     assert psutil.wait_procs(children, timeout=30)[1] == []
     assert neighbour.poll() is None
     neighbour.kill()
     neighbour.wait()
-    assert [one.status() for one in left if one.status() != psutil.STATUS_ZOMBIE] == []
+    assert left == []
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
