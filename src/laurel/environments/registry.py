@@ -12,7 +12,7 @@ from laurel.config.environments import CompositeEnvironmentConfig, EnvironmentsC
 from laurel.config.schema import NamedCall
 from laurel.config.tree import nearest
 from laurel.environments.interface import judged_by
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, LaurelError
 from laurel.observe.source_lines import told_with_line
 from laurel.protocols import Environment
 
@@ -243,6 +243,12 @@ def _called(where: str, call: NamedCall) -> Any:
         raise ConfigError(
             f"{where}: {call.name} cannot be called with {_spelled(call.kwargs)}: {error}"
             + (hint if inspect.isfunction(make) else "")
+        ) from error
+    except LaurelError:  # says for itself what is wrong
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: {call.name} cannot be made: {told_with_line(error)}"
         ) from error
 
 

@@ -208,3 +208,13 @@ def test_a_function_that_scores_is_told_where_functions_go():
     said = str(error.value)
     assert "An environment is a class; a function that scores goes under env.reward_model" in said
     assert "function.path=" in said
+
+
+def test_a_class_of_ones_own_that_cannot_be_made_is_told_with_its_line(tmp_path, monkeypatch):
+    text = "class Mine:\n    def __init__(self):\n        open('no/such/file')\n"
+    (tmp_path / "failing_module.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = EnvironmentsConfig(custom={"mine": {"name": "failing_module.Mine"}})
+    said = r"failing_module\.Mine cannot be made: FileNotFoundError: .*failing_module\.py:3\)"
+    with pytest.raises(ConfigError, match=said):
+        create_environment("mine", config)
