@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterable
@@ -14,10 +13,9 @@ from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
 from laurel.environments.returned import name_of, source_of
-from laurel.observe.source_lines import is_installed, line_of
+from laurel.observe.source_lines import is_installed, is_ours, line_of
 
 T = TypeVar("T")
-_LAUREL = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -124,7 +122,7 @@ def _line_of(error: BaseException, called: Callable[..., Any] | None) -> str:
         own = [f for f in frames if f.filename == source[0] or not is_installed(f.filename)]
         if own:
             return line_of(own[-1].filename, own[-1].lineno)
-        if all(frame.filename.startswith(_LAUREL) for frame in frames):
+        if all(is_ours(frame.filename) for frame in frames):
             return f"calling {name_of(called)}"  # it did not take how it was called
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 

@@ -16,9 +16,14 @@ def line_of(file: str, line: int | None) -> str:
     return f"{file if near.startswith(os.pardir) else near}:{line}"
 
 
+def is_ours(file: str) -> bool:
+    """Whether a file is one of Laurel's."""
+    return file.startswith(_LAUREL)
+
+
 def is_installed(file: str) -> bool:
     """Whether a file is Laurel's, Python's or of a package: nobody's who writes for a run."""
-    return file.startswith((_LAUREL, _PYTHON)) or "site-packages" in file
+    return is_ours(file) or file.startswith(_PYTHON) or "site-packages" in file
 
 
 def own_line_of(error: BaseException) -> str | None:
