@@ -330,7 +330,15 @@ def test_heads_that_context_parallel_ranks_cannot_share() -> None:
     assert "=4 does not divide the 6 attention heads that a rank of policy has" in misfit.problem
     assert misfit.mends == (f"{key}=2", f"{key}=1")
     # Two heads of keys on one rank: copies for three ranks would do, but 16 slots are no 2 x 3.
-    assert not fit(grpo(*spread, f"{key}=2"), Shapes(policy=shape)).misfits
+    divided = fit(grpo(*spread, f"{key}=2"), Shapes(policy=shape))
+    assert not divided.misfits
+    whole = fit(grpo(*spread), Shapes(policy=shape))
+    parts, before = phase(divided, "training").parts, phase(whole, "training").parts
+    tokens = divided.plan.batch("policy").tokens
+    assert parts["whole row"] == 2 * 4 * tokens * 1536
+    assert "whole row" not in before
+    assert parts["activations"] == pytest.approx(before["activations"] / 2, rel=0.01)
+    assert parts["weights"] == before["weights"], "shared out over dp x cp"
 
 
 def test_adapters_need_no_gradients_of_what_is_frozen() -> None:
