@@ -1,4 +1,4 @@
-"""The house as DESIGN.md draws it: its layers, its single importers, its names, its sizes.
+"""The house as DESIGN.md draws it: its layers, its single importers, its names.
 
 Each check is a function from sources to the violations it finds. One test runs it on src/laurel,
 another on small sources with a violation planted in them, to prove that it would be seen.
@@ -52,11 +52,6 @@ HOMES = {
 }
 
 STANDARD_NAMES_WE_KEEP = {"types.py"}
-
-# Files over 400 lines and functions over 60, each with a reason that a reader would accept.
-LONG_FILES: dict[str, str] = {}
-LONG_FUNCTIONS: dict[str, str] = {}
-MAX_FILE, MAX_FUNCTION = 400, 60
 
 NOT_AT_STARTUP = ("torch", "transformers", "ray", "vllm", "datasets")
 
@@ -189,45 +184,6 @@ def vague_names(sources: list[Source]) -> list[str]:
     ]
 
 
-def oversizes(
-    sources: list[Source], long_files: dict[str, str], long_functions: dict[str, str]
-) -> list[str]:
-    """What is too long without a reason, and reasons that no longer have anything long."""
-    found: list[str] = []
-    long: set[str] = set()
-    for source in sources:
-        lines = len(source.text.splitlines())
-        if lines > MAX_FILE:
-            long.add(source.path)
-            if source.path not in long_files:
-                found.append(f"{source.path}: {lines} lines")
-        for name, length in _functions(source):
-            if length > MAX_FUNCTION:
-                long.add(name)
-                if name not in long_functions:
-                    found.append(f"{name}: {length} lines")
-    stale = (long_files.keys() | long_functions.keys()) - long
-    unexplained = [name for name, why in (long_files | long_functions).items() if not why.strip()]
-    found += [f"{name}: listed as long, but is not" for name in sorted(stale)]
-    return found + [f"{name}: listed without a reason" for name in unexplained]
-
-
-def _functions(source: Source) -> Iterator[tuple[str, int]]:
-    """`path::Class.function` and its length, decorators and docstring included."""
-
-    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, int]]:
-        for child in ast.iter_child_nodes(node):
-            inside = prefix
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                start = min([child.lineno, *(d.lineno for d in child.decorator_list)])
-                yield f"{source.path}::{prefix}{child.name}", (child.end_lineno or 0) - start + 1
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                inside = f"{prefix}{child.name}."
-            yield from walk(child, inside)
-
-    yield from walk(ast.parse(source.text), "")
-
-
 # ---------------------------------------------------------------------------------------- the house
 
 
@@ -255,10 +211,6 @@ def test_no_module_is_named_like_a_library(house: list[Source]) -> None:
 
 def test_names_say_what_is_inside(house: list[Source]) -> None:
     assert vague_names(house) == []
-
-
-def test_sizes(house: list[Source]) -> None:
-    assert oversizes(house, LONG_FILES, LONG_FUNCTIONS) == []
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
@@ -378,26 +330,3 @@ def test_a_vague_name_is_seen() -> None:
     clear = ["loader.py", "baseline.py", "commonality.py", "helpsteer.py", "v.py", "news.py"]
     found = vague_names([Source(f"data/{name}", "") for name in [*vague, *clear]])
     assert [line.split(":")[0] for line in found] == [f"data/{name}" for name in vague]
-
-
-def test_what_is_too_long_is_seen() -> None:
-    body = "    x = 1\n"
-    longest = "class A:\n    def f(self):\n" + "        x = 1\n" * (MAX_FUNCTION - 1)
-    sources = [
-        Source("data/a.py", "x = 1\n" * (MAX_FILE + 1)),
-        Source("data/b.py", "x = 1\n" * MAX_FILE),
-        Source("data/c.py", longest),
-        Source("data/d.py", longest + "        x = 1\n"),
-        Source("data/e.py", "@decorated\nasync def g():\n" + body * (MAX_FUNCTION - 1)),
-    ]
-    assert oversizes(sources, {}, {}) == [
-        f"data/a.py: {MAX_FILE + 1} lines",
-        f"data/d.py::A.f: {MAX_FUNCTION + 1} lines",
-        f"data/e.py::g: {MAX_FUNCTION + 1} lines",
-    ]
-    reasons = {"data/d.py::A.f": "one formula", "data/e.py::g": "one table"}
-    assert oversizes(sources, {"data/a.py": "one list"}, reasons) == []
-    assert oversizes(sources[1:2], {"data/b.py": "was long"}, {}) == [
-        "data/b.py: listed as long, but is not"
-    ]
-    assert oversizes(sources[:1], {"data/a.py": " "}, {}) == ["data/a.py: listed without a reason"]
