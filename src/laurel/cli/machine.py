@@ -8,14 +8,14 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laurel import __version__
+from laurel import SLEEPING_THREADS, __version__
 from laurel.observe.console import format_number
 from laurel.observe.counts import counted
 
@@ -107,6 +107,7 @@ def cpu() -> Finding:
         "usable_cores": cores,
         "quota": quota,
         "bfloat16": fast,
+        "waiting_threads": {n: os.environ[n] for n in SLEEPING_THREADS if n in os.environ},
     }
     limited = f"; the container's quota is {quota:g}" if quota is not None else ""
     return Finding(
@@ -114,8 +115,17 @@ def cpu() -> Finding:
         lines=(
             f"{model}: {cores} of {os.cpu_count()} cores usable{limited}",
             f"bfloat16 instructions: {', '.join(fast) or 'none'}",
+            _waiting(facts["waiting_threads"]),
         ),
     )
+
+
+def _waiting(chosen: Mapping[str, str]) -> str:
+    """What threads do while they wait for others, and who decided it."""
+    said = " ".join(f"{name}={value}" for name, value in chosen.items())
+    if chosen == SLEEPING_THREADS:
+        return f"threads that wait sleep: other processes can compute meanwhile ({said})"
+    return f"threads wait as the environment says: {said}. Unset, Laurel has them sleep"
 
 
 def memory() -> Finding:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from laurel import SLEEPING_THREADS
 from laurel.cli import machine
 from laurel.cli.doctor import PROBES, advise, examine, run_doctor
 from laurel.cli.machine import Finding, measure_products
@@ -70,6 +71,18 @@ def test_a_quota_below_the_cores_is_pointed_out():
     assert advice.facts["advised_threads"] == 2
     assert any("cluster.cpu_threads=2" in line for line in advice.lines)
     assert "advised_threads" not in advise({"cpu": {"usable_cores": 2, "quota": 2.0}}).facts
+
+
+def test_it_says_how_threads_wait_and_who_decided_it(monkeypatch):
+    for name, value in SLEEPING_THREADS.items():
+        monkeypatch.setenv(name, value)
+    assert any("threads that wait sleep" in line for line in machine.cpu().lines)
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.delenv("KMP_BLOCKTIME")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    found = machine.cpu()
+    assert found.facts["waiting_threads"] == {"OMP_WAIT_POLICY": "ACTIVE"}
+    assert any("as the environment says: OMP_WAIT_POLICY=ACTIVE" in line for line in found.lines)
 
 
 def test_what_is_absent_comes_with_the_command_that_brings_it():
