@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -20,6 +21,7 @@ from laurel.models.across_ranks import AcrossRanks
 from laurel.models.adapters import add_adapters
 from laurel.models.attention import FOREST, register
 from laurel.models.decoder import Decoder
+from laurel.models.outputs import VocabularyShare, all_logits, token_logprobs
 from laurel.models.parallel import ParallelShape, held_bytes, local, parallelise, whole
 from laurel.models.policy import PolicyModel
 from laurel.models.pretrained import recompute_activations
@@ -38,7 +40,8 @@ EPSILON = 1e-4
 
 def build(kind: str, name: str, options: dict[str, Any]) -> Decoder:
     make = tiny.tiny_policy if kind == "policy" else tiny.tiny_reward_model
-    model: Decoder = make(name, std=0.05, seed=1, num_hidden_layers=2)
+    changes = options.get("changes", {})
+    model: Decoder = make(name, std=0.05, seed=1, num_hidden_layers=2, **changes)
     if options.get("lora"):
         torch.manual_seed(2)
         add_adapters(model.network, LoraConfig(enabled=True, dim=4), trains_head=kind != "policy")
@@ -140,6 +143,38 @@ def kept_bytes(sizes: dict[str, int], cases: list[tuple[int, dict[str, Any]]]) -
             model.train()(plant(tiny.random_groups(3, [(250, [3, 4])])))
         results.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
     return results
+
+
+def of_divided_logits(how: dict[str, Any] | None, ranks: int) -> dict[str, Any]:
+    """Log-probabilities, entropies and gradients of a head that so many ranks divide; alone: None.
+
+    Of 11 tokens over 24 entries, in chunks of 4, and some get no gradient.
+    """
+    generator = torch.Generator().manual_seed(1)
+    draw = {"generator": generator, "dtype": torch.float64}
+    hidden_MD = torch.randn(11, 8, **draw).requires_grad_()
+    weight_VD, bias_V = torch.randn(24, 8, **draw), torch.randn(24, **draw)
+    targets_M = torch.randint(24, (11,), generator=generator)
+    by_M = torch.randn(11, **draw)
+    by_M[[2, 7]] = 0.0
+    share, mine = None, slice(None)
+    if ranks > 1:
+        mesh = ParallelShape(tp=ranks).mesh("cpu")["tp"]
+        share = VocabularyShare.of(distribute_tensor(weight_VD, mesh, [Shard(0)]))
+        mine = slice(share.start, share.start + share.size)
+    weight_VD = weight_VD[mine].clone().requires_grad_()
+    bias_V = bias_V[mine].clone().requires_grad_()
+    found = token_logprobs(
+        hidden_MD, targets_M, weight_VD, bias_V=bias_V, chunk_size=4, with_entropy=True,
+        share=share, **(how or {}),
+    )  # fmt: skip
+    found.logprobs_M.backward(by_M)
+    told = {k: v for k, v in (how or {}).items() if k != "temperature"}
+    return {
+        "logprobs": found.logprobs_M.detach(), "entropy": found.entropy_M, "mine": mine,
+        "hidden": hidden_MD.grad, "weight": weight_VD.grad, "bias": bias_V.grad,
+        "logits": all_logits(hidden_MD, weight_VD, bias_V=bias_V, share=share, **told),
+    }  # fmt: skip
 
 
 def of_rows(sizes: dict[str, int] | None, name: str, options: dict[str, Any]) -> dict[str, Any]:
