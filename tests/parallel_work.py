@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from laurel.models.policy import PolicyModel
 from laurel.models.pretrained import recompute_activations
 from laurel.models.reward_model import RewardModel
 from laurel.models.sharded_weights import fill_shares, saved_weights
+from laurel.models.tensor_plans import decoder_layers
 
 SHAPES = [(9, [5, 3]), (4, [2, 6]), (13, [1, 8]), (2, [4, 4])]
 """Of groups: trunk and two completions each, other numbers of tokens in every group."""
@@ -274,6 +276,10 @@ def agree(sizes: dict[str, int], values: list[float]) -> dict[str, Any]:
     }
 
 
+def _note_dtype(found: set[torch.dtype], _: Any, inputs: Any) -> None:
+    found.add(inputs[0].dtype)
+
+
 def half_way(sizes: dict[str, int]) -> dict[str, Any]:
     """bfloat16: gathered so, or by autocast over float32 as in one process."""
     mesh = ParallelShape(**sizes).mesh("cpu")
@@ -282,10 +288,13 @@ def half_way(sizes: dict[str, int]) -> dict[str, Any]:
     for name, precision in (("autocast", None), ("gathered", torch.bfloat16)):
         model = tiny.tiny_reward_model("qwen3", std=0.05, seed=1, precision=torch.bfloat16)
         parallelise(model, mesh, precision=precision)
+        streams = set()
+        for layer in decoder_layers(model.network)[1]:
+            layer.register_forward_pre_hook(partial(_note_dtype, streams))
         scores = model(batch)
         scores.sum().backward()
         kinds = {(p.dtype, p.grad.dtype) for p in model.parameters()}
-        results[name] = {"scores": scores.detach(), "kinds": kinds}
+        results[name] = {"scores": scores.detach(), "kinds": kinds, "streams": streams}
     return results
 
 

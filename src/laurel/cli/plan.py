@@ -109,7 +109,7 @@ def _judge_shape(judge: ScorerSource, written: str | None) -> ModelShape:
         raise ModelError("env.reward_model.model_name is not said.")
     from laurel.cli.found_model import found_name
 
-    policy = PolicyConfig(trust_remote_code=judge.trust_remote_code)
+    policy = PolicyConfig(trust_remote_code=judge.trust_remote_code, dtensor_cfg=judge.dtensor_cfg)
     return _read(policy, found_name(name, say=lambda _: None), False)
 
 

@@ -5,8 +5,8 @@ state of the token before it, here and nowhere else.
 
 A vocabulary is so large that the logits of a micro-batch would fill more memory than the model.
 They are therefore made in chunks of tokens, read, and dropped, and made again in the backward pass.
-Where ranks divide the vocabulary, each makes its own logits. They exchange a few numbers a token and,
-in the backward pass, the gradients by the hidden states.
+Where ranks divide the vocabulary, each makes its own logits. They exchange a few numbers a token
+and, in the backward pass, the gradients by the hidden states.
 """
 
 from __future__ import annotations

@@ -384,6 +384,8 @@ def test_bfloat16_is_that_of_one_process_and_gradients_are_float32():
     torch.testing.assert_close(found["gathered"]["scores"], wanted, rtol=0.02, atol=2e-3)
     for way in found.values():
         assert way["kinds"] == {(torch.float32, torch.float32)}
+        # So the planner counts the stream between layers (`distributed/memory.py`).
+        assert way["streams"] == {torch.float32}
 
 
 # ------------------------------------------------------------------------------------------- plans
