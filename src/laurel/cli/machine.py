@@ -96,10 +96,10 @@ def extras() -> Finding:
 
 def cpu() -> Finding:
     """The processor, and how much of it this process may use."""
-    from laurel.distributed.process import available_cores
+    from laurel.distributed.limits import available_cores, cpu_quota
 
     model, flags = _read_cpuinfo()
-    cores, quota = available_cores(), _cpu_quota()
+    cores, quota = available_cores(), cpu_quota()
     fast = [flag for flag in FAST_TYPES if flag in flags]
     facts = {
         "model": model,
@@ -130,11 +130,13 @@ def _waiting(chosen: Mapping[str, str]) -> str:
 
 def memory() -> Finding:
     """Main memory."""
+    from laurel.distributed.limits import memory_limit
+
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     table = _table(Path("/proc/meminfo"), separator=":")
     kilobytes = table.get("MemAvailable", "").split()
     available = int(kilobytes[0]) * 1024 if kilobytes else None
-    limit = _memory_limit()
+    limit = memory_limit()
     facts = {"total": total, "available": available, "limit": limit}
     words = [f"{total / GIB:.1f} GiB"]
     if available is not None:
@@ -298,20 +300,3 @@ def _read_cpuinfo() -> tuple[str, set[str]]:
     table = _table(Path("/proc/cpuinfo"), separator=":")
     model = table.get("model name") or platform.processor() or platform.machine()
     return model, set((table.get("flags") or table.get("Features") or "").split())
-
-
-def _cpu_quota() -> float | None:
-    """Cores that the control group allows; None where it sets no limit."""
-    path = Path("/sys/fs/cgroup/cpu.max")
-    if not path.is_file():
-        return None
-    quota, period = path.read_text(encoding="ascii").split()
-    return None if quota == "max" else int(quota) / int(period)
-
-
-def _memory_limit() -> int | None:
-    path = Path("/sys/fs/cgroup/memory.max")
-    if not path.is_file():
-        return None
-    limit = path.read_text(encoding="ascii").strip()
-    return None if limit == "max" else int(limit)
