@@ -100,6 +100,7 @@ def cpu() -> Finding:
 
     model, flags = _read_cpuinfo()
     cores, quota = available_cores(), cpu_quota()
+    waiting = {name: os.environ[name] for name in SLEEPING_THREADS if name in os.environ}
     fast = [flag for flag in FAST_TYPES if flag in flags]
     facts = {
         "model": model,
@@ -107,7 +108,7 @@ def cpu() -> Finding:
         "usable_cores": cores,
         "quota": quota,
         "bfloat16": fast,
-        "waiting_threads": {n: os.environ[n] for n in SLEEPING_THREADS if n in os.environ},
+        "waiting_threads": waiting,
     }
     limited = f"; the container's quota is {quota:g}" if quota is not None else ""
     return Finding(
@@ -115,7 +116,7 @@ def cpu() -> Finding:
         lines=(
             f"{model}: {cores} of {os.cpu_count()} cores usable{limited}",
             f"bfloat16 instructions: {', '.join(fast) or 'none'}",
-            _waiting(facts["waiting_threads"]),
+            _waiting(waiting),
         ),
     )
 

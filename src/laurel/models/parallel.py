@@ -241,8 +241,8 @@ def _split_vocabulary(network: nn.Module, mesh: DeviceMesh) -> None:
                 share = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 parted.append((parameter, share))
             module.register_parameter(key, share)
-        work = _look_up if isinstance(module, nn.Embedding) else _multiply
-        module.forward = partial(work, module, mesh)  # type: ignore[method-assign]
+        work: Any = _look_up if isinstance(module, nn.Embedding) else _multiply
+        module.forward = partial(work, module, mesh)
 
 
 def _look_up(module: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def vocabulary_layers(network: Any, size: int) -> list[str]:
         size: Tensor-parallel ranks.
     """
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
-    found = []
+    found: list[Any] = []
     if isinstance(embedding, nn.Embedding) and embedding.max_norm is None:
         # Gemma's subclass multiplies the result by a number, which is nothing to a sum over ranks.
         is_plain = type(embedding) is nn.Embedding or hasattr(embedding, "embed_scale")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from laurel.cli.plan import PlanOptions, kind_of, run_plan
+from laurel.cli.plan import PlanOptions, kind_of, read_shapes, run_plan
+from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
 from laurel.config.schema import PolicyConfig
 from laurel.config.sft_training import SFTRun
@@ -257,3 +258,18 @@ def test_what_loading_would_not_split_is_a_misfit_and_never_proposed(
     # A plan of one's own is asked for likewise.
     plan = "policy.dtensor_cfg.custom_parallel_plan={'model.layers.*.self_attn.o_proj': rowwise}"
     assert run_plan(None, [*changes, f"{key}=2", plan], given)
+
+
+def test_several_judges_in_directories_tell_their_own_shapes(tmp_path: Path) -> None:
+    AutoConfig.for_model(
+        "mixtral", hidden_size=64, num_hidden_layers=2, intermediate_size=96, vocab_size=500,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, pad_token_id=0,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    judges = f"[{{name: a, model_name: {tmp_path}}}, {{name: b, model_name: {tmp_path}}}]"
+    settings = [f"env.reward_model.models={judges}", "env.reward_model.enabled=true"]
+    found = read_shapes(load_config(GRPORun, None, settings).config, PlanOptions(kind="grpo"))
+    assert len(found.shapes.reward_models) == 2
+    assert all(shape.refuses_tensor_parallel for shape in found.shapes.reward_models)
+    plan = "env.reward_model.dtensor_cfg.custom_parallel_plan={'*.o_proj': rowwise}"
+    found = read_shapes(load_config(GRPORun, None, [*settings, plan]).config, PlanOptions())
+    assert not any(shape.refuses_tensor_parallel for shape in found.shapes.reward_models)
