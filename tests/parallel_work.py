@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -20,11 +22,13 @@ from laurel.models.across_ranks import AcrossRanks
 from laurel.models.adapters import add_adapters
 from laurel.models.attention import FOREST, register
 from laurel.models.decoder import Decoder
+from laurel.models.outputs import VocabularyShare, all_logits, token_logprobs
 from laurel.models.parallel import ParallelShape, held_bytes, local, parallelise, whole
 from laurel.models.policy import PolicyModel
 from laurel.models.pretrained import recompute_activations
 from laurel.models.reward_model import RewardModel
 from laurel.models.sharded_weights import fill_shares, saved_weights
+from laurel.models.tensor_plans import decoder_layers
 
 SHAPES = [(9, [5, 3]), (4, [2, 6]), (13, [1, 8]), (2, [4, 4])]
 """Of groups: trunk and two completions each, other numbers of tokens in every group."""
@@ -38,7 +42,8 @@ EPSILON = 1e-4
 
 def build(kind: str, name: str, options: dict[str, Any]) -> Decoder:
     make = tiny.tiny_policy if kind == "policy" else tiny.tiny_reward_model
-    model: Decoder = make(name, std=0.05, seed=1, num_hidden_layers=2)
+    changes = options.get("changes", {})
+    model: Decoder = make(name, std=0.05, seed=1, num_hidden_layers=2, **changes)
     if options.get("lora"):
         torch.manual_seed(2)
         add_adapters(model.network, LoraConfig(enabled=True, dim=4), trains_head=kind != "policy")
@@ -142,6 +147,38 @@ def kept_bytes(sizes: dict[str, int], cases: list[tuple[int, dict[str, Any]]]) -
     return results
 
 
+def of_divided_logits(how: dict[str, Any] | None, ranks: int) -> dict[str, Any]:
+    """Log-probabilities, entropies and gradients of a head that so many ranks divide; alone: None.
+
+    Of 11 tokens over 24 entries, in chunks of 4, and some get no gradient.
+    """
+    generator = torch.Generator().manual_seed(1)
+    draw = {"generator": generator, "dtype": torch.float64}
+    hidden_MD = torch.randn(11, 8, **draw).requires_grad_()
+    weight_VD, bias_V = torch.randn(24, 8, **draw), torch.randn(24, **draw)
+    targets_M = torch.randint(24, (11,), generator=generator)
+    by_M = torch.randn(11, **draw)
+    by_M[[2, 7]] = 0.0
+    share, mine = None, slice(None)
+    if ranks > 1:
+        mesh = ParallelShape(tp=ranks).mesh("cpu")["tp"]
+        share = VocabularyShare.of(distribute_tensor(weight_VD, mesh, [Shard(0)]))
+        mine = slice(share.start, share.start + share.size)
+    weight_VD = weight_VD[mine].clone().requires_grad_()
+    bias_V = bias_V[mine].clone().requires_grad_()
+    found = token_logprobs(
+        hidden_MD, targets_M, weight_VD, bias_V=bias_V, chunk_size=4, with_entropy=True,
+        share=share, **(how or {}),
+    )  # fmt: skip
+    found.logprobs_M.backward(by_M)
+    told = {k: v for k, v in (how or {}).items() if k != "temperature"}
+    return {
+        "logprobs": found.logprobs_M.detach(), "entropy": found.entropy_M, "mine": mine,
+        "hidden": hidden_MD.grad, "weight": weight_VD.grad, "bias": bias_V.grad,
+        "logits": all_logits(hidden_MD, weight_VD, bias_V=bias_V, share=share, **told),
+    }  # fmt: skip
+
+
 def of_rows(sizes: dict[str, int] | None, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """What a policy says of padded rows of an odd length, and the gradients."""
     model = tiny.tiny_policy(name, std=0.05, seed=1, path="padded")
@@ -239,6 +276,10 @@ def agree(sizes: dict[str, int], values: list[float]) -> dict[str, Any]:
     }
 
 
+def _note_dtype(found: set[torch.dtype], _: Any, inputs: Any) -> None:
+    found.add(inputs[0].dtype)
+
+
 def half_way(sizes: dict[str, int]) -> dict[str, Any]:
     """bfloat16: gathered so, or by autocast over float32 as in one process."""
     mesh = ParallelShape(**sizes).mesh("cpu")
@@ -247,10 +288,13 @@ def half_way(sizes: dict[str, int]) -> dict[str, Any]:
     for name, precision in (("autocast", None), ("gathered", torch.bfloat16)):
         model = tiny.tiny_reward_model("qwen3", std=0.05, seed=1, precision=torch.bfloat16)
         parallelise(model, mesh, precision=precision)
+        streams = set()
+        for layer in decoder_layers(model.network)[1]:
+            layer.register_forward_pre_hook(partial(_note_dtype, streams))
         scores = model(batch)
         scores.sum().backward()
         kinds = {(p.dtype, p.grad.dtype) for p in model.parameters()}
-        results[name] = {"scores": scores.detach(), "kinds": kinds}
+        results[name] = {"scores": scores.detach(), "kinds": kinds, "streams": streams}
     return results
 
 

@@ -24,6 +24,7 @@ import tiny
 from laurel.config.grpo_training import GRPOPolicyConfig
 from laurel.config.schema import PolicyConfig
 from laurel.data.forest import plant
+from laurel.distributed.process import give_back_freed_memory
 from laurel.errors import LaurelError
 from laurel.models.across_ranks import AcrossRanks
 from laurel.models.checkpoint import CheckpointStore
@@ -32,7 +33,7 @@ from laurel.models.export import save_reward_model, write_model
 from laurel.models.export_policy import save_policy
 from laurel.models.load import load_reward_model
 from laurel.models.load_policy import check_policy_paths, load_policy
-from laurel.models.parallel import ParallelShape, held_bytes, local, whole
+from laurel.models.parallel import ParallelShape, held_bytes, local, parallelise, whole
 from laurel.models.training_state import load_training_state, save_training_state
 from laurel.rewards.local import golden_scores
 from laurel.rewards.self_check import check_paths
@@ -321,3 +322,31 @@ def peak_of_loading(sizes: dict[str, int] | None, directory: str) -> int:
     with Peak() as memory:
         load("policy", directory, mesh)
     return memory.highest - memory.before
+
+
+def peak_of_step(sizes: dict[str, int], changes: dict[str, Any]) -> dict[str, int]:
+    """Of a policy with a large vocabulary: what a rank holds of it, and the most that it takes.
+
+    The second step is measured: the first makes the states of the optimizer.
+    """
+    give_back_freed_memory()
+    mesh = mesh_of(sizes)
+    torch.zeros(1).add_(1)
+    before = own_memory()
+    model = tiny.tiny_policy("qwen3", std=0.05, num_hidden_layers=2, **changes)
+    model.logprob_chunk_size = 4
+    parallelise(model, mesh)
+    optimizer = make_optimizer(model)
+    peaks = []
+    for number in range(2):
+        with Peak() as memory:
+            step("policy", model, optimizer, _Constant(), mesh, number)
+        peaks.append(memory.highest - before)
+    return {"held": held_bytes(model), "peak": peaks[1], "first": peaks[0]}
+
+
+class _Constant:
+    """A schedule that changes nothing."""
+
+    def step(self) -> None:
+        """Nothing."""

@@ -68,6 +68,7 @@ def qwen(size: str) -> str:
 
 CPU = ("cluster.device=cpu", "policy.precision=float32")
 RECOMPUTE = "policy.dtensor_cfg.activation_checkpointing=true"
+SHARE_TOKENS = "policy.dtensor_cfg.sequence_parallel=true"
 LORA = "policy.dtensor_cfg.lora_cfg.enabled=true"
 TP = "policy.dtensor_cfg.tensor_parallel_size={}"
 VLLM_TP = "policy.generation.vllm_cfg.tensor_parallel_size={}"
@@ -98,7 +99,7 @@ REWARD_MODELS = (
     Size(kind="rm", what="32B", nodes=2, slots=8, memory="80GiB",
          settings=(qwen("32B"), RECOMPUTE, TP.format(4))),
     Size(kind="rm", what="70B", nodes=4, slots=8, memory="80GiB",
-         settings=(f"policy.model_name={LLAMA_70B}", RECOMPUTE, TP.format(8))),
+         settings=(f"policy.model_name={LLAMA_70B}", RECOMPUTE, TP.format(8), SHARE_TOKENS)),
 )  # fmt: skip
 
 POLICIES = (
@@ -119,6 +120,7 @@ POLICIES = (
                    JUDGED_BY.format("Qwen/Qwen3-8B"), *set_aside(8))),
     Size(kind="grpo", what="70B, judged by 70B", nodes=4, slots=8, memory="80GiB",
          settings=(f"policy.model_name={LLAMA_70B}", LONG.format(4096), RECOMPUTE, TP.format(8),
+                   SHARE_TOKENS,
                    "policy.train_micro_batch_size=2", VLLM_TP.format(8), BATCH[0].format(24),
                    BATCH[1].format(384), *JUDGE, JUDGED_BY.format(LLAMA_70B), JUDGE_TP.format(4),
                    *set_aside(8))),

@@ -1,5 +1,16 @@
 """Laurel: reward models trained, proven, served and learned from."""
 
+import os
+
 __version__ = "0.1.0"
 
 __all__ = ["__version__"]
+
+SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+"""Threads of torch that wait for others sleep. Spinning, they take the processor from whom they
+wait for as soon as another process computes, too: `benchmarks/busy_machine.py`."""
+
+# OpenMP reads these once, when torch is loaded: so here, before any module that imports it. They
+# pass to processes that this one starts. Who has set one of them has decided about all.
+if not SLEEPING_THREADS.keys() & os.environ.keys():
+    os.environ.update(SLEEPING_THREADS)

@@ -15,8 +15,8 @@ from laurel.algorithms.learner import Asked, Inputs, Loss, MicroBatch, Step
 from laurel.algorithms.local_learner import LocalLearner
 from laurel.algorithms.weight_giver import WeightGiver, in_own_memory
 from laurel.config.schema import ClusterConfig, PolicyConfig
+from laurel.distributed.limits import available_cores
 from laurel.distributed.process import (
-    available_cores,
     choose_device,
     give_back_freed_memory,
     prepare,

@@ -77,14 +77,10 @@ def advise(facts: Mapping[str, Mapping[str, Any]]) -> Finding:
     device = "cuda" if has_gpu else "cpu"
     lines = [f"device: {device} (cluster.device=auto)"]
     used: dict[str, Any] = {"device": device}
-    cores, quota = (facts.get("cpu", {}).get(key) for key in ("usable_cores", "quota"))
+    cores = facts.get("cpu", {}).get("usable_cores")  # no more than the container's quota
     if cores is not None:
         used["threads"] = cores
         lines.append(f"threads: {cores}, one per usable core (cluster.cpu_threads=null)")
-        if quota is not None and quota < cores:
-            advised = max(1, int(quota))
-            lines.append(f"the quota is lower: set cluster.cpu_threads={advised}")
-            used["advised_threads"] = advised
     rates = facts.get("speed", {}).get("gflops")
     if rates:
         ratio = rates["bfloat16"] / rates["float32"]

@@ -8,14 +8,14 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laurel import __version__
+from laurel import SLEEPING_THREADS, __version__
 from laurel.observe.console import format_number
 from laurel.observe.counts import counted
 
@@ -96,10 +96,11 @@ def extras() -> Finding:
 
 def cpu() -> Finding:
     """The processor, and how much of it this process may use."""
-    from laurel.distributed.process import available_cores
+    from laurel.distributed.limits import available_cores, cpu_quota
 
     model, flags = _read_cpuinfo()
-    cores, quota = available_cores(), _cpu_quota()
+    cores, quota = available_cores(), cpu_quota()
+    waiting = {name: os.environ[name] for name in SLEEPING_THREADS if name in os.environ}
     fast = [flag for flag in FAST_TYPES if flag in flags]
     facts = {
         "model": model,
@@ -107,6 +108,7 @@ def cpu() -> Finding:
         "usable_cores": cores,
         "quota": quota,
         "bfloat16": fast,
+        "waiting_threads": waiting,
     }
     limited = f"; the container's quota is {quota:g}" if quota is not None else ""
     return Finding(
@@ -114,17 +116,28 @@ def cpu() -> Finding:
         lines=(
             f"{model}: {cores} of {os.cpu_count()} cores usable{limited}",
             f"bfloat16 instructions: {', '.join(fast) or 'none'}",
+            _waiting(waiting),
         ),
     )
 
 
+def _waiting(chosen: Mapping[str, str]) -> str:
+    """What threads do while they wait for others, and who decided it."""
+    said = " ".join(f"{name}={value}" for name, value in chosen.items())
+    if chosen == SLEEPING_THREADS:
+        return f"threads that wait sleep: other processes can compute meanwhile ({said})"
+    return f"threads wait as the environment says: {said}. Unset, Laurel has them sleep"
+
+
 def memory() -> Finding:
     """Main memory."""
+    from laurel.distributed.limits import memory_limit
+
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     table = _table(Path("/proc/meminfo"), separator=":")
     kilobytes = table.get("MemAvailable", "").split()
     available = int(kilobytes[0]) * 1024 if kilobytes else None
-    limit = _memory_limit()
+    limit = memory_limit()
     facts = {"total": total, "available": available, "limit": limit}
     words = [f"{total / GIB:.1f} GiB"]
     if available is not None:
@@ -288,20 +301,3 @@ def _read_cpuinfo() -> tuple[str, set[str]]:
     table = _table(Path("/proc/cpuinfo"), separator=":")
     model = table.get("model name") or platform.processor() or platform.machine()
     return model, set((table.get("flags") or table.get("Features") or "").split())
-
-
-def _cpu_quota() -> float | None:
-    """Cores that the control group allows; None where it sets no limit."""
-    path = Path("/sys/fs/cgroup/cpu.max")
-    if not path.is_file():
-        return None
-    quota, period = path.read_text(encoding="ascii").split()
-    return None if quota == "max" else int(quota) / int(period)
-
-
-def _memory_limit() -> int | None:
-    path = Path("/sys/fs/cgroup/memory.max")
-    if not path.is_file():
-        return None
-    limit = path.read_text(encoding="ascii").strip()
-    return None if limit == "max" else int(limit)

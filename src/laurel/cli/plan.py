@@ -13,7 +13,7 @@ from laurel.cli.plan_report import ReadShapes, as_facts, as_text
 from laurel.cli.schemas import SCHEMAS, Kind, kind_of
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
-from laurel.config.schema import PolicyConfig
+from laurel.config.schema import DTensorConfig, PolicyConfig
 from laurel.config.scorers import ScorerSource
 from laurel.distributed.claims import Run, uses_reward_model
 from laurel.distributed.fitting import fit
@@ -74,7 +74,8 @@ def read_shapes(config: Run, options: PlanOptions) -> ReadShapes:
     if isinstance(config, GRPORun) and uses_reward_model(config):
         try:
             loaded = config.env.reward_model.loaded
-            judges = tuple(_judge_shape(judge, options.reward_shape) for judge in loaded)
+            split = config.env.reward_model.dtensor_cfg  # of all of them
+            judges = tuple(_judge_shape(judge, split, options.reward_shape) for judge in loaded)
         except (ModelError, CheckpointError) as error:
             said = str(error).replace("policy.model_name", "env.reward_model.model_name")
             unknown["reward_model"] = f"{said.rstrip('.')}. --reward-shape would tell it"
@@ -101,7 +102,7 @@ def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -
     return _read(policy, name, has_head)
 
 
-def _judge_shape(judge: ScorerSource, written: str | None) -> ModelShape:
+def _judge_shape(judge: ScorerSource, split: DTensorConfig, written: str | None) -> ModelShape:
     if written is not None:
         return parse_shape(written, has_language_head=False)
     name = judge.checkpoint_path or judge.model_name
@@ -109,7 +110,7 @@ def _judge_shape(judge: ScorerSource, written: str | None) -> ModelShape:
         raise ModelError("env.reward_model.model_name is not said.")
     from laurel.cli.found_model import found_name
 
-    policy = PolicyConfig(trust_remote_code=judge.trust_remote_code)
+    policy = PolicyConfig(trust_remote_code=judge.trust_remote_code, dtensor_cfg=split)
     return _read(policy, found_name(name, say=lambda _: None), False)
 
 

@@ -71,6 +71,13 @@ def _indivisible(plan: Plan, shapes: Shapes) -> Iterator[Misfit]:
         if shape is None:
             continue
         key, tp, pp = PARALLEL_KEYS[role.name], role.mesh.tp, role.mesh.pp
+        # vLLM, which alone draws on groups of ranks, splits models in its own way.
+        if tp > 1 and shape.refuses_tensor_parallel and role.name != "generation":
+            yield Misfit(
+                problem=f"{key}.tensor_parallel_size={tp} is refused when the model of {role.name} "
+                f"is loaded: {shape.refuses_tensor_parallel}",
+                mends=(f"{key}.tensor_parallel_size=1",),
+            )
         if bad := _undivided(shape, tp, repeats_heads=role.name == "generation"):
             sizes = [s for s in divisors(len(role.slots) // (pp * role.mesh.cp)) if s < tp]
             good = [s for s in sizes if not _undivided(shape, s, repeats_heads=False)]
@@ -170,6 +177,10 @@ def _training_changes(config: Run) -> Iterator[Change]:
     if not config.policy.dtensor_cfg.activation_checkpointing:
         yield recompute
     tp = config.policy.dtensor_cfg.tensor_parallel_size
+    shares = {f"{parallel}.sequence_parallel": True}
+    if tp > 1 and not config.policy.dtensor_cfg.sequence_parallel:
+        yield shares
+        yield {**recompute, **shares}
     for size in (2, 4, 8):
         if size > tp:
             yield {f"{parallel}.tensor_parallel_size": size}

@@ -89,7 +89,7 @@ def open_cluster(
         ConfigError: Nothing answers at the address; or there is none, and the plan has several
             nodes.
     """
-    from laurel.distributed.process import available_cores
+    from laurel.distributed.limits import available_cores
     from laurel.distributed.ray_cluster import RayCluster, is_connected
 
     if config.address is not None:

@@ -155,7 +155,8 @@ def training_memory(
     Args:
         policy: Precision, optimizer, adapters, recomputation, offloading.
         shape: Of the model.
-        mesh: Weights, gradients and optimizer are divided by all its ranks.
+        mesh: Weights, gradients and optimizer are divided by all its ranks; where the vocabulary
+            does not divide by tp, embeddings and head by the others alone.
         tokens: Of a micro-batch, before context parallelism divides them.
         keeps_reference: A frozen copy, too, unless there are adapters.
         has_logits: A language model; a reward model has one score a sequence.
@@ -167,11 +168,15 @@ def training_memory(
     held = shape.num_parameters + (adapters or 0)
     optimizer = policy.optimizer.name.rsplit(".", 1)[-1]
     states = OPTIMIZER_STATES.get(optimizer, 2)
+    # What every tensor-parallel rank has whole counts once for each of them.
+    again = shape.undivided(mesh.tp) * (mesh.tp - 1)
+    held += again
+    trained_here = trained + again if adapters is None else trained
     parts: dict[str, int] = {}
     if not parallel.cpu_offload:
         parts["weights"] = MASTER_BYTES * held // mesh.size
-        parts["gradients"] = MASTER_BYTES * trained // mesh.size
-        parts["optimizer"] = MASTER_BYTES * states * trained // mesh.size
+        parts["gradients"] = MASTER_BYTES * trained_here // mesh.size
+        parts["optimizer"] = MASTER_BYTES * states * trained_here // mesh.size
         if keeps_reference and adapters is None:
             parts["reference"] = MASTER_BYTES * held // mesh.size
     parts["gathered"] = gathered_bytes(policy, shape, mesh, trained=trained)
@@ -180,25 +185,34 @@ def training_memory(
         tokens=-(-tokens // mesh.cp),
         tp=mesh.tp,
         compute_bytes=COMPUTE_BYTES[policy.precision],
-        keeps_stream_in_float32=mesh.dp * mesh.cp == 1,
+        # Embeddings are float32 masters on one rank and on many, and so are the sums with them.
+        keeps_stream_in_float32=True,
         recomputes=parallel.activation_checkpointing,
         sequence_parallel=parallel.sequence_parallel,
     )
     if mesh.cp > 1:
         parts["whole row"] = 2 * MASTER_BYTES * tokens * shape.hidden_size
     if has_logits:
-        chunk = min(tokens, chunk_tokens or max(1, CHUNK_LOGITS // shape.vocab_size))
-        parts["logits"] = LOGITS_BYTES * chunk * shape.vocab_size
+        entries = shape.vocab_size // (1 if shape.undivided(mesh.tp) else mesh.tp)
+        chunk = min(tokens, chunk_tokens or max(1, CHUNK_LOGITS // entries))
+        parts["logits"] = LOGITS_BYTES * chunk * entries
     return parts
 
 
 def judging_memory(
     judge: ScorerSource, shape: ModelShape, mesh: Mesh, *, tokens: int
 ) -> dict[str, int]:
-    """Bytes of one rank of a reward model that only scores: each replica holds it once."""
+    """Bytes of one rank of a reward model that only scores: each replica holds it once.
+
+    Where it is spread, the weights outside the layers stay gathered beside their shards.
+    """
     width = COMPUTE_BYTES[judge.precision]
+    again = shape.undivided(mesh.tp) * (mesh.tp - 1)
+    weights = width * (shape.num_parameters + again) // mesh.group_size
+    if mesh.group_size > 1:
+        weights += width * shape.outside(mesh.tp)
     return {
-        "weights": width * shape.num_parameters // mesh.group_size,
+        "weights": weights,
         "activations": _layer_bytes(
             shape, tokens=-(-tokens // mesh.cp), tp=mesh.tp, compute_bytes=width,
             keeps_stream_in_float32=False, sequence_parallel=False,
@@ -273,19 +287,20 @@ def adapter_parameters(policy: PolicyConfig, shape: ModelShape) -> int | None:
 
 
 def gathered_bytes(policy: PolicyConfig, shape: ModelShape, mesh: Mesh, *, trained: int) -> int:
-    """Whole weights beside the shards, in the arithmetic's dtype, and gradients on their way.
+    """Whole weights beside the shards, and gradients on their way.
 
-    Sharded: embeddings and head all the while, two layers (this one and the next), the gradients of
-    both kinds, and one layer's in float32 to be summed. Not sharded: the copy that autocast makes
-    of float32 weights, and nothing in float32.
+    Sharded: embeddings and head all the while, with their gradients and the sums of these, all in
+    float32; two layers (this one and the next) and the gradients of one in the arithmetic's dtype,
+    and the latter once more in float32, to be summed. Tensor-parallel ranks have their part of it.
+    One process: the copy that autocast makes of float32 weights, and nothing in float32.
     """
     width = COMPUTE_BYTES[policy.precision]
-    if mesh.dp * mesh.cp == 1:
-        return 0 if width == MASTER_BYTES else width * trained // mesh.tp
+    if mesh.size == 1:
+        return 0 if width == MASTER_BYTES else width * trained
     learns = trained == shape.num_parameters
-    outside = shape.other_parameters * width * (2 if learns else 1)
+    outside = shape.outside(mesh.tp) * MASTER_BYTES * (3 if learns else 1)
     layers = shape.layer_parameters * (3 * width + MASTER_BYTES if learns else 2 * width)
-    return (outside + layers) // mesh.tp
+    return outside + layers // mesh.tp
 
 
 def activation_bytes(

@@ -26,11 +26,24 @@ class ModelShape:
     """Of one decoder layer, the largest."""
     normalises_heads: bool = False
     """Queries and keys have norms of their own, as in Qwen 3."""
+    divides_vocabulary: bool = True
+    """Its embedding and head are such as tensor-parallel ranks divide by vocabulary."""
+    refuses_tensor_parallel: str | None = None
+    """Why loading would not split its layers over any number of ranks; None: it would."""
 
     @property
     def other_parameters(self) -> int:
         """Those outside the decoder layers: embeddings and head."""
         return max(0, self.num_parameters - self.num_layers * self.layer_parameters)
+
+    def undivided(self, tp: int) -> int:
+        """Parameters that every tensor-parallel rank has whole: embeddings and head, or none."""
+        divides = self.divides_vocabulary and self.vocab_size % tp == 0
+        return 0 if divides else self.other_parameters
+
+    def outside(self, tp: int) -> int:
+        """Parameters outside the layers that a tensor-parallel rank computes with."""
+        return self.undivided(tp) or self.other_parameters // tp
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:

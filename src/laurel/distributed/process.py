@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 
 import numpy as np
 import torch
 
 from laurel.config.schema import ClusterConfig
+from laurel.distributed.limits import available_cores
 from laurel.errors import ConfigError
 
 
@@ -32,13 +32,6 @@ def choose_device(choice: str) -> torch.device:
     if choice == "cuda" and not torch.cuda.is_available():
         raise ConfigError("cluster.device=cuda: torch sees no GPU here; set it to auto or cpu")
     return torch.device(choice)
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def seed_everything(seed: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from laurel.config.environments import RewardModelEnvironmentConfig
-from laurel.distributed.process import available_cores
+from laurel.distributed.limits import available_cores
 from laurel.distributed.spawned_group import SpawnedGroup
 from laurel.environments.load_reward_model import (
     WHERE,

@@ -16,6 +16,7 @@ from laurel.errors import ConfigError, ModelError
 from laurel.models.adapters import add_adapters, load_adapters
 from laurel.models.attention import register
 from laurel.models.outputs import predictors
+from laurel.models.parallel import whole
 from laurel.models.policy import PolicyModel
 from laurel.models.pretrained import (
     REWARD_HEADS,
@@ -251,7 +252,8 @@ def _largest_difference(model: PolicyModel, probe: Probe) -> float | None:
     if not (own_MD.isfinite().all() and own_M.isfinite().all()):
         return None
     size_M = own_MD.norm(dim=1).clamp_min(1e-12)
-    reach = model.head.weight.double().norm(dim=1).max() * model.logit_scale / model.temperature
+    rows_V = whole(model.head.weight.detach().double().norm(dim=1))
+    reach = rows_V.max() * model.logit_scale / model.temperature
     hidden = ((hidden_MD - own_MD).norm(dim=1) / size_M).max()
     logprobs = ((logprobs_M - own_M).abs() / (size_M * reach).clamp_min(1e-12)).max()
     return float(torch.maximum(hidden, logprobs))

@@ -5,6 +5,8 @@ state of the token before it, here and nowhere else.
 
 A vocabulary is so large that the logits of a micro-batch would fill more memory than the model.
 They are therefore made in chunks of tokens, read, and dropped, and made again in the backward pass.
+Where ranks divide the vocabulary, each makes its own logits. They exchange a few numbers a token
+and, in the backward pass, the gradients by the hidden states.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from laurel.errors import DataError
 from laurel.types import PaddedRows, TokenForest
@@ -33,6 +37,42 @@ class TokenOutputs(NamedTuple):
     """float32 [M], differentiable: log-probability of each token."""
     entropy_M: Tensor | None
     """float32 [M], without gradient: entropy in nats of the distribution each was drawn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShare:
+    """The part of the vocabulary whose embeddings or logits this rank has: all are of one size."""
+
+    group: dist.ProcessGroup
+    """The ranks that have the other parts."""
+    start: int
+    """Of its first token."""
+    size: int
+
+    @classmethod
+    def of(cls, weight_VD: DTensor) -> VocabularyShare:
+        """That of a weight which is divided by vocabulary."""
+        mesh = weight_VD.device_mesh
+        size = weight_VD.shape[0] // mesh.size()
+        return cls(mesh.get_group(), mesh.get_local_rank() * size, size)
+
+    def mine(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Which tokens are in this part, and where in it; 0 for the others."""
+        there = ids - self.start
+        is_mine = (there >= 0) & (there < self.size)
+        return is_mine, there.where(is_mine, 0)
+
+    def reduce(self, values: Tensor, kind: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Sums over the parts, the very same bits on every rank, in place."""
+        dist.all_reduce(values, op=kind, group=self.group)
+        return values
+
+    def gather(self, logits_XV: Tensor) -> Tensor:
+        """The logits of all parts, side by side."""
+        ranks = dist.get_world_size(self.group)
+        parts_XV = [torch.empty_like(logits_XV) for _ in range(ranks)]
+        dist.all_gather(parts_XV, logits_XV.contiguous(), group=self.group)
+        return torch.cat(parts_XV, dim=1)
 
 
 def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
@@ -84,6 +124,7 @@ def token_logprobs(
     logit_scale: float = 1.0,
     chunk_size: int | None = None,
     with_entropy: bool = False,
+    share: VocabularyShare | None = None,
 ) -> TokenOutputs:
     """Log-probabilities of tokens under `softmax(logits / temperature)`.
 
@@ -97,16 +138,18 @@ def token_logprobs(
     Args:
         hidden_MD: Hidden state that predicts each token, after the last norm.
         targets_M: int64, the tokens.
-        weight_VD: Of the language-model head.
+        weight_VD: Of the language-model head; this rank's part where a share is given.
         bias_V: Likewise.
         temperature: Above 0.
         softcap: Logits are squashed to `softcap * tanh(logits / softcap)`.
         logit_scale: Factor of the logits, before the softcap.
         chunk_size: Tokens whose logits are in memory at a time; None: about 16M logits.
         with_entropy: Also measure the entropy.
+        share: Which part of the vocabulary the weight is of; None: all. With one, this and the
+            backward pass are collective calls with the same hidden states and tokens on every rank.
     """
     chunk_size = chunk_size or max(1, CHUNK_LOGITS // weight_VD.shape[0])
-    options = _Options(temperature, softcap, logit_scale, chunk_size, with_entropy)
+    options = _Options(temperature, softcap, logit_scale, chunk_size, with_entropy, share)
     logprobs_M, entropy_M = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_MD, weight_VD, bias_V, targets_M, options
     )
@@ -120,14 +163,16 @@ def all_logits(
     bias_V: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    share: VocabularyShare | None = None,
 ) -> Tensor:
     """The logits that `token_logprobs` reads, at temperature 1, all at once: float32 `[X, V]`.
 
     Without gradients: they are for drawing tokens.
     """
-    options = _Options(1.0, softcap, logit_scale, len(hidden_XD), with_entropy=False)
+    options = _Options(1.0, softcap, logit_scale, len(hidden_XD), with_entropy=False, share=share)
     with torch.no_grad(), torch.autocast(hidden_XD.device.type, enabled=False):
-        return _Head(weight_VD, bias_V, hidden_XD.dtype, options).logits(hidden_XD)
+        logits_XV = _Head(weight_VD, bias_V, hidden_XD.dtype, options).logits(hidden_XD)
+        return logits_XV if share is None else share.gather(logits_XV)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +184,7 @@ class _Options:
     logit_scale: float
     chunk_size: int
     with_entropy: bool
+    share: VocabularyShare | None
 
 
 class _Head:
@@ -231,9 +277,14 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy_M = torch.empty_like(logprobs_M) if options.with_entropy else None
             for chunk in _slices(len(targets_M), options.chunk_size):
                 logits_CV = head.finish(head.chunk(hidden_MD[chunk]))
-                chosen_C = logits_CV.gather(1, targets_M[chunk, None])[:, 0]
                 entropy_C = None if entropy_M is None else entropy_M[chunk]
-                peak_C, rest_C = _reduce(logits_CV, entropy_C)
+                if options.share is None:
+                    chosen_C = logits_CV.gather(1, targets_M[chunk, None])[:, 0]
+                    peak_C, rest_C = _reduce(logits_CV, entropy_C)
+                else:
+                    chosen_C, peak_C, rest_C = _reduce_shared(
+                        logits_CV, targets_M[chunk], entropy_C, options.share
+                    )
                 logprobs_M[chunk] = (chosen_C - peak_C) - rest_C
                 logsum_M[chunk] = peak_C + rest_C
         ctx.options = options
@@ -261,12 +312,14 @@ class _TokenLogprobs(torch.autograd.Function):
                 hidden_CD = hidden_MD[tokens_C]
                 by_logits_CV = _by_logits(
                     head, head.finish(head.chunk(hidden_CD)), targets_M[tokens_C],
-                    logsum_M[tokens_C], by_logprobs_M[tokens_C],
+                    logsum_M[tokens_C], by_logprobs_M[tokens_C], options.share,
                 )  # fmt: skip
                 if by_bias_V is not None:
                     by_bias_V += by_logits_CV.sum(0)
                 if by_hidden_MD is not None:
                     by_hidden_CD = head.gradient_by_hidden(by_logits_CV)
+                    if options.share is not None:
+                        options.share.reduce(by_hidden_CD)
                     by_hidden_MD[tokens_C] = by_hidden_CD.to(hidden_MD.dtype)
                 if by_weight_VD is not None:
                     head.add_gradient_by_weight(by_weight_VD, by_logits_CV, hidden_CD)
@@ -299,8 +352,36 @@ def _reduce(logits_CV: Tensor, entropy_C: Tensor | None) -> tuple[Tensor, Tensor
     return peak_C, rest_C
 
 
+def _reduce_shared(
+    logits_CV: Tensor, targets_C: Tensor, entropy_C: Tensor | None, share: VocabularyShare
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_reduce` over all parts of the vocabulary; the logit of each target before it."""
+    is_mine_C, there_C = share.mine(targets_C)
+    chosen_C = logits_CV.gather(1, there_C[:, None])[:, 0].masked_fill_(~is_mine_C, 0.0)
+    peak_C = share.reduce(logits_CV.amax(dim=1), dist.ReduceOp.MAX)
+    total_C, mean_C = torch.empty_like(peak_C), torch.zeros_like(peak_C)
+    for part in _cached(logits_CV):
+        rows = logits_CV[part].sub_(peak_C[part, None])
+        if entropy_C is None:
+            torch.sum(rows.exp_(), dim=1, out=total_C[part])
+        else:
+            powers = rows.exp()
+            torch.sum(powers, dim=1, out=total_C[part])
+            torch.linalg.vecdot(powers, rows, dim=1, out=mean_C[part])
+    chosen_C, total_C, mean_C = share.reduce(torch.stack((chosen_C, total_C, mean_C)))
+    rest_C = total_C.log()
+    if entropy_C is not None:
+        torch.sub(rest_C, mean_C / total_C, out=entropy_C)
+    return chosen_C, peak_C, rest_C
+
+
 def _by_logits(
-    head: _Head, logits_CV: Tensor, targets_C: Tensor, logsum_C: Tensor, by_logprobs_C: Tensor
+    head: _Head,
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    logsum_C: Tensor,
+    by_logprobs_C: Tensor,
+    share: VocabularyShare | None,
 ) -> Tensor:
     """Gradients by what the weights and hidden states give alone, in the place of the logits.
 
@@ -308,11 +389,15 @@ def _by_logits(
     probability of that logit's token.
     """
     weights_C = by_logprobs_C.to(logits_CV.dtype) * head.factor
+    own_C = weights_C
+    if share is not None:
+        is_mine_C, targets_C = share.mine(targets_C)
+        own_C = weights_C.where(is_mine_C, 0.0)
     for part in _cached(logits_CV):
         rows, weights = logits_CV[part], weights_C[part, None]
         slopes = head.slopes(rows)
         rows.sub_(logsum_C[part, None]).exp_().mul_(-weights)
-        rows.scatter_add_(1, targets_C[part, None], weights)
+        rows.scatter_add_(1, targets_C[part, None], own_C[part, None])
         if slopes is not None:
             rows.mul_(slopes)
     return logits_CV

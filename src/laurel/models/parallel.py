@@ -6,8 +6,10 @@ Every rank runs the same program. Ranks of one data-parallel place (those that d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,13 +22,21 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import parallelize_module
 
 from laurel.errors import ConfigError, ModelError
 from laurel.models.context_shards import check_context, share_context
 from laurel.models.decoder import Decoder
-from laurel.models.tensor_plans import STYLES, decoder_layers, tensor_plan
+from laurel.models.outputs import VocabularyShare
+from laurel.models.tensor_plans import STYLES, decoder_layers, tensor_plan, vocabulary_layers
 from laurel.models.token_shards import share_tokens, token_styles
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
@@ -114,8 +124,8 @@ def parallelise(
 ) -> None:
     """Spread a model that is whole, and the same, on every rank (or on the meta device).
 
-    Layers are split over `tp`, then each layer, and what is around the layers, is sharded over
-    `dp_shard`. Heads and embeddings are whole on every tensor-parallel rank. Gradients are summed
+    Layers are split over `tp`, embedding and language-model head divided by vocabulary; then each
+    layer, and what is around the layers, is sharded over `dp_shard`. Gradients are summed
     over the data-parallel ranks, not averaged: losses are divided by a denominator that is counted
     over all of them (see `AcrossRanks.total`).
 
@@ -143,6 +153,7 @@ def parallelise(
     shares_tokens = sequence_parallel and mesh[TENSOR].size() > 1
     if mesh[TENSOR].size() > 1:
         _split_layers(model.network, mesh[TENSOR], plan, shares_tokens=shares_tokens)
+        _split_vocabulary(model.network, mesh[TENSOR])
     _shard(
         model, mesh, precision=precision, cpu_offload=cpu_offload,
         reshard_after_forward=reshard_after_forward, divisor=cp,
@@ -213,6 +224,71 @@ def _split_layers(
         for parameter_name, parameter in module.named_parameters():
             # Below adapters weights are frozen, and some styles of torch forget it.
             parameter.requires_grad_(trained[parameter_name])
+
+
+# ------------------------------------------------------------------------------- the vocabulary
+
+
+def _split_vocabulary(network: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide embedding and head over the ranks by vocabulary, where they can be."""
+    parted: list[tuple[nn.Parameter, nn.Parameter]] = []  # whole and divided: tied ones stay one
+    for name in vocabulary_layers(network, mesh.size()):
+        module = network.get_submodule(name)
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            share = next((part for whole, part in parted if whole is parameter), None)
+            if share is None:
+                part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+                share = nn.Parameter(part, requires_grad=parameter.requires_grad)
+                parted.append((parameter, share))
+            module.register_parameter(key, share)
+        work: Any = _look_up if isinstance(module, nn.Embedding) else _multiply
+        module.forward = partial(work, module, mesh)
+
+
+def _look_up(module: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:
+    """The embeddings of tokens: each rank gives those of its part of the vocabulary, and zeros."""
+    share = VocabularyShare.of(cast(DTensor, module.weight))
+    is_mine, there = share.mine(ids)
+    with _as_plain(module):
+        rows = type(module).forward(module, there)
+    rows = rows.masked_fill(~is_mine[..., None], 0.0)
+    summed = DTensor.from_local(rows, mesh, [Partial()], run_check=False)
+    return summed.redistribute(placements=[Replicate()]).to_local()
+
+
+def _multiply(module: nn.Linear, mesh: DeviceMesh, hidden: Tensor) -> Tensor:
+    """All logits on every rank, as the class of transformers wants them: for checks and drawing.
+
+    Training reads log-probabilities of the divided logits (`token_logprobs`).
+    """
+    spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+    with _as_plain(module):
+        part = type(module).forward(module, spread.to_local(grad_placements=[Partial()]))
+    logits = DTensor.from_local(part, mesh, [Shard(part.ndim - 1)], run_check=False)
+    return logits.redistribute(placements=[Replicate()]).to_local()
+
+
+@contextmanager
+def _as_plain(module: nn.Module) -> Iterator[None]:
+    """Let a module compute with its part of the vocabulary, as if that were all."""
+    spread: dict[str, Any] = dict(module._parameters)
+    padding = getattr(module, "padding_idx", None)
+    for name, parameter in spread.items():
+        if parameter is not None:
+            module._parameters[name] = cast(Any, local(parameter))
+    if padding is not None:
+        share = VocabularyShare.of(spread["weight"])
+        is_mine = share.start <= padding < share.start + share.size
+        cast(Any, module).padding_idx = padding - share.start if is_mine else None
+    try:
+        yield
+    finally:
+        module._parameters.update(spread)
+        if padding is not None:
+            cast(Any, module).padding_idx = padding
+
+
+# ---------------------------------------------------------------------------------------- tensors
 
 
 def local(tensor: Tensor) -> Tensor:

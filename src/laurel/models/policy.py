@@ -9,11 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from laurel.errors import ModelError
 from laurel.models.adapters import adapted_layers, without_adapters
 from laurel.models.decoder import Decoder, Path
-from laurel.models.outputs import TokenOutputs, all_logits, predictors, token_logprobs
+from laurel.models.outputs import (
+    TokenOutputs,
+    VocabularyShare,
+    all_logits,
+    predictors,
+    token_logprobs,
+)
+from laurel.models.parallel import local
 from laurel.models.sharded_weights import saved_weights
 from laurel.types import PaddedRows, TokenForest
 
@@ -89,7 +97,8 @@ class PolicyModel(Decoder):
             hidden_MD,
             targets_M.to(self.device),
             weight_VD,
-            bias_V=self.head.bias,
+            bias_V=self._bias,
+            share=self._share,
             temperature=self.temperature,
             softcap=self.softcap,
             logit_scale=self.logit_scale,
@@ -128,7 +137,8 @@ class PolicyModel(Decoder):
         return all_logits(
             hidden_XD,
             weight_VD,
-            bias_V=self.head.bias,
+            bias_V=self._bias,
+            share=self._share,
             softcap=self.softcap,
             logit_scale=self.logit_scale,
         )
@@ -147,13 +157,23 @@ class PolicyModel(Decoder):
         """
         return saved_weights(self.causal_lm, changing_only=changing_only)
 
+    @property
+    def _share(self) -> VocabularyShare | None:
+        """The part of the vocabulary that this rank's head has; None: all of it."""
+        weight = self.head.weight
+        return VocabularyShare.of(weight) if isinstance(weight, DTensor) else None
+
+    @property
+    def _bias(self) -> Tensor | None:
+        return None if self.head.bias is None else local(self.head.bias)
+
     def _factors(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and weights in the dtype that they are multiplied in.
 
         On a GPU, float32 products over a large vocabulary would take longer than the rest of the
         model. There both are rounded to the decoder's precision; sums and logits stay float32.
         """
-        weight_VD: Tensor = self.head.weight
+        weight_VD = local(self.head.weight)
         if hidden_XD.is_cuda and self.precision.itemsize < 4:
             return hidden_XD.to(self.precision), weight_VD.to(self.precision)
         return hidden_XD, weight_VD

@@ -6,18 +6,20 @@ from typing import Any
 
 import torch
 
-from laurel.config.schema import PolicyConfig
+from laurel.config.schema import DTensorConfig, PolicyConfig
 from laurel.distributed.model_shape import ModelShape
 from laurel.errors import ConfigError, ModelError
 from laurel.models.pretrained import read_config
-from laurel.models.tensor_plans import decoder_layers
+from laurel.models.tensor_plans import decoder_layers, tensor_plan, vocabulary_layers
+from laurel.models.token_shards import token_styles
 
 
 def read_shape(policy: PolicyConfig, name: str, *, has_language_head: bool) -> ModelShape:
     """The measures of the model that lies in a directory or on the hub.
 
     Args:
-        policy: Whether its own code may run, and what is changed in its configuration.
+        policy: Whether its own code may run, what is changed in its configuration, and how its
+            layers shall be split over tensor-parallel ranks.
         name: A directory or a name on the hub.
         has_language_head: False for a reward model, whose head is one row.
 
@@ -45,7 +47,20 @@ def read_shape(policy: PolicyConfig, name: str, *, has_language_head: bool) -> M
         num_parameters=_count(network),
         layer_parameters=max(_count(layer) for layer in layers),
         normalises_heads="q_norm" in names,
+        divides_vocabulary=len(vocabulary_layers(network, 1)) == (2 if has_language_head else 1),
+        refuses_tensor_parallel=_refusal(network, policy.dtensor_cfg),
     )
+
+
+def _refusal(network: Any, config: DTensorConfig) -> str | None:
+    """What loading would say of splitting its layers, whatever the number of ranks."""
+    try:
+        splits = tensor_plan(network, 1, config.custom_parallel_plan)
+        if config.sequence_parallel:
+            token_styles(network, splits)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def count_parameters(policy: PolicyConfig, name: str) -> int:

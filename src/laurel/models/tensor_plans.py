@@ -2,7 +2,8 @@
 
 A pair of linear layers is split in the middle: the first by its outputs (`colwise`), the second by
 its inputs (`rowwise`), so that a rank computes whole attention heads and whole neurons, and one sum
-over the ranks follows each pair. Everything else is the same on every rank.
+over the ranks follows each pair. Embedding and head are divided by vocabulary, where that can be
+divided. Everything else is the same on every rank.
 """
 
 from __future__ import annotations
@@ -79,6 +80,30 @@ def tensor_plan(
     splits = derived_plan(network) if plan is None else _written_plan(network, plan)
     _refuse_remainders(network, splits, size)
     return _with_adapters(network, splits)
+
+
+def vocabulary_layers(network: Any, size: int) -> list[str]:
+    """Full names of the embedding and the language-model head that ranks divide by vocabulary.
+
+    What is left out stays whole on every rank: a vocabulary that does not divide, a class that may
+    do more than look up or multiply. Where both are one matrix, both are divided or neither.
+
+    Args:
+        network: A Hugging Face model, with or without adapters.
+        size: Tensor-parallel ranks.
+    """
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    found: list[Any] = []
+    if isinstance(embedding, nn.Embedding) and embedding.max_norm is None:
+        # Gemma's subclass multiplies the result by a number, which is nothing to a sum over ranks.
+        is_plain = type(embedding) is nn.Embedding or hasattr(embedding, "embed_scale")
+        found += [embedding] if is_plain else []
+    found += [head] if type(head) is nn.Linear else []
+    found = [module for module in found if module.weight.shape[0] % size == 0]
+    is_tied = getattr(embedding, "weight", None) is getattr(head, "weight", 0)
+    if is_tied and len(found) < 2:
+        return []
+    return [name for name, module in network.named_modules() if any(module is f for f in found)]
 
 
 # ----------------------------------------------------------------------------------- from the names
@@ -180,8 +205,8 @@ def _refuse_outside(network: nn.Module, name: str, split: str) -> None:
     prefix, _ = decoder_layers(network)
     if not name.startswith(f"{prefix}."):
         raise ConfigError(
-            f"{KEY}: {name} is outside {prefix}: embeddings and heads are whole on every "
-            "tensor-parallel rank; leave it out"
+            f"{KEY}: {name} is outside {prefix}: embedding and head are divided by vocabulary "
+            "without being named, and all else there is whole on every rank; leave it out"
         )
     module = _plain(network.get_submodule(name))
     if (split == "per_head") == isinstance(module, nn.Linear):

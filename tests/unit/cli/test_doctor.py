@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
+from laurel import SLEEPING_THREADS
 from laurel.cli import machine
 from laurel.cli.doctor import PROBES, advise, examine, run_doctor
 from laurel.cli.machine import Finding, measure_products
 from laurel.cli.starter import Machine, _precision
+from laurel.distributed import limits
 
 
 def test_every_probe_works_on_this_machine(capsys):
@@ -65,11 +67,28 @@ def test_a_gpu_is_used_where_there_is_one():
     assert advise({"gpus": {"devices": [{"name": "H200"}]}}).facts["device"] == "cuda"
 
 
-def test_a_quota_below_the_cores_is_pointed_out():
-    advice = advise({"cpu": {"usable_cores": 8, "quota": 2.5}})
-    assert advice.facts["advised_threads"] == 2
-    assert any("cluster.cpu_threads=2" in line for line in advice.lines)
-    assert "advised_threads" not in advise({"cpu": {"usable_cores": 2, "quota": 2.0}}).facts
+def test_a_quota_below_the_cores_is_kept_to_and_told(monkeypatch):
+    monkeypatch.setattr(limits, "_affine_cores", lambda: 8)
+    monkeypatch.setattr(limits, "cpu_quota", lambda: 2.5)
+    found = machine.cpu()
+    assert found.facts["usable_cores"] == 2
+    assert "2 of" in found.lines[0]
+    assert "the container's quota is 2.5" in found.lines[0]
+    advice = advise({"cpu": found.facts})
+    assert advice.facts["threads"] == 2
+    assert advice.lines[1].startswith("threads: 2, one per usable core")
+
+
+def test_it_says_how_threads_wait_and_who_decided_it(monkeypatch):
+    for name, value in SLEEPING_THREADS.items():
+        monkeypatch.setenv(name, value)
+    assert any("threads that wait sleep" in line for line in machine.cpu().lines)
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.delenv("KMP_BLOCKTIME")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    found = machine.cpu()
+    assert found.facts["waiting_threads"] == {"OMP_WAIT_POLICY": "ACTIVE"}
+    assert any("as the environment says: OMP_WAIT_POLICY=ACTIVE" in line for line in found.lines)
 
 
 def test_what_is_absent_comes_with_the_command_that_brings_it():

@@ -3,16 +3,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForSequenceClassification
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from laurel.cli.plan import PlanOptions, kind_of, run_plan
+from laurel.cli.plan import PlanOptions, kind_of, read_shapes, run_plan
+from laurel.config.grpo_training import GRPORun
+from laurel.config.load import load_config
 from laurel.config.schema import PolicyConfig
+from laurel.config.sft_training import SFTRun
+from laurel.distributed.fitting import fit
+from laurel.distributed.memory import Shapes
 from laurel.errors import ConfigError
 from laurel.models.checkpoint import CheckpointStore
 from laurel.models.shapes import count_parameters, read_shape
+from laurel.models.tensor_plans import tensor_plan
 from model_directories import save_model
 from tiny import tiny_language_model
 
@@ -210,3 +218,58 @@ def test_the_exit_code_is_2_where_it_does_not_fit_and_torch_is_not_loaded() -> N
         )  # fmt: skip
         assert done.returncode == status, done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model_type", "own"),
+    [("mixtral", {"num_local_experts": 4}), ("qwen3_moe", {"num_experts": 4, "head_dim": 16})],
+)
+def test_what_loading_would_not_split_is_a_misfit_and_never_proposed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model_type: str, own: dict[str, int]
+) -> None:
+    config = AutoConfig.for_model(
+        model_type, hidden_size=64, num_hidden_layers=2, intermediate_size=96,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=500, pad_token_id=0, **own,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError) as refused:
+        tensor_plan(network, 2)
+    changes = [f"policy.model_name={tmp_path}"]
+    key = "policy.dtensor_cfg.tensor_parallel_size"
+    given = PlanOptions(kind="sft", slots_per_node=4)
+    assert not run_plan(None, [*changes, f"{key}=2"], given)
+    page = capsys.readouterr().out
+    assert f"MISFIT  {key}=2 is refused when the model of policy is loaded: " in page
+    assert str(refused.value) in page
+    assert f"  mend  {key}=1" in page
+    assert run_plan(None, changes, given)
+    capsys.readouterr()
+    # Where memory is short, two tensor-parallel ranks would do, if loading took them.
+    run = load_config(SFTRun, None, ["cluster.device=cpu", "cluster.gpus_per_node=4"]).config
+    shape = read_shape(PolicyConfig(), str(tmp_path), has_language_head=True)
+    assert shape.refuses_tensor_parallel == str(refused.value)
+    taken = fit(run, Shapes(policy=shape)).phases[0].total
+    for refusal, proposes in ((None, True), (shape.refuses_tensor_parallel, False)):
+        known = Shapes(policy=replace(shape, refuses_tensor_parallel=refusal))
+        (misfit,) = fit(run, known, device_memory=int(0.9 * taken)).misfits
+        assert any(f"{key}=" in mend for mend in misfit.mends) == proposes
+    # A plan of one's own is asked for likewise.
+    plan = "policy.dtensor_cfg.custom_parallel_plan={'model.layers.*.self_attn.o_proj': rowwise}"
+    assert run_plan(None, [*changes, f"{key}=2", plan], given)
+
+
+def test_several_judges_in_directories_tell_their_own_shapes(tmp_path: Path) -> None:
+    AutoConfig.for_model(
+        "mixtral", hidden_size=64, num_hidden_layers=2, intermediate_size=96, vocab_size=500,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, pad_token_id=0,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    judges = f"[{{name: a, model_name: {tmp_path}}}, {{name: b, model_name: {tmp_path}}}]"
+    settings = [f"env.reward_model.models={judges}", "env.reward_model.enabled=true"]
+    found = read_shapes(load_config(GRPORun, None, settings).config, PlanOptions(kind="grpo"))
+    assert len(found.shapes.reward_models) == 2
+    assert all(shape.refuses_tensor_parallel for shape in found.shapes.reward_models)
+    plan = "env.reward_model.dtensor_cfg.custom_parallel_plan={'*.o_proj': rowwise}"
+    found = read_shapes(load_config(GRPORun, None, [*settings, plan]).config, PlanOptions())
+    assert not any(shape.refuses_tensor_parallel for shape in found.shapes.reward_models)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 FREED = """
 import sys
@@ -38,3 +43,43 @@ def test_what_is_freed_goes_back_to_the_system() -> None:
     }
     assert kept["back"] < 16, "MiB that are held after all 160 were freed"
     assert kept["as it is"] > 100, "else there is nothing to be mended"
+
+
+NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+ENTRIES = {
+    "the command": "import laurel.cli.main, laurel.cli.train, torch",
+    "the api": "import laurel.api, torch",
+    "a spawned worker": "import laurel.distributed.spawned_seat, torch",
+    "a Ray actor": "import laurel.distributed.seat, torch",
+}
+
+
+def openmp_says(code: str, **chosen: str) -> str:
+    """What the OpenMP of torch prints of its settings when torch is loaded."""
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    done = subprocess.run(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=True,
+        env={**environment, **chosen, "OMP_DISPLAY_ENV": "VERBOSE", "KMP_SETTINGS": "1"},
+    )  # fmt: skip
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("torch has another OpenMP here than GNU's")
+    return done.stderr
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_threads_that_wait_sleep_however_torch_is_reached(entry: str) -> None:
+    said = openmp_says(ENTRIES[entry])
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in said
+    assert "GOMP_SPINCOUNT = '0'" in said
+
+
+def test_how_threads_wait_is_left_to_whoever_has_said_it() -> None:
+    said = openmp_says(ENTRIES["the api"], OMP_WAIT_POLICY="ACTIVE")
+    assert "OMP_WAIT_POLICY = 'ACTIVE'" in said
+    assert "GOMP_SPINCOUNT = '0'" not in said
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_no_example_loads_torch_before_laurel(path: Path) -> None:
+    imported = re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
+    assert "torch" not in imported or imported.index("laurel") < imported.index("torch")

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from laurel import SLEEPING_THREADS
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
 from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError
@@ -43,6 +44,9 @@ class Counter:
     def pid(self):
         return os.getpid()
 
+    def waiting(self):
+        return {name: os.environ.get(name) for name in SLEEPING_THREADS}
+
     def shutdown(self):
         self.count = 0
 
@@ -73,6 +77,7 @@ def test_an_object_has_its_methods_and_its_state():
     assert get(actor.add.remote()) == 7
     assert get(actor.add.remote(times=3)) == 13
     assert get(actor.pid.remote()) != os.getpid()
+    assert get(actor.waiting.remote()) == {name: os.environ[name] for name in SLEEPING_THREADS}
     assert [hasattr(actor, name) for name in ("made", "_hidden", "kind")] == [False] * 3
     assert get(actor.shutdown.remote()) is None
     assert get(actor.add.remote()) == 2

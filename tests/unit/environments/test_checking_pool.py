@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laurel.distributed.process import available_cores
+from laurel.distributed.limits import available_cores
 from laurel.environments.math_answers.checker import AnswerChecker
 from laurel.environments.math_answers.pool import CheckingPool, Question
 from laurel.environments.math_answers.verdicts import Candidate

@@ -14,7 +14,7 @@ import tiny
 from laurel.data.forest import plant
 from laurel.errors import ConfigError
 from laurel.models.parallel import ParallelShape
-from laurel.models.tensor_plans import decoder_layers, tensor_plan
+from laurel.models.tensor_plans import decoder_layers, tensor_plan, vocabulary_layers
 from laurel.models.token_shards import token_styles
 from parallel_runs import RankError, together
 
@@ -135,10 +135,13 @@ def test_a_rank_holds_its_share_of_the_weights(run):
     for case, (kind, name, options) in enumerate(CASES):
         model = parallel_work.build(kind, name, options)
         split = set(tensor_plan(model.network, shape.tp)) if shape.tp > 1 else set()
+        vocabulary = set(vocabulary_layers(model.network, shape.tp)) if shape.tp > 1 else set()
+        assert len(vocabulary) == (0 if shape.tp == 1 else 2 if kind == "policy" else 1)
         whole, parted = 0, 0
         for full_name, parameter in model.network.named_parameters():
             layer = model.network.get_submodule(full_name.rpartition(".")[0])
             is_parted = full_name.rpartition(".")[0] in split and isinstance(layer, nn.Linear)
+            is_parted |= full_name.rpartition(".")[0] in vocabulary
             size = parameter.numel() * parameter.element_size()
             whole, parted = whole + size * (not is_parted), parted + size * is_parted
         shares = shape.dp_shard * shape.cp
@@ -148,6 +151,73 @@ def test_a_rank_holds_its_share_of_the_weights(run):
         filling = 4 * 64 * shares * (kind == "reward")
         for found in (rank[case] for rank in ranks):
             assert wanted <= found["bytes"] <= wanted + filling
+
+
+# ------------------------------------------------------------------------ shares of the vocabulary
+
+
+ODD_VOCABULARIES = [
+    ("policy", "qwen3", {"changes": {"vocab_size": 302}}),  # 151 for a rank of tp, odd over dp
+    ("policy", "qwen3-tied", {"changes": {"vocab_size": 302, "pad_token_id": 200}}),
+    ("reward", "llama", {"changes": {"vocab_size": 302, "pad_token_id": 200}}),
+    ("policy", "qwen3", {"changes": {"vocab_size": 301}}),  # does not divide: whole
+    ("policy", "phi", {}),  # its head has a bias
+    ("policy", "gemma2-capped", {}),
+    ("policy", "granite", {}),
+    ("policy", "cohere", {}),
+]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=name_of)
+def test_vocabularies_of_all_kinds_are_those_of_one_process(sizes):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = [parallel_work.alone(*case) for case in ODD_VOCABULARIES]
+    torch.set_num_threads(threads)
+    ranks = together(parallel_work.spread, math.prod(sizes.values()), sizes, ODD_VOCABULARIES)
+    places = ParallelShape(**sizes).dp
+    for case, wanted in enumerate(alone):
+        kind = ODD_VOCABULARIES[case][0]
+        by_group = split_by_group(kind, wanted["outputs"], range(4))
+        for found in (rank[case] for rank in ranks):
+            mine = range(4)[found["place"] :: places]
+            outputs = torch.cat([by_group[group] for group in mine])
+            torch.testing.assert_close(found["outputs"], outputs, rtol=0, atol=1e-5)
+            assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
+            assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+            assert relative(found["gradients"], wanted["gradients"]) <= 1e-5
+            assert relative(found["weights"], wanted["weights"]) <= 1e-5
+            for name, weight in ranks[0][case]["weights"].items():
+                assert torch.equal(found["weights"][name], weight), name
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0.7}, {"softcap": 1.5, "temperature": 0.7, "logit_scale": 0.5}]
+)
+def test_a_divided_head_gives_what_a_whole_one_gives(how):
+    wanted = parallel_work.of_divided_logits(how, 1)
+    for found in together(parallel_work.of_divided_logits, 3, how, 3):
+        for name in ("logprobs", "entropy", "hidden", "logits"):
+            torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-13)
+        for name in ("weight", "bias"):
+            expected = wanted[name][found["mine"]]
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-13)
+
+
+def test_what_is_not_divided_by_vocabulary():
+    assert vocabulary_layers(tiny.tiny_language_model("qwen3"), 2) == [
+        "model.embed_tokens", "lm_head"
+    ]  # fmt: skip
+    assert vocabulary_layers(tiny.tiny_language_model("qwen3"), 7) == []  # 300 does not divide
+    assert vocabulary_layers(tiny.tiny_classifier("gemma3"), 2) == ["model.embed_tokens"]
+    tied = tiny.tiny_language_model("qwen3-tied")
+
+    class Doubled(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) * 2 + 1  # of which the sum over ranks is another
+
+    tied.model.embed_tokens.__class__ = Doubled
+    assert vocabulary_layers(tied, 2) == []
 
 
 # ----------------------------------------------------------------------------- shares of tokens
@@ -314,6 +384,8 @@ def test_bfloat16_is_that_of_one_process_and_gradients_are_float32():
     torch.testing.assert_close(found["gathered"]["scores"], wanted, rtol=0.02, atol=2e-3)
     for way in found.values():
         assert way["kinds"] == {(torch.float32, torch.float32)}
+        # So the planner counts the stream between layers (`distributed/memory.py`).
+        assert way["streams"] == {torch.float32}
 
 
 # ------------------------------------------------------------------------------------------- plans

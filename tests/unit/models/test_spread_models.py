@@ -99,12 +99,12 @@ def test_a_loaded_model_is_that_of_one_process_and_no_rank_holds_it_whole(sizes,
                 assert torch.equal(found["weights"][name], weight), name
             torch.testing.assert_close(found["outputs"], wanted["outputs"], rtol=0, atol=TOLERANCE)
             assert found["difference"] < 5e-6
-            # Every weight is divided over dp; of those outside the layers, tp has all on each rank.
+            # Every weight is divided over dp; of norms and adapters, tp has all on each rank.
             share = whole / sizes.get("dp_shard", 1)
             filling = 4 * 32 * sizes.get("dp_shard", 1)
             assert found["bytes"] <= share + filling
             if sizes.get("tp", 1) > 1:
-                assert found["bytes"] < 0.75 * share
+                assert found["bytes"] < 0.6 * share
             if is_straight:
                 assert found["largest"] <= largest / sizes.get("dp_shard", 1), found["by"]
 

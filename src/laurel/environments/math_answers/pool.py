@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from laurel.distributed.process import available_cores
+from laurel.distributed.limits import available_cores
 from laurel.environments.math_answers.processes import Worker, Zygote
 from laurel.environments.math_answers.verdicts import Candidate, Checked
 from laurel.errors import EnvironmentFailedError

@@ -7,7 +7,6 @@ process, however it ends, because they read from a pipe that it holds.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import laurel.errors
+from laurel.distributed.limits import available_cores
 from laurel.errors import ConfigError, EngineError, UserError
 from laurel.rewards.load import Say
 from laurel.rewards.remote.dialects import LaurelDialect
@@ -74,7 +74,7 @@ class ReplicaProcesses:
             raise ConfigError(f"num_replicas={num_replicas}: at least one is needed")
         check_settings(settings)
         if settings.cpu_threads is None:
-            settings = replace(settings, cpu_threads=max(1, _cores() // num_replicas))
+            settings = replace(settings, cpu_threads=max(1, available_cores() // num_replicas))
         options = options or RouterOptions()
         api_key = secrets.token_urlsafe(32)
         self._replicas = [
@@ -346,9 +346,3 @@ class _Process:
 
 def _said(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"exit code {status}"
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
