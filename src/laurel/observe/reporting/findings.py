@@ -17,6 +17,7 @@ from laurel.observe.run_record import RunRecord
 Rule = Callable[[RunRecord], Iterator[Finding]]
 
 RULES: tuple[Rule, ...] = (
+    of_grpo.gold_fell,
     of_training.alarms_going_on,
     of_training.not_finite,
     of_training.validation_got_worse,

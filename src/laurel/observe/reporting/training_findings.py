@@ -13,6 +13,7 @@ from laurel.observe.counts import counted
 from laurel.observe.metrics import is_lower_better
 from laurel.observe.reporting.alarms import Alarm, alarms_of
 from laurel.observe.reporting.finding import MIN_STEPS, Finding, Weight, beginning, ending, steps
+from laurel.observe.reporting.gold_course import gold_course
 from laurel.observe.reporting.reward_range import standing
 from laurel.observe.run_record import RunRecord
 
@@ -54,7 +55,10 @@ def alarms_going_on(record: RunRecord) -> Iterator[Finding]:
 
 def is_success(alarm: Alarm, record: RunRecord) -> bool:
     """Whether an alarm says no more than that everything is right."""
-    return alarm.name == ZERO_SPREAD and standing(record) == "top"
+    if alarm.name != ZERO_SPREAD or standing(record) != "top":
+        return False
+    gold = gold_course(record)  # a reward at its top is no success where what is wanted falls
+    return gold is None or not gold.is_lower
 
 
 def not_finite(record: RunRecord) -> Iterator[Finding]:
