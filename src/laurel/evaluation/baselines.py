@@ -13,6 +13,7 @@ import numpy as np
 
 from laurel.errors import DataError
 from laurel.evaluation.scored_pairs import ScoredPair
+from laurel.observe.lengths import longer_credit
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,7 +32,7 @@ def longer_wins(pairs: Iterable[ScoredPair]) -> dict[str, float]:
 
     Half of a pair of answers of one length, as the data report counts them.
     """
-    return {pair.id: _credit(length_difference(pair)) for pair in pairs}
+    return {pair.id: longer_credit(len(pair.chosen), len(pair.rejected)) for pair in pairs}
 
 
 def length_difference(pair: ScoredPair) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -74,5 +75,5 @@ def _chance(record: RunRecord, name: str, series: Series, window: int, peak: flo
 
 
 def _spread(values: Sequence[float]) -> float:
-    steps = [abs(after - before) for before, after in zip(values[:-1], values[1:], strict=True)]
+    steps = [abs(after - before) for before, after in pairwise(values)]
     return 1.4826 * median(steps) / math.sqrt(2)
