@@ -23,6 +23,8 @@ from laurel.config.reward_training import RewardTrainingRun
 from laurel.evaluation.benchmark_sets import BenchmarkSet
 from laurel.models.scoring import ScoringContract
 from laurel.observe.console import PairRow, print_pairs, visible
+from laurel.observe.last_words import accuracy_words
+from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import Phase
 from laurel.types import Preference, PreferenceSample, Score
 
@@ -148,7 +150,11 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
     ) -> None:
         """See `EpochTraining`; the scores of the first set become the checkpoint's reference."""
         figures = "  ".join(
-            f"{k} {validation.metrics[k]:.4f}" for k in SHOWN if k in validation.metrics
+            accuracy_words(validation.metrics) or f"accuracy {value:.4f}"
+            if key == "accuracy"
+            else f"{key} {value:.4f}"
+            for key in SHOWN
+            if (value := validation.metrics.get(key)) is not None
         )
         self.progress.message(f"step {step}  validation-{name}  {figures}", is_routine=True)
         count = self.config.logger.num_val_samples_to_print
@@ -156,7 +162,9 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         rows = [PairRow.of(sample.preference, scores) for sample, scores in pairs]
         table = [row for row in rows if row is not None][:count]
         if table:
-            print_pairs(self.progress.console, f"validation-{name}, step {step}", table)
+            is_whole = shows_whole_samples(self.config.logger)
+            title = f"validation-{name}, step {step}"
+            print_pairs(self.progress.console, title, table, is_brief=not is_whole)
             self.logger.log_table(
                 f"validation-{name}/pairs", PairRow.columns(), [row.cells for row in table],
                 step=step,
