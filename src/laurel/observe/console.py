@@ -179,8 +179,10 @@ def print_pairs(
     if is_brief:
         for row in rows:
             better, worse = format_number(row.better_score), format_number(row.worse_score)
-            texts = f"{row.prompt} | {row.better} | {row.worse}"
-            print_line(console, f"  {row.verdict:<7} {better} against {worse}  {texts}")
+            head = f"  {row.verdict:<7} {better} against {worse}  "
+            each = max(16, (console.width - len(head) - 6) // 3)
+            texts = [shorten_middle(one, each) for one in (row.prompt, row.better, row.worse)]
+            print_line(console, head + " | ".join(texts))
         return
     table = _table(title)
     table.add_column("", no_wrap=True)
