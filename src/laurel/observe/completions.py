@@ -79,8 +79,8 @@ def print_completions(
     """
     if is_brief:
         for row in rows:
-            reward = "failed" if row.reward is None else format_number(row.reward)
-            print_line(console, f"  reward {reward}  {row.prompt} | {row.completion}")
+            said = "failed" if row.reward is None else f"reward {format_number(row.reward)}"
+            print_line(console, f"  {said}  {row.prompt} | {row.completion}")
         return
     table = Table(title=title, title_justify="left", show_lines=True, expand=True)
     table.add_column("prompt", ratio=2)

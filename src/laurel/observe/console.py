@@ -178,8 +178,8 @@ def print_pairs(
         return
     if is_brief:
         for row in rows:
-            better, worse = format_number(row.better_score), format_number(row.worse_score)
-            head = f"  {row.verdict:<7} {better} against {worse}  "
+            scores = " against ".join(map(format_number, (row.better_score, row.worse_score)))
+            head = f"  {row.verdict:<7} {scores}  "
             each = max(16, (console.width - len(head) - 6) // 3)
             texts = [shorten_middle(one, each) for one in (row.prompt, row.better, row.worse)]
             print_line(console, head + " | ".join(texts))

@@ -187,8 +187,8 @@ class TrainingProgress:
 
     def _print(self, line: str) -> None:
         # In a file one line stays one line: it is searched, not looked at. A terminal would break
-        # it within words.
-        is_file = not self._console.is_terminal
+        # it within words. FORCE_COLOR makes any file a "terminal".
+        is_file = not self._console.file.isatty()
         self._console.print(line, markup=False, highlight=False, soft_wrap=is_file)
 
     def _step_line(self) -> str:

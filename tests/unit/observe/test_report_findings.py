@@ -26,6 +26,14 @@ def held(accuracy: float, longer: float, count: float = 1_000) -> dict[str, list
     }
 
 
+def test_one_curve_under_several_names_is_told_once() -> None:
+    course = [0.5, 0.9, 0.2]
+    names = ("validation/reward_mean", "validation/accuracy", "validation/env/math/accuracy")
+    told = [one for one in said(dict.fromkeys(names, course)) if "got worse" in one]
+    assert len(told) == 1
+    assert "validation/accuracy was" in told[0]
+
+
 def test_a_run_of_which_nothing_is_known() -> None:
     assert said({}) == []
     assert len(RULES) == 18
