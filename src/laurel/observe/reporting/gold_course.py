@@ -48,7 +48,8 @@ def gold_course(record: RunRecord) -> GoldCourse | None:
     means = [
         fmean(series.values[end - window : end]) for end in range(window, len(series.values) + 1)
     ]
-    best = max(range(len(means)), key=means.__getitem__)
+    # Of equal ones the latest: its checkpoint has learned the most.
+    best = max(range(len(means)), key=lambda index: (means[index], index))
     least = max(LEAST_FALL * abs(means[best]), _chance(record, name, series, window, means[best]))
     return GoldCourse(
         name=name,
