@@ -48,6 +48,8 @@ from laurel.algorithms.selection import policy_goal
 from laurel.algorithms.training_loop import Outcome, Schedule, Surroundings, TrainingLoop
 from laurel.config.grpo_training import GRPORun
 from laurel.observe.completions import CompletionRow, print_completions, write_completions
+from laurel.observe.last_words import accuracy_words
+from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import Phase
 from laurel.types import RolloutGroup
 
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 NUM_LOGGED = 32
 """Completions of a validation that are kept with the metrics."""
 SHOWN = ("reward_mean", "accuracy", "avg_length", "truncation_rate", "num_failures")
+SHOWN_IF_ANY = ("truncation_rate", "num_failures")
 
 
 class GRPO(TrainingLoop):
@@ -263,7 +266,9 @@ class GRPO(TrainingLoop):
         count = self.config.logger.num_val_samples_to_print
         rows = completion_rows(groups, step=step)
         if count:
-            print_completions(self.progress.console, f"validation, step {step}", rows[:count])
+            is_whole = shows_whole_samples(self.config.logger)
+            title = f"validation, step {step}"
+            print_completions(self.progress.console, title, rows[:count], is_brief=not is_whole)
         table = [row.cells for row in rows[: max(count, NUM_LOGGED)]]
         self.logger.log_table("validation/completions", CompletionRow.columns(), table, step=step)
         # What environments measure goes by their names, whoever asks.
@@ -280,7 +285,13 @@ class GRPO(TrainingLoop):
         return logged, keyed
 
     def _show(self, name: str, figures: Mapping[str, float], step: int) -> None:
-        shown = "  ".join(f"{k} {v:.4f}" for k, v in figures.items() if k in SHOWN or "/acc" in k)
+        shown = "  ".join(
+            accuracy_words(figures) or f"accuracy {value:.4f}"
+            if key == "accuracy"
+            else f"{key} {value:.4f}"
+            for key, value in figures.items()
+            if (key in SHOWN or "/acc" in key) and (value or key not in SHOWN_IF_ANY)
+        )
         self.progress.message(f"step {step}  {name}  {shown}", is_routine=True)
 
     # --------------------------------------------------------------------------------- reporting

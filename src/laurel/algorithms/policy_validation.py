@@ -106,6 +106,7 @@ def validation_metrics(
         figures["avg_length"] = measured["mean_gen_tokens_per_sample"]
     rewards_BG = [[r.reward for r in g.rollouts_G if r.reward is not None] for g in groups]
     judged = [rewards_G for rewards_G in rewards_BG if rewards_G]
+    figures["num_valid_samples"] = float(sum(map(len, judged)))
     if judged and all(reward in (0.0, 1.0) for rewards_G in judged for reward in rewards_G):
         figures["accuracy"] = figures["reward_mean"]
         width = max(len(group.rollouts_G) for group in groups)

@@ -8,6 +8,7 @@ elsewhere (`cli/assemble.py`) and handed in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -20,12 +21,17 @@ from laurel.algorithms.run_state import Position
 from laurel.algorithms.training_loop import Surroundings
 from laurel.algorithms.validation import Validation, validate
 from laurel.config.reward_training import RewardTrainingRun
+from laurel.evaluation.baselines import BagOfWords, unscored_pairs
 from laurel.evaluation.benchmark_sets import BenchmarkSet
 from laurel.models.scoring import ScoringContract
 from laurel.observe.console import PairRow, print_pairs, visible
+from laurel.observe.last_words import accuracy_words
+from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import Phase
 from laurel.types import Preference, PreferenceSample, Score
 
+MOST_ROWS_OF_BASELINE = 2_000
+"""Training rows that the bag of words learns from: a baseline must cost less than a validation."""
 SHOWN_OF_BENCHMARKS = ("final_score", "accuracy", "longer_wins_baseline")
 SHOWN = ("loss", "accuracy", "margin_mean", "score_length_correlation", "ece")
 
@@ -48,6 +54,8 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         super().__init__(config, surroundings, parts, loss=loss)
         self.contract = contract
         self.benchmarks = parts.benchmarks
+        self._bag_of_words: BagOfWords | None = None
+        self._baselines: dict[int, float] = {}
         self.scorer = LearnerScorer(
             parts.learner, contract, parts.batcher,
             micro_batch_size=self.section.val_micro_batch_size,
@@ -101,10 +109,33 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         on_rows: Callable[[int], None],
     ) -> Validation:
         """See `EpochTraining`."""
-        return validate(
+        validation = validate(
             self.learner, samples, micro_batches, loss=self.loss, contract=self.contract,
             on_groups=on_rows,
         )  # fmt: skip
+        baseline = self._bag_of_words_baseline(samples)
+        if baseline is not None and "accuracy" in validation.metrics:
+            validation.metrics["bag_of_words_baseline"] = baseline
+        return validation
+
+    def _bag_of_words_baseline(self, samples: Sequence[PreferenceSample]) -> float | None:
+        """The accuracy of a bag of words that learned from the first training rows.
+
+        It depends on the data alone, so it is computed at the first validation of a set and kept.
+        None where no row has a better and a worse answer.
+        """
+        known = self._baselines.get(id(samples))
+        if known is None:
+            pairs = [pair for one in samples for pair in unscored_pairs(one.preference)]
+            if self._bag_of_words is None:
+                rows = self.train[:MOST_ROWS_OF_BASELINE]
+                learned = [pair for one in rows for pair in unscored_pairs(one.preference)]
+                self._bag_of_words = BagOfWords.train(learned) if learned else None
+            if self._bag_of_words is None or not pairs:
+                return None
+            credits = [self._bag_of_words.credits([pair])[pair.id] for pair in pairs]
+            known = self._baselines[id(samples)] = math.fsum(credits) / len(credits)
+        return known
 
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
         """See `TrainingLoop`; the benchmarks come after the sets."""
@@ -148,7 +179,11 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
     ) -> None:
         """See `EpochTraining`; the scores of the first set become the checkpoint's reference."""
         figures = "  ".join(
-            f"{k} {validation.metrics[k]:.4f}" for k in SHOWN if k in validation.metrics
+            accuracy_words(validation.metrics) or f"accuracy {value:.4f}"
+            if key == "accuracy"
+            else f"{key} {value:.4f}"
+            for key in SHOWN
+            if (value := validation.metrics.get(key)) is not None
         )
         self.progress.message(f"step {step}  validation-{name}  {figures}", is_routine=True)
         count = self.config.logger.num_val_samples_to_print
@@ -156,7 +191,9 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         rows = [PairRow.of(sample.preference, scores) for sample, scores in pairs]
         table = [row for row in rows if row is not None][:count]
         if table:
-            print_pairs(self.progress.console, f"validation-{name}, step {step}", table)
+            is_whole = shows_whole_samples(self.config.logger)
+            title = f"validation-{name}, step {step}"
+            print_pairs(self.progress.console, title, table, is_brief=not is_whole)
             self.logger.log_table(
                 f"validation-{name}/pairs", PairRow.columns(), [row.cells for row in table],
                 step=step,

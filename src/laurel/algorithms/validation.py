@@ -11,6 +11,7 @@ from torch import Tensor
 from laurel.algorithms.learner import Learner, MicroBatch, add_up
 from laurel.algorithms.losses import RewardLoss
 from laurel.models.scoring import ScoringContract
+from laurel.observe.lengths import answer_length
 from laurel.observe.metrics import attribute_metrics, preference_metrics
 from laurel.types import Preference, PreferenceSample
 
@@ -60,7 +61,10 @@ def validate(
     metrics = preference_metrics(
         scores_BG,
         [sample.preference.ranks_G for sample in samples],
-        [[len(ids) for ids in sample.tokens.branches_ids_G] for sample in samples],
+        [
+            [answer_length(one.messages) for one in sample.preference.group.completions_G]
+            for sample in samples
+        ],
     )
     attributes = contract.rules.attributes
     if attributes:

@@ -90,7 +90,10 @@ def _preferences(report: DataReport) -> str:
     figures = [counted(report.figures.num_pairs, "pair"), counted(report.num_prompts, "prompt")]
     share = report.longer_wins_share
     if share is not None:
-        figures.append(f"the longer answer is the better one in {share:.1%}")
+        figures.append(
+            f"the longer answer is the better one in {share:.1%} (in characters; equal ones count "
+            "half)"
+        )
     if report.num_truncated:
         figures.append(f"{counted(report.num_truncated, 'conversation')} cut to the longest length")
     return f"{_rows(report)}; {', '.join(figures)}"

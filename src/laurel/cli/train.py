@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from laurel.cli.json_output import write_json
 from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.config.load import load_config
-from laurel.observe.console import make_console, message_console, print_metrics
+from laurel.config.reward_training import RewardTrainingRun
+from laurel.errors import DataError
+from laurel.observe.console import make_console, message_console, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,9 +25,10 @@ if TYPE_CHECKING:
     from laurel.algorithms.training_loop import Outcome
     from laurel.config.section import Section
 
+MAX_LINES = 10
 _USES = {
-    "rm": "laurel score --model {} conversations.jsonl",
-    "sft": "laurel grpo policy.model_name={} ...",
+    "rm": "laurel serve --model {}",
+    "sft": "laurel init --task grpo-math --model {}",
     "grpo": "transformers.AutoModelForCausalLM.from_pretrained('{}')",
 }
 
@@ -70,8 +77,26 @@ def trained(
     """
     loaded = load_config(SCHEMAS[kind], path, overrides)
     outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
-    conclude(outcome, last or console, use=_USES[kind], limit=_limit(kind, loaded.config, outcome))
+    use = _use_of(kind, loaded.config)
+    conclude(outcome, last or console, use=use, limit=_limit(kind, loaded.config, outcome))
     return outcome
+
+
+def _use_of(kind: Kind, config: Section) -> str:
+    """A command that can be pasted as it stands, with {} for the model.
+
+    A reward model scores rows that it was validated on, or learned from, where `laurel score` reads
+    them: a file of JSON lines with the usual columns. Otherwise it is served, which needs no file.
+    """
+    if isinstance(config, RewardTrainingRun):
+        keys = ("prompt_key", "chosen_key", "rejected_key")
+        for one in (*config.data.validation_sets().values(), *config.data.train_sets()):
+            path = one.data_path or ""
+            is_usual = all(getattr(one, key) == key.removesuffix("_key") for key in keys)
+            if is_usual and path.endswith(".jsonl") and os.path.isfile(path):
+                named = shlex.quote(path).replace("{", "{{").replace("}", "}}")
+                return f"laurel score --model {{}} {named}"
+    return _USES[kind]
 
 
 def _trainer(kind: Kind) -> Callable[..., Outcome]:
@@ -103,7 +128,7 @@ def _limit(kind: Kind, config: Section, outcome: Outcome) -> str | None:
 
 
 def conclude(outcome: Outcome, console: Console, *, use: str, limit: str | None = None) -> None:
-    """The last words of a run.
+    """The last words of a run, at most `MAX_LINES` where the terminal has room for its paths.
 
     Args:
         outcome: How it ended.
@@ -111,8 +136,6 @@ def conclude(outcome: Outcome, console: Console, *, use: str, limit: str | None 
         use: What can be done with the model, with {} for its directory.
         limit: What made its last step the last, where that may surprise.
     """
-    if outcome.metrics:
-        print_metrics(console, "Last validation", outcome.metrics)
     at, seconds = f"after step {outcome.step}", f"{outcome.seconds:.0f} s"
     again = "run it again to go on"
     how = {
@@ -122,8 +145,35 @@ def conclude(outcome: Outcome, console: Console, *, use: str, limit: str | None 
         "alarm": f"ended by an alarm {at}, in {seconds} (grpo.health.stop_on)",
     }[outcome.ended]
     console.print(how)
-    if outcome.latest is not None:
-        console.print(f"latest  {outcome.latest}")
+    model = outcome.best or outcome.latest
+    last = []
+    if outcome.latest is not None and outcome.latest != outcome.best:
+        last.append(f"latest  {outcome.latest}")
     if outcome.best is not None:
-        console.print(f"best    {outcome.best}")
-        console.print(f"use it  {use.format(outcome.best)}", soft_wrap=True)
+        last.append(f"best    {outcome.best}")
+    if model is not None:
+        last.append(f"use it  {use.format(model)}")
+    if outcome.run_dir is not None:
+        last.append(f"report  laurel report {outcome.run_dir}")
+        _say_what_came_out(outcome.run_dir, console, room=MAX_LINES - 1 - len(last))
+    for line in last:
+        console.print(line, soft_wrap=True)
+
+
+def _say_what_came_out(run_dir: Path, console: Console, *, room: int) -> None:
+    """The results, then as many of the first findings as there is room for, but at least one."""
+    from laurel.observe.last_words import first_findings, results
+    from laurel.observe.run_record import read_run
+
+    try:
+        record = read_run(run_dir)
+        lines, findings = results(record), first_findings(record)
+    except (DataError, OSError) as error:  # a run that has trained and saved has not failed
+        console.print(f"warning: what the run logged cannot be read: {error}", soft_wrap=True)
+        return
+    texts = [Text(visible(line)) for line in (*lines, *findings)]
+    for index, text in enumerate(texts):
+        room -= len(text.wrap(console, console.width))
+        if index > len(lines) and room < 0:
+            break
+        console.print(text)

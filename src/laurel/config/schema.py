@@ -352,7 +352,8 @@ class LoggerConfig(Section):
     mlflow: MlflowConfig = MlflowConfig()
     """See there."""
     num_val_samples_to_print: int = Field(default=3, ge=0)
-    """Pairs, or completions, shown with their scores at each validation."""
+    """Pairs, or completions, shown with their scores at each validation: a line each, or whole
+    where this is set or `laurel --verbose` is asked for."""
     write_completions: bool = True
     """GRPO: write the completions of each step with their rewards, `completions/step_N.parquet`."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from laurel.observe.counts import counted
+from laurel.observe.lengths import answer_length, longer_credit
 from laurel.types import Conversation, Preference
 
 if TYPE_CHECKING:
@@ -326,11 +327,8 @@ def _add(figures: _Figures, preference: Preference) -> None:
     group = preference.group
     figures.num_completions[len(group.completions_G)] += 1
     figures.prompts.add(fingerprint(group.prompt))
-    num_prompt = sum(len(message.content) for message in group.prompt)
-    lengths_G = [
-        sum(len(message.content) for message in completion.messages)
-        for completion in group.completions_G
-    ]
+    num_prompt = answer_length(group.prompt)
+    lengths_G = [answer_length(completion.messages) for completion in group.completions_G]
     figures.characters += [num_prompt + length for length in lengths_G]
     for (rank, length), (other_rank, other_length) in combinations(
         zip(preference.ranks_G, lengths_G, strict=True), 2
@@ -338,7 +336,7 @@ def _add(figures: _Figures, preference: Preference) -> None:
         figures.num_pairs += 1
         if rank == other_rank:
             figures.num_tied_pairs += 1
-        elif length == other_length:
-            figures.longer_wins += 0.5
+        elif rank < other_rank:
+            figures.longer_wins += longer_credit(length, other_length)
         else:
-            figures.longer_wins += (rank < other_rank) == (length > other_length)
+            figures.longer_wins += longer_credit(other_length, length)

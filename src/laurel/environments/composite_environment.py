@@ -84,6 +84,8 @@ class CompositeEnvironment(EnvironmentInterface):
             )
         self._added = [part for part in self.config.parts if part.gate is None]
         self._gates = [(p.env, p.gate) for p in self.config.parts if p.gate is not None]
+        # Their rewards are in no component; `observe.gold` reads their means.
+        self._watched = {part.env for part in self._added if part.weight == 0.0}
         if not self._added:
             raise ConfigError("env.composite: all parts are gates; one must give the reward")
         if len({part.env for part in self._added}) < len(self._added):
@@ -230,7 +232,7 @@ class CompositeEnvironment(EnvironmentInterface):
 
         The parts' own figures are `<part>/<figure>`, over the samples that this part judged, with
         its own rewards: neither weighted nor gated. `gated_out` is the share of samples that a gate
-        shut out.
+        shut out. A part with weight 0 has `<part>/reward_mean`, too.
         """
         figures = batch_figures(batch) | mean_of("reward_mean", numbers(batch["rewards"]))
         said = [self.memo.get(message_log) or {} for message_log in batch["message_log"]]
@@ -246,6 +248,8 @@ class CompositeEnvironment(EnvironmentInterface):
             _, of_part = environment.global_post_process_and_metrics(theirs)
             for figure, value in of_part.items():
                 figures[f"{name}/{figure.removeprefix(f'{name}_env/')}"] = value
+            if name in self._watched:
+                figures |= mean_of(f"{name}/reward_mean", numbers(rewards))
         return batch, figures | self._gated_out(said)
 
     def _gated_out(self, said: Sequence[Mapping[str, float | None]]) -> dict[str, float]:

@@ -7,12 +7,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from laurel.errors import DataError
 from laurel.evaluation.scored_pairs import ScoredPair
+from laurel.observe.console import conversation_text
+from laurel.observe.lengths import longer_credit
+from laurel.types import Preference
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,7 +35,25 @@ def longer_wins(pairs: Iterable[ScoredPair]) -> dict[str, float]:
 
     Half of a pair of answers of one length, as the data report counts them.
     """
-    return {pair.id: _credit(length_difference(pair)) for pair in pairs}
+    return {pair.id: longer_credit(len(pair.chosen), len(pair.rejected)) for pair in pairs}
+
+
+def unscored_pairs(preference: Preference) -> list[ScoredPair]:
+    """Every two answers of a judged group of which one is better, for what looks at texts alone."""
+    group, ranks_G = preference.group, preference.ranks_G
+    texts = [conversation_text(one.messages) for one in group.completions_G]
+    return [
+        ScoredPair(
+            id=f"{group.id}:{better}>{worse}",
+            prompt=group.prompt,
+            chosen=texts[better],
+            rejected=texts[worse],
+            score_chosen=None,
+            score_rejected=None,
+        )
+        for better, worse in permutations(range(len(texts)), 2)
+        if ranks_G[better] < ranks_G[worse]
+    ]
 
 
 def length_difference(pair: ScoredPair) -> int:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from laurel.observe.console import format_number, shorten_middle, visible
+from laurel.observe.console import format_number, print_line, shorten_middle, visible
 from laurel.types import Conversation
 
 _PROMPT_LENGTH = 240
@@ -66,8 +66,22 @@ def completion_text(messages: Conversation) -> str:
     return text
 
 
-def print_completions(console: Console, title: str, rows: Sequence[CompletionRow]) -> None:
-    """Show completions with their rewards."""
+def print_completions(
+    console: Console, title: str, rows: Sequence[CompletionRow], *, is_brief: bool = False
+) -> None:
+    """Show completions with their rewards.
+
+    Args:
+        console: Where they are shown.
+        title: Above them.
+        rows: The completions.
+        is_brief: A line each, without a title.
+    """
+    if is_brief:
+        for row in rows:
+            said = "failed" if row.reward is None else f"reward {format_number(row.reward)}"
+            print_line(console, f"  {said}  {row.prompt} | {row.completion}")
+        return
     table = Table(title=title, title_justify="left", show_lines=True, expand=True)
     table.add_column("prompt", ratio=2)
     table.add_column("completion", ratio=3)

@@ -162,10 +162,27 @@ def print_metrics(console: Console, title: str, metrics: Mapping[str, float]) ->
     console.print(table if metrics else Text(f"{visible(title)}: no metrics"))
 
 
-def print_pairs(console: Console, title: str, rows: Sequence[PairRow]) -> None:
-    """A few pairs: the prompt and whether the scores are right, then both answers."""
+def print_pairs(
+    console: Console, title: str, rows: Sequence[PairRow], *, is_brief: bool = False
+) -> None:
+    """A few pairs: the prompt and whether the scores are right, then both answers.
+
+    Args:
+        console: Where they are shown.
+        title: Above them.
+        rows: The pairs.
+        is_brief: A line each, without a title.
+    """
     if not rows:
         console.print(Text(f"{visible(title)}: no pairs"))
+        return
+    if is_brief:
+        for row in rows:
+            scores = " against ".join(map(format_number, (row.better_score, row.worse_score)))
+            head = f"  {row.verdict:<7} {scores}  "
+            each = max(16, (console.width - len(head) - 6) // 3)
+            texts = [shorten_middle(one, each) for one in (row.prompt, row.better, row.worse)]
+            print_line(console, head + " | ".join(texts))
         return
     table = _table(title)
     table.add_column("", no_wrap=True)
@@ -179,6 +196,14 @@ def print_pairs(console: Console, title: str, rows: Sequence[PairRow]) -> None:
         worse = _answer(row.worse)
         table.add_row("worse", format_number(row.worse_score), worse, end_section=True)
     console.print(table)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print one line that the terminal does not wrap: what does not fit is left out of its middle.
+
+    A narrow terminal gets what there is room for, and a file at least 80 characters.
+    """
+    console.print(Text(shorten_middle(text, max(16, console.width))), soft_wrap=True)
 
 
 def print_scores(console: Console, rows: Sequence[tuple[Conversation, Score]]) -> None:

@@ -19,6 +19,7 @@ from typing import Protocol, TextIO
 
 from laurel.config.schema import LoggerConfig
 from laurel.errors import ConfigError, DataError, MissingDependencyError
+from laurel.observe.verbosity import verbosity
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -241,6 +242,15 @@ def open_loggers(
         )
     loggers.log_config(run_config)
     return loggers
+
+
+def shows_whole_samples(config: LoggerConfig) -> bool:
+    """Whether a validation shows its samples whole, and not in a line each.
+
+    With `laurel --verbose`, or where `num_val_samples_to_print` is set: whoever names the number
+    wants to read them.
+    """
+    return verbosity() == "verbose" or "num_val_samples_to_print" in config.model_fields_set
 
 
 def next_run_dir(log_dir: str | Path) -> Path:

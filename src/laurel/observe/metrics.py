@@ -19,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from laurel.observe.lengths import longer_credit
+
 FloatArray = npt.NDArray[np.float64]
 
 PREFERENCE_METRICS = (
@@ -77,8 +79,8 @@ def preference_metrics(
     - `rewards_mean`, `rewards_std`: over completions. `margin_mean`, `margin_std`: over pairs.
     - `ece`: see `calibration_error`.
     - `top1`: share of groups of more than two whose best completion scores strictly highest.
-    - `score_length_correlation`: Spearman, over completions. `longer_wins_baseline`: the accuracy
-      that lengths would have as scores.
+    - `score_length_correlation`: Spearman, over completions. `longer_wins_baseline`: see
+      `lengths.longer_credit`; equal lengths count half.
     - `num_valid_samples`: pairs. `num_nonfinite`: scores that are NaN or infinite, which nothing
       else counts; present where there are any.
 
@@ -97,8 +99,8 @@ def preference_metrics(
         metrics |= _pair_metrics(pairs)
         metrics |= _completion_metrics(scores_BG, lengths_BG)
         if lengths_BG is not None:
-            longer_P = pairs.better_lengths_P > pairs.worse_lengths_P
-            metrics["longer_wins_baseline"] = _mean(longer_P)
+            lengths = zip(pairs.better_lengths_P, pairs.worse_lengths_P, strict=True)
+            metrics["longer_wins_baseline"] = _mean([longer_credit(*both) for both in lengths])
         hits = _top1_hits(scores_BG, ranks_BG)
         if hits:
             metrics["top1"] = _mean(hits)

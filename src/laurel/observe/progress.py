@@ -186,8 +186,10 @@ class TrainingProgress:
         self._print(line)
 
     def _print(self, line: str) -> None:
-        # One line stays one line: a log file is searched, not looked at.
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        # In a file one line stays one line: it is searched, not looked at. A terminal would break
+        # it within words. FORCE_COLOR makes any file a "terminal".
+        is_file = not self._console.file.isatty()
+        self._console.print(line, markup=False, highlight=False, soft_wrap=is_file)
 
     def _step_line(self) -> str:
         head = f"{self._counted} {self._step}/{self._total_steps} ({self._percentage()})"

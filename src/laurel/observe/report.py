@@ -22,6 +22,7 @@ from laurel.observe.charts import Chart, draw
 from laurel.observe.comparison import Comparison
 from laurel.observe.console import format_number
 from laurel.observe.counts import counted
+from laurel.observe.gold import gold_metric
 from laurel.observe.reporting import curves
 from laurel.observe.reporting.alarms import Alarm, alarms_of
 from laurel.observe.reporting.evaluations import EvaluationShown, evaluation_of, lines_of
@@ -212,17 +213,27 @@ def _facts_of(records: Sequence[RunRecord], compared: SideBySide) -> list[Fact]:
     facts = []
     for record in records:
         title = compared.name_of(record)
+        gold = gold_metric(record.settings, record.names())
+        if gold is not None:
+            facts += _from_to(record, title, gold, "the gold metric; ")
         for name in ("validation/accuracy", "validation/reward_mean", "train/reward"):
-            series = record.series(name)
-            if series:
-                first, last = (format_number(series.values[i]) for i in (0, -1))
-                facts.append(Fact(f"{title}: {name}", last, f"{first} at the beginning"))
+            if name != gold and (found := _from_to(record, title, name)):
+                facts += found
                 break
         for name in record.names():
             if name.startswith("validation-") and name.endswith(("/accuracy", "/perplexity")):
                 last = format_number(record.series(name).values[-1])
                 facts.append(Fact(f"{title}: {name}", last))
     return facts
+
+
+def _from_to(record: RunRecord, title: str, name: str, what: str = "") -> list[Fact]:
+    """The last value of a metric beside its first one; nothing where it was never measured."""
+    series = record.series(name)
+    if not series:
+        return []
+    first, last = (format_number(series.values[i]) for i in (0, -1))
+    return [Fact(f"{title}: {name}", last, f"{what}{first} at the beginning")]
 
 
 def _sentence(record: RunRecord, name: str) -> str:

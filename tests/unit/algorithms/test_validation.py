@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from laurel.algorithms.losses import RewardLoss
 from laurel.algorithms.validation import Validation, validate
 from laurel.config.reward_training import LossConfig
 from laurel.config.schema import NamedCall, PolicyConfig
+from laurel.data.report import DataReport
 from laurel.models.scoring import ScoringContract, ScoringRules
 from laurel.types import Preference, PreferenceSample, TokenForest, TokenGroup, group_of
 
@@ -38,9 +40,12 @@ class ByLastToken(nn.Module):
 
 
 def sample(index: int, *tokens: int, **judged: Any) -> PreferenceSample:
-    """A group whose completions end with these tokens; the first is the best."""
+    """A group whose completions end with these tokens; the first is the best.
+
+    Each has as many characters as its last token says.
+    """
     ranks_G = judged.pop("ranks_G", tuple(range(len(tokens))))
-    group = group_of([], [str(t) for t in tokens], group_id=f"group {index}")
+    group = group_of([], ["x" * t for t in tokens], group_id=f"group {index}")
     return PreferenceSample(
         preference=Preference(group=group, ranks_G=ranks_G, **judged),
         tokens=TokenGroup(
@@ -107,10 +112,21 @@ def test_figures_by_hand() -> None:
     assert metrics["rewards_rejected_mean"] == 4.0
     assert metrics["margin_mean"] == 0.5
     assert metrics["num_valid_samples"] == 4
-    # The answers are one token longer than their score, so length and score agree wholly.
+    # The answers are as long as their score, so length and score agree wholly.
     assert metrics["score_length_correlation"] == pytest.approx(1.0)
-    assert metrics["longer_wins_baseline"] == 0.5
+    assert metrics["longer_wins_baseline"] == 2.5 / 4
     assert next(iter(metrics)) == "loss"
+
+
+def test_the_longer_answer_wins_as_often_as_in_the_data_report() -> None:
+    # Two answers of one token each, of which one has more characters; and two of one length.
+    samples = [sample(1, 3, 1), sample(2, 4, 4), sample(3, 2, 5)]
+    both = (np.array([1], dtype=np.int32),) * 2
+    cut = [replace(one, tokens=replace(one.tokens, branches_ids_G=both)) for one in samples]
+    report = DataReport(name="default")
+    report.describe(one.preference for one in samples)
+    assert report.longer_wins_share == 0.5
+    assert run(cut).metrics["longer_wins_baseline"] == report.longer_wins_share
 
 
 @pytest.mark.parametrize(("budget", "batches"), [(1, 4), (15, 4), (33, 2), (10_000, 1)])

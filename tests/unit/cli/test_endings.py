@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from laurel.cli.train import conclude
 from laurel.cli.trained_model import describe_model
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
+from laurel.config.reward_training import RewardTrainingRun
 
 
 def last_words(outcome: Outcome, limit: str | None = None) -> str:
@@ -69,3 +72,57 @@ def test_a_model_that_is_named_and_not_loaded_is_a_warning() -> None:
     lines = stream.getvalue().splitlines()
     assert "warning: policy.model_name=a is not loaded" in lines
     assert "note    another" in lines
+
+
+def ended(tmp_path: Path, records: list[dict[str, float]], *, width: int, **others: Any) -> str:
+    """The last words of a reward model's run that has logged these figures."""
+    (tmp_path / "config.json").write_text('{"rm": {}}', encoding="utf-8")
+    lines = "".join(json.dumps(one) + "\n" for one in records)
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    stream = io.StringIO()
+    outcome = Outcome(step=20, ended="finished", run_dir=tmp_path, latest=Path("s/20"), **others)
+    conclude(outcome, Console(file=stream, width=width), use="laurel serve --model {}")
+    return stream.getvalue()
+
+
+LENGTH_ALONE = {
+    "validation-default/accuracy": 1.0,
+    "validation-default/longer_wins_baseline": 1.0,
+    "validation-default/num_valid_samples": 64.0,
+}
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_end_says_what_the_report_says_first_in_ten_lines(tmp_path: Path, width: int) -> None:
+    many = {f"validation-default/zero_{i}": 0.0 for i in range(20)}
+    told = ended(tmp_path, [{"step": 20, "time": 1.0, **LENGTH_ALONE, **many}], width=width)
+    said = " ".join(told.split())
+    assert "accuracy 1.0000 of 64 pairs (longer answer 1.0000)" in said
+    assert "problem: validation-default: accuracy is 100.0% on 64 pairs, and always" in said
+    assert "no better than length alone" in said
+    assert "zero_" not in told
+    assert "use it  laurel serve --model s/20" in told
+    assert told.endswith(f"report  laurel report {tmp_path}\n")
+    assert len(told.splitlines()) <= 10
+
+
+def test_the_end_of_a_run_whose_log_is_broken_says_so_and_goes_on(tmp_path: Path) -> None:
+    told = ended(tmp_path, [], width=100)
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    stream = io.StringIO()
+    outcome = Outcome(step=1, ended="finished", run_dir=tmp_path, latest=Path("s/1"))
+    conclude(outcome, Console(file=stream, width=100), use="{}")
+    assert "cannot be read" not in told
+    assert "warning: what the run logged cannot be read" in stream.getvalue()
+    assert "latest  s/1" in stream.getvalue()
+
+
+def test_use_it_names_a_file_that_is_there(tmp_path: Path) -> None:
+    rows = tmp_path / "some rows.jsonl"
+    settings = [f"data.train_data_path={rows}", "data.dataset_name=BinaryPreferenceDataset"]
+    config = load_config(RewardTrainingRun, None, settings).config
+    assert train._use_of("rm", config) == "laurel serve --model {}"
+    rows.write_text("", encoding="utf-8")
+    assert train._use_of("rm", config) == f"laurel score --model {{}} '{rows}'"
+    other = load_config(RewardTrainingRun, None, [*settings, "data.chosen_key=good"]).config
+    assert train._use_of("rm", other) == "laurel serve --model {}"

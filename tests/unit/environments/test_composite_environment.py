@@ -201,7 +201,8 @@ def test_a_part_that_only_watches_may_fail():
     assert returned.failures == [None, None]
     assert total(returned) == [3.0, 4.0]
     logs = [log("bad"), log("good")]
-    environment.global_post_process_and_metrics(batch_of(logs, [3.0, 4.0]))
+    _, figures = environment.global_post_process_and_metrics(batch_of(logs, [3.0, 4.0]))
+    assert figures["watcher/reward_mean"] == 1.0
     (seen,) = watcher.batches
     assert (seen["rewards"].tolist(), seen["num_failures"]) == ([1.0], 1)
 

@@ -367,3 +367,15 @@ def test_colours_that_are_forced_into_a_file_move_nothing(
         status.update("still loading")
         console.print(Text("red", style="red"))
     assert capsys.readouterr().err == "\x1b[31mred\x1b[0m\n"
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_brief_pairs_take_a_line_each(width: int) -> None:
+    file = io.StringIO()
+    long = "word " * 200
+    rows = [pair(prompt=long, better=long, worse="no\nway"), pair(1.0, 2.0), pair(1.0, 1.0)]
+    print_pairs(Console(file=file, width=width), "title", rows, is_brief=True)
+    lines = file.getvalue().splitlines()
+    assert [line.split()[0] for line in lines] == ["right", "wrong", "tie"]
+    assert max(map(len, lines)) <= width
+    assert "2.500 against -1" in lines[0]

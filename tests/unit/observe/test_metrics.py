@@ -61,8 +61,8 @@ def test_pairs_worked_by_hand() -> None:
             # deviations from 3.5: (2.5 -1 -1 -2.5 1 1) and (2.5 1.5 -1.5 -2.5 0 0)
             # product 6.25 - 1.5 + 1.5 + 6.25 = 12.5; squares 16.5 and 17
             "score_length_correlation": 12.5 / math.sqrt(16.5 * 17),
-            # longer side: first is the better, second is the worse, third tie
-            "longer_wins_baseline": 1 / 3,
+            # longer side: first is the better, second is the worse, third neither, which is half
+            "longer_wins_baseline": 0.5,
             "num_valid_samples": 3.0,
         },
         abs=1e-12,

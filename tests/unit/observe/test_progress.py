@@ -44,6 +44,22 @@ def test_a_line_says_everything() -> None:
     )
 
 
+class TerminalFile(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", [30, 60, 100])
+def test_a_narrow_terminal_breaks_lines_between_words(width: int) -> None:
+    line = "step 20  validation-default  accuracy 0.7500 of 400 pairs  score_length_correlation 0.5"
+    file = TerminalFile()
+    console = Console(width=width, file=file, force_terminal=True, color_system=None)
+    TrainingProgress(2, 0, console, live=False).message(line, is_routine=True)
+    shown = file.getvalue().splitlines()
+    assert max(map(len, shown)) <= width
+    assert " ".join(shown).split() == line.split()
+
+
 def test_a_figure_of_an_older_step_is_not_shown() -> None:
     progress, clock, file = plain(2)
     with progress:

@@ -17,12 +17,13 @@ from laurel.observe.run_record import RunRecord
 Rule = Callable[[RunRecord], Iterator[Finding]]
 
 RULES: tuple[Rule, ...] = (
+    of_grpo.gold_fell,
+    of_grpo.reward_without_success,
     of_training.alarms_going_on,
     of_training.not_finite,
     of_training.validation_got_worse,
     of_training.loss_did_not_fall,
     of_reward_models.against_length,
-    of_grpo.reward_without_success,
     of_grpo.failed_rewards,
     of_training.gradient_jumps,
     of_training.steps_lost,

@@ -9,6 +9,7 @@ from statistics import fmean
 from laurel.observe.console import format_number
 from laurel.observe.reporting.alarms import alarms_of
 from laurel.observe.reporting.finding import MIN_STEPS, Finding, beginning, ending, variance
+from laurel.observe.reporting.gold_course import gold_course
 from laurel.observe.reporting.reward_range import standing
 from laurel.observe.reporting.training_findings import is_success
 from laurel.observe.run_record import RunRecord
@@ -54,7 +55,8 @@ def groups_without_spread(record: RunRecord) -> Iterator[Finding]:
     ):
         return  # which is told there
     if last > 0.5:
-        is_solved = standing(record) == "top"
+        gold = gold_course(record)
+        is_solved = standing(record) == "top" and not (gold and gold.is_lower)
         solved = record.series("train/baseline_reward/pct_1")
         which = ""
         if solved:
@@ -99,6 +101,41 @@ def entropy_collapse(record: RunRecord) -> Iterator[Finding]:
         return
 
 
+def gold_fell(record: RunRecord) -> Iterator[Finding]:
+    """What is really wanted, which the policy is not rewarded by: the first thing to know."""
+    gold = gold_course(record)
+    if gold is None:
+        return
+    reward = record.series("train/reward")
+    beside = ""
+    if len(reward.values) > 1:
+        first, last = fmean(beginning(reward)), fmean(ending(reward))
+        beside = (
+            f", while the reward {'rose' if last > first else 'went'} from {format_number(first)} "
+            f"to {format_number(last)}"
+        )
+    if gold.fell:
+        yield Finding(
+            weight="bad",
+            text=f"The gold metric {gold.name} fell from {format_number(gold.peak)} at step "
+            f"{gold.peak_step:,.0f} to {format_number(gold.last)} at the end{beside}: the policy "
+            "pleases the reward, not what is wanted. Read the samples with the highest reward. The "
+            f"checkpoint nearest to step {gold.peak_step:,.0f} is likely the better model.",
+        )
+    elif gold.is_lower:
+        yield Finding(
+            weight="look",
+            text=f"The gold metric {gold.name} did not rise: {format_number(gold.first)} at first, "
+            f"{format_number(gold.last)} at the end{beside}.",
+        )
+    else:
+        yield Finding(
+            weight="good",
+            text=f"The gold metric {gold.name} went from {format_number(gold.first)} to "
+            f"{format_number(gold.last)}, and has not fallen{beside}.",
+        )
+
+
 def reward_without_success(record: RunRecord) -> Iterator[Finding]:
     """Reward that rises while the truth falls, and reward that does not rise at all."""
     reward = record.series("train/reward")
@@ -116,6 +153,8 @@ def reward_without_success(record: RunRecord) -> Iterator[Finding]:
             f"{truth.values[0]:.1%} to {truth.values[-1]:.1%}: the policy has learned to please "
             "the reward, not to be right. Read the samples with the highest reward.",
         )
+    elif (gold := gold_course(record)) is not None and gold.is_lower:
+        return  # which `gold_fell` has told, with the reward beside it
     elif change > noise:
         yield Finding(
             weight="good",

@@ -19,13 +19,12 @@ def against_length(record: RunRecord) -> Iterator[Finding]:
         accuracy, baseline = record.latest(f"{section}/accuracy"), record.latest(name)
         if accuracy is None or baseline is None:
             continue
-        # Whoever takes what is shorter knows nothing more either: right in 1 - baseline at most, as
-        # pairs of one length are no more of the one than of the other.
+        # Whoever takes what is shorter knows nothing more either.
         rival = max(baseline, 1 - baseline)
         rule = (
             "always taking the longer answer gives"
             if baseline >= 0.5
-            else "never taking the longer answer gives at most"
+            else "always taking the shorter answer gives"
         )
         count = record.latest(f"{section}/num_valid_samples")
         pairs = "" if count is None else f" on {counted(round(count), 'pair')}"
@@ -39,7 +38,10 @@ def against_length(record: RunRecord) -> Iterator[Finding]:
                 "--diagnostics), and balance the data by length.",
             )
         else:
-            yield Finding(weight="good", text=f"{said}: {accuracy - rival:.1%} better than length.")
+            yield Finding(
+                weight="good",
+                text=f"{said}: {100 * (accuracy - rival):.1f} points better than length.",
+            )
 
 
 def scores_follow_length(record: RunRecord) -> Iterator[Finding]:

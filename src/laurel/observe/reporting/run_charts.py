@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from laurel.observe.charts import Chart, Line
+from laurel.observe.gold import gold_metric
 from laurel.observe.reporting.curves import over_seeds
 from laurel.observe.reporting.reward_range import seen_rewards
 from laurel.observe.run_record import RunRecord, Series
@@ -22,6 +23,13 @@ def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
         name.removesuffix("/loss") for name in record.names()
         if name.startswith("validation-") and name.endswith("/loss")
     ]  # fmt: skip
+    gold = gold_metric(record.settings, record.names())
+    if gold is not None:
+        figure = gold.rpartition("/")[2]
+        yield Chart(
+            title="Gold metric", lines=(Line(label=gold, series=series(gold)),),
+            left=figure, unit_interval=figure == "accuracy",
+        )  # fmt: skip
     truth = series("validation/accuracy")
     yield Chart(
         title="Reward, and success in validation" if truth else "Reward",

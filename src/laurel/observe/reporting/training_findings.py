@@ -13,8 +13,9 @@ from laurel.observe.counts import counted
 from laurel.observe.metrics import is_lower_better
 from laurel.observe.reporting.alarms import Alarm, alarms_of
 from laurel.observe.reporting.finding import MIN_STEPS, Finding, Weight, beginning, ending, steps
+from laurel.observe.reporting.gold_course import gold_course
 from laurel.observe.reporting.reward_range import standing
-from laurel.observe.run_record import RunRecord
+from laurel.observe.run_record import RunRecord, Series
 
 ZERO_SPREAD = "zero_spread_groups"
 """The alarm that success raises, too."""
@@ -54,7 +55,10 @@ def alarms_going_on(record: RunRecord) -> Iterator[Finding]:
 
 def is_success(alarm: Alarm, record: RunRecord) -> bool:
     """Whether an alarm says no more than that everything is right."""
-    return alarm.name == ZERO_SPREAD and standing(record) == "top"
+    if alarm.name != ZERO_SPREAD or standing(record) != "top":
+        return False
+    gold = gold_course(record)  # a reward at its top is no success where what is wanted falls
+    return gold is None or not gold.is_lower
 
 
 def not_finite(record: RunRecord) -> Iterator[Finding]:
@@ -118,16 +122,22 @@ def steps_lost(record: RunRecord) -> Iterator[Finding]:
 
 
 def validation_got_worse(record: RunRecord) -> Iterator[Finding]:
-    """A best validation that is not the last one, by more than chance explains."""
-    for name in record.names():
+    """A best validation that is not the last one, by more than chance explains.
+
+    A figure that equals another at every step, as the mean of rewards of 0 and 1 equals the
+    accuracy, is told once.
+    """
+    told: list[Series] = []
+    for name in sorted(record.names(), key=lambda name: not name.endswith("/accuracy")):
         figure = name.rpartition("/")[2]
         if not name.startswith("validation") or figure not in (
             "accuracy", "loss", "reward_mean", "top1",
         ):  # fmt: skip
             continue
         series = record.series(name)
-        if len(series.values) < 2:
+        if len(series.values) < 2 or series in told:
             continue
+        told.append(series)
         sign = -1.0 if is_lower_better(name) else 1.0
         best = max(range(len(series.values)), key=lambda i: sign * series.values[i])
         step = f"step {series.steps[best]:,.0f}"
