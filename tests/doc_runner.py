@@ -96,7 +96,7 @@ class PageRun:
     def all(self) -> None:
         """Its hidden scripts, then its blocks, up to the first that fails."""
         (self.folder / ".home").mkdir(parents=True)
-        for name in BESIDE:
+        for name in BESIDE if self.document.name != "README.md" else ():  # an empty folder
             (self.folder / name).symlink_to(ROOT / name)
         try:
             for script in self.document.setups:

@@ -303,3 +303,25 @@ class Tires(Matches):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_judged, self.num_measured = state["judged"], state["measured"]
+
+
+class RemoteMath(EnvironmentInterface):
+    """A math environment in an actor of Ray, which is killed after so many batches."""
+
+    judges: Judged = "batch"
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        self._left = int((config or {}).get("batches", 1))
+        self._actor = MathEnvironment.remote({"num_workers": 1})
+
+    def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+        import ray
+
+        self._left -= 1
+        if self._left < 0:
+            ray.kill(self._actor)
+        judged: EnvironmentReturn = ray.get(self._actor.step.remote(message_log_batch, metadata))
+        return judged
+
+    def global_post_process_and_metrics(self, batch: Any) -> Any:
+        return batch, {}

@@ -51,7 +51,8 @@ def test_pages_show_what_the_script_makes_and_nothing_else(
     made = {screen.name for screen in screens.SCREENS}
     assert {found["name"] for _, found in pictures} == made
     there = {path.name for path in (DOCS / "assets").iterdir()}
-    assert there == made | {"find_message.js", "leaf.svg", "site.css"}
+    figures = {f"{name}-{theme}.svg" for name in ("forest", "speed") for theme in ("light", "dark")}
+    assert there == made | figures | {"find_message.js", "leaf.svg", "site.css"}
     for page in DOCS.glob("*.md"):  # another way to write a picture would escape the rest
         assert page.read_text("utf-8").count("](assets/") == sum(
             name == page.name for name, _ in pictures

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from laurel.cli.train import run_training
+from laurel.observe.loggers import read_metrics
 from runs import (
     assert_equal_runs,
     best_name,
@@ -256,3 +257,34 @@ def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path: Path) -
     )
     assert best_name(resumed) == best_name(straight)
     assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=3, same_validations=True)
+
+
+CLOCK_SET_BACK = """
+import itertools, sys, time
+real, calls = time.time, itertools.count()
+# An hour ahead or back at every other look, as when a machine's clock is corrected again and again.
+time.time = lambda: real() + 3600.0 * (-1) ** next(calls)
+sys.argv[1:1] = ["rm"]
+from laurel.cli.main import main
+main()
+"""
+
+
+def test_a_clock_that_is_set_back_and_forth_changes_nothing(tmp_path: Path, straight: Path) -> None:
+    overrides = settings(tmp_path, *LONG, "checkpointing.checkpoint_must_save_by='00:01:00:00'")
+    jumping = ("-c", CLOCK_SET_BACK)
+    first = run([*overrides, "rm.max_num_steps=50"], program=jumping)
+    assert first.returncode == 0, first.stderr
+    finished = run(overrides, program=jumping)
+    assert finished.returncode == 0, finished.stderr
+    assert "going on from" in finished.stdout
+    assert f"finished after step {LONG_STEPS}" in finished.stdout
+    assert "Traceback" not in finished.stderr
+    assert_equal_runs(straight, tmp_path, last=LONG_STEPS)
+    lines = read_metrics(tmp_path / "logs" / "exp_001" / "metrics.jsonl")
+    lasted = [
+        value for line in lines for key, value in line.items()
+        if key.startswith("timing/") or key.endswith("_per_second")
+    ]  # fmt: skip
+    assert lasted
+    assert min(lasted) >= 0

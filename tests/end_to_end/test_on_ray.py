@@ -9,7 +9,15 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from laurel.observe.loggers import read_metrics
-from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
+from policy_runs import (
+    MATCHES,
+    grpo,
+    grpo_settings,
+    metrics_of,
+    sft,
+    sft_settings,
+    warm_started,
+)
 from runs import settings, train
 
 pytestmark = pytest.mark.usefixtures("small_cluster")
@@ -18,6 +26,8 @@ SPREAD = {
     "dp 2": ("cluster.gpus_per_node=2",),
     "tp 2": ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2"),
     "dp 2 x tp 2": ("cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=2"),
+    "cp 2": ("cluster.gpus_per_node=2", "policy.dtensor_cfg.context_parallel_size=2"),
+    "dp 2 x cp 2": ("cluster.gpus_per_node=4", "policy.dtensor_cfg.context_parallel_size=2"),
 }
 BOUND = 1e-5
 
@@ -82,6 +92,33 @@ def test_a_run_goes_on_on_another_mesh(tmp_path: Path, here: Path) -> None:
         assert_close(figures(tmp_path, step, RM_FIGURES), figures(here, step, RM_FIGURES))
 
 
+# -------------------------------------------------------------------------------- fine-tuning
+
+SFT_FIGURES = ("train/loss", "train/grad_norm")
+
+
+def sft_plain(directory: Path, *changes: str) -> list[str]:
+    chosen = [c for c in sft_settings(directory) if not c.startswith("policy.optimizer")]
+    return [*chosen, f"+{PLAIN_STEPS}", "sft.max_num_steps=6", "sft.max_num_epochs=2", *changes]
+
+
+@pytest.fixture(scope="module")
+def sft_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sft_here")
+    sft(sft_plain(directory))
+    return directory
+
+
+@pytest.mark.parametrize("ways", SPREAD.values(), ids=SPREAD)
+def test_fine_tuning_is_the_same_spread(
+    tmp_path: Path, sft_here: Path, ways: tuple[str, ...]
+) -> None:
+    sft(sft_plain(tmp_path, *ways))
+    for step in (1, 3, 6):
+        assert_close(figures(tmp_path, step, SFT_FIGURES), figures(sft_here, step, SFT_FIGURES))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saves" / "step_6")
+
+
 # ------------------------------------------------------------------------------------------ GRPO
 
 GRPO_FIGURES = ("train/loss", "train/grad_norm", "train/reward", "train/approx_entropy")
@@ -122,6 +159,9 @@ ROLES = {
     "all in turns on two slots": ("cluster.gpus_per_node=2",),
     "a context divided by two": (
         "cluster.gpus_per_node=2", "policy.dtensor_cfg.context_parallel_size=2",
+    ),
+    "dp 2 x tp 2 in turns": (
+        "cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=2",
     ),
     "tp 2 judged by two replicas": (
         "cluster.gpus_per_node=4", "env.reward_model.resources.gpus_per_node=2",

@@ -1,14 +1,17 @@
-"""A rank that dies in a run on Ray: one clear error, and the run goes on from its checkpoint."""
+"""A rank or a node that dies in a run on Ray: one clear error, and the run resumes."""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
-from policy_runs import metrics_of
+from laurel.errors import EnvironmentFailedError
+from policy_fakes import HOOKS
+from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
 from runs import run, settings, start, train, wait_until
 
 pytest.importorskip("ray")
@@ -67,3 +70,90 @@ def test_a_killed_rank_ends_the_run_and_it_goes_on(tmp_path: Path) -> None:
     last = max(metrics_of(straight))
     expected, found = metrics_of(straight)[last], metrics_of(tmp_path)[last]
     assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5, abs=1e-5)
+
+
+def test_a_node_that_is_killed_in_mid_step_ends_the_run_and_it_resumes(tmp_path: Path) -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    small = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 80 * 2**20}
+    nodes = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    over_both = (
+        "cluster.num_nodes=2", "cluster.gpus_per_node=1", "cluster.device=cpu",
+        f"cluster.address={nodes.address}",
+    )  # fmt: skip
+    log = tmp_path / "out.txt"
+    try:
+        second = nodes.add_node(**small)
+        process = start(long_settings(tmp_path, *over_both), log=log)
+        try:
+            wait_until(lambda: (tmp_path / "saves" / "step_5").is_dir(), process)
+            nodes.remove_node(second, allow_graceful=False)
+            assert process.wait(timeout=120) == 75, log.read_text()
+        finally:
+            process.kill()
+        told = [line for line in log.read_text().splitlines() if line.startswith("error:")]
+        assert len(told) == 1
+        assert "policy rank 1 of 2 died" in told[0]
+        nodes.add_node(**small)
+        resumed = run(long_settings(tmp_path, *over_both, "rm.max_num_steps=30"))
+        assert resumed.returncode == 0, resumed.stderr
+        assert "going on from" in resumed.stdout
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+    straight = tmp_path / "straight"
+    train(long_settings(straight, "rm.max_num_steps=30"))
+    last = max(metrics_of(straight))
+    expected, found = metrics_of(straight)[last], metrics_of(tmp_path)[last]
+    assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5, abs=1e-5)
+
+
+def newest_worker() -> int:
+    """Process of the worker that was started last: replicas come after the learner's ranks."""
+    from ray._private.state import actors
+
+    seats = [actor for actor in actors().values() if actor["State"] == "ALIVE"]
+    return int(max(seats, key=lambda actor: actor["StartTime"])["Pid"])
+
+
+def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
+    tmp_path: Path, small_cluster: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = warm_started(tmp_path / "model")
+    steps = ("grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.save_period=1")
+    own = (
+        "cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=1", "checkpointing.keep_top_k=1",
+        "checkpointing.metric_name=null", *MATCHES,
+    )  # fmt: skip
+    run_dir = tmp_path / "run"
+    grpo(grpo_settings(run_dir, model, *own, *steps, "grpo.max_num_steps=1"))
+    killed: list[int] = []
+
+    def kill_the_replica() -> None:
+        if (run_dir / "saves" / "step_4").is_dir() and not killed:
+            assert not (run_dir / "saves" / "step_2").exists(), "nothing was pruned yet"
+            killed.append(newest_worker())
+            os.kill(killed[0], signal.SIGKILL)
+
+    HOOKS["judge"] = kill_the_replica
+    try:
+        finished = grpo(grpo_settings(run_dir, model, *own, *steps, "grpo.max_num_steps=6"))
+    finally:
+        HOOKS.clear()
+    assert killed
+    assert "going on from" in finished.text
+    assert finished.outcome.ended == "finished"
+    text = "".join(r.message for r in caplog.records) + finished.text
+    assert "replica 0 is back and has the weights of step 4" in text
+
+
+def test_a_killed_actor_of_an_environment_ends_the_run_with_its_name(
+    tmp_path: Path, small_cluster: object
+) -> None:
+    model = warm_started(tmp_path / "model")
+    remote = ("data.env_name=far", "+env.custom.far.name=policy_fakes.RemoteMath")
+    with pytest.raises(EnvironmentFailedError, match=r"far.*(died|killed|dead)"):
+        grpo(grpo_settings(tmp_path / "run", model, *remote, "grpo.val_period=0"))
+    assert metrics_of(tmp_path / "run")[1]["train/reward"] >= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from laurel.cli.assemble import train_reward_model
 from laurel.cli.assemble_grpo import train_policy
 from laurel.cli.assemble_sft import fine_tune
-from laurel.cli.demo_settings import Files, grpo_run, measuring_run, rm_run, sft_run
+from laurel.cli.demo_settings import (
+    RM_STEPS,
+    SFT_STEPS,
+    Files,
+    grpo_run,
+    measuring_run,
+    rm_run,
+    sft_run,
+)
 from laurel.cli.json_output import write_json
 from laurel.cli.measure import Measurement, measure_policy
 from laurel.data.number_words import (
@@ -34,10 +43,20 @@ if TYPE_CHECKING:
 
 NUM_DEMONSTRATIONS, NUM_PREFERENCES, NUM_PROMPTS = 16_000, 25_600, 3_840
 NUM_HELD_OUT_PREFERENCES = 400
+MARKER = ".laurel-demo"
 SHARE_WRONG = 0.55
 NUM_STAGES = 6
 NUM_SHOWN = 8
 MOST_BEFORE, LEAST_AFTER, LEAST_ACCURACY = 0.6, 0.9, 0.95
+
+
+_DATA_SETS = {
+    "demonstrations": f"{NUM_DEMONSTRATIONS:,} conversations, more than half of them wrong",
+    "preferences": f"{NUM_PREFERENCES:,} pairs of a right and a wrong completion",
+    "held-out-preferences": f"{NUM_HELD_OUT_PREFERENCES} pairs about other numbers",
+    "prompts": f"{NUM_PROMPTS:,} tasks for GRPO",
+    "held-out-tasks": "tasks about other numbers",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,22 +144,59 @@ def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> Result
     return result
 
 
+def write_demo_data(directory: Path, *, seed: int = 0, as_json: bool = False) -> None:
+    """Write the data sets and the configurations of the demo, and train nothing.
+
+    The three configurations follow one another: `sft`, then `rm`, then `grpo`, each from where the
+    one before it saves its last checkpoint.
+
+    Args:
+        directory: Where everything goes. What runs have left there stays.
+        seed: Of the data, and of the runs that the configurations describe.
+        as_json: Write the paths as JSON, too.
+
+    Raises:
+        CheckpointError: The directory holds something that is not a demo.
+    """
+    _claim(directory)
+    files = Files(directory)
+    _write_data(files, seed)
+    fine_tuned = files.last_checkpoint("sft", SFT_STEPS)
+    reward_model = files.last_checkpoint("rm", RM_STEPS)
+    sft_run(files, seed)
+    rm_run(files, seed, fine_tuned)
+    grpo_run(files, seed, fine_tuned, reward_model)
+    data = {name: files.data(name) for name in _DATA_SETS}
+    configs = {stage: files.config(stage) for stage in ("sft", "rm", "grpo")}
+    console = message_console(stderr=False)
+    for path, what in (
+        *((path, _DATA_SETS[name]) for name, path in data.items()),
+        *((path, f"laurel {stage} --config {path}") for stage, path in configs.items()),
+    ):
+        console.print(f"  {path!s:40} {what}", soft_wrap=True, markup=False, highlight=False)
+    if as_json:
+        write_json({"data": data, "configs": configs})
+
+
 # ------------------------------------------------------------------------------------------ stages
 
 
-def _prepare(directory: Path) -> None:
-    """An empty directory; what an earlier demo left is deleted."""
-    import shutil
-
-    marker = directory / ".laurel-demo"
+def _claim(directory: Path) -> None:
+    """Take an empty directory, or one that a demo made."""
+    marker = directory / MARKER
     if directory.exists() and not marker.exists() and any(directory.iterdir()):
         raise CheckpointError(
             f"{directory} exists and no demo made it; choose another with --directory"
         )
-    if marker.exists():
-        shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     marker.touch()
+
+
+def _prepare(directory: Path) -> None:
+    """An empty directory; what an earlier demo left is deleted."""
+    if (directory / MARKER).exists():
+        shutil.rmtree(directory)
+    _claim(directory)
 
 
 def _write_data(files: Files, seed: int) -> None:
@@ -151,7 +207,7 @@ def _write_data(files: Files, seed: int) -> None:
         "prompts": prompts(NUM_PROMPTS, seed=seed),
         "held-out-tasks": held_out_tasks(),
     }
-    (files.directory / "data").mkdir()
+    (files.directory / "data").mkdir(exist_ok=True)
     for name, rows in sets.items():
         with files.data(name).open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

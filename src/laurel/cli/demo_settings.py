@@ -90,6 +90,10 @@ class Files:
         """Directory of a stage's checkpoints."""
         return self.directory / "checkpoints" / stage
 
+    def last_checkpoint(self, stage: str, steps: int) -> Path:
+        """Where a stage of so many steps saves its model in the end."""
+        return self.checkpoints(stage) / f"step_{steps}"
+
     def config(self, stage: str) -> Path:
         """The whole configuration of a stage."""
         return self.directory / "configs" / f"{stage}.yaml"

@@ -275,15 +275,25 @@ def demo(
         Path, typer.Option("--directory", "-d", help="Where everything goes.")
     ] = Path("demo"),
     seed: Annotated[int, typer.Option(min=0, help="Of the data, the model and the draws.")] = 0,
+    data_only: Annotated[
+        bool,
+        typer.Option(
+            "--data-only",
+            help="Write the data sets and the configurations, and train nothing.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Try it all on data made here: offline, in minutes.
 
     Makes data and a model, fine-tunes it, trains a reward model, and learns from that with GRPO.
     """
-    from laurel.cli.demo import run_demo
+    from laurel.cli.demo import run_demo, write_demo_data
 
-    run_demo(directory, seed=seed, as_json=as_json)
+    if data_only:
+        write_demo_data(directory, seed=seed, as_json=as_json)
+    else:
+        run_demo(directory, seed=seed, as_json=as_json)
 
 
 app.command("report")(report)

@@ -13,6 +13,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from typing import Any, Self
 from laurel.distributed.ray_processes import end_those_of, in_a_thread_that_stays
 from laurel.distributed.rendezvous import LOOPBACK
 from laurel.distributed.reservations import (
+    PLACING,
     SETTLING,
     NodeState,
     Resources,
@@ -203,7 +205,16 @@ class RayCluster:
             if nodes is not None
             else None,
         )
-        if not group.wait(SETTLING if patience is None else patience):
+        placed_in_time = group.wait(SETTLING if patience is None else patience)
+        # A cluster that has the room may still be slow to give it: a node has just joined, or the
+        # machine is busy. That is no reason to refuse what fits.
+        deadline = time.monotonic() + PLACING
+        while not placed_in_time and time.monotonic() < deadline:
+            states = self.nodes()
+            if misfit(lambda state: state.free) is not None:
+                break
+            placed_in_time = group.wait(1.0)
+        if not placed_in_time:
             remove_placement_group(group)
             states = self.nodes()
             why = misfit(lambda state: state.free) or "the cluster could not place them"

@@ -13,6 +13,8 @@ SLACK = 1e-4
 """Clusters count in ten-thousandths."""
 SETTLING = 5.0
 """Seconds to wait for what others are just giving back."""
+PLACING = 60.0
+"""Seconds to wait for a cluster to place what it has room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from laurel.cli.demo import Result, run_demo
+from laurel.cli.demo import Result, run_demo, write_demo_data
 from laurel.cli.demo_settings import Files, grpo_run, measuring_run, rm_run, sft_run
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
+from laurel.config.reward_training import RewardTrainingRun
+from laurel.config.sft_training import SFTRun
 from laurel.errors import CheckpointError
 
 
@@ -65,3 +67,34 @@ def test_what_was_missed(before: float, after: float, accuracy: float, missed: l
     said = result.missed()
     assert len(said) == len(missed)
     assert all(text.startswith(start) for text, start in zip(said, missed, strict=True))
+
+
+def test_data_alone_comes_with_configurations_that_follow_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_demo_data(Path("demo"))
+    files = Files(Path("demo"))
+    rm = load_config(RewardTrainingRun, files.config("rm"), []).config
+    grpo = load_config(GRPORun, files.config("grpo"), []).config
+    sft = load_config(SFTRun, files.config("sft"), []).config
+    assert Path(rm.policy.model_name or "") == (
+        Path(sft.checkpointing.checkpoint_dir) / f"step_{sft.sft.max_num_steps}"
+    )
+    assert Path(grpo.env.reward_model.model_name or "") == (
+        Path(rm.checkpointing.checkpoint_dir) / f"step_{rm.rm.max_num_steps}"
+    )
+    for run in (sft, rm, grpo):
+        for data_set in run.data.train_sets():
+            assert Path(data_set.data_path or "").stat().st_size > 0
+
+
+def test_data_alone_leaves_what_runs_have_saved(tmp_path: Path) -> None:
+    write_demo_data(tmp_path / "demo")
+    saved = tmp_path / "demo" / "checkpoints" / "rm"
+    saved.mkdir(parents=True)
+    write_demo_data(tmp_path / "demo")
+    assert saved.is_dir()
+    (tmp_path / "mine.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="no demo made it"):
+        write_demo_data(tmp_path)

@@ -1,0 +1,126 @@
+"""`laurel serve` beside clients that are slow, half-open, or guess keys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from serve_processes import KEY, Load, Serving, ask_many, request_of
+
+QUIET = ("--null", "--access-log", "none")
+
+
+def address_of(server: Serving) -> tuple[str, int]:
+    address = urlsplit(server.url)
+    return str(address.hostname), int(address.port or 0)
+
+
+def opened(server: Serving, head: bytes) -> socket.socket:
+    connection = socket.create_connection(address_of(server))
+    connection.sendall(head)
+    return connection
+
+
+def closed_by_server(connection: socket.socket, *, seconds: float) -> bool:
+    """Whether the server ends the connection; what it answers before that is read away."""
+    connection.settimeout(seconds)
+    try:
+        while connection.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def test_clients_that_never_finish_cost_only_themselves(tmp_path: Path) -> None:
+    body = json.dumps(request_of("q", ["a"])).encode()
+    head = (
+        f"POST /v1/score HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    with Serving(tmp_path, *QUIET).ready() as server, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(opened(server, b"")) for _ in range(100)]
+        half_heads = [stack.enter_context(opened(server, head[:40])) for _ in range(100)]
+        half_bodies = [stack.enter_context(opened(server, head + body[:10])) for _ in range(100)]
+        load = Load(server, 500)
+        answers = load.answers()
+        assert Counter(status for status, _ in answers) == {200: 500}
+        load.check_scores()
+        for connection in (*half_heads[:5], *half_bodies[:5]):
+            assert closed_by_server(connection, seconds=120)
+        process = psutil.Process(server.process.pid)
+        for connection in (*silent, *half_heads, *half_bodies):
+            connection.close()
+        end = time.monotonic() + 30
+        while any(c.status == "ESTABLISHED" for c in process.net_connections("tcp")):
+            assert time.monotonic() < end, "connections of clients that left are still held"
+            time.sleep(0.2)
+        assert server.score("No.")[0] == 200
+        assert server.end() == 0
+
+
+def test_a_client_that_sends_a_letter_at_a_time_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    with Serving(tmp_path, *QUIET).ready() as server, opened(server, b"") as slow:
+        text = b"GET /health HTTP/1.1\r\nHost: here\r\n" + b"X-Long: " + b"x" * 4000
+        started, sent = time.monotonic(), 0
+        with contextlib.suppress(OSError):
+            while time.monotonic() - started < 120:
+                slow.sendall(text[sent : sent + 1])
+                sent += 1
+                time.sleep(0.05)
+        assert sent < len(text), "a head that took two minutes was accepted"
+        assert server.score("No.")[0] == 200
+        assert server.end() == 0
+
+
+def test_keys_that_are_guessed_by_many_never_fit_and_delay_nobody_else(tmp_path: Path) -> None:
+    async def guess(server: Serving, first: int, count: int) -> Counter[int]:
+        seen: Counter[int] = Counter()
+        for number in range(first, first + count):
+            ((status, _),) = await ask_many(server.url, "/v1/score", [b"{}"], key=f"{number:036d}")
+            seen[status] += 1
+        return seen
+
+    async def guess_by_many(server: Serving) -> Counter[int]:
+        found = await asyncio.gather(*(guess(server, 1000 * i, 10) for i in range(30)))
+        return sum(found, Counter())
+
+    with Serving(tmp_path, *QUIET).ready() as server:
+        load = Load(server, 300)
+        seen = asyncio.run(guess_by_many(server))
+        assert seen.total() == 300
+        assert set(seen) <= {401, 403, 429}, seen
+        assert Counter(status for status, _ in load.answers()) == {200: 300}
+        load.check_scores()
+        assert server.score("No.")[0] == 200
+        assert KEY not in server.said()
+        assert server.end() == 0
+
+
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_memory_stays_flat_over_many_requests(tmp_path: Path, replicas: str) -> None:
+    """benchmarks/server_memory.py does this with 100,000 requests."""
+
+    def held() -> int:
+        family = [psutil.Process(server.process.pid), *server.family()]
+        return sum(process.memory_info().rss for process in family)
+
+    with Serving(tmp_path, *QUIET, "--replicas", replicas).ready() as server:
+        Load(server, 2000).answers()
+        before = held()
+        for _ in range(3):
+            assert Counter(s for s, _ in Load(server, 2000).answers()) == {200: 2000}
+        # 6,000 requests of 100 bytes each, kept for good with their objects, would be more.
+        assert held() - before < 6 * 2**20
+        assert server.end() == 0
