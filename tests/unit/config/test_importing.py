@@ -710,7 +710,7 @@ def test_an_example_of_trl_is_answered_with_the_command_for_it(
 
 def test_sums_of_the_shell_are_calculated(tmp_path: Path) -> None:
     script = (
-        "length=1024\n"
+        "length=$((512 * 2))\n"
         "python -m openrlhf.cli.train_rm --actor.model_name_or_path m --data.dataset d "
         "--data.max_len $((length * 4)) --train.batch_size $(( (7 - 3) * 8 / 2 ))\n"
     )
@@ -724,6 +724,8 @@ def test_a_sum_that_cannot_be_told_is_not_guessed() -> None:
     assert _filled("$((UNSET * 4))", {}) == "$((UNSET * 4))"
     assert _filled("$((4 / 0))", {}) == "$((4 / 0))"
     assert _filled("$((-7 / 2)) $((-7 % 2))", {}) == "-3 -1"
+    assert _filled("$((-2 ** 2))", {}) == "$((-2 ** 2))"
+    assert _filled("$((a * 3)) $(($a * 3))", {"a": "1+2"}) == "9 7"  # as bash has it
     assert _filled("$((2 ** 3000000000))", {}) == "$((2 ** 3000000000))"
 
 

@@ -122,8 +122,8 @@ def _python_problem(text: str, name: str) -> ConfigError | None:
     return ConfigError(
         f"{name}: a Python program, which is not executed to find out what it sets; give a file "
         f"with the command line that says the same, such as `trl {run} --model_name_or_path MODEL "
-        "--dataset_name DATA --learning_rate 1e-6`, or a YAML file of those keys; functions that "
-        "reward are named by `laurel init grpo` and env.reward_model.function"
+        "--dataset_name DATA --learning_rate 1e-6`, or a YAML file of those keys; a function that "
+        "rewards is then given to the run as env.reward_model.function.path=FILE.py:NAME"
         if "trl" in imported
         else f"{name}: a Python program, which is not executed to find out what it sets; give the "
         f"command line that starts the training instead ({PROGRAMS})"
@@ -162,10 +162,14 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 def _calculated(found: re.Match[str], variables: Mapping[str, str]) -> str:
     """What `$((...))` comes to; as it stands where that cannot be told."""
     # Variables need no dollar there, and a shell cuts a quotient towards zero.
-    inner = re.sub(r"\b[A-Za-z_]\w*", lambda one: variables.get(one[0], one[0]), found[1])
+    inner = re.sub(
+        r"\b[A-Za-z_]\w*",
+        lambda one: f"({variables[one[0]]})" if one[0] in variables else one[0],
+        found[1],
+    )
     try:
         return str(_whole(ast.parse(inner.strip(), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError):
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return found[0]
 
 
@@ -173,6 +177,8 @@ def _whole(node: ast.expr) -> int:
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value
+        case ast.UnaryOp(operand=ast.BinOp(op=ast.Pow())):
+            raise ValueError("a shell takes the sign before the power, Python after it")
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_whole(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
@@ -193,7 +199,7 @@ def _whole(node: ast.expr) -> int:
             a, b = _whole(left), _whole(right)
             if not 0 <= b <= _LARGEST_POWER:
                 raise ValueError("no power that a setting has")
-            return a**b
+            return int(a**b)
     raise ValueError("neither a whole number nor a calculation with them")
 
 
