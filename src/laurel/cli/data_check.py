@@ -226,7 +226,8 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -
         if reading.report is None:
             _line(console, label, f"no: {_reason(reading.problem)}", style="bold")
             continue
-        _line(console, label, f"yes: {_counts(reading, findings.known)}", style="bold")
+        counts = _counts(reading, findings.known, leaves_out=_leaves_bad_rows_out(overrides))
+        _line(console, label, f"yes: {counts}", style="bold")
         _say(console, f"         {_command(reading, findings.raw.path, overrides)}")
         if NOT_WHAT_IS_RIGHT in reading.report.notes:
             _line(console, "warning", NOT_WHAT_IS_RIGHT, style="bold")
@@ -254,7 +255,14 @@ def _column_options(overrides: Sequence[str]) -> str:
     return "".join(options)
 
 
-def _counts(reading: Reading, known: KnownFormat | None) -> str:
+def _leaves_bad_rows_out(overrides: Sequence[str]) -> bool:
+    """Whether the run is told to go on without malformed rows; the last of several counts."""
+    said = [one.lstrip("+").partition("=") for one in overrides]
+    values = [value for key, _, value in said if key == "data.on_bad_row"]
+    return values[-1:] == ["skip"]
+
+
+def _counts(reading: Reading, known: KnownFormat | None, *, leaves_out: bool) -> str:
     """How many rows, what of them, and what stops a run."""
     assert reading.report is not None
     report = reading.report
@@ -267,10 +275,16 @@ def _counts(reading: Reading, known: KnownFormat | None) -> str:
         said += f"; could be judged by {names}"
     if reading.num_malformed:
         left_out = report.dropped["malformed"]
-        said += (
-            f". The run stops at {left_out.examples[0]} unless you mend the rows or set "
-            "data.on_bad_row=skip"
-        )
+        if leaves_out:
+            said += (
+                f". The run leaves out {counted(reading.num_malformed, 'malformed row')}, the "
+                f"first at {left_out.examples[0]}"
+            )
+        else:
+            said += (
+                f". The run stops at {left_out.examples[0]} unless you mend the rows or set "
+                "data.on_bad_row=skip"
+            )
     return said
 
 

@@ -69,6 +69,11 @@ def parse_override(text: str) -> Override:
     assert form is not None  # the pattern fits every text
     sign, key, value = form["sign"] or "", form["key"].strip(), form["value"]
     keys = tuple(key.split("."))
+    if not form["equals"] and text.endswith((".yaml", ".yml", ".json")):
+        raise ConfigError(
+            f"override '{text}': a configuration file is given as --config {text}; overrides are "
+            "written section.key=value"
+        )
     if not all(keys) or any(part != part.strip() for part in keys):
         raise ConfigError(f"override '{text}': write it as section.key=value")
     if sign == "~" and form["equals"]:

@@ -286,3 +286,11 @@ def test_who_names_an_environment_is_given_no_other_and_told_how_ones_own_is_nam
     assert "it looks like" not in said
     _, _, error = check(path, "--for", "grpo", own[0])
     assert "is named by +env.custom.mine.name=MODULE.CLASS" in str(error)
+
+
+def test_who_leaves_malformed_rows_out_is_not_advised_to(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", PAIR, {"prompt": "x"}, {"prompt": "y"})
+    code, said, _ = check(path, "data.on_bad_row=skip")
+    assert code == 0
+    assert "leaves out 2 malformed rows, the first at rows.jsonl:2" in said
+    assert "set data.on_bad_row=skip" not in said

@@ -18,6 +18,7 @@ from imported_sources import (
     imported,
 )
 from laurel.config.importing import nemo_rl
+from laurel.config.importing.commands import _filled
 from laurel.config.importing.engine import SCHEMAS, Imported
 from laurel.config.importing.optimizing import FIRST_FACTOR
 from laurel.config.importing.sources import TABLES, TITLES, Request, import_configuration
@@ -702,3 +703,39 @@ def test_an_example_of_trl_is_answered_with_the_command_for_it(
     line = f"python examples/scripts/{script}.py --model_name_or_path m"
     with pytest.raises(ConfigError, match=f"write `trl {run}` instead of it"):
         imported(tmp_path, line, "a.sh", system="trl")
+
+
+# -------------------------------------------------------------- Python programs; sums in the shell
+
+
+def test_sums_of_the_shell_are_calculated(tmp_path: Path) -> None:
+    script = (
+        "length=$((512 * 2))\n"
+        "python -m openrlhf.cli.train_rm --actor.model_name_or_path m --data.dataset d "
+        "--data.max_len $((length * 4)) --train.batch_size $(( (7 - 3) * 8 / 2 ))\n"
+    )
+    found = imported(tmp_path, script, "run.sh").imported
+    config: Any = found.config
+    assert config.policy.max_total_sequence_length == 4096
+    assert config.policy.train_global_batch_size == 16
+
+
+def test_a_sum_that_cannot_be_told_is_not_guessed() -> None:
+    assert _filled("$((UNSET * 4))", {}) == "$((UNSET * 4))"
+    assert _filled("$((4 / 0))", {}) == "$((4 / 0))"
+    assert _filled("$((-7 / 2)) $((-7 % 2))", {}) == "-3 -1"
+    assert _filled("$((-2 ** 2))", {}) == "$((-2 ** 2))"
+    assert _filled("$((a * 3)) $(($a * 3))", {"a": "1+2"}) == "9 7"  # as bash has it
+    assert _filled("$((2 ** 3000000000))", {}) == "$((2 ** 3000000000))"
+
+
+def test_a_python_program_is_refused_with_what_to_give_and_never_executed(tmp_path: Path) -> None:
+    trace = tmp_path / "executed"
+    program = (
+        "from datasets import load_dataset\nfrom trl import GRPOTrainer\n"
+        f"open({str(trace)!r}, 'w')\n"
+        "trainer = GRPOTrainer(model='m', train_dataset=load_dataset('d'))\ntrainer.train()\n"
+    )
+    with pytest.raises(ConfigError, match=r"Python program.*not executed.*`trl grpo --model_name"):
+        imported(tmp_path, program, "train.py")
+    assert not trace.exists()

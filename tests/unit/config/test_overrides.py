@@ -322,3 +322,8 @@ def test_settings_that_have_no_form_are_refused(key: str, value: object, message
 def test_a_setting_with_a_slip_names_its_neighbour() -> None:
     with pytest.raises(ConfigError, match=r"inner\.siz: unknown key; did you mean 'size'"):
         load_config(Run, None, overrides_of({"inner.siz": 1}))
+
+
+def test_a_file_among_the_overrides_is_told_its_option() -> None:
+    with pytest.raises(ConfigError, match=r"given as --config small\.yaml"):
+        parse_override("small.yaml")

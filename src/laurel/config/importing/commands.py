@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +41,9 @@ LAUNCHER_FILE = "accelerate launch --config_file"
 _TRL_EXAMPLE = re.compile(r"examples/scripts/(reward_modeling|sft|grpo)\.py\b")
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
+_TRAINERS = {"RewardTrainer": "reward", "GRPOTrainer": "grpo", "SFTTrainer": "sft"}
+_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+_LARGEST_POWER = 64
 _ARRAY = re.compile(r"^\s*([A-Za-z_]\w*)\+?=\((.*?)\)[ \t]*(?:#.*)?$", re.DOTALL | re.MULTILINE)
 _ENDS = {";", "&&", "||", "|", "&", ">", ">>", "2>&1", "<", "EOF"}
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?\Z")
@@ -71,6 +76,8 @@ def find_command(text: str, name: str) -> Command | None:
     arrays: dict[str, str] = {}
     for found in _ARRAY.finditer(joined):
         arrays[found[1]] = found[2]
+    if (problem := _python_problem(text, name)) is not None:
+        raise problem
     scripts = [one for line in joined.splitlines() if (one := _TRL_EXAMPLE.search(line))]
     for line in _ARRAY.sub("", joined).splitlines():
         assigned = _ASSIGNMENT.match(line)
@@ -93,6 +100,36 @@ def find_command(text: str, name: str) -> Command | None:
     return None
 
 
+def _python_problem(text: str, name: str) -> ConfigError | None:
+    """Why a Python program that uses TRL is not read, and what to give; None: it is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+    imported = {
+        one.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import)
+        for one in node.names
+    } | {
+        (node.module or "").partition(".")[0] for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+    }  # fmt: skip
+    if not imported & {"trl", "openrlhf", "verl"}:
+        return None
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    run = next((ours for its, ours in _TRAINERS.items() if its in used), "reward|grpo|sft")
+    return ConfigError(
+        f"{name}: a Python program, which is not executed to find out what it sets; give a file "
+        f"with the command line that says the same, such as `trl {run} --model_name_or_path MODEL "
+        "--dataset_name DATA --learning_rate 1e-6`, or a YAML file of those keys; a function that "
+        "rewards is then given to the run as env.reward_model.function.path=FILE.py:NAME"
+        if "trl" in imported
+        else f"{name}: a Python program, which is not executed to find out what it sets; give the "
+        f"command line that starts the training instead ({PROGRAMS})"
+    )
+
+
 def _may_matter(line: str) -> bool:
     return any(word in line for word in ("trl", "openrlhf", "main_ppo", "main_dapo",
                                           "sft_trainer"))  # fmt: skip
@@ -100,7 +137,8 @@ def _may_matter(line: str) -> bool:
 
 def _words(line: str, name: str, *, strict: bool = True) -> list[str]:
     try:
-        return shlex.split(line, comments=True)
+        whole = _ARITHMETIC.sub(lambda found: re.sub(r"\s+", "", found[0]), line)
+        return shlex.split(whole, comments=True)
     except ValueError as error:
         if not strict:
             return [line]
@@ -117,7 +155,52 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
     before = None
     while before != text:
         before, text = text, _VARIABLE.sub(value, text)
+        text = _ARITHMETIC.sub(lambda found: _calculated(found, variables), text)
     return text
+
+
+def _calculated(found: re.Match[str], variables: Mapping[str, str]) -> str:
+    """What `$((...))` comes to; as it stands where that cannot be told."""
+    # Variables need no dollar there, and a shell cuts a quotient towards zero.
+    inner = re.sub(
+        r"\b[A-Za-z_]\w*",
+        lambda one: f"({variables[one[0]]})" if one[0] in variables else one[0],
+        found[1],
+    )
+    try:
+        return str(_whole(ast.parse(inner.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return found[0]
+
+
+def _whole(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return value
+        case ast.UnaryOp(operand=ast.BinOp(op=ast.Pow())):
+            raise ValueError("a shell takes the sign before the power, Python after it")
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_whole(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _whole(operand)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _whole(left) + _whole(right)
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            return _whole(left) - _whole(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _whole(left) * _whole(right)
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            a, b = _whole(left), _whole(right)
+            return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+        case ast.BinOp(left=left, op=ast.Mod(), right=right):
+            a, b = _whole(left), _whole(right)
+            return abs(a) % abs(b) * (1 if a >= 0 else -1)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            a, b = _whole(left), _whole(right)
+            if not 0 <= b <= _LARGEST_POWER:
+                raise ValueError("no power that a setting has")
+            return int(a**b)
+    raise ValueError("neither a whole number nor a calculation with them")
 
 
 def _expanded(
