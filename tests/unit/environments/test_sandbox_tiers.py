@@ -118,7 +118,6 @@ def test_what_was_found_is_what_a_pool_gives():
 # ------------------------------------------------------------------------------- the command line
 
 
-@pytest.mark.slow
 def test_the_command_says_what_holds(capsys):
     seen = detect(without=frozenset({"namespaces"}))
     assert run_check(without=frozenset({"namespaces"}), as_json=True) == (
