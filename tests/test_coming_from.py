@@ -68,6 +68,8 @@ SAMPLES: dict[tuple[System, Run], list[dict[str, Any]]] = {
          "actor.model_name_or_path": "c", "reward.stop_properly_penalty_coef": 0.5},
     ],
     ("verl", "grpo"): [
+        {"algorithm.adv_estimator": "grpo", _ROLLOUT + "n": 5},
+        {"algorithm.adv_estimator": "reinforce_plus_plus_baseline", _ROLLOUT + "n": 5},
         {"actor_rollout_ref.model.path": "a", "actor_rollout_ref.model.lora_rank": 8,
          "actor_rollout_ref.model.exclude_modules": ["b"], "data.train_files": "c",
          "data.val_files": "d", "data.val_max_samples": 5, "data.seed": 1, "data.gen_batch_size":

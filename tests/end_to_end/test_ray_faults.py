@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import psutil
 import pytest
 
 from laurel.errors import EnvironmentFailedError
-from policy_runs import grpo, grpo_settings, metrics_of, warm_started
+from policy_fakes import HOOKS
+from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
 from runs import run, settings, start, train, wait_until
 
 pytest.importorskip("ray")
@@ -106,6 +108,46 @@ def test_a_node_that_is_killed_in_mid_step_ends_the_run_and_it_resumes(tmp_path:
     last = max(metrics_of(straight))
     expected, found = metrics_of(straight)[last], metrics_of(tmp_path)[last]
     assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5, abs=1e-5)
+
+
+def newest_worker() -> int:
+    """Process of the worker that was started last: replicas come after the learner's ranks."""
+    from ray._private.state import actors
+
+    seats = [actor for actor in actors().values() if actor["State"] == "ALIVE"]
+    return int(max(seats, key=lambda actor: actor["StartTime"])["Pid"])
+
+
+def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
+    tmp_path: Path, small_cluster: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = warm_started(tmp_path / "model")
+    steps = ("grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.save_period=1")
+    own = (
+        "cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=1", "checkpointing.keep_top_k=1",
+        "checkpointing.metric_name=null", *MATCHES,
+    )  # fmt: skip
+    run_dir = tmp_path / "run"
+    grpo(grpo_settings(run_dir, model, *own, *steps, "grpo.max_num_steps=1"))
+    killed: list[int] = []
+
+    def kill_the_replica() -> None:
+        if (run_dir / "saves" / "step_4").is_dir() and not killed:
+            assert not (run_dir / "saves" / "step_2").exists(), "nothing was pruned yet"
+            killed.append(newest_worker())
+            os.kill(killed[0], signal.SIGKILL)
+
+    HOOKS["judge"] = kill_the_replica
+    try:
+        finished = grpo(grpo_settings(run_dir, model, *own, *steps, "grpo.max_num_steps=6"))
+    finally:
+        HOOKS.clear()
+    assert killed
+    assert "going on from" in finished.text
+    assert finished.outcome.ended == "finished"
+    text = "".join(r.message for r in caplog.records) + finished.text
+    assert "replica 0 is back and has the weights of step 4" in text
 
 
 def test_a_killed_actor_of_an_environment_ends_the_run_with_its_name(

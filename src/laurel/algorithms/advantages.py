@@ -87,7 +87,7 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
     weights = chosen.reward_weights
     return AdvantageRule(
         name=chosen.name,
-        has_baseline=chosen.name != "reinforce_plus_plus" or chosen.minus_baseline,
+        has_baseline=config.compares_within_groups,
         leave_one_out=config.leaves_one_out,
         scale=chosen.scale or ("group" if normalize else "none"),
         leave_one_out_std=chosen.leave_one_out_std,

@@ -158,6 +158,9 @@ def _with_policy(
     console: Console,
 ) -> tuple[GRPO, Position]:
     """Everything after the environments."""
+    if store is not None and resume_from is not None and places.are_remote:
+        # Replicas of generation are started from it again when one is lost.
+        store.pin(resume_from)
     found = playable(config, data, places, environments, resume_from, stack, console)
     from laurel.algorithms.grpo import GRPO
     from laurel.algorithms.health_watch import members_of
@@ -300,7 +303,7 @@ def _parts(
     from laurel.algorithms.rollout_source import RolloutSource
 
     grpo, policy = config.grpo, config.policy
-    generator: Generator = make_generator(config, model, chat, places, starts_from)
+    generator: Generator = make_generator(config, model, chat, places, starts_from, stack)
     stack.callback(generator.close)
     rollouts = rollouts_of(config, generator, environments, chat)
     parts: list[PolicyParts] = []

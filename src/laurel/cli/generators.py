@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+from uuid import uuid4
 
 from laurel.cli.places import Places
 from laurel.config.grpo_training import GRPORun
@@ -46,8 +48,17 @@ def make_generator(
     chat: ChatFormat,
     places: Places,
     starts_from: StartingPoint,
+    stack: ExitStack,
 ) -> Generator:
     """The generator of `policy.generation.backend`.
+
+    Args:
+        config: Of the run.
+        model: The policy.
+        chat: How it is spoken to.
+        places: Where everything goes.
+        starts_from: What replicas are loaded from, also when one is started again.
+        stack: Of the run: what replicas are started from stays until it is left.
 
     Raises:
         ConfigError: It cannot draw what the configuration asks for.
@@ -72,7 +83,9 @@ def make_generator(
             "leave packing on, or set policy.generation.backend=vllm"
         )
     if places.are_remote:
-        return _replicas(config, model, chat, places, starts_from, uses_vllm=backend == "vllm")
+        return _replicas(
+            config, model, chat, places, starts_from, stack, uses_vllm=backend == "vllm"
+        )
     if backend == "vllm":
         return _vllm(config, model, chat)
     from laurel.engines.transformers_engine import TransformersEngine
@@ -112,6 +125,7 @@ def _replicas(
     chat: ChatFormat,
     places: Places,
     starts_from: StartingPoint,
+    stack: ExitStack,
     *,
     uses_vllm: bool,
 ) -> Generator:
@@ -140,18 +154,17 @@ def _replicas(
         uses_vllm=uses_vllm,
         take_turns=places.take_turns("generation"),
     )
-    with ExitStack() as stack:
-        if uses_vllm:
-            make = _vllm_maker(config, model, chat, starts_from, stack)
-        else:
-            make = _transformers_maker(config, chat, starts_from)
-        replicas = GeneratorReplicas(
-            make_group,
-            places.num_slots("generation") // each,
-            current_weights=current,
-            probe=probe_of(model.learner, model.facts.path),
-            transfer=transfer,
-        )
+    if uses_vllm:
+        make = _vllm_maker(config, model, chat, starts_from, stack)
+    else:
+        make = _transformers_maker(config, chat, starts_from)
+    replicas = GeneratorReplicas(
+        make_group,
+        places.num_slots("generation") // each,
+        current_weights=current,
+        probe=probe_of(model.learner, model.facts.path),
+        transfer=transfer,
+    )
     return replicas
 
 
@@ -227,7 +240,11 @@ def _vllm_maker(
     policy = config.policy
     directory = str(starts_from.checkpoint or policy.model_name)
     if policy.scratch is not None and starts_from.checkpoint is None:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="laurel-policy-"))
+        # Beside the checkpoints, which every node sees; until the run ends, as a replica that was
+        # lost is started from it again. What a kill leaves goes with the next run's first look.
+        directory = str(Path(config.checkpointing.checkpoint_dir) / f".start-{uuid4().hex}")
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        Path(directory).mkdir(parents=True)
         model.learner.export(Path(directory), "")
     return VllmMaker(
         directory=directory,

@@ -75,7 +75,8 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
 
         chat = chat_of(config, model.facts)
         fit_prompts(data, chat, config)
-        generator = make_generator(config, model, chat, places, StartingPoint(texts=tuple(texts)))
+        starts_from = StartingPoint(texts=tuple(texts))
+        generator = make_generator(config, model, chat, places, starts_from, stack)
         stack.callback(generator.close)
         rollouts = rollouts_of(config, generator, environments, chat)
         sampling = sampling_of(config, is_validation=True)

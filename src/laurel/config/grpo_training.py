@@ -167,10 +167,13 @@ class GRPOConfig(Section):
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> GRPOConfig:
-        if self.use_leave_one_out_baseline and self.num_generations_per_prompt < 2:
+        if self.num_generations_per_prompt < 2 and self.compares_within_groups:
+            # Its own mean is its baseline: every advantage would be 0, and nothing learned.
             raise ValueError(
-                "num_generations_per_prompt must be at least 2: with one completion there is "
-                "nothing to compare it with"
+                "num_generations_per_prompt must be at least 2: a lone completion has nothing to "
+                "be compared with, so its advantage is 0 and the policy learns nothing. Draw more "
+                "for fewer prompts (num_prompts_per_step), or compare over the whole batch with "
+                "adv_estimator.name=reinforce_plus_plus adv_estimator.minus_baseline=false"
             )
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and not low < high:
@@ -197,6 +200,11 @@ class GRPOConfig(Section):
                 "leave it out"
             )
         return self
+
+    @property
+    def compares_within_groups(self) -> bool:
+        """Whether a completion's baseline is the mean reward of its group, or of the others."""
+        return self.adv_estimator.name != "reinforce_plus_plus" or self.adv_estimator.minus_baseline
 
     @property
     def leaves_one_out(self) -> bool:

@@ -106,6 +106,7 @@ class CheckpointStore:
         self._on_phase = on_phase
         self._lock = DirectoryLock(self.root)
         self._under_way: SaveUnderWay | None = None
+        self._pinned: set[int] = set()
 
     def __enter__(self) -> CheckpointStore:
         try:
@@ -129,6 +130,17 @@ class CheckpointStore:
             self._end_of_saving(is_orderly=kind is None)
         finally:
             self._lock.release()
+
+    def pin(self, checkpoint: Path) -> None:
+        """Keep a checkpoint for as long as this store is open, whatever `keep_top_k` says.
+
+        Args:
+            checkpoint: One of this store, such as that which workers are started from again. Others
+                are not pruned anyway.
+        """
+        for step in self.steps():
+            if self.path_of(step).resolve() == checkpoint.resolve():
+                self._pinned.add(step)
 
     def path_of(self, step: int) -> Path:
         """The directory of a step, whether or not it exists."""
@@ -337,7 +349,7 @@ class CheckpointStore:
             higher_is_better=self._higher_is_better,
             just_saved=just_saved,
         )
-        for step in sorted(metrics.keys() - kept):
+        for step in sorted(metrics.keys() - kept - self._pinned):
             doomed = self.root / f".del-step_{step}-{uuid4().hex}"
             try:
                 self._on_phase(f"prune:step_{step}")

@@ -14,6 +14,8 @@ from laurel.models.manifest import sync_directory
 _LEFTOVER = re.compile(
     r"\.(?P<kind>tmp|old|del)-(?P<step>step_(?:0|[1-9][0-9]*))-(?P<id>[0-9a-f]{32})"
 )
+_LEFTOVER_START = re.compile(r"\.start-[0-9a-f]{32}")
+"""Weights that replicas of generation were started from."""
 _LEFTOVER_LINK = re.compile(r"\.best-[0-9a-f]{32}")
 
 _log = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ def clear_up(root: Path) -> None:
             _log.warning("'%s' was restored after an interrupted save", target)
     for match in leftovers:
         delete(root / match[0])
+    for name in filter(_LEFTOVER_START.fullmatch, names):
+        delete(root / name)
     for name in filter(_LEFTOVER_LINK.fullmatch, names):
         (root / name).unlink(missing_ok=True)
 

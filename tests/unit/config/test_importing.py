@@ -373,7 +373,56 @@ def test_openrlhf_estimators(
     assert found.config.loss_fn.reference_policy_kl_type == "k1"  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("flags", "fate"),
+    [
+        ("", "not carried"),
+        ("--algo.advantage.estimator group_norm", "not carried"),
+        ("--algo.advantage.estimator reinforce --algo.advantage.no_std_norm", "not carried"),
+        ("--algo.advantage.estimator reinforce", "carried"),
+    ],
+)
+def test_openrlhf_with_lone_completions_compares_over_the_batch(
+    tmp_path: Path, flags: str, fate: str
+) -> None:
+    command = (
+        "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path a "
+        "--reward.model_name_or_path b --data.prompt_dataset c "
+        f"--rollout.n_samples_per_prompt 1 {flags}"
+    )
+    found = imported(tmp_path, command, "run.sh").imported
+    grpo: Any = found.config.grpo  # type: ignore[attr-defined]
+    assert not grpo.compares_within_groups
+    assert fates(found)["algo.advantage.estimator"] == fate
+
+
 # ---------------------------------------------------------------------------------- verl, by hand
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("algorithm.adv_estimator=gae", "Laurel learns without a critic, and actor_rollout"),
+        ("", "Laurel learns without a critic, and actor_rollout"),
+        ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1 draws no group"),
+        ("algorithm.adv_estimator=gae actor_rollout_ref.rollout.n=4",
+         "Laurel learns without a critic: grpo is written instead"),
+    ],
+)  # fmt: skip
+def test_verl_without_groups_or_with_a_critic_says_what_is_chosen(
+    tmp_path: Path, flags: str, said: str
+) -> None:
+    command = (
+        "python3 -m verl.trainer.main_ppo data.train_files=a.parquet data.val_files=b.parquet "
+        "data.train_batch_size=64 actor_rollout_ref.model.path=a "
+        f"actor_rollout_ref.actor.ppo_mini_batch_size=64 {flags}"
+    )
+    found = imported(tmp_path, command, "run.sh").imported
+    grpo: Any = found.config.grpo  # type: ignore[attr-defined]
+    (entry,) = [one for one in found.entries if one.key == "algorithm.adv_estimator"]
+    assert entry.fate == "not carried"
+    assert entry.why.startswith(said)
+    assert grpo.compares_within_groups == ("n=4" in flags)
 
 
 def test_verl(tmp_path: Path) -> None:

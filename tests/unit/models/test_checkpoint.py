@@ -235,6 +235,20 @@ def test_all_stay_where_no_number_is_given(root):
     assert CheckpointStore(root).steps() == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_pinned_checkpoint_stays_until_the_store_is_left(root):
+    save_all(root, {1: None, 2: None}, keep_top_k=1)
+    with CheckpointStore(root, keep_top_k=1) as store:
+        store.pin(root / "step_2")
+        store.pin(root.parent / "elsewhere")
+        for step in (3, 4, 5):
+            store.save(step, writer(step))
+        assert store.steps()[0] == 2
+        assert 3 not in store.steps()
+    with CheckpointStore(root, keep_top_k=1) as store:
+        store.save(6, writer(6))
+        assert 2 not in store.steps()
+
+
 def test_metrics_of_another_name_are_not_compared(root):
     save_all(root, {1: 0.1, 2: 0.2}, metric_name="loss")
     with CheckpointStore(root, metric_name="accuracy", higher_is_better=True, keep_top_k=2) as new:
@@ -263,7 +277,7 @@ def test_a_run_that_went_back_keeps_what_it_just_saved(root):
 def test_leftovers_of_a_killed_writer_go_and_nothing_else_does(root):
     save_all(root, {1: None})
     ours = [f".{kind}-step_5-{'0' * 32}" for kind in ("tmp", "del")]
-    ours.append(f".old-step_1-{'0' * 32}")
+    ours += [f".old-step_1-{'0' * 32}", f".start-{'0' * 32}"]
     theirs = [".tmp-step_5", ".tmp-step_5-old", f".tmp-step_x-{'0' * 32}", "tmp_step_5", ".git"]
     for name in ours + theirs:
         (root / name / "deep").mkdir(parents=True)

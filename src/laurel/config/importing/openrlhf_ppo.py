@@ -20,10 +20,9 @@ from laurel.config.importing.openrlhf_names import (
     PPO_NAMES,
 )
 from laurel.config.importing.openrlhf_rewards import filtering, pair_of, rewards, shaping
+from laurel.config.importing.optimizing import NO_CRITIC, put_estimator_of_lone_completions
 from laurel.config.importing.rules import Table, absent, same, together, unneeded
 from laurel.config.importing.work import Work
-
-NO_CRITIC = "Laurel learns without a critic"
 
 
 def _model(work: Work) -> None:
@@ -78,6 +77,12 @@ def _estimator(work: Work) -> None:
     name, keeps_scale = str(work[key]), work.flag(no_std)
     if name not in _ESTIMATORS:
         raise work.problem(key, f"it must be one of {', '.join(_ESTIMATORS)}")
+    is_lone = work.whole("rollout.n_samples_per_prompt") == 1
+    if is_lone and (name != "reinforce" or keeps_scale):
+        if work.is_said(no_std):
+            work.refuse(no_std, "advantages over the batch are divided by their deviation")
+        put_estimator_of_lone_completions(work, key, size_key="rollout.n_samples_per_prompt")
+        return
     ours = "grpo.adv_estimator."
     work.put("grpo.use_leave_one_out_baseline", name == "rloo", by=(key,))
     is_batch = name.startswith("reinforce") and not keeps_scale

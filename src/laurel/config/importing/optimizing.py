@@ -11,6 +11,8 @@ from laurel.config.importing.work import Work
 FIRST_FACTOR = 1e-8
 """Where a warm-up begins; torch's LinearLR cannot begin at 0, where the others do."""
 
+NO_CRITIC = "Laurel learns without a critic"
+
 _SCHEDULERS = "torch.optim.lr_scheduler."
 
 OPTIMIZER_TARGETS = (
@@ -152,3 +154,20 @@ def put_lora_modules(work: Work, key: str, value: Any) -> None:
         raise work.problem(key, "it must be names of layers, or all-linear")
     work.put(LORA + "match_all_linear", False, by=(key,))
     work.put(LORA + "target_modules", list(names), by=(key,))
+
+
+def put_estimator_of_lone_completions(work: Work, key: str, *, size_key: str) -> None:
+    """Compare over the batch where one completion is drawn per prompt, and say so of `key`.
+
+    A group's mean would be the completion itself: every advantage would be 0. `key` names the
+    source's estimator, `size_key` the number of completions.
+    """
+    work.put("grpo.adv_estimator.name", "reinforce_plus_plus", by=())
+    work.put("grpo.adv_estimator.minus_baseline", False, by=())
+    work.put("grpo.use_leave_one_out_baseline", False, by=())
+    critic = f"{NO_CRITIC}, and " if str(work[key]).lower() == "gae" else ""
+    work.refuse(
+        key,
+        f"{critic}{size_key}=1 draws no group to compare a completion with: reinforce_plus_plus "
+        "without a baseline is written instead, which compares over the batch; GRPO needs several",
+    )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from laurel.config.importing.optimizing import put_adam, put_schedule, share_of
+from laurel.config.importing.optimizing import (
+    NO_CRITIC,
+    put_adam,
+    put_estimator_of_lone_completions,
+    put_schedule,
+    share_of,
+)
 from laurel.config.importing.verl_names import ACTOR, ROLLOUT
 from laurel.config.importing.work import Work
 
@@ -106,10 +112,16 @@ def estimator(work: Work) -> None:
     key, scaled = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     name = str(work[key]).lower()
     ours = "grpo.adv_estimator."
+    if work.whole(ROLLOUT + "n") == 1 and name != "reinforce_plus_plus":
+        put_estimator_of_lone_completions(work, key, size_key=ROLLOUT + "n")
+        return
     if name not in _ESTIMATORS:
         work.put(ours + "name", "grpo", by=())
         work.put("grpo.use_leave_one_out_baseline", False, by=())
-        work.refuse(key, f"grpo is written instead; those carried: {', '.join(_ESTIMATORS)}")
+        critic = f"{NO_CRITIC}: " if name == "gae" else ""
+        work.refuse(
+            key, f"{critic}grpo is written instead; those carried: {', '.join(_ESTIMATORS)}"
+        )
         return
     family = name.removesuffix("_vectorized").removesuffix("_baseline")
     work.put(ours + "name", "grpo" if family == "rloo" else family, by=(key,))
