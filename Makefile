@@ -9,10 +9,11 @@ VLLM_STAMP := $(VLLM_VENV)/.laurel-installed
 
 DOCS_STAMP := $(VENV)/.laurel-docs-installed
 
-.PHONY: help setup setup-vllm demo test test-vllm check format bench docs docs-serve notebooks release release-version clean
+.PHONY: help setup setup-vllm demo test test-all test-vllm check format bench docs docs-serve notebooks release release-version clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
-	@echo "make test    set up, then run the tests"
+	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
+	@echo "make test-all   all tests (about three quarters of an hour on 2 cores), as CI runs them"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make check   format, lint and types"
 	@echo "make docs    the site of docs/ and of the docstrings, into site/ (make docs-serve shows it here)"
@@ -41,10 +42,17 @@ demo: $(STAMP)
 # Two at a time: much of the time a test waits for processes that it started. The tests of a file
 # stay together, because they share clusters, servers and models. Where one of the two dies, the run
 # fails at once and names the test; with another in its place, xdist would wait for ever.
+# Files come in their own order: xdist would begin with those of many tests, which are quick, and end
+# with those of a few long ones, for which one process then waits.
 TEST_PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
+# What is not marked slow; by which rule, see CONTRIBUTING.md.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart=0
+	$(PYTEST) -m 'not slow'
+
+test-all: $(STAMP)
+	$(PYTEST)
 
 # vLLM pins other versions than the rest, so it has an environment of its own. Its CPU build wants
 # torch's CPU build, and pulls three packages built for another torch, which break its import.

@@ -37,6 +37,15 @@ def no_ray():
     _shared.stop()
 
 
+def pytest_itemcollected(item):
+    """`slow_parameters("a", "b")`: `slow` for the tests whose id has one of the names in it."""
+    marks = list(item.iter_markers("slow_parameters"))
+    if marks and hasattr(item, "callspec"):
+        parts = f"-{item.callspec.id}-"
+        if any(f"-{name}-" in parts for mark in marks for name in mark.args):
+            item.add_marker("slow")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
     result = yield

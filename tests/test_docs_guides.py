@@ -16,6 +16,15 @@ def server():
         yield running
 
 
+@pytest.mark.slow_parameters(
+    "docs/benchmarks.md",
+    "docs/environments.md",
+    "docs/export.md",
+    "docs/quick_start.md",
+    "docs/report.md",
+    "docs/reward_loop.md",
+    "docs/security.md",
+)
 @pytest.mark.parametrize("path", PAGES, ids=[p.relative_to(ROOT).as_posix() for p in PAGES])
 def test_the_blocks_of_a_page_run(path, server, tmp_path):
     page = PageRun(read(path), tmp_path / "page", server)

@@ -189,6 +189,7 @@ def figures(name: str, folder: Path, seed: int = 0) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 def test_train_and_evaluate_a_reward_model(tmp_path: Path) -> None:
     said = figures("train_and_evaluate_a_reward_model", tmp_path)
     left_out = said["report"]["rows_left_out"]
@@ -208,6 +209,7 @@ def test_train_and_evaluate_a_reward_model(tmp_path: Path) -> None:
     assert said["scores"][3] > said["scores"][2]  # a friendly word lifts a wrong answer
 
 
+@pytest.mark.slow
 def test_write_an_environment(tmp_path: Path) -> None:
     said = figures("write_an_environment", tmp_path)
     assert said["by_hand"] == pytest.approx([1, 2 / 3, 0, 0, 0, 0])
@@ -216,6 +218,7 @@ def test_write_an_environment(tmp_path: Path) -> None:
     assert said["exact"][-1] > said["exact"][0] + 0.1
 
 
+@pytest.mark.slow
 def test_watch_reward_hacking(tmp_path: Path) -> None:
     said = figures("watch_reward_hacking", tmp_path)
     gold, reward = said["gold"], said["reward"]

@@ -28,6 +28,8 @@ from laurel.rewards.local import LocalScorer
 from laurel.types import Message, Task
 from reward_models import small_model, write_model
 
+pytestmark = pytest.mark.slow_parameters("reward model, an actor of Ray", "math, an actor of Ray")
+
 
 @dataclass
 class Case:
@@ -435,6 +437,7 @@ def test_shutdown_twice(name, request):
     environment.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["shutdown", "kill -9"])
 def test_a_reward_model_in_ranks_beside_its_actor(tmp_path, small_cluster, end):
     """Their slots are free again, and no process of theirs is left, however the actor ends."""

@@ -10,6 +10,8 @@ from generators import MAKERS, collect, draw, full_logits, full_logprobs, reques
 from laurel.errors import ConfigError, DataError, EngineError
 from laurel.protocols import Generator
 
+pytestmark = pytest.mark.slow_parameters("replicas-ray")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():

@@ -19,6 +19,8 @@ from laurel.distributed.local_group import LocalGroup
 from laurel.models.scoring import FILE_NAME
 from process_group import ProcessGroup
 
+pytestmark = pytest.mark.slow_parameters("two ranks")
+
 CUT = [[0], [1, 2], [3]]
 
 

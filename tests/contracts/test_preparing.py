@@ -18,6 +18,8 @@ from laurel.rewards.preparing import WORKER, Preparers
 from laurel.rewards.to_tokens import Prepared, prepared_by
 from laurel.types import Message, group_of
 
+pytestmark = pytest.mark.slow_parameters("ray")
+
 GROUPS = [
     group_of((Message("user", f"Number {i}?"),), ("Bread and wine.", "No."), group_id=str(i))
     for i in range(6)
@@ -79,6 +81,7 @@ def test_they_prepare_what_one_process_does(made: Made) -> None:
     assert made.said == []
 
 
+@pytest.mark.slow_parameters("spawned-stopped", "ray-killed", "ray-stopped")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_those_that_are_lost_are_replaced_and_their_work_is_done(
     made: Made, number: signal.Signals

@@ -29,6 +29,14 @@ from process_group import ProcessGroup
 from reward_servers import RewardServer
 from scoring_groups import MAX_LENGTH
 
+pytestmark = pytest.mark.slow_parameters(
+    "group of two replicas on Ray",
+    "group of two ranks",
+    "slime over HTTP",
+    "sglang over HTTP",
+    "openrlhf over HTTP",
+)
+
 POISON = "~"
 """A word that no other text has a token of."""
 

@@ -121,6 +121,7 @@ def test_only_what_changes_travels_to_who_has_the_rest(play, way):
 MESHES = {"alone": {}, "dp": {"dp_shard": 2}, "tp": {"tp": 2}}
 
 
+@pytest.mark.slow_parameters("object_store-tp", "broadcast-tp", "ipc-tp")
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_a_learner_of_any_mesh(play, way, sizes, tmp_path):
     """Its own weights are those of one process; tied ones come once."""
@@ -136,6 +137,7 @@ def test_a_learner_of_any_mesh(play, way, sizes, tmp_path):
         playing.require(3, expected)
 
 
+@pytest.mark.slow_parameters("broadcast-dp", "ipc-dp")
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}], ids=["dp"])
 def test_of_adapters_only_what_they_change(play, way, sizes, tmp_path):
     pytest.importorskip("peft")
@@ -157,6 +159,7 @@ def test_of_adapters_only_what_they_change(play, way, sizes, tmp_path):
             assert "model.layers.1.mlp.up_proj.weight" in came
 
 
+@pytest.mark.slow_parameters("object_store-hung", "broadcast-hung", "ipc-hung")
 @pytest.mark.parametrize("fate", SIGNALS)
 def test_an_engine_that_is_lost_in_the_middle(play, way, fate):
     """It is named and started again, and all have the weights in the end, as next time."""

@@ -21,6 +21,8 @@ ray_group = pytest.importorskip("laurel.distributed.ray_group", exc_type=ImportE
 
 from laurel.distributed.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
 
+pytestmark = pytest.mark.slow_parameters("ray-spread", "ray-2")
+
 HALF = Resources(cpus=0.5)
 TENTH = Resources(cpus=0.1)
 DEADLINE = 20.0
@@ -217,6 +219,7 @@ def test_a_late_worker_is_named_and_the_group_ended(pair):
         pending.wait()
 
 
+@pytest.mark.slow
 def test_the_living_answer_while_they_work(pair):
     group = pair(Worker)
     pending = group.start("sleep", 0, 5)
@@ -225,6 +228,7 @@ def test_the_living_answer_while_they_work(pair):
     assert pending.wait() == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_is_told_at_once_and_ends_the_collective(pair, victim):
     group = pair(Summing)
@@ -246,6 +250,7 @@ def test_a_kill_is_told_at_once_and_ends_the_collective(pair, victim):
     assert group.alive() == [False, False]
 
 
+@pytest.mark.slow
 def test_a_kill_between_calls_is_seen(pair):
     group = pair(Worker)
     pids = group.call("pid")
@@ -287,6 +292,7 @@ def test_torch_distributed_finds_its_variables(pair):
     assert {e["CUDA_VISIBLE_DEVICES"] for e in found} == {""}, "it asked for no GPU"
 
 
+@pytest.mark.slow
 def test_sockets_of_a_group_are_on_loopback_and_go_with_it(pair):
     group = pair(Summing)
     group.call("total", 1.0)

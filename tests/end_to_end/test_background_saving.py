@@ -99,6 +99,7 @@ def test_what_is_saved_behind_later_steps_is_what_is_saved_in_front_of_them(
     assert series(in_front, "timing/train/checkpointing_in_background") == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 9])
 def test_resumed_from_behind_equals_resumed_from_in_front(
     tmp_path: Path, in_front: Path, step: int
@@ -208,6 +209,7 @@ def under_way(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_sigterm_in_a_background_save_ends_with_all_checkpoints_whole(
     tmp_path: Path, under_way: subprocess.Popen[bytes]
 ) -> None:
@@ -230,6 +232,7 @@ def test_sigterm_in_a_background_save_ends_with_all_checkpoints_whole(
         verify(path)
 
 
+@pytest.mark.slow
 def test_kill_9_in_a_background_save_leaves_whole_checkpoints(
     tmp_path: Path, under_way: subprocess.Popen[bytes]
 ) -> None:
@@ -288,6 +291,7 @@ def take_step(learner: Any) -> None:
     assert update.failure is None
 
 
+@pytest.mark.slow
 def test_ranks_resume_from_behind_as_from_in_front(
     tmp_path: Path, model: Path, two_ranks: Callable[[Path], Any]
 ) -> None:
@@ -316,6 +320,7 @@ def test_ranks_resume_from_behind_as_from_in_front(
     assert all(torch.equal(ended[1][name], weight) for name, weight in ended[0].items())
 
 
+@pytest.mark.slow_parameters("True")
 @pytest.mark.parametrize("is_awaited", [False, True])
 def test_a_rank_that_dies_while_it_writes_costs_the_run_and_no_checkpoint(
     tmp_path: Path, model: Path, two_ranks: Callable[[Path], Any], is_awaited: bool

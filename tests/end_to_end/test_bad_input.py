@@ -91,6 +91,9 @@ ROWS: dict[str, tuple[list[Any], list[str], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_parameters(
+    "not an object", "equal ranks", "nothing left", "empty file", "half a surrogate pair"
+)
 @pytest.mark.parametrize("case", ROWS)
 def test_rows(tmp_path: Path, case: str) -> None:
     rows, changes, message = ROWS[case]
@@ -139,6 +142,19 @@ KEYS: dict[str, tuple[list[str], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_parameters(
+    "unknown key",
+    "unknown section",
+    "out of range",
+    "unknown data set",
+    "no such file",
+    "unknown metric",
+    "padded rows over two",
+    "no time",
+    "no such directory",
+    "checkpoints in a file",
+    "another kind of loss",
+)
 @pytest.mark.parametrize("case", KEYS)
 def test_keys(tmp_path: Path, case: str) -> None:
     changes, message = KEYS[case]
@@ -229,6 +245,7 @@ MODELS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_parameters("no such model")
 @pytest.mark.parametrize("case", MODELS)
 def test_models(tmp_path: Path, warm: WarmCommand, case: str) -> None:
     make, message = MODELS[case]

@@ -146,6 +146,7 @@ def test_the_best_is_best_by_the_benchmark(finished: tuple[Path, runs.Finished])
         assert runs.metric_of(directory / "saves" / f"step_{step}") == value
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_best(tmp_path: Path) -> None:
     common = ("rm.max_num_epochs=9", "rm.val_period=2", "checkpointing.save_period=2",
               "checkpointing.keep_top_k=1",

@@ -77,6 +77,7 @@ BEFORE = ["begin", "written", "file:model.safetensors", "file:policy/tokenizer.j
           "manifest"]  # fmt: skip
 
 
+@pytest.mark.slow_parameters("True")
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize(
     ("phase", "steps_after"),
@@ -121,6 +122,7 @@ def test_a_kill_in_a_replacement_leaves_the_old_or_the_new(
     assert_whole(tmp_path / "step_5", 5, generation, 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True])
 def test_kills_at_random_moments_never_cost_a_finished_checkpoint(tmp_path, in_background):
     moments = random.Random(7)

@@ -49,6 +49,7 @@ def differences(pool, judged):
     return [code_verdicts.describe(*pair) for pair in code_verdicts.differences(judged, results)]
 
 
+@pytest.mark.slow
 def test_known_solutions_of_mbpp_pass(pool):
     judged = known("mbpp")
     assert len(judged) == 974
@@ -57,6 +58,7 @@ def test_known_solutions_of_mbpp_pass(pool):
     assert differences(pool, [*with_objects, *sample(judged, SAMPLE)]) == []
 
 
+@pytest.mark.slow
 def test_solutions_with_a_bug_fail(pool):
     judged = known("buggy")
     assert len(judged) == 164
@@ -64,6 +66,7 @@ def test_solutions_with_a_bug_fail(pool):
     assert differences(pool, quick) == []
 
 
+@pytest.mark.slow
 def test_completions_of_a_model_get_their_recorded_verdicts(pool):
     judged = known("samples")
     assert len(judged) == 11_082

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen3Config
 
@@ -33,6 +34,7 @@ def bos_model(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_the_references_format_and_where_it_differs(laurel, tmp_path) -> None:
     model = bos_model(tmp_path / "model")
     data = write(tmp_path / "rows.jsonl", pair_rows())
@@ -70,6 +72,7 @@ def test_the_references_format_and_where_it_differs(laurel, tmp_path) -> None:
     assert (found["truncation_side"], found["num_rows"]) == ("right", 14)
 
 
+@pytest.mark.slow
 def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path) -> None:
     rows = [{**row, "prompt": f"{row['prompt']} {'So it goes. ' * 12}"} for row in pair_rows()]
     data = write(tmp_path / "rows.jsonl", rows)
@@ -86,6 +89,7 @@ def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path
     assert accuracies(report) != accuracies(plain)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_reference_stops_at_is_a_failure(laurel, model, tmp_path) -> None:
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     data = write(tmp_path / "rows.jsonl", [*pair_rows(), {**pair_rows()[0], "prompt": turns}])
@@ -99,6 +103,7 @@ def test_a_prompt_that_the_reference_stops_at_is_a_failure(laurel, model, tmp_pa
     assert laurel(asked).returncode == 0
 
 
+@pytest.mark.slow
 def test_formats_that_cannot_be_reproduced(laurel, model, tmp_path) -> None:
     data = str(write(tmp_path / "rows.jsonl", pair_rows()[:3]))
     address = ["reward-bench", "-m", "http://127.0.0.1:9", "-d", str(tmp_path / "gone.jsonl")]
@@ -117,6 +122,7 @@ def test_formats_that_cannot_be_reproduced(laurel, model, tmp_path) -> None:
 # ----------------------------------------------------------------------------------------- of all
 
 
+@pytest.mark.slow
 def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path) -> None:
     pairs = [{"prompt": "q?", "chosen": WORDS[i], "rejected": WORDS[i + 1]} for i in range(3)]
     files = {"reward-bench": pair_rows(), "reward-bench-2": list_rows(), "pairs": pairs}
@@ -155,6 +161,7 @@ def test_files_of_one_benchmark_are_read_together(laurel, model, tmp_path) -> No
     assert json.loads(done.stdout)["benchmarks"]["reward-bench"]["num_rows"] == 24
 
 
+@pytest.mark.slow
 def test_what_all_cannot_use(laurel, model, tmp_path) -> None:
     message = refused(laurel, ["all", "-m", str(model)])
     assert "no rows are named; add --data" in message
@@ -169,6 +176,7 @@ def test_what_all_cannot_use(laurel, model, tmp_path) -> None:
     assert "mixed.jsonl:2: the row has no 'prompt'" in message
 
 
+@pytest.mark.slow
 def test_accuracy_by_given_margins(laurel, model, tmp_path) -> None:
     rows = [{**row, "better": i % 4, "worse": 0} for i, row in enumerate(pair_rows())]
     data = write(tmp_path / "rows.jsonl", rows)

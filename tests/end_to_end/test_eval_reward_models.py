@@ -195,6 +195,7 @@ def test_what_else_the_scores_of_pairs_show(laurel, model, tmp_path) -> None:
     assert "nothing.jsonl" in missing.stderr
 
 
+@pytest.mark.slow
 def test_broken_rows_of_training_sets_are_counted_and_of_evaluations_refused(
     laurel, model, tmp_path
 ) -> None:
@@ -227,6 +228,7 @@ def test_broken_rows_of_training_sets_are_counted_and_of_evaluations_refused(
     assert "--prompt-key, --chosen-key and --rejected-key" in done.stderr
 
 
+@pytest.mark.slow
 def test_pairs_whose_columns_have_other_names(laurel, model, tmp_path) -> None:
     names = {"prompt": "Frage (user)", "chosen": "gut", "rejected": "schlecht"}
     rows = pair_rows()
@@ -239,6 +241,7 @@ def test_pairs_whose_columns_have_other_names(laurel, model, tmp_path) -> None:
     assert json.loads(done.stdout)["final"] == json.loads(usual.stdout)["final"]
 
 
+@pytest.mark.slow
 def test_members_noise_and_another_language(laurel, model, other_model, tmp_path) -> None:
     rows = pair_rows()
     data = write(tmp_path / "held_out.jsonl", rows)
@@ -283,6 +286,7 @@ def test_members_noise_and_another_language(laurel, model, other_model, tmp_path
     assert (absent.returncode, "absent" in absent.stderr) == (2, True), absent.stderr
 
 
+@pytest.mark.slow
 def test_a_running_server_scores_and_its_failures_are_counted(laurel, tmp_path) -> None:
     data = write(tmp_path / "rows.jsonl", pair_rows())
 
@@ -359,6 +363,7 @@ def test_rows_that_cannot_be_used(laurel, model, tmp_path, case) -> None:
         assert text in message
 
 
+@pytest.mark.slow
 def test_other_things_that_cannot_be_used(laurel, model, tmp_path) -> None:
     data = str(write(tmp_path / "rows.jsonl", GOOD))
     assert "no reward model is named" in refused(laurel, ["reward-bench", "-d", data])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from pyarrow import parquet
 
 from laurel.observe.loggers import read_metrics
@@ -13,6 +14,7 @@ from runs import ROOT, run, save_model, write_rows
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.slow
 def test_from_fine_tuning_to_a_reward_model(tmp_path: Path) -> None:
     """The policy of the one is that of the other; each reads its file from `examples/configs`."""
     demonstrations = write_rows(tmp_path / "demonstrations.jsonl", noisy_answers(24))

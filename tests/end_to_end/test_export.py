@@ -38,6 +38,7 @@ def export(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run(arguments, program=("-m", "laurel.cli.main", "export"))
 
 
+@pytest.mark.slow
 def test_lora_to_plain_transformers(trained: Path, tmp_path: Path) -> None:
     assert (trained / "best" / "adapter").is_dir()
     done = export("--model", str(trained), "--output", str(tmp_path / "out"))

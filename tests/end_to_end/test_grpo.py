@@ -177,6 +177,7 @@ def test_with_a_reward_model_that_laurel_trained(
     assert len(rewards) > 3
 
 
+@pytest.mark.slow
 def test_with_both_at_once_on_every_sample(tmp_path: Path, model: Path, reward_model: Path) -> None:
     parts = "[{env: matches, weight: 2.0}, {env: reward_model, weight: 0.5}]"
     grpo(
@@ -193,6 +194,7 @@ def test_with_both_at_once_on_every_sample(tmp_path: Path, model: Path, reward_m
     assert any(name.startswith("env/both/") for name in figures)
 
 
+@pytest.mark.slow
 def test_several_turns_with_an_environment_of_ones_own(tmp_path: Path, model: Path) -> None:
     done = grpo(
         grpo_settings(
@@ -333,6 +335,7 @@ def states(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return weights, load_file(checkpoint / "training" / "optimizer.safetensors")
 
 
+@pytest.mark.slow
 def test_a_step_without_signal_moves_nothing(tmp_path: Path, model: Path) -> None:
     grpo(
         grpo_settings(
@@ -492,6 +495,7 @@ def test_validation_may_be_greedy_and_does_not_depend_on_the_step(
     assert validated[0] == validated[1] == validated[2], "nothing was learned, so nothing changed"
 
 
+@pytest.mark.slow
 def test_d22_a_time_budget_ends_the_run_saved_and_in_time(tmp_path: Path, model: Path) -> None:
     started = time.time()
     done = grpo(

@@ -170,6 +170,15 @@ CASES: dict[str, tuple[list[str], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_parameters(
+    "environment",
+    "prompts longer than the limit",
+    "which reward model",
+    "reward model scores otherwise",
+    "stop token",
+    "no packing",
+    "optimizer",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_grpo_refuses(
     tmp_path: Path, warm: WarmCommand, places: dict[str, Path], case: str

@@ -80,6 +80,7 @@ def test_programs_are_judged_by_tests(tmp_path: Path, model: Path) -> None:
     assert "answer refused" in json.dumps(report)
 
 
+@pytest.mark.slow
 def test_the_recipe_begins(tmp_path: Path, model: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "code_cpu.yaml"
     changes = (

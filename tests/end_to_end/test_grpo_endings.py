@@ -51,6 +51,7 @@ def saves(directory: Path) -> list[str]:
 # --------------------------------------------------------------------------- rollouts ahead, signal
 
 
+@pytest.mark.slow
 def test_a_signal_does_not_wait_for_rollouts_that_run_ahead(tmp_path: Path, model: Path) -> None:
     """They hang; the run saves what it learned, and draws them again when it goes on."""
     changes = [
@@ -123,6 +124,7 @@ def test_dynamic_sampling_ends_when_all_epochs_are_used_up(
         assert after == before
 
 
+@pytest.mark.slow
 def test_more_epochs_go_on_from_tasks_that_were_used_up(tmp_path: Path, model: Path) -> None:
     changes = [*MATCHES, *DYNAMIC, *NO_VALIDATION, RARELY_SAVED, "grpo.max_num_steps=100"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"

@@ -73,6 +73,7 @@ def test_an_alarm_is_told_written_and_ends_the_run(tmp_path: Path, model: Path) 
     assert entries(tmp_path) == [entry], "it stays raised"
 
 
+@pytest.mark.slow
 def test_an_alarm_at_the_last_step_ends_nothing(tmp_path: Path, model: Path) -> None:
     done = grpo(
         grpo_settings(
@@ -83,6 +84,7 @@ def test_an_alarm_at_the_last_step_ends_nothing(tmp_path: Path, model: Path) -> 
     assert (done.outcome.ended, done.outcome.step) == ("finished", 2)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_gives_the_alarms_of_an_unbroken_one(tmp_path: Path, model: Path) -> None:
     """What was written after the checkpoint that the run goes on from is written again, once."""
     changes = [*MATCHES, *NO_VALIDATION, *NERVOUS, "loss_fn.reference_policy_kl_penalty=0.01"]
@@ -102,6 +104,7 @@ def test_a_resumed_run_gives_the_alarms_of_an_unbroken_one(tmp_path: Path, model
     assert saved[0] == saved[1]
 
 
+@pytest.mark.slow
 def test_alarms_change_nothing_that_is_learned(tmp_path: Path, model: Path) -> None:
     changes = [*MATCHES, "grpo.max_num_steps=4", RARELY_SAVED]
     watched, alone = tmp_path / "watched", tmp_path / "alone"
@@ -154,6 +157,7 @@ def test_a_rule_without_weight_is_measured_and_read(tmp_path: Path, model: Path)
         assert accuracy > 0.0
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_never_measured_is_told_once(tmp_path: Path, model: Path) -> None:
     done = grpo(
         grpo_settings(

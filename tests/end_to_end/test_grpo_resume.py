@@ -95,6 +95,9 @@ MANNERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_parameters(
+    "one step ahead", "adapters, one step ahead", "several updates", "dynamic sampling"
+)
 @pytest.mark.parametrize("manner", MANNERS)
 def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(
     tmp_path: Path, model: Path, manner: str
@@ -129,6 +132,7 @@ def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(
     assert behind == [min(s, staleness) for s in range(NUM_STEPS)]
 
 
+@pytest.mark.slow
 def test_rollouts_that_run_ahead_are_in_the_checkpoint_and_not_drawn_again(
     tmp_path: Path, model: Path
 ) -> None:
@@ -141,6 +145,7 @@ def test_rollouts_that_run_ahead_are_in_the_checkpoint_and_not_drawn_again(
     assert calls() == 3, "steps 4 and 5 were ahead; only the groups of step 6 were left to judge"
 
 
+@pytest.mark.slow
 def test_what_environments_noted_of_rollouts_that_run_ahead_is_in_the_checkpoint(
     tmp_path: Path, model: Path
 ) -> None:
@@ -164,6 +169,7 @@ def test_what_environments_noted_of_rollouts_that_run_ahead_is_in_the_checkpoint
     assert_same_runs(straight, broken, 2)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_first_rollouts_leaves_no_checkpoint(tmp_path: Path, model: Path) -> None:
     interrupt_at(1, where="judge")
     done = grpo(grpo_settings(tmp_path, model, *LENGTH))
@@ -189,6 +195,7 @@ def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path: Path, m
 TIRES = ("data.env_name=tires", "+env.custom.tires.name=policy_fakes.Tires")
 
 
+@pytest.mark.slow
 def test_what_environments_remember_knows_nothing_of_rollouts_that_were_given_up(
     tmp_path: Path, model: Path
 ) -> None:
@@ -204,6 +211,7 @@ def test_what_environments_remember_knows_nothing_of_rollouts_that_were_given_up
     assert_same_runs(straight, broken, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_learn_otherwise_because_it_is_validated(
     tmp_path: Path, model: Path
 ) -> None:
@@ -217,6 +225,7 @@ def test_a_run_does_not_learn_otherwise_because_it_is_validated(
     assert len(set(seen[0])) > 2
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_policy_from_nothing_is_the_same_when_a_run_goes_on(
     tmp_path: Path,
 ) -> None:
@@ -285,6 +294,7 @@ def test_kill_9_at_any_moment(tmp_path: Path, model: Path) -> None:
     assert_same_runs(straight, broken, 24)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_command_well_and_ctrl_c_with_130(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

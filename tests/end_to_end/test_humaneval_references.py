@@ -67,12 +67,16 @@ def job_of(task, code):
     )
 
 
+@pytest.mark.slow
 def test_known_solutions_pass(tasks, pool):
     results = pool.run([job_of(one, one["prompt"] + one["canonical_solution"]) for one in tasks])
     assert len(results) == 164
     assert {one.id: one for one in results if one.status is not Status.OK} == {}
 
 
+@pytest.mark.slow_parameters(
+    "an early end with success", "an end with success in the call", "nothing"
+)
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheats_do_not(tasks, pool, name):
     results = pool.run(

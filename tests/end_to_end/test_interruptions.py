@@ -62,6 +62,7 @@ def kill_in_a_save(process: subprocess.Popen[bytes], saves: Path) -> None:
         process.send_signal(signal.SIGCONT)  # it was too quick for us; the next save, then
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_and_in_the_middle_of_a_save(tmp_path: Path, straight: Path) -> None:
     overrides, saves = settings(tmp_path, *LONG), tmp_path / "saves"
     moments = random.Random()
@@ -86,6 +87,7 @@ def test_kill_9_at_any_moment_and_in_the_middle_of_a_save(tmp_path: Path, straig
     assert_equal_runs(straight, tmp_path, last=LONG_STEPS, same_validations=True)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends_well_and_the_run_goes_on(tmp_path: Path, straight: Path) -> None:
     overrides, saves = settings(tmp_path, *LONG), tmp_path / "saves"
     log = tmp_path / "log.txt"
@@ -140,6 +142,7 @@ def preempt_when(condition: Callable[[], bool], *, pause: float = 0.0) -> Iterat
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deaf")
 def test_preempted_again_and_again_at_any_moment(tmp_path: Path, straight: Path) -> None:
     """In steps, in validations, in saves: each time a little further, and never back."""
@@ -161,6 +164,7 @@ def test_preempted_again_and_again_at_any_moment(tmp_path: Path, straight: Path)
     assert_equal_runs(straight, tmp_path, last=LONG_STEPS, same_validations=True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_exits_130(tmp_path: Path) -> None:
     process = start(settings(tmp_path, *LONG), log=tmp_path / "log.txt")
     wait_until(lambda: last_step(tmp_path) >= 3, process)
@@ -172,6 +176,7 @@ def test_ctrl_c_saves_and_exits_130(tmp_path: Path) -> None:
     assert (tmp_path / "saves" / f"step_{last_step(tmp_path)}" / "MANIFEST.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_second_process_on_the_same_directory_is_refused_and_two_sigterms_end_at_once(
     tmp_path: Path,
 ) -> None:
@@ -227,6 +232,7 @@ def test_a_time_budget_ends_the_run_saved_and_in_time(
 # ------------------------------------------------------- a validation that a signal cuts short
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deaf")
 def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path: Path) -> None:
     """With seconds left, a run must save and not go on validating for minutes."""

@@ -82,6 +82,7 @@ def two_nodes(no_ray: None) -> Iterator[str]:
         nodes.shutdown()
 
 
+@pytest.mark.slow
 def test_reward_workers_are_on_all_nodes_and_one_that_is_killed_changes_nothing(
     tmp_path: Path,
     model: Path,
@@ -142,6 +143,7 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 def test_several_models_judge_from_slots_as_they_do_here(
     tmp_path: Path,

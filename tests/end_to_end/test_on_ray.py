@@ -69,6 +69,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", SPREAD.values(), ids=SPREAD)
 def test_a_reward_model_learns_the_same_spread(tmp_path: Path, here: Path, ways: str) -> None:
     finished = train(rm_settings(tmp_path, *ways))
@@ -79,6 +80,7 @@ def test_a_reward_model_learns_the_same_spread(tmp_path: Path, here: Path, ways:
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "saves" / "step_10")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(tmp_path: Path, here: Path) -> None:
     train(
         rm_settings(tmp_path, *SPREAD["dp 2"], "rm.max_num_steps=3", "checkpointing.save_period=3")
@@ -177,6 +179,7 @@ def grpo_here(tmp_path_factory: pytest.TempPathFactory, model: Path, judge: Path
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", ROLES.values(), ids=ROLES)
 def test_grpo_is_the_same_with_roles_of_their_own(
     tmp_path: Path,

@@ -91,6 +91,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow_parameters("gdpo")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_with_it_learns(name: str, tmp_path: Path, model: Path) -> None:
     changes = ["grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_end=false", *MATCHES]

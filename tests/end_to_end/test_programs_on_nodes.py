@@ -111,6 +111,7 @@ def running_below(group: NodeGroup) -> list[psutil.Process]:
     return below(group._pids[0], RUNNING)
 
 
+@pytest.mark.slow
 def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(
     pool: SandboxPool, groups: list[NodeGroup], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +138,7 @@ def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(
         wait_until(lambda pid=pid: is_gone(pid))
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_leaves_its_programs_to_the_other(
     pool: SandboxPool,
     groups: list[NodeGroup],
@@ -153,6 +155,7 @@ def test_a_node_that_is_lost_leaves_its_programs_to_the_other(
     wait_until(is_on_the_only_node)
 
 
+@pytest.mark.slow
 def test_an_actor_that_hangs_is_lost_and_ended(
     pool: SandboxPool, groups: list[NodeGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +174,7 @@ def test_an_actor_that_hangs_is_lost_and_ended(
         wait_until(lambda pid=pid: is_gone(pid))
 
 
+@pytest.mark.slow
 def test_closing_in_the_middle_of_everything_leaves_the_cluster_in_peace(
     pool: SandboxPool, groups: list[NodeGroup]
 ) -> None:
@@ -211,6 +215,7 @@ def run(directory: Path, model: Path, *changes: str) -> None:
     assert done.outcome.ended == "finished"
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cluster_has_the_rewards_of_one_in_process(
     tmp_path: Path, model: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_it_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "out.txt"
     saves = tmp_path / "saves"

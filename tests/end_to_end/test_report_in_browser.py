@@ -176,6 +176,7 @@ def test_on_a_phone_the_page_does_not_move_sideways(page: Page, width: int) -> N
     assert page.run(heading) in ('"step"', "attr(data-label)")
 
 
+@pytest.mark.slow
 def test_following_a_run_keeps_what_its_reader_was_doing(tab: Page, tmp_path: Path) -> None:
     run = reward_model_run(tmp_path / "exp_001", num_steps=30)
     # Many steps are to come: of a run that has ended, the page stops asking.

@@ -56,6 +56,16 @@ MANNERS = {
 }
 
 
+@pytest.mark.slow_parameters(
+    "attention dropout",
+    "hidden dropout",
+    "dropout recomputed",
+    "scheduler list",
+    "LoRA",
+    "bfloat16",
+    "padded rows",
+    "Adafactor",
+)
 @pytest.mark.parametrize("manner", MANNERS)
 def test_resumed_equals_uninterrupted(tmp_path: Path, manner: str) -> None:
     changes = ["rm.max_num_epochs=3", "checkpointing.keep_top_k=null", *MANNERS[manner]]
@@ -66,6 +76,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, manner: str) -> None:
     assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=12, common=(5, 10))
 
 
+@pytest.mark.slow_parameters("true")
 @pytest.mark.parametrize("lora", ["false", "true"])
 def test_a_model_that_was_loaded_goes_on_as_well(tmp_path: Path, lora: str) -> None:
     model = save_model(tmp_path / "model")
@@ -91,6 +102,7 @@ def test_the_comparison_sees_a_difference(tmp_path: Path) -> None:
         assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=8)
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_from_a_finished_one(tmp_path: Path) -> None:
     first = train(settings(tmp_path / "broken", "rm.max_num_epochs=1"))
     again = train(settings(tmp_path / "broken", "rm.max_num_epochs=1"))
@@ -137,6 +149,7 @@ def test_resume_never_refuses_a_used_directory(tmp_path: Path) -> None:
         train(settings(tmp_path, "checkpointing.resume=never"))
 
 
+@pytest.mark.slow
 def test_resume_required_refuses_an_empty_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no whole checkpoint to go on from"):
         train(settings(tmp_path, "checkpointing.resume=required"))
@@ -185,6 +198,7 @@ def test_a_checkpoint_without_optimizer_cannot_be_gone_on_from(tmp_path: Path) -
         train(settings(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_validation_that_is_missing_is_made_up_for(tmp_path: Path) -> None:
     """A checkpoint that was saved without the metric it is now to be ranked by gets it."""
     changes = ["rm.max_num_epochs=2", "checkpointing.keep_top_k=null"]
@@ -206,6 +220,7 @@ def test_a_validation_that_is_missing_is_made_up_for(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_moved_log_directory_starts_a_new_one(tmp_path: Path) -> None:
     train(settings(tmp_path, "rm.max_num_steps=2"))
     shutil.rmtree(tmp_path / "logs")

@@ -52,6 +52,7 @@ def test_a_replica_is_killed_in_mid_batch(servers):  # [1]
     assert streamed.counts["fault_connection"] > 0
 
 
+@pytest.mark.slow
 def test_all_but_one_are_killed(servers):  # [1]
     three = servers({}, {}, {})
     streamed = Streamed(three)
@@ -69,6 +70,7 @@ def test_a_replica_that_was_killed_comes_back_and_is_used(servers):  # [1]
     assert streamed.run() == RIGHT
 
 
+@pytest.mark.slow
 def test_all_are_down_for_a_while(servers):  # [14]
     both = servers({}, {})
     streamed = Streamed(both)
@@ -84,6 +86,7 @@ def test_all_are_down_for_a_while(servers):  # [14]
     assert streamed.run() == RIGHT
 
 
+@pytest.mark.slow
 def test_all_stay_down_until_the_deadline(servers):  # [15]
     both = servers({}, {})
     for server in both:
@@ -133,6 +136,7 @@ def test_a_replica_hangs(servers):  # [2]
     assert 0 < streamed.counts["fault_timeout"] <= 12, "one round of requests, and then none"
 
 
+@pytest.mark.slow
 def test_a_replica_hangs_and_hedging_does_not_wait_for_it(servers):  # [2]
     """Its attempts would take a minute each; nothing waits for the deadline of one."""
     three = servers({}, {}, {})
@@ -143,6 +147,7 @@ def test_a_replica_hangs_and_hedging_does_not_wait_for_it(servers):  # [2]
     assert "fault_timeout" not in streamed.counts
 
 
+@pytest.mark.slow
 def test_a_replica_that_hung_goes_on(servers):  # [2, 20]
     """Its answers come when others have given theirs; they are ignored."""
     three = servers({}, {}, {})
@@ -152,6 +157,7 @@ def test_a_replica_that_hung_goes_on(servers):  # [2, 20]
     assert streamed.run() == RIGHT
 
 
+@pytest.mark.slow
 def test_a_slow_tail(servers):  # [13]
     """One request of a hundred takes a hundred times as long."""
     tail = {"fault": "slow", "share": 0.01}
@@ -160,6 +166,7 @@ def test_a_slow_tail(servers):  # [13]
     assert streamed.counts["hedges"] > 0
 
 
+@pytest.mark.slow
 def test_one_replica_is_always_slow(servers):  # [13]
     slow, *fast = servers({"seconds": 1.0}, {}, {})
     streamed = Streamed([slow, *fast], hedge=True)
@@ -169,6 +176,20 @@ def test_one_replica_is_always_slow(servers):  # [13]
 # ------------------------------------------------------------------------------- wrong answers
 
 
+@pytest.mark.slow_parameters(
+    "infinite",
+    "null",
+    "text",
+    "bool",
+    "too few",
+    "too many",
+    "another group",
+    "another request",
+    "another version",
+    "html",
+    "half a body",
+    "nothing",
+)
 @pytest.mark.parametrize(
     "fault",
     ["500", "429", "NaN", "infinite", "null", "text", "bool", "too few", "too many",
@@ -181,6 +202,7 @@ def test_a_replica_answers_wrongly(servers, fault):  # [3, 5, 6, 7, 8, 10, 11]
     assert any(name.startswith("fault_") for name in streamed.counts)
 
 
+@pytest.mark.slow_parameters("429")
 @pytest.mark.parametrize("fault", ["500", "429", "half a body"])
 def test_every_replica_fails_three_times_in_ten(servers, fault):  # [5, 6]
     settings = [{"fault": fault, "share": 0.3, "seed": seed} for seed in range(3)]
@@ -192,6 +214,7 @@ def test_every_replica_fails_three_times_in_ten(servers, fault):  # [5, 6]
 # --------------------------------------------------------------------------------- other models
 
 
+@pytest.mark.slow
 def test_a_replica_has_the_wrong_version(servers):  # [11]
     wrong, right = servers({"version": "0", "weight": -1.0}, {})
     streamed = Streamed([wrong, right])
@@ -199,6 +222,7 @@ def test_a_replica_has_the_wrong_version(servers):  # [11]
     assert streamed.counts["fault_version"] > 0
 
 
+@pytest.mark.slow
 def test_a_server_is_restarted_with_another_model(servers):  # [11]
     one, other = servers({}, {})
     streamed = Streamed([one, other], version="")  # that of the first answer
@@ -211,6 +235,7 @@ def test_a_server_is_restarted_with_another_model(servers):  # [11]
     assert streamed.run() == RIGHT
 
 
+@pytest.mark.slow
 def test_a_server_is_restarted_with_another_model_under_the_same_version(servers):  # [12]
     one, other = servers({}, {})
     known = tuple(score.value for score in right_scores([Canary().group])[0])
@@ -225,6 +250,7 @@ def test_a_server_is_restarted_with_another_model_under_the_same_version(servers
     assert streamed.counts["fault_canary"] > 0
 
 
+@pytest.mark.slow
 def test_constant_scores_do_not_pass_the_canary(servers):  # [12]
     constant, right = servers({"weight": 0.0}, {})
     known = tuple(score.value for score in right_scores([Canary().group])[0])
@@ -236,6 +262,7 @@ def test_constant_scores_do_not_pass_the_canary(servers):  # [12]
 # -------------------------------------------------------------------------------------- other ends
 
 
+@pytest.mark.slow
 def test_a_rolling_restart(servers):  # [21, 22]
     """Each in turn is killed and started again while the others score: no request is lost."""
     three = servers({}, {}, {})
@@ -297,6 +324,7 @@ def restarting(servers):
         watching.join()
 
 
+@pytest.mark.slow
 def test_wall_clocks_jump(servers, monkeypatch):  # [28]
     jumps = iter(range(10**9))
     monkeypatch.setattr("time.time", lambda: 2e9 + 3600.0 * (-1) ** next(jumps))

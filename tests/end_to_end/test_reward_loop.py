@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping
@@ -80,6 +81,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_parameters("two replicas and a worker")
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 def test_rewards_and_losses_are_the_same(
     tmp_path: Path, model: Path, judge: Path, streamed: Path, ways: tuple[str, ...]
@@ -124,6 +126,7 @@ def flaky(judge: Path, *changes: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_failures_are_masked_and_counted_and_never_a_number(
     tmp_path: Path, model: Path, judge: Path
 ) -> None:
@@ -157,6 +160,7 @@ def test_too_large_a_share_of_failures_ends_the_run(
         grpo(grpo_settings(tmp_path, model, *PLAIN, *flaky(judge, many)))
 
 
+@pytest.mark.slow
 def test_when_nobody_is_left_who_renders_the_run_ends_and_says_why(
     tmp_path: Path, model: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +169,9 @@ def test_when_nobody_is_left_who_renders_the_run_ends_and_says_why(
     def kill_and_prepare(self: Preparers, groups: Any) -> Any:
         for group in self.groups:
             assert isinstance(group, SpawnedGroup)
-            os.kill(group._process.pid, signal.SIGKILL)
+            # Two threads may ask at once: what the other has just killed is gone already.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(group._process.pid, signal.SIGKILL)
         return prepare(self, groups)
 
     monkeypatch.setattr(Preparers, "prepare", kill_and_prepare)
@@ -184,6 +190,7 @@ ON_RAY = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "why"),
     [(signal.SIGKILL, "died in score"), (signal.SIGSTOP, "in score within 10 s")],

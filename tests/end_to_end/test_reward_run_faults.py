@@ -101,6 +101,7 @@ def running(overrides: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_with_its_router_ends_the_same_and_nothing_is_computed_twice(
     tmp_path: Path, model: Path
 ) -> None:  # [23]
@@ -149,6 +150,7 @@ def after_step(step: int, directory: Path, do: Callable[[], None]) -> threading.
     return thread
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_servers_that_die_and_come_back_and_ends_the_same(
     tmp_path: Path, model: Path
 ) -> None:  # [1, 14]
@@ -179,6 +181,7 @@ def test_a_run_waits_for_servers_that_die_and_come_back_and_ends_the_same(
     assert_same_runs(quiet, restless, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_a_run_whose_servers_stay_away_ends_and_can_be_gone_on_with(
     tmp_path: Path, model: Path
 ) -> None:  # [15]

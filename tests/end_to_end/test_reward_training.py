@@ -120,6 +120,9 @@ def test_what_a_checkpoint_says_of_itself(two_sets: Path) -> None:
     assert golden["messages"][0]["content"].startswith("question 1-")
 
 
+@pytest.mark.slow_parameters(
+    "validation-Lists_loss", "train_loss", "train_grad_norm", "checkpointing.metric_name=null"
+)
 @pytest.mark.parametrize(
     ("change", "key", "best"),
     [
@@ -271,6 +274,7 @@ def test_ties_are_learned_from(tmp_path: Path, kind: str) -> None:
     assert "tied pairs" in done.text
 
 
+@pytest.mark.slow
 def test_lists_of_four_are_learned_from(tmp_path: Path) -> None:
     words = ("awful", "weak", "solid", "superb")
     rows = [
@@ -336,6 +340,7 @@ def test_lora_trains_the_adapters_and_the_head_alone(tmp_path: Path) -> None:
     assert torch.equal(model.score.weight, late["score.weight"])
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_master_weights_and_head_in_float32(tmp_path: Path) -> None:
     done = train(settings(tmp_path, "policy.precision=bfloat16", "rm.max_num_epochs=4"))
     assert last(tmp_path, "validation-default/accuracy") >= 0.9
@@ -383,6 +388,7 @@ def test_the_form_of_the_seeds(tmp_path: Path) -> None:
     assert (tmp_path / "results" / "step_5" / "config.yaml").read_text(encoding="utf-8") == resolved
 
 
+@pytest.mark.slow
 def test_a_printed_configuration_reads_back_as_itself(tmp_path: Path) -> None:
     def printed(*arguments: str) -> str:
         result = run(arguments, program=["-m", "laurel.cli.main", "config"])

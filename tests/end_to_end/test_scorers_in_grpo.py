@@ -108,12 +108,14 @@ def answer_of(row: dict[str, Any]) -> int:
     return 1 + int(number) % 2
 
 
+@pytest.mark.slow
 def test_a_group_function_gets_every_group_whole(tmp_path: Path, model: Path) -> None:
     done = run(tmp_path, model, {"function": function_in(tmp_path, "ranks", group=True)})
     assert done.outcome.ended == "finished"
     assert metrics_of(tmp_path)[2]["train/num_failures"] == 0
 
 
+@pytest.mark.slow
 def test_failures_of_a_function_are_left_out_and_counted(tmp_path: Path, model: Path) -> None:
     rewards = {"function": function_in(tmp_path, "waited")}
     run(tmp_path, model, rewards, "env.max_failed_share=1.0")
@@ -166,6 +168,7 @@ def test_servers_give_the_run_that_the_model_gives(
 # ------------------------------------------------------------------------------------------- judge
 
 
+@pytest.mark.slow
 def test_a_judge_gives_the_rewards(tmp_path: Path, model: Path) -> None:
     def say(asked: Any) -> str:
         response, _, known = question(asked).partition("|known:")
@@ -187,6 +190,7 @@ def test_a_judge_gives_the_rewards(tmp_path: Path, model: Path) -> None:
 # ----------------------------------------------------------------------------------------- several
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [True, False])
 def test_two_models_give_the_rewards(
     tmp_path: Path, model: Path, reward_models: dict[str, str], loop: bool

@@ -51,6 +51,7 @@ def run(directory: Path, models: tuple[Path, Path], *changes: str) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_colocated_on_one_node(tmp_path: Path, models: tuple[Path, Path], no_ray: None) -> None:
     text = run(tmp_path, models, *COLOCATED)
     assert "policy: node 0, slots 0-3" in text
@@ -58,6 +59,7 @@ def test_colocated_on_one_node(tmp_path: Path, models: tuple[Path, Path], no_ray
     assert "reward_model: node 0, slots 4-7" in text
 
 
+@pytest.mark.slow
 def test_not_colocated_on_two_nodes(
     tmp_path: Path, models: tuple[Path, Path], no_ray: None
 ) -> None:

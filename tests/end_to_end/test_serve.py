@@ -174,6 +174,7 @@ def test_a_model_its_scores_and_another_one(models, tmp_path):
         assert server.ask("/v1/score", asked)[0] == 409
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_give_its_golden_scores_never_becomes_ready(tmp_path):
     directory = tmp_path / "rm"
     write_model(small_model(), directory)
@@ -190,6 +191,7 @@ def test_a_model_that_does_not_give_its_golden_scores_never_becomes_ready(tmp_pa
 # ------------------------------------------------------------------------------------ under load
 
 
+@pytest.mark.slow
 def test_a_burst_of_20_000_requests_into_a_queue_of_2_000(models, tmp_path):
     bodies = [
         json.dumps(request_of(f"q{i}", [f"answer {j} to {i}" for j in range(8)])).encode()
@@ -211,6 +213,7 @@ def test_a_burst_of_20_000_requests_into_a_queue_of_2_000(models, tmp_path):
         assert server.end() == 0
 
 
+@pytest.mark.slow_parameters("2")
 @pytest.mark.parametrize("replicas", ["1", "2"])
 def test_nothing_that_was_accepted_is_lost_by_sigterm(tmp_path, replicas):
     arguments = ("--null", "--replicas", replicas, "--access-log", str(tmp_path / "log"))
@@ -227,6 +230,7 @@ def test_nothing_that_was_accepted_is_lost_by_sigterm(tmp_path, replicas):
         assert "everything that was accepted was answered" in server.said()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(models, tmp_path):
     with Serving(tmp_path, "--model", str(models[0]), "--drain-seconds", "600").ready() as server:
         load = Load(server, 3000, connections=200)
@@ -260,6 +264,7 @@ def test_full_disks_and_closed_readers_stop_nothing(tmp_path):
 # ------------------------------------------------------------------------------------- replicas
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_killed_loses_nothing_and_comes_back(tmp_path):
     arguments = ("--null", "--replicas", "2", "--access-log", "none")
     with Serving(tmp_path, *arguments).ready() as server:
@@ -300,6 +305,7 @@ def test_a_front_that_is_killed_leaves_no_orphans(tmp_path):
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_replicas_of_a_model_score_as_one_and_change_together(models, tmp_path):
     first, second = models
     with Serving(tmp_path, "--model", str(first), "--replicas", "2").ready() as server:

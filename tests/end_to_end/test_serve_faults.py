@@ -82,6 +82,7 @@ def null_scores(groups) -> list[tuple[Score, ...]]:
     return null.score_tokens([tokens for tokens, _ in null.prepare(groups)])
 
 
+@pytest.mark.slow
 def test_laurel_serve_is_killed_and_comes_back(three_served):  # [1]
     one, other, last = three_served
     streamed = Streamed(three_served, version="", api_key=KEY)
@@ -93,6 +94,7 @@ def test_laurel_serve_is_killed_and_comes_back(three_served):  # [1]
     assert streamed.counts["fault_connection"] > 0
 
 
+@pytest.mark.slow
 def test_laurel_serve_is_asked_to_end_under_load(three_served):  # [21]
     """SIGTERM: what it has is answered, the rest goes elsewhere, and it ends well."""
     codes = []
@@ -107,6 +109,7 @@ def test_laurel_serve_is_asked_to_end_under_load(three_served):  # [21]
     assert codes == [0]
 
 
+@pytest.mark.slow
 def test_the_front_of_replicas_is_killed_and_started_again():
     """It holds the router. Whoever asks asks again until there is another one at its address."""
     with ServedProcess("--replicas", "2") as front:
@@ -123,6 +126,7 @@ def test_the_front_of_replicas_is_killed_and_started_again():
         assert streamed.counts["fault_connection"] > 0
 
 
+@pytest.mark.slow
 def test_laurel_serve_hangs(three_served):  # [2]
     streamed = Streamed(three_served, version="", api_key=KEY, hedge=True, attempt_timeout=60.0)
     streamed.after(100, lambda: three_served[0].process.send_signal(signal.SIGSTOP))

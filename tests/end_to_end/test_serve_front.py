@@ -63,6 +63,7 @@ def until(true, *, seconds=60):
 # ------------------------------------------------------------------------------- asked once more
 
 
+@pytest.mark.slow
 def test_a_request_that_is_sent_again_is_computed_once_and_the_same_after_a_kill(tmp_path):  # [19]
     """The front holds the router; a client that lost its connection asks under the same id."""
     said = ("--null", "--replicas", "2", *QUIET)
@@ -86,6 +87,7 @@ def test_a_request_that_is_sent_again_is_computed_once_and_the_same_after_a_kill
 # ------------------------------------------------------------------------------ clients that leave
 
 
+@pytest.mark.slow
 def test_clients_that_leave_take_their_requests_along(models, tmp_path):
     long = " ".join(f"word {i}" for i in range(100))
     named = [{"request_id": str(i)} if i % 2 else {} for i in range(150)]
@@ -134,6 +136,7 @@ def test_clients_that_leave_take_their_requests_along(models, tmp_path):
 # ---------------------------------------------------------------------------- states under requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", ["1", "2"])
 def test_sleep_in_the_middle_of_requests_loses_none(tmp_path, replicas):
     with Serving(tmp_path, "--null", "--replicas", replicas, *QUIET).ready() as server:
@@ -153,6 +156,7 @@ def test_sleep_in_the_middle_of_requests_loses_none(tmp_path, replicas):
         assert streamed.counts["fault_busy"] > 0
 
 
+@pytest.mark.slow
 def test_every_answer_under_a_change_of_the_model_is_of_the_version_it_names(
     models, tmp_path
 ):  # [30]

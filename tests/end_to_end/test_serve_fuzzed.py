@@ -41,6 +41,14 @@ def description():
     return schemathesis.openapi.from_dict(DESCRIPTION)
 
 
+@pytest.mark.slow_parameters(
+    "/classify-post",
+    "/v1/embeddings-post",
+    "/v1/score-post",
+    "/get_reward-post-negative",
+    "/remote_rm-post-negative",
+    "/admin/load-post",
+)
 @pytest.mark.parametrize(("path", "method", "mode"), OPERATIONS)
 def test_no_request_makes_the_server_fail(running, description, path, method, mode):
     modes = schemathesis.GenerationMode

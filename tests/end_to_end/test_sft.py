@@ -31,6 +31,7 @@ def answer(directory: Path, question: str) -> str:
     return str(said)
 
 
+@pytest.mark.slow_parameters("adapters")
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
 def test_it_learns_to_answer_and_to_stop(tmp_path: Path, lora: bool) -> None:
     write_rows(tmp_path / "demonstrations.jsonl", ROWS * 4)

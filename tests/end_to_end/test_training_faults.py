@@ -30,6 +30,7 @@ BY_MARGIN = ("rm.loss.use_margin=true", "data.margin_key=margin", "data.shuffle=
              "checkpointing.keep_top_k=null")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_bad_step_is_not_applied_and_its_rows_are_kept(tmp_path: Path) -> None:
     rows = rows_with_margins(tmp_path / "rows.jsonl", 17, 20)  # both in step 3
     done = train(settings(tmp_path, *BY_MARGIN, "rm.max_bad_steps=2", rows=rows))
@@ -53,6 +54,7 @@ def test_a_bad_step_is_not_applied_and_its_rows_are_kept(tmp_path: Path) -> None
     assert f"step 3 not applied: the loss is inf. Its rows are in {kept}" in done.text
 
 
+@pytest.mark.slow
 def test_too_many_bad_steps_end_the_run_and_name_the_rows(tmp_path: Path) -> None:
     rows = rows_with_margins(tmp_path / "rows.jsonl", 8, 16, 24)  # steps 2, 3, 4
     overrides = settings(tmp_path, *BY_MARGIN, "rm.max_bad_steps=3", rows=rows)
@@ -72,6 +74,7 @@ def test_too_many_bad_steps_end_the_run_and_name_the_rows(tmp_path: Path) -> Non
         train(overrides)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_never_the_best_nor_saved(tmp_path: Path) -> None:
     """The rate jumps at step 3 and the weights with it: they score NaN."""
     changes = [
@@ -94,6 +97,7 @@ def test_what_is_not_finite_is_never_the_best_nor_saved(tmp_path: Path) -> None:
     assert series(tmp_path, "train/bad_steps_in_a_row") == {1: 0, 2: 0, 3: 0, 4: 1}
 
 
+@pytest.mark.slow
 def test_a_validation_that_gives_no_figure_does_not_rank(tmp_path: Path) -> None:
     """Its loss is infinite: neither 0.0 nor an older figure may stand in for it."""
     rows = rows_with_margins(tmp_path / "rows.jsonl")
@@ -127,6 +131,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_background", ["false", "true"])
 def test_a_full_disk_costs_no_checkpoint_and_does_not_end_the_run(
     tmp_path: Path, small_disk: Path, in_background: str

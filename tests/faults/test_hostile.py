@@ -58,6 +58,15 @@ def place(request, world):
     assert left == []
 
 
+@pytest.mark.slow_parameters(
+    "Tier.NO_NAMESPACES",
+    "Tier.SECCOMP_ONLY",
+    "Tier.NO_LANDLOCK",
+    "c_add_call",
+    "r_nested",
+    "r_zip",
+    "r_compile",
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_held(name, place, world):
     tier, zygote = place
@@ -86,6 +95,7 @@ def test_the_suite_sees_an_escape(world):
     assert seen["n_abstract"] == "outside there was a named socket"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("like_docker", [False, True])
 def test_it_is_held_as_another_account(like_docker):
     """An ordinary user, with and without the right to namespaces."""

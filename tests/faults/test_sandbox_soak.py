@@ -106,6 +106,7 @@ def traces(scratch):
     }
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_many_programs(tmp_path):
     found = detect()
     if found.tier is None or "seccomp" not in found.tier.layers:

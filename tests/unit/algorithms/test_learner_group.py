@@ -18,6 +18,8 @@ from laurel.distributed.reservations import Resources
 from laurel.errors import WorkerError
 from process_group import ProcessGroup
 
+pytestmark = pytest.mark.slow_parameters("dp_shard=2 tp=2", "cp=2", "tp=2", "dp_replicate=2")
+
 SIZES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2}, {"cp": 2}]
 
 
@@ -229,6 +231,7 @@ def rewards(tmp_path_factory):
     return work.write("reward", tmp_path_factory.mktemp("rewards"))
 
 
+@pytest.mark.slow
 def test_ranks_that_are_actors_of_ray_compute_the_same(small_cluster, rewards):
     wanted = work.played("reward", work.local("reward", rewards))
     ray_group = pytest.importorskip("laurel.distributed.ray_group", exc_type=ImportError)
@@ -250,6 +253,7 @@ def test_ranks_that_are_actors_of_ray_compute_the_same(small_cluster, rewards):
 # ----------------------------------------------------------------------------------------- adapters
 
 
+@pytest.mark.slow_parameters("tp")
 @pytest.mark.parametrize("sizes", SIZES[:2], ids=["dp", "tp"])
 def test_adapters_learn_and_the_reference_leaves_them_out(sizes, tmp_path):
     pytest.importorskip("peft")
@@ -311,6 +315,7 @@ def test_a_gradient_that_is_no_number_on_one_rank_moves_nothing_on_any(pair):
     assert learner.update(batch, work.loss("reward")).failure is None
 
 
+@pytest.mark.slow
 def test_a_batch_that_teaches_nothing_moves_nothing(pair):
     learner = pair()
     before = work.asked(learner, 3)
@@ -331,6 +336,7 @@ def test_a_rank_that_fails_is_named_and_the_group_ended(pair):
         work.asked(learner, 1)
 
 
+@pytest.mark.slow
 def test_a_deadline_of_the_group_holds_for_the_learner(rewards):
     group = partial(ProcessGroup, "policy", 2, limit=30.0)
     learner = work.grouped("reward", rewards, group, {"dp_shard": 2})
@@ -364,6 +370,7 @@ def test_weights_that_are_gathered_in_bfloat16_are_checked_all_the_same(pair, re
     assert update.failure is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
 def test_optimizers_that_torch_cannot_spread_are_refused(pair, name):
     optimizer = NamedCall(name=f"torch.optim.{name}")

@@ -22,6 +22,7 @@ def alive() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == NAME]
 
 
+@pytest.mark.slow
 def test_a_thread_holds_nothing_of_what_it_called_and_ends_with_close() -> None:
     """What it let go of while Python ends would abort the process, where it is a tensor."""
     threads = PatientThreads(2, name=NAME)

@@ -88,6 +88,7 @@ def test_plain_transformers_gives_the_scores_of_the_checkpoint(checkpoint, expor
     assert leftovers(out.parent) == []
 
 
+@pytest.mark.slow
 def test_a_model_is_written_in_bfloat16(checkpoint, export):
     out, said = export(checkpoint, dtype="bfloat16")
     weights = load_file(out / "model.safetensors")
@@ -98,6 +99,7 @@ def test_a_model_is_written_in_bfloat16(checkpoint, export):
     assert plain_scores(out) == pytest.approx(laurel_scores(checkpoint), abs=0.1)
 
 
+@pytest.mark.slow
 def test_of_a_run_its_best_checkpoint_or_the_step_that_is_named(tmp_path, export):
     run = write_run(tmp_path / "run", {1: 0.9, 2: 0.5})
     best, _ = export(run, tmp_path / "best")
@@ -109,6 +111,7 @@ def test_of_a_run_its_best_checkpoint_or_the_step_that_is_named(tmp_path, export
         export(run, tmp_path / "third", step=3)
 
 
+@pytest.mark.slow
 def test_golden_conversations_can_stay_at_home(checkpoint, export):
     out, _ = export(checkpoint, without_conversations=True)
     before = json.loads((checkpoint / "scoring.json").read_text(encoding="utf-8"))["golden"]
@@ -117,6 +120,7 @@ def test_golden_conversations_can_stay_at_home(checkpoint, export):
     assert not {str(g["messages"]) for g in before} & {str(g["messages"]) for g in after}
 
 
+@pytest.mark.slow
 def test_a_model_of_another_program_gets_a_contract(tmp_path, export):
     foreign = write_foreign_model(tmp_path / "foreign")
     out, said = export(foreign)
@@ -166,6 +170,7 @@ def test_a_policy_is_a_causal_language_model(tmp_path, export, dtype):
 # ---------------------------------------------------------------------------------- the self-test
 
 
+@pytest.mark.slow
 def test_a_directory_that_pools_another_token_is_not_kept(
     checkpoint, export, monkeypatch, tmp_path
 ):
@@ -188,6 +193,7 @@ def test_a_directory_that_pools_another_token_is_not_kept(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_directory_with_a_weight_missing_is_not_kept(checkpoint, export, monkeypatch, tmp_path):
     save = reward_module.save_reward_model
 
@@ -346,6 +352,7 @@ class Hub:
         self._take("upload_folder", repo_id=repo_id, files=files)
 
 
+@pytest.mark.slow
 def test_it_goes_to_the_hub_once_it_is_whole(checkpoint, export):
     hub = Hub()
     out, said = export(checkpoint, hub=hub, push_to_hub="someone/rm", private=True)
@@ -367,6 +374,7 @@ def test_without_a_login_nothing_is_begun(checkpoint, export, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_hub_that_refuses_leaves_what_was_written(checkpoint, export, tmp_path):
     with pytest.raises(DataError, match=r"is written, but could not be brought.*hf upload"):
         export(checkpoint, hub=Hub(refuses=["upload_folder"]), push_to_hub="someone/rm")

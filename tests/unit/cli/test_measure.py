@@ -40,6 +40,7 @@ def config_of(tmp_path: Path, *more: str) -> GRPORun:
     return load_config(GRPORun, None, [*SETTINGS, f"data.train_data_path={path}", *more]).config
 
 
+@pytest.mark.slow
 def test_every_validation_task_is_answered_and_judged(tmp_path: Path) -> None:
     config = config_of(tmp_path, f"data.val_data_path={tmp_path / 'tasks.jsonl'}")
     console = Console(file=io.StringIO())

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys
 from laurel.cli.main import main
@@ -21,6 +23,7 @@ print(json.loads("1"))
 """
 
 
+@pytest.mark.slow
 def test_a_module_in_the_working_directory_is_found_and_hides_none(tmp_path: Path) -> None:
     (tmp_path / "mine_alone.py").write_text("class Judge: pass\n")
     (tmp_path / "json.py").write_text("raise ImportError('the wrong json')\n")

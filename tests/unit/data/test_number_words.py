@@ -45,6 +45,7 @@ def test_the_split_is_complete_and_does_not_overlap() -> None:
     assert kept | held_out == set(range(100, 1000))
 
 
+@pytest.mark.slow
 def test_no_training_row_is_about_a_held_out_number() -> None:
     held_out = {in_words(number) for number in numbers(held_out=True)}
     asked = [row["input"] for row in prompts(500, seed=3)]
@@ -75,6 +76,7 @@ def wrong_digits(row: dict[str, list[dict[str, str]]]) -> int:
     return sum(a != b for a, b in zip(shown, by_words[words], strict=True))
 
 
+@pytest.mark.slow
 def test_demonstrations_are_wrong_in_one_digit_as_often_as_said() -> None:
     wrong = [wrong_digits(row) for row in demonstrations(2000, seed=0, share_wrong=0.5)]
     assert set(wrong) == {0, 1}

@@ -15,6 +15,7 @@ from laurel.data.preferences import hold_out
 Loader = Callable[..., Any]
 
 
+@pytest.mark.slow
 def test_ukp_is_read_whole_and_its_longer_arguments_win(load: Loader, real_data: Path) -> None:
     train, report = load(real_data / "ukp_convarg1/train.jsonl.gz", duplicates="keep")
     assert (len(train), report.num_read, report.num_dropped) == (8589, 8589, 0)
@@ -29,6 +30,7 @@ def test_ukp_is_read_whole_and_its_longer_arguments_win(load: Loader, real_data:
     assert {p.group.prompt for p in kept}.isdisjoint(p.group.prompt for p in held_out)
 
 
+@pytest.mark.slow
 def test_ukp_repeats_some_rows(load: Loader, real_data: Path) -> None:
     path = real_data / "ukp_convarg1/train.jsonl.gz"
     train, report = load(path)
@@ -50,6 +52,7 @@ def test_hh_transcripts_parse_but_for_the_thirteen_known(load: Loader, real_data
     assert report.longer_wins_share == pytest.approx(0.44, abs=0.01)
 
 
+@pytest.mark.slow
 def test_hh_transcripts_say_what_the_converted_rows_say(load: Loader, real_data: Path) -> None:
     folder = real_data / "hh_rlhf_harmless"
     raw, _ = load(folder / "raw_verbatim.jsonl.gz", on_bad_row="skip")

@@ -62,6 +62,7 @@ def test_the_seed_decides():
     assert first != other
 
 
+@pytest.mark.slow
 def test_as_tasks():
     name = "laurel.data.synthetic_code.FunctionTasks"
     sets = [TaskSetConfig(dataset_name=name, processor="code_data_processor", split="validation")]

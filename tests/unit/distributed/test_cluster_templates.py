@@ -93,6 +93,7 @@ def ended(process: subprocess.Popen[str], job: dict[str, str]) -> tuple[int, str
     return process.returncode, said, Path(job["CALLS"]).read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_a_job_of_two_nodes_trains_on_both_and_leaves_nothing(
     make_job: Any, tmp_path: Path
 ) -> None:
@@ -159,6 +160,7 @@ def test_only_what_may_go_better_goes_back_into_the_queue(
     assert (f"goes back into the queue (restart {restarts + 1})" in said) == goes_back
 
 
+@pytest.mark.slow
 def test_the_warning_before_the_time_is_up_reaches_the_run_once(make_job: Any) -> None:
     job = make_job(laurel=ENDING, ray=RAY) | {"WAITS": "1"}
     process, calls, deadline = submit(job), Path(job["CALLS"]), time.monotonic() + 60

@@ -86,6 +86,7 @@ LABELS = st.frozensets(st.sampled_from("ab"))
 NODES = st.lists(st.tuples(st.integers(0, 3), LABELS), max_size=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(NODES, NODES)
 def test_as_many_needs_are_met_as_trying_every_way_finds(
@@ -239,6 +240,7 @@ def test_nodes_that_are_still_joining_are_waited_for() -> None:
 # ------------------------------------------------------------------------------------ real clusters
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_ray")
 def test_a_cluster_of_our_own_has_a_slot_for_every_rank_however_few_cores() -> None:
     config = run("cluster.gpus_per_node=6", "cluster.device=cpu",
@@ -261,6 +263,7 @@ def test_a_cluster_of_our_own_has_a_slot_for_every_rank_however_few_cores() -> N
         roles["policy"].release()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_ray")
 def test_the_slots_of_a_node_are_its_gpus_in_their_order() -> None:
     """Ray gives numbers of GPUs out without looking whether there are any."""

@@ -338,6 +338,7 @@ def runs(draw: st.DrawFn) -> GRPORun:
 BASE = GRPORun()
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(runs())
 def test_no_slot_is_given_out_more_than_once_and_none_that_is_not_there(config: GRPORun) -> None:
@@ -379,6 +380,7 @@ def _as_asked(
         assert len(slots) == wish.slots * len(nodes)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(runs())
 def test_a_change_that_is_named_mends_its_misfit_and_breaks_nothing(config: GRPORun) -> None:

@@ -35,6 +35,7 @@ print(held() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
 def test_what_is_freed_goes_back_to_the_system() -> None:
     kept = {

@@ -91,6 +91,7 @@ def test_what_goes_wrong_keeps_its_class():
     assert get(actor.add.remote()) == 1, "it goes on"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_made_says_so_at_every_call_and_can_be_shut_down():
     actor = ray_actor.ActorMaker(Counter).remote(0, step=0)
     lengths = []
@@ -135,6 +136,7 @@ class Lengths(EnvironmentInterface):
         return batch, {}
 
 
+@pytest.mark.slow
 def test_your_own_environment_is_found_where_ray_does_not_look():
     """Of where this process looks for modules, Ray tells others two folders."""
     environment = Lengths.remote()
@@ -171,6 +173,7 @@ def actor_process():
     raise AssertionError("there is no actor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["shutdown", "forgotten", "ray.kill", "kill -9"])
 def test_no_process_is_left(end):
     environment = MathEnvironment.remote({"num_workers": 2})
@@ -192,6 +195,7 @@ def test_no_process_is_left(end):
     assert gone([actor, *children])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["ends", "kill -9"])
 def test_without_a_cluster_one_is_started_and_ends_with_the_process(end):
     program = (

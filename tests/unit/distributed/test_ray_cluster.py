@@ -47,6 +47,7 @@ def mapped():
     return {Path(path).name for path in found if path.startswith("/dev/shm/")}
 
 
+@pytest.mark.slow
 def test_reservations_of_a_cluster_and_what_it_leaves():
     memory, children = shared_memory(), set(psutil.Process().children(recursive=True))
     handler = signal.getsignal(signal.SIGTERM)
@@ -145,6 +146,7 @@ def _listening(processes):
     return ports
 
 
+@pytest.mark.slow
 def test_workers_and_servers_end_with_a_parent_that_is_killed():
     # Ray's two agents, which hold neither slots nor memory, go on looking for their dead server for
     # up to a minute; they are not waited for here, and ended by the test.
@@ -186,6 +188,7 @@ def test_workers_and_servers_end_with_a_parent_that_is_killed():
         subprocess.run(["rm", "-rf", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost():
     from ray.cluster_utils import Cluster
 
@@ -217,6 +220,7 @@ def test_an_address_where_nobody_answers():
         ray_cluster.RayCluster("127.0.0.1:1")
 
 
+@pytest.mark.slow
 def test_a_cluster_outlives_the_thread_that_started_it():
     children, started = set(psutil.Process().children(recursive=True)), []
     thread = threading.Thread(
@@ -242,6 +246,7 @@ def test_a_cluster_outlives_the_thread_that_started_it():
             assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_whoever_asks_after_the_end_starts_no_other_cluster():
     with ray_cluster.RayCluster(cpus=1, gpus=0, object_store_bytes=STORE) as cluster:
         assert len(cluster.nodes()) == 1

@@ -29,6 +29,7 @@ class Worker:
         return one + other
 
 
+@pytest.mark.slow
 def test_an_answer_that_cannot_be_read_is_the_failure_of_its_call_alone():
     group = SpawnedGroup("tester", Worker, limit=30.0)
     try:
@@ -39,6 +40,7 @@ def test_an_answer_that_cannot_be_read_is_the_failure_of_its_call_alone():
         group.shutdown()
 
 
+@pytest.mark.slow
 def test_a_call_after_the_end_of_the_pipe_was_seen_does_not_wait(monkeypatch):
     group = SpawnedGroup("tester", Worker, limit=10.0)
     try:

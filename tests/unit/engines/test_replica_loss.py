@@ -112,6 +112,7 @@ def near_the_draw(policy, prompt_ids, ids, seed):
     return set(range(first, last + 1))
 
 
+@pytest.mark.slow
 def test_what_lies_on_an_edge_is_seldom_and_found(setup):
     """Nearly every draw leaves no choice, and it is the engine's."""
     policy, _, _ = setup
@@ -157,6 +158,7 @@ def train(policy, seed):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
 
+@pytest.mark.slow
 def test_a_killed_replica_costs_time_and_nothing_else(cluster, setup):
     policy, _, _ = setup
     with replicas_of(cluster, setup, 2) as (generator, pids, said):
@@ -185,6 +187,7 @@ def test_a_killed_replica_costs_time_and_nothing_else(cluster, setup):
     assert not any(map(psutil.pid_exists, living))
 
 
+@pytest.mark.slow
 def test_the_only_replica_comes_back_with_the_weights_of_the_day(cluster, setup):
     policy, _, _ = setup
     weights = Weights(version=3, tensors=policy.named_weights)

@@ -77,6 +77,7 @@ def test_places_are_filled_again_at_once():
     assert seen == [5, 4, 4, 3, 1]
 
 
+@pytest.mark.slow
 def test_the_same_requests_give_the_same_bits():
     policy, _ = policy_and_tokenizer()
     results = []
@@ -162,6 +163,7 @@ def test_training_goes_on_after_generation():
         assert all(p.grad is not None for p in policy.parameters())
 
 
+@pytest.mark.slow
 def test_weights_that_change_under_a_request_are_an_error():
     policy, _ = policy_and_tokenizer()
 

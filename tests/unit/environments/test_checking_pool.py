@@ -85,6 +85,7 @@ def test_d16_an_endless_answer_ends_at_its_limit_and_harms_no_neighbour(pool):
     assert time.monotonic() - begun < BATCH_LIMIT
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_the_middle_is_replaced_and_its_answer_checked_again():
     pool = CheckingPool(num_workers=1, timeout_seconds=5.0)
     try:
@@ -101,6 +102,7 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_its_answer_checked_again(
         pool.close()
 
 
+@pytest.mark.slow
 def test_an_answer_that_kills_two_processes_is_an_error_not_a_zero():
     pool = CheckingPool(num_workers=1, timeout_seconds=BATCH_LIMIT)
     try:
@@ -134,6 +136,7 @@ def test_a_killed_zygote_is_replaced():
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_process_is_replaced_after_its_share_of_answers():
     pool = CheckingPool(num_workers=1, timeout_seconds=BATCH_LIMIT, items_of_a_life=2)
     try:
@@ -156,6 +159,7 @@ def test_memory_is_limited(pool):
         assert line.split()[3] == str(2 << 30)
 
 
+@pytest.mark.slow
 def test_a_process_knows_no_secret_of_ours(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "secret")
     pool = CheckingPool(num_workers=1, timeout_seconds=3.0)
@@ -174,6 +178,7 @@ def test_at_most_one_process_per_core():
     pool.close()
 
 
+@pytest.mark.slow
 def test_closing_leaves_no_process_and_fails_what_is_under_way():
     pool = CheckingPool(num_workers=2, timeout_seconds=60.0)
     futures = [pool.submit(question(HANG)) for _ in range(4)]
@@ -189,6 +194,7 @@ def test_closing_leaves_no_process_and_fails_what_is_under_way():
         pool.submit(question("4"))
 
 
+@pytest.mark.slow
 def test_a_forgotten_pool_takes_its_processes_with_it():
     pool = CheckingPool(num_workers=1, timeout_seconds=3.0)
     verdict_of(pool, r"\sqrt{16}")
@@ -211,6 +217,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 def test_processes_die_with_a_killed_owner_even_in_the_middle_of_an_answer():
     owner = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     with owner:
@@ -221,6 +228,7 @@ def test_processes_die_with_a_killed_owner_even_in_the_middle_of_an_answer():
     wait_until(lambda: all(map(is_gone, processes)))
 
 
+@pytest.mark.slow
 def test_an_alarm_of_the_caller_survives():
     rung = []
     before = signal.signal(signal.SIGALRM, lambda *_: rung.append(True))
@@ -300,6 +308,7 @@ def test_equal_answers_are_checked_once_and_remembered(checker):
     assert again == found[0]
 
 
+@pytest.mark.slow
 def test_a_timeout_is_not_remembered(checker):
     text = r"\boxed{\binom{1000000000}{500000000}}"
     (first,) = checker.check([text], ["4"])
@@ -316,6 +325,7 @@ def test_a_known_answer_that_cannot_be_used_is_an_error(checker, gold):
     assert checked.reason
 
 
+@pytest.mark.slow_parameters("\\x00", "a\\ud83d", "\\\\boxed{\\ud800+1}", "text4")
 @pytest.mark.parametrize("text", ["\ud800", "\x00", "a\ud83d", "\\boxed{\ud800+1}", "☃" * 3_000])
 def test_odd_characters_do_no_harm(checker, text):
     first, second = checker.check([text, r"\boxed{\sqrt{16}}"], ["4", "4"])

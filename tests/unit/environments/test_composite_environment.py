@@ -256,6 +256,7 @@ def test_the_name_of_a_part_is_not_said_twice():
     assert figures["reward_model/mean"] == 1.0
 
 
+@pytest.mark.slow
 def test_math_as_a_gate_still_reports_its_accuracy():
     with composite(
         [{"env": "length", "weight": 0.1}, {"env": "math", "gate": 1.0}],
@@ -343,6 +344,7 @@ def test_a_part_may_not_be_called_gate_where_there_is_one():
         composite([{"env": "gate"}, {"env": "x", "gate": 0.5}], environments)
 
 
+@pytest.mark.slow
 def test_a_part_that_never_comes_back_keeps_no_process_from_ending():
     program = """
 import threading, time

@@ -158,6 +158,7 @@ def test_servers_that_take_rendered_text_get_that_of_the_model(models, scorers, 
     assert any("golden scores agree with http://127.0.0.1" in line for line in said)
 
 
+@pytest.mark.slow
 def test_workers_render_for_servers_and_end_with_the_environment(models, monkeypatch):
     monkeypatch.setenv("RM_KEY", KEY)
     before = children()
@@ -464,6 +465,7 @@ def test_an_environment_can_be_made_inside_an_event_loop():
 # ----------------------------------------------------------------------------------------- several
 
 
+@pytest.mark.slow
 def test_several_models_are_each_normalised_by_their_own_statistics(models, file):
     alone = [judged(model_name=str(models / name)) for name in ("first", "second")]
     normal = [[(v - 0.5 - i) / 2.0 for v in values] for i, values in enumerate(alone)]

@@ -58,6 +58,7 @@ def environment():
         yield environment
 
 
+@pytest.mark.slow
 def test_what_a_step_returns(environment):
     logs = [log_of(r"\boxed{42}"), log_of(r"\boxed{43}"), log_of("I give up")]
     given = [{"ground_truth": "42", "level": 3}, {"ground_truth": "42"}, {"ground_truth": "42"}]
@@ -118,6 +119,7 @@ def test_any_number_at_once(environment, size):
     assert environment.step(logs, known(*golds)).rewards.tolist() == expected
 
 
+@pytest.mark.slow_parameters("99999999!", "\\\\binom{1000000000}{500000000}", "3^{20^6}")
 @pytest.mark.parametrize(
     "answer",
     ["9**9**9**9", "(10^{10^{10}})!", "9^{9^{9}}", "99999999!", r"\binom{1000000000}{500000000}",
@@ -153,6 +155,7 @@ def test_calls_from_several_threads(environment):
     assert len(found) == 6
 
 
+@pytest.mark.slow
 def test_d25_d26_figures_of_a_batch_by_hand(environment):
     answers = [r"\boxed{4}", r"\boxed{5}", r"\boxed{4}", HANG, "no idea", r"\boxed{4}"]
     logs = [log_of(one) for one in answers]
@@ -197,6 +200,7 @@ def test_no_figure_over_nothing(environment):
     assert figures["num_samples"] == 0.0
 
 
+@pytest.mark.slow
 def test_known_answers_that_would_not_earn_the_reward_are_listed(environment):
     golds = ["42", None, "", r"\frac{1}{2}", "x" * 10_001, 7, r"\binom{1000000000}{500000000}"]
     rejected = environment.validate([task_of(gold, i) for i, gold in enumerate(golds)])
@@ -225,6 +229,7 @@ def test_d17_multiple_choice_takes_the_last_letter():
         assert environment.step([log_of("Respuesta: B")], known("B")).rewards.tolist() == [1.0]
 
 
+@pytest.mark.slow
 def test_stop_strings_go_to_every_turn():
     config = MathEnvironmentConfig(num_workers=2, stop_strings=["</answer>"])
     with MathEnvironment(config) as environment:

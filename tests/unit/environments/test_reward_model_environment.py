@@ -588,6 +588,7 @@ def test_the_noise_of_the_first_conversations_is_kept_and_resumed():
         one.shutdown()
 
 
+@pytest.mark.slow
 def test_shutdown_lets_go_of_the_model(checkpoint):
     made = make(checkpoint)
     model = weakref.ref(made._scorer.model)
@@ -599,6 +600,7 @@ def test_shutdown_lets_go_of_the_model(checkpoint):
         made.step(LOGS, [{}] * 6)
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_forgotten_lets_go_of_the_model_and_its_thread(checkpoint):
     made = make(checkpoint)
     model = weakref.ref(made._scorer.model)
@@ -613,6 +615,7 @@ def test_an_environment_that_is_forgotten_lets_go_of_the_model_and_its_thread(ch
     assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_a_constructor_that_failed_leaves_nothing_to_complain_about():
     with pytest.raises(ConfigError):
         RewardModelEnvironment({})

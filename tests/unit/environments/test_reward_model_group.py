@@ -58,6 +58,7 @@ def test_one_rank_scores_and_says_what_one_process_does(checkpoint):
     assert any("golden scores agree" in line for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_two_ranks_read_their_shares_and_prove_themselves(checkpoint, precision):
     config = config_of(
@@ -101,6 +102,7 @@ def test_what_the_settings_get_wrong_is_told_before_there_is_a_group(tmp_path, c
         opened(config_of(model_name=str(run)), never)
 
 
+@pytest.mark.slow
 def test_what_the_ranks_find_wrong_with_the_model_is_the_users_error(checkpoint):
     plan = {"custom_parallel_plan": {"no.such": "rowwise"}}
     config = config_of(model_name=str(checkpoint), dtensor_cfg=plan)

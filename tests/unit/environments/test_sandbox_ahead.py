@@ -26,6 +26,7 @@ def run(pool, code, **fields):
     return pool.run([SandboxJob(code=code, **fields)])[0]
 
 
+@pytest.mark.slow
 def test_what_waits_for_a_job_and_dies_is_replaced_and_no_job_notices(own_pool):
     assert run(own_pool, "print(1)").status is Status.OK
     (zygote,) = own_pool.process_ids()
@@ -43,6 +44,7 @@ def test_what_waits_for_a_job_and_dies_is_replaced_and_no_job_notices(own_pool):
     assert own_pool.process_ids() == [zygote]
 
 
+@pytest.mark.slow
 def test_what_is_made_ahead_keeps_to_the_limits_of_the_job(own_pool):
     fill = (
         "import errno, os, resource\n"
@@ -59,6 +61,7 @@ def test_what_is_made_ahead_keeps_to_the_limits_of_the_job(own_pool):
             assert said[2] == f"{disk_mb} {inodes}"
 
 
+@pytest.mark.slow
 def test_jobs_that_were_made_ahead_share_nothing(own_pool):
     """Not even chance: each has been seeded by itself."""
     code = "import os, random\nprint(random.random(), os.listdir('.'))\nopen('left', 'w').close()"

@@ -41,12 +41,14 @@ def exactly_alike(a, b):
     return repr(a) == repr(b) or (type(a) is type(b) and a == b)
 
 
+@pytest.mark.slow
 @at_leisure
 @given(values)
 def test_what_travels_arrives(value):
     assert exactly_alike(loads(dumps(value)), value)
 
 
+@pytest.mark.slow
 @at_leisure
 @given(values)
 def test_a_value_is_the_same_as_itself(value):
@@ -145,6 +147,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @at_leisure
 @given(json_values)
 def test_any_json_is_data_or_refused(read):

@@ -182,6 +182,7 @@ def test_nodes_that_cannot_be_opened_end_the_others() -> None:
     assert nodes.newest("1").over.is_set()
 
 
+@pytest.mark.slow
 def test_a_result_has_the_tier_of_its_node_and_the_pool_that_of_the_worst(
     tier: Tier, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_zygote_that_comes_back_with_less_runs_nothing(tier: Tier) -> None:
     assert worker.start(0) == ("not started", "the sandbox has been shut down")
 
 
+@pytest.mark.slow
 def test_a_program_that_leaves_its_tests_is_waited_for_where_it_runs(tier: Tier) -> None:
     code = "import os, time\ndef f():\n    os.closerange(3, 64)\n    time.sleep(1)\n    os._exit(7)"
     header = {"kind": "tests", "entry": "f", "reply_kb": 64}
@@ -241,6 +243,7 @@ def test_a_program_that_leaves_its_tests_is_waited_for_where_it_runs(tier: Tier)
 # ------------------------------------------------------------------------------------- what is lost
 
 
+@pytest.mark.slow
 def test_a_zygote_that_dies_is_replaced_where_it_was(opened: Opening) -> None:
     pool, nodes = opened("1")
     future = pool.submit(jobs(1, 2.0)[0])
@@ -269,6 +272,7 @@ def test_a_process_that_dies_in_the_middle_is_started_again_and_no_result_is_los
     assert f"restart 1 of {MAX_RESTARTS} at most" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_job_that_loses_its_process_twice_is_a_failure_of_ours(opened: Opening) -> None:
     pool, nodes = opened("1", each=2)
     future = pool.submit(SLEEP)
@@ -282,6 +286,7 @@ def test_a_job_that_loses_its_process_twice_is_a_failure_of_ours(opened: Opening
     assert_all_right(pool.run(jobs(1)))
 
 
+@pytest.mark.slow
 def test_a_node_that_has_left_is_given_up_and_others_run_what_it_had(
     opened: Opening, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -352,6 +357,7 @@ def test_a_pool_that_ran_nothing_ends_its_nodes(opened: Opening) -> None:
     assert nodes.newest("1").over.is_set()
 
 
+@pytest.mark.slow
 def test_one_runner_can_be_closed_alone(tier: Tier) -> None:
     nodes = PretendedNodes("1", found={"1": tier})
     crew = crew_of(nodes, tier, each=2)
@@ -377,6 +383,7 @@ def test_one_runner_can_be_closed_alone(tier: Tier) -> None:
     crew.close()
 
 
+@pytest.mark.slow
 def test_a_run_in_one_process_has_nothing_of_ray() -> None:
     program = (
         "import sys\n"

@@ -243,6 +243,7 @@ def test_a_job_whose_sandbox_dies_twice_is_a_failure_of_ours(own_pool):
     assert own_pool.report().statuses == {"sandbox_error": 1, "ok": 1}
 
 
+@pytest.mark.slow
 def test_a_zygote_that_is_stuck_is_replaced(own_pool, monkeypatch):
     from laurel.environments.sandbox import zygote_process
 
@@ -304,6 +305,7 @@ def test_closing_ends_what_runs_and_what_waits(tier):
     assert pool.run([SandboxJob(code="")])[0].reason == "the sandbox has been shut down"
 
 
+@pytest.mark.slow
 def test_a_pool_that_nobody_holds_ends(tier):
     pool = SandboxPool(tier=tier, num_workers=1)
     pool.run([SandboxJob(code="")])
@@ -315,6 +317,7 @@ def test_a_pool_that_nobody_holds_ends(tier):
     wait_until(lambda: is_gone(zygote))
 
 
+@pytest.mark.slow
 def test_jobs_that_are_late_are_not_begun(own_pool):
     busy = own_pool.submit(SandboxJob(code="import time\ntime.sleep(1)"))
     wait_until(lambda: running_programs(own_pool))
@@ -351,6 +354,7 @@ def test_a_job_never_runs_in_less_than_its_pool_was_told(tier, monkeypatch):
     assert "lost a layer" in result.reason
 
 
+@pytest.mark.slow
 def test_without_layers_jobs_still_end(pool):
     with SandboxPool(tier=Tier.LIMITS_ONLY, num_workers=1) as unsafe:
         spin = run(unsafe, "while True: pass", limits=Limits(cpu_s=1, wall_s=END))
@@ -365,6 +369,7 @@ def test_without_layers_jobs_still_end(pool):
         wait_until(lambda: not busy(zygote))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_many_jobs(tier, tmp_path):
     with SandboxPool(tier=tier, num_workers=2, scratch=str(tmp_path)) as pool:
         jobs = ["print(1)", "x = bytearray(8 << 30)", "open('f', 'w').write('x')", "1 / 0"]

@@ -40,6 +40,9 @@ def run(pool: SandboxPool, code: str, **fields: Any) -> Any:
     return result
 
 
+@pytest.mark.slow_parameters(
+    "while True: pass-Status.TIMEOUT_CPU", "import time; time.sleep(100)-Status.TIMEOUT_WALL"
+)
 @pytest.mark.parametrize(
     ("code", "status"),
     [
@@ -138,6 +141,7 @@ def test_a_server_that_is_not_there_is_no_verdict() -> None:
     assert url in result.reason
 
 
+@pytest.mark.slow
 def test_a_configuration_is_tried_before_it_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     lies = failing(200, json.dumps({"status": "Success", "run_result": {"stdout": "42"}}).encode())
     with code_server.serving(lies) as url, pytest.raises(ConfigError, match="cannot be used"):
@@ -155,6 +159,7 @@ def test_a_configuration_is_tried_before_it_is_believed(monkeypatch: pytest.Monk
         open_pool(SandboxConfig(url=url, api_key_env="CODE_KEY")).close()
 
 
+@pytest.mark.slow
 def test_the_code_environment_on_a_server() -> None:
     task = {"entry": "square", "test_code": TESTS}
     with code_server.serving() as url:

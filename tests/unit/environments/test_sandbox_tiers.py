@@ -76,6 +76,7 @@ def test_every_claim_has_its_canary():
     assert claims_of(Tier.LIMITS_ONLY) == {"time", "memory", "output"}
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_hold_are_not_believed(monkeypatch):
     """A canary that gets out: it reads what every program may read."""
     if detect().tier in (None, Tier.LIMITS_ONLY):
@@ -103,6 +104,7 @@ def test_another_system_runs_nothing(monkeypatch):
     assert "darwin" in detect().sentence()
 
 
+@pytest.mark.slow
 def test_what_was_found_is_what_a_pool_gives():
     seen = detect()
     if seen.tier is None:

@@ -119,6 +119,7 @@ def test_a_system_prompt_is_no_leak() -> None:
     assert [leak.trained for leak in find_leaks(again, many, threshold=0.5)] == ["t3"]
 
 
+@pytest.mark.slow
 def test_the_one_leak_among_ten_thousand_prompts_is_found() -> None:
     drawn = random.Random(0)
     vocabulary = [f"word{number}" for number in range(5000)]
@@ -190,6 +191,7 @@ def test_how_often_the_longer_answer_wins(name: str, low: float, high: float) ->
     assert found.low < found.value < found.high
 
 
+@pytest.mark.slow
 def test_a_bag_of_words_on_unseen_debates() -> None:
     trained, unseen = (read(f"ukp_convarg1/{part}.jsonl.gz") for part in ("train", "validation"))
     model = BagOfWords.train(trained)

@@ -72,6 +72,7 @@ def test_in_float32_the_difference_to_eager_attention_is_rounding(name):
     assert relative_difference(gradients(model, scores_NK), gradients(model, expected_NK)) <= 1e-5
 
 
+@pytest.mark.slow_parameters("qwen3-sliding", "gpt-oss")
 @pytest.mark.parametrize("name", ["qwen3-sliding", "phi", "gpt-oss"])
 def test_groups_of_one_to_sixteen_completions(name):
     model = tiny.tiny_reward_model(name, dtype=torch.float64)

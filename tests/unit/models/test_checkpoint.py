@@ -363,6 +363,7 @@ of its cluster, and processes that a run has started itself have a pipe of their
 ever read from a file or from anybody else."""
 
 
+@pytest.mark.slow
 def test_no_source_file_can_unpickle():
     package = Path(laurel.__file__).parent
     files = sorted(package.rglob("*.py"))

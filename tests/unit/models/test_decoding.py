@@ -11,6 +11,22 @@ from laurel.models.attention import forest_attention
 from laurel.models.key_values import KeyValueStore
 from laurel.models.shelves import Shelf
 
+pytestmark = pytest.mark.slow_parameters(
+    "gemma",
+    "gemma2",
+    "mistral",
+    "mistral-sliding",
+    "qwen2",
+    "qwen2-sliding",
+    "qwen3-sliding",
+    "qwen3-tied",
+    "olmo2",
+    "cohere",
+    "granite",
+    "phi",
+    "phi3",
+)
+
 ALL = sorted(tiny.LANGUAGE_MODELS)
 CPU = torch.device("cpu")
 

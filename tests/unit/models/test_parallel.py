@@ -18,6 +18,10 @@ from laurel.models.tensor_plans import decoder_layers, tensor_plan, vocabulary_l
 from laurel.models.token_shards import token_styles
 from parallel_runs import RankError, together
 
+pytestmark = pytest.mark.slow_parameters(
+    "dp_shard=2 tp=2", "cp=2 tp=2", "dp_shard=2 cp=2", "dp_replicate=2", "dp_shard=2"
+)
+
 CASES = [
     ("reward", "qwen3", {}),
     ("policy", "gemma2", {"reshards": False}),
@@ -223,6 +227,7 @@ def test_what_is_not_divided_by_vocabulary():
 # ----------------------------------------------------------------------------- shares of tokens
 
 
+@pytest.mark.slow
 def test_padded_rows_are_those_of_one_process_where_tokens_are_divided():
     options = {"shares_tokens": True}
     wanted = parallel_work.of_rows(None, "gemma2", options)
@@ -248,6 +253,7 @@ def test_divided_tokens_keep_less_for_the_backward_pass():
         assert saved.tolist() == pytest.approx([2 * 2 * one, one], rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_divided_context_keeps_its_share_for_the_backward_pass():
     """Of every layer's tensors, and with recomputation of its input, a rank has half the tokens."""
     cases = [(layers, {"recomputes": recomputes}) for recomputes in (0, 1) for layers in (4, 2)]
@@ -258,6 +264,7 @@ def test_a_divided_context_keeps_its_share_for_the_backward_pass():
         assert shares.tolist() == pytest.approx([0.5, 0.5], abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 def test_more_ranks_than_heads_of_keys_and_sinks_of_attention(name):
     """Four ranks, four heads, two heads of keys and values; logits of sinks go with their heads."""
@@ -314,6 +321,7 @@ def test_layers_that_cannot_work_on_shares_of_tokens_are_refused(network, plan, 
 # ------------------------------------------------------------------------- straight into shares
 
 
+@pytest.mark.slow
 def test_weights_are_read_straight_into_shares(tmp_path):
     cases, wanted = [], []
     for kind, name in (("reward", "qwen3"), ("policy", "gemma3"), ("policy", "qwen3-tied")):

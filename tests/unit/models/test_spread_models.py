@@ -82,6 +82,7 @@ def alone(models):
     return spread_work.load_all(None, [case for case, _ in cases_of(models)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES, ids=name_of)
 def test_a_loaded_model_is_that_of_one_process_and_no_rank_holds_it_whole(sizes, models, alone):
     cases = cases_of(models)
@@ -109,6 +110,7 @@ def test_a_loaded_model_is_that_of_one_process_and_no_rank_holds_it_whole(sizes,
                 assert found["largest"] <= largest / sizes.get("dp_shard", 1), found["by"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_straight_is_loaded_whole_and_spread_then(models, tmp_path):
     tied = AutoModelForCausalLM.from_pretrained(models["tied"])
     torch.save(tied.state_dict(), tmp_path / "pytorch_model.bin")
@@ -164,6 +166,7 @@ def test_what_is_refused_in_one_process_is_refused_over_a_mesh(models, tmp_path)
         assert "tensor_parallel_size=2 and a mesh with 1" in said[-1]
 
 
+@pytest.mark.slow
 def test_memory_at_its_highest_falls_with_the_ranks(tmp_path):
     """Of the process, as the kernel counts it."""
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4,
@@ -189,6 +192,7 @@ print(weight_files(PolicyConfig(), "gods/olive"))
 """
 
 
+@pytest.mark.slow
 def test_models_of_a_hub_are_read_where_they_are_kept(models, tmp_path):
     snapshot = tmp_path / "hub" / "models--gods--laurel" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -209,6 +213,7 @@ def test_models_of_a_hub_are_read_where_they_are_kept(models, tmp_path):
 # -------------------------------------------------------------------------------------- saving
 
 
+@pytest.mark.slow_parameters("dp_shard=2 tp=2")
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=name_of)
 def test_what_is_saved_from_shares_is_what_one_process_saves(sizes, models, tmp_path):
     cases = [
@@ -302,6 +307,7 @@ def runs(models, tmp_path_factory):
     return root, cases, straight, parts
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_any_mesh_as_if_it_had_never_stopped(runs):
     _, cases, straight, parts = runs
     for case in range(len(cases)):
@@ -333,6 +339,7 @@ def test_ranks_hold_and_write_their_shares_of_the_state_of_the_optimizer(runs):
         assert max(written) <= 0.6 * sum(written)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_ranks_is_a_model_of_hugging_face(runs):
     root, cases, _, parts = runs
     for number, found in enumerate(parts):
@@ -413,6 +420,7 @@ def test_every_rank_gets_its_random_numbers_back_where_there_are_as_many(tmp_pat
     assert spread_work.restore_and_draw(None, str(tmp_path)) == drawn[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_save_leaves_no_torn_checkpoint(models, tmp_path):
     first, second = together(
         spread_work.fail_to_save, 2, {"dp_shard": 2}, models["tied"], str(tmp_path / "run")

@@ -345,6 +345,7 @@ print(len(found))
 """
 
 
+@pytest.mark.slow
 def test_neither_saving_nor_loading_unpickles_anything(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", UNPICKLING_IS_COUNTED, str(tmp_path)],

@@ -139,6 +139,7 @@ def test_llama_factory_in_several_files(tmp_path):
     assert found == pytest.approx(by_hand(directory, texts_of(directory), bias=0.75), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_pickled_head_is_refused_with_the_command_that_converts_it(tmp_path):
     directory = llama_factory(tmp_path, form="value_head.bin")
     with pytest.raises(ModelError, match=r"value_head\.bin is pickled") as error:

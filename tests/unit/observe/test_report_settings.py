@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from laurel.config.reward_training import RewardTrainingRun
 from laurel.observe.report import write_report
 from laurel.observe.reporting.evaluations import evaluation_of
@@ -170,6 +172,7 @@ def test_everything_of_a_run_is_on_its_page(tmp_path: Path) -> None:
         assert words in text, words
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared(tmp_path: Path) -> None:
     runs = [reward_model_run(tmp_path / "exp_001"),
             reward_model_run(tmp_path / "exp_002", num_steps=80)]  # fmt: skip

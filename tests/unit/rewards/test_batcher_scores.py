@@ -50,6 +50,7 @@ class Shared:
         """It is needed again."""
 
 
+@pytest.mark.slow_parameters("forest-float64", "padded-float64")
 @pytest.mark.parametrize(
     ("exactly", "tolerance"), [(True, 1e-6), (False, 1e-5)], ids=["float64", "float32"]
 )

@@ -207,6 +207,7 @@ def test_a_group_function_must_return_one_result_each(result, failure):
     assert [one.failure for one in scores] == [failure] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
 def test_one_that_takes_too_long_fails_alone(is_async):
     release = threading.Event()
@@ -316,6 +317,7 @@ def test_processes_give_the_same_verdicts_as_threads(in_processes, tmp_path):
     assert [one.value for one in grouped] == [2.0, 1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_killed_and_another_goes_on(in_processes):
     scorer = in_processes(num_workers=1, timeout=2.0)
     first = score(scorer, asked("4"))

@@ -112,6 +112,7 @@ def test_one_rank_gives_the_very_bits_of_one_process(alone):
         assert grouped.score_exactly(groups) == alone.score_exactly(groups)
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_ranks_give_the_scores_of_one_process(alone):
     groups = groups_of([2, 1, 3, 2])
     make_group = functools.partial(ProcessGroup, "reward_model", 2)

@@ -60,6 +60,19 @@ def test_the_work_is_spread_over_the_servers():
     assert len(set(ids)) == len(GROUPS)
 
 
+@pytest.mark.slow_parameters(
+    "html",
+    "nothing",
+    "infinite",
+    "null",
+    "text",
+    "bool",
+    "too few",
+    "too many",
+    "another group",
+    "another request",
+    "another version",
+)
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("slow", "hang")])
 def test_a_server_that_answers_wrongly_costs_nothing_beside_a_good_one(fault):
     bad = RewardServer(misbehaving(fault, share=1.0, seconds=0.0))
@@ -72,6 +85,7 @@ def test_a_server_that_answers_wrongly_costs_nothing_beside_a_good_one(fault):
     assert any(name.startswith("fault_") for name in scorer.counts)
 
 
+@pytest.mark.slow_parameters("429", "html", "too few")
 @pytest.mark.parametrize("fault", ["500", "429", "html", "half a body", "NaN", "too few", "null"])
 def test_a_server_that_answers_wrongly_now_and_then_loses_nothing(fault):
     with RewardServer(misbehaving(fault, share=0.3, seconds=0.0)) as server:
@@ -79,6 +93,9 @@ def test_a_server_that_answers_wrongly_now_and_then_loses_nothing(fault):
     assert scores == right_scores(GROUPS)
 
 
+@pytest.mark.slow_parameters(
+    "500-5xx", "html-reply", "NaN-nan", "too few-count", "another version-version"
+)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [("500", "5xx"), ("html", "reply"), ("NaN", "nan"), ("too few", "count"),

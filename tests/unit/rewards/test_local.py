@@ -381,6 +381,7 @@ def test_without_golden_scores_there_is_nothing_to_disagree_with():
     assert check_golden(tiny.tiny_reward_model("qwen3"), contract_of()) == 0.0
 
 
+@pytest.mark.slow
 def test_an_encoder_scores_too():
     classifier = tiny.randomised("bert", {"max_position_embeddings": 300})
     model = RewardModel(classifier, head_name=None, path="padded", precision=torch.float32)

@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from laurel.rewards.batch_jobs import BatcherLimits
 from laurel.rewards.batcher import BatchingScorer
 from laurel.rewards.loop_scorer import limits_of
@@ -13,6 +15,7 @@ from laurel.types import Message, group_of
 from scripted_backend import ScriptedBackend, null_scores
 
 
+@pytest.mark.slow
 def test_a_run_is_never_refused_for_the_length_of_its_texts() -> None:
     scorer: Any = SimpleNamespace(batch_tokens=8192)
     most = BatcherLimits().max_waiting_characters

@@ -101,6 +101,7 @@ def test_one_that_is_killed_is_replaced_and_its_work_done(
         assert end.value.is_lost
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_replaced_is_an_error_from_then_on():
     made: list[SpawnedGroup] = []
 

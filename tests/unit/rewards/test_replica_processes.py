@@ -52,6 +52,7 @@ def test_they_score_sleep_wake_and_end():
     replicas.close()
 
 
+@pytest.mark.slow
 def test_one_that_dies_is_replaced_and_sleeps_if_the_others_do(monkeypatch):
     monkeypatch.setattr(replica_processes, "_FIRST_PAUSE", 0.01)
     said = []
@@ -74,6 +75,7 @@ def test_one_that_dies_is_replaced_and_sleeps_if_the_others_do(monkeypatch):
         assert scorer.score_now([group("q")]) == [null_scores(group("q"))]
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_told_to_sleep_is_started_once_more(monkeypatch):
     monkeypatch.setattr(replica_processes, "_FIRST_PAUSE", 0.01)
     said = []
@@ -97,6 +99,7 @@ def test_one_that_cannot_be_told_to_sleep_is_started_once_more(monkeypatch):
         assert scorer.score_now([group("q")]) == [null_scores(group("q"))]
 
 
+@pytest.mark.slow
 def test_one_that_dies_too_often_stays_away(monkeypatch):
     monkeypatch.setattr(replica_processes, "MOST_RESTARTS", 1)
     said = []
@@ -116,6 +119,7 @@ def test_one_that_dies_too_often_stays_away(monkeypatch):
         assert score.failure is not None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served(tmp_path):
     with pytest.raises(ConfigError, match="at least one"):
         ReplicaProcesses(NULL, 0)

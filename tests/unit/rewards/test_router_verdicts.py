@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,6 +93,7 @@ groups_of = st.lists(st.integers(0, 6), min_size=1, max_size=5).map(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     groups=groups_of,
@@ -121,6 +123,7 @@ def test_every_completion_gets_one_verdict_and_never_a_wrong_number(
     assert all(one.at_once == 0 for one in replicas)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     groups=groups_of,

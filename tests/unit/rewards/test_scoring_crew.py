@@ -144,6 +144,7 @@ def test_a_killed_replica_is_started_again_and_nothing_is_lost_or_doubled(
     assert "restart 1 of 3 at most" in made.said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_replica_that_hangs_is_started_again_in_its_time(
     crew: Callable[..., Made], num_replicas: int
@@ -161,6 +162,7 @@ def test_a_replica_that_hangs_is_started_again_in_its_time(
     assert not stopped.is_alive()
 
 
+@pytest.mark.slow
 def test_the_only_replica_is_waited_for(crew: Callable[..., Made]) -> None:
     made, asked = crew(1), groups(2)
     made.kill(0)
@@ -197,6 +199,7 @@ def test_a_replica_that_fails_in_the_same_way_at_once_is_given_up(
     assert made.crew.restarts.number == 2
 
 
+@pytest.mark.slow
 def test_what_is_asked_directly_outlives_a_replica_too(crew: Callable[..., Made]) -> None:
     made = crew(2)
     made.kill(0)
@@ -208,6 +211,7 @@ def test_what_is_asked_directly_outlives_a_replica_too(crew: Callable[..., Made]
     made.crew.replicas[0].is_up.wait(60)
 
 
+@pytest.mark.slow
 def test_replicas_rest_and_one_that_was_lost_meanwhile_is_there_afterwards(
     crew: Callable[..., Made],
 ) -> None:
@@ -316,6 +320,7 @@ def test_who_renders_for_all_is_lost_and_no_replica_is_to_blame(
         preparers.close()
 
 
+@pytest.mark.slow
 def test_one_that_is_back_as_all_ends_ends_too(crew: Callable[..., Made]) -> None:
     made = crew(1)
     restart = made.crew.restart

@@ -63,6 +63,7 @@ def metrics(served):
     return ask()
 
 
+@pytest.mark.slow
 def test_the_queue_has_an_end_and_the_figures_say_how_long_it_is():
     async def main(served, replicas):
         processes = [psutil.Process(pid) for pid in replicas.pids]
@@ -92,6 +93,7 @@ def test_the_queue_has_an_end_and_the_figures_say_how_long_it_is():
         asyncio.run(closing(main, replicas))
 
 
+@pytest.mark.slow
 def test_what_nobody_waits_for_any_more_leaves_the_queue_of_the_replica_too(tmp_path):
     """A client that leaves cancels its request at the front, and that its part at the replica."""
     directory = tmp_path / "rm"

@@ -12,6 +12,7 @@ from scripted_backend import ScriptedBackend
 from served_scores import Running, served
 
 
+@pytest.mark.slow
 def test_a_change_goes_on_where_whoever_asked_for_it_has_left():
     class Scripted(ScriptedBackend):
         def sleep(self) -> None:

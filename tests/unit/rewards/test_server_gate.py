@@ -228,6 +228,7 @@ def test_a_log_that_cannot_be_written_never_stops_serving():
     assert "No space left" in said[0]
 
 
+@pytest.mark.slow
 def test_a_log_that_nobody_reads_never_stops_serving(monkeypatch):
     monkeypatch.setattr("laurel.rewards.server.access_log._MOST_WAITING", 5)
     reading, writing = os.pipe()

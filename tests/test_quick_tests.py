@@ -1,0 +1,83 @@
+"""What `make test` leaves out is more of the same, and never the last of its kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from laurel.cli.main import app
+from laurel.environments.registry import BUILT_IN
+
+TESTS = Path(__file__).parent
+
+COMMANDS = {
+    "config": "unit/cli/test_import_config.py::",
+    "data": "unit/cli/test_data_check.py::test_pairs_fit_three_commands",
+    "demo": "unit/cli/test_demo.py::test_the_policy_is_rewarded_by_the_reward_model",
+    "doctor": "unit/cli/test_doctor.py::",
+    "eval": "end_to_end/test_eval_reward_models.py::test_reward_bench_from_rows_to_files",
+    "export": "unit/cli/test_export.py::test_plain_transformers_gives_the_scores",
+    "grpo": "end_to_end/test_grpo_resume.py::test_kill_9_at_any_moment",
+    "init": "unit/cli/test_init.py::test_a_starter_from_scratch_runs_as_it_is_without_a_hub",
+    "plan": "unit/cli/test_plan.py::",
+    "report": "unit/cli/test_report_command.py::test_report",
+    "rm": "end_to_end/test_interruptions.py::test_a_time_budget_ends_the_run_saved_and_in_time",
+    "sandbox": "unit/environments/test_sandbox_tiers.py::test_the_command_says_what_holds",
+    "score": "unit/cli/test_score.py::",
+    "serve": "end_to_end/test_serve.py::test_a_model_its_scores_and_another_one",
+    "sft": "end_to_end/test_sft.py::test_it_learns_to_answer_and_to_stop",
+}
+ENVIRONMENTS = {
+    "math": "end_to_end/test_grpo.py::test_with_the_math_environment",
+    "math_default": "contracts/test_environment.py::test_any_number_of_conversations[math-",
+    "code": "end_to_end/test_grpo_code.py::test_programs_are_judged_by_tests",
+    "reward_model": "end_to_end/test_reward_model_as_environment.py::test_d29_rewards",
+    "composite": "contracts/test_environment.py::test_any_number_of_conversations[composite",
+}
+OTHERS = (
+    "end_to_end/test_grpo_resume.py::test_kill_9_at_any_moment",
+    "end_to_end/test_on_ray.py::test_one_rank_on_ray_is_one_rank_here",
+    "end_to_end/test_serve.py::test_a_model_its_scores_and_another_one",
+)
+
+
+@pytest.fixture
+def quick(request: pytest.FixtureRequest) -> set[str]:
+    """The names of all quick tests, from the folder `tests` on."""
+    config = request.config
+    collected = {Path(config.invocation_params.dir, name).resolve() for name in config.args}
+    if not collected <= {TESTS, TESTS.parent} or config.option.keyword:
+        pytest.skip("needs a run of all tests, which were not collected")
+    return {
+        f"{item.path.relative_to(TESTS).as_posix()}::{item.name}"
+        for item in request.session.items
+        if not item.get_closest_marker("slow")
+    }
+
+
+def missing(quick: set[str], named: Any) -> list[str]:
+    return [name for name in named if not any(test.startswith(name) for test in quick)]
+
+
+def test_every_command_is_run(quick: set[str]) -> None:
+    root: Any = typer.main.get_command(app)
+    assert set(COMMANDS) == set(root.commands)
+    assert not missing(quick, COMMANDS.values())
+
+
+def test_every_environment_judges(quick: set[str]) -> None:
+    assert set(ENVIRONMENTS) == {*BUILT_IN, "composite"}
+    assert not missing(quick, ENVIRONMENTS.values())
+
+
+def test_a_run_that_is_killed_a_run_on_ray_and_a_server_are_among_them(quick: set[str]) -> None:
+    assert not missing(quick, OTHERS)
+
+
+def test_every_contract_suite_has_an_implementation(quick: set[str]) -> None:
+    suites = [f"contracts/{path.name}::" for path in (TESTS / "contracts").glob("test_*.py")]
+    assert suites
+    assert not missing(quick, suites)
