@@ -100,6 +100,15 @@ class Preference:
     """Where the row came from, as `file:line` or `name[index]`."""
 
 
+class SentTurn(NamedTuple):
+    """A prompt as text and its response, of which it was not said whether the text was rendered."""
+
+    prompt: str
+    response: str
+    is_rendered: bool | None = None
+    """None: the model's scoring contract tells it from the prompt."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenGroup:
     """A group as tokens: the trunk that all completions share, then the branch of each.

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +29,7 @@ from laurel.models.tokenizer import (
     refuse_left_out,
     render,
 )
-from laurel.types import Conversation, Group, Message, TokenGroup, group_of
+from laurel.types import Conversation, Group, Message, SentTurn, TokenGroup, group_of
 
 FILE_NAME = "scoring.json"
 FORMAT = 1
@@ -110,6 +112,13 @@ class ScoringRules(BaseModel):
                 "version of Laurel that wrote it"
             )
         return rules
+
+
+_PROBE, _ANSWER = "What a user says here", "What an assistant says here"
+_FOREIGN_MARK = re.compile(
+    r"<\|[a-z_]{2,30}\|>|<(?:start|end)_of_turn>|\[/?INST\]|<\uff5c[^<>]{2,30}\uff5c>"
+)
+"""Marks that the templates of common models write, and hardly anybody says."""
 
 
 class ScoringContract:
@@ -249,16 +258,23 @@ class ScoringContract:
             encoded.append(token_group(group.id, [self._finish(row) for row in rows]))
         return encoded
 
-    def encode_rendered(self, row: str | Sequence[int]) -> TokenGroup:
+    def encode_rendered(self, row: str | Sequence[int] | SentTurn) -> TokenGroup:
         """One conversation that somebody else has rendered by the template of this contract.
 
         Args:
-            row: Its text, or the ids of its tokens. A text gets the BOS that conversations begin
-                with here where it has none: clients of servers that add one leave it out.
+            row: Its text, the ids of its tokens, or a prompt and a response; see `SentTurn`. A
+                text gets the BOS that conversations begin with here where it has none: clients of
+                servers that add one leave it out.
 
         Raises:
-            DataError: It has no token, or one that the tokenizer does not know.
+            DataError: It has no token, or one that the tokenizer does not know; or nobody can tell
+                whether a prompt was rendered.
         """
+        if isinstance(row, SentTurn):
+            if not self._was_rendered(row):
+                said = group_of((Message("user", row.prompt),), (row.response,), group_id="")
+                return self.encode([said])[0]
+            row = self._with_end_of_turn(self._as_in_a_conversation(row.prompt) + row.response)
         if isinstance(row, str):
             ids = self.tokenizer(row, add_special_tokens=self.rules.pooled == "model")["input_ids"]
             bos = self.opening_bos
@@ -272,6 +288,78 @@ class ScoringContract:
         if not ids:
             raise DataError("a conversation without a single token has no score")
         return token_group("", [self._finish(ids)])
+
+    def _was_rendered(self, turn: SentTurn) -> bool:
+        """Whether a prompt is what the template makes of messages, and not what a user says.
+
+        Raises:
+            DataError: It has marks of a template, and is not what this template makes.
+        """
+        if turn.is_rendered is not None:
+            return turn.is_rendered
+        if self._asks_for_an_answer and turn.prompt.endswith(self._asks_for_an_answer):
+            return True
+        mark = next((one for one in self._special_texts if one in turn.prompt), None)
+        if mark is None and (found := _FOREIGN_MARK.search(turn.prompt)):
+            mark = found[0]
+        if mark is None:
+            return False
+        raise DataError(
+            f"the prompt holds {mark!r}, as rendered text does, but it does not end as prompts of "
+            f"this model's chat template do ({' or '.join(map(repr, self._asks_for_an_answer))}). "
+            "Send the messages; or add ?rendered=1 if the template has made it, ?rendered=0 if it "
+            "is what the user says"
+        )
+
+    def _as_in_a_conversation(self, prompt: str) -> str:
+        """A rendered prompt whose end is what stands before an answer that has been given.
+
+        Some templates ask for an answer in other words (Qwen 3 with and without thinking).
+        """
+        if not self._asks_for_an_answer:
+            return prompt
+        in_conversation, *others = self._asks_for_an_answer
+        if prompt.endswith(in_conversation):
+            return prompt
+        other = next((text for text in others if prompt.endswith(text)), None)
+        return prompt if other is None else prompt.removesuffix(other) + in_conversation
+
+    def _with_end_of_turn(self, text: str) -> str:
+        """A conversation with what the template writes behind the last thing that is said.
+
+        Trainers cut it off, or keep a part of it, and the reward is read from the last token.
+        """
+        end = self._end_of_turn
+        kept = next((n for n in range(len(end), 0, -1) if text.endswith(end[:n])), 0)
+        return text + end[kept:]
+
+    @cached_property
+    def _asks_for_an_answer(self) -> tuple[str, ...]:
+        """What stands between a user's text and the answer: in a conversation, and as it is asked.
+
+        A template whose words for it say too little to be recognised by has none.
+        """
+        text = self.render((Message("user", _PROBE), Message("assistant", _ANSWER)))
+        found = [text.partition(_PROBE)[2].partition(_ANSWER)[0]]
+        with suppress(DataError):  # a template may refuse a conversation without an answer
+            asked = (Message("user", _PROBE),)
+            asking = render(self.tokenizer, asked, self.rules.template_kwargs, prompt=True)
+            found.append(asking.partition(_PROBE)[2])
+        if any(len(text.strip()) < 4 for text in found):
+            return ()
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def _end_of_turn(self) -> str:
+        text = self.render((Message("user", _PROBE), Message("assistant", _ANSWER)))
+        return text.rpartition(_ANSWER)[2]
+
+    @cached_property
+    def _special_texts(self) -> list[str]:
+        """The texts of the special tokens, also of those that only the vocabulary calls special."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        special = [str(token.content) for token in added if token.special]
+        return [text for text in {*self.tokenizer.all_special_tokens, *special} if len(text) > 2]
 
     @cached_property
     def opening_bos(self) -> int | None:

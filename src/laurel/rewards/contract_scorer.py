@@ -14,6 +14,7 @@ import numpy as np
 
 from laurel.models.decoder import Path
 from laurel.models.scoring import ScoringContract
+from laurel.rewards.rendered import Rendered
 from laurel.rewards.to_tokens import Prepared, Preparing, prepared_by
 from laurel.types import Group, Score, TokenGroup
 
@@ -138,7 +139,7 @@ class ContractScorer(ABC):
         with self._one_at_a_time:
             return self._encode(groups)
 
-    def prepare_rendered(self, row: str | Sequence[int]) -> TokenGroup:
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
         """See `ScoringContract.encode_rendered`."""
         with self._one_at_a_time:
             return self.contract.encode_rendered(row)

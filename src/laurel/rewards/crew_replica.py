@@ -14,6 +14,7 @@ from laurel.rewards.batcher import BatchingScorer
 from laurel.rewards.contract_scorer import ContractScorer
 from laurel.rewards.loop_scorer import limits_of
 from laurel.rewards.remote.replica import ReplicaFault, Reply, ScorerReplica
+from laurel.rewards.rendered import Rendered
 from laurel.rewards.to_tokens import Prepared
 from laurel.types import Group, Score, TokenGroup
 
@@ -160,7 +161,7 @@ class _Watched:
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
         return self._scorer.prepare(groups)
 
-    def prepare_rendered(self, row: str | Sequence[int]) -> TokenGroup:
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
         return self._scorer.prepare_rendered(row)
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:

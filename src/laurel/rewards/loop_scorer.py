@@ -16,6 +16,7 @@ from laurel.rewards.batch_jobs import BatcherLimits
 from laurel.rewards.batcher import BatchingScorer
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.contract_scorer import ContractScorer, OnBatch
+from laurel.rewards.rendered import Rendered
 from laurel.rewards.to_tokens import Prepared
 from laurel.types import Group, Score, TokenGroup
 
@@ -96,7 +97,7 @@ class LoopScorer(ContractScorer):
         """See `ContractScorer`."""
         return self.directly(lambda scorer: scorer.prepare(groups))
 
-    def prepare_rendered(self, row: str | Sequence[int]) -> TokenGroup:
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
         """See `ContractScorer`."""
         return self.directly(lambda scorer: scorer.prepare_rendered(row))
 

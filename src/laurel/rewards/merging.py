@@ -13,7 +13,7 @@ from laurel.errors import DataError, is_lost_worker
 from laurel.rewards.rendered import Rendered, rendered_rows
 from laurel.rewards.score_cache import Key, ScoreCache, keys_of
 from laurel.rewards.to_tokens import Prepared, sifted
-from laurel.types import Group, Message, Score, TokenGroup
+from laurel.types import Group, Message, Score, SentTurn, TokenGroup
 
 if TYPE_CHECKING:
     from laurel.types import TokenIds
@@ -28,7 +28,7 @@ class Encoder(Protocol):
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
         """See `ContractScorer.prepare`."""
 
-    def prepare_rendered(self, row: str | Sequence[int]) -> TokenGroup:
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
         """See `ContractScorer.prepare_rendered`."""
 
 
@@ -225,8 +225,9 @@ def _prepare_rows(encoder: Encoder, rows: Sequence[Rendered | None]) -> Prepared
 
 def _prepare_row(encoder: Encoder, row: Rendered | None) -> TokenGroup:
     if row is None:
-        raise DataError("it is no list of token ids")
-    if isinstance(row, str) and not _is_text(row):
+        raise DataError("it is neither a list of token ids nor a prompt with its response")
+    texts = [row] if isinstance(row, str) else row[:2] if isinstance(row, SentTurn) else []
+    if not all(map(_is_text, texts)):
         raise DataError(_HALF_A_CHARACTER)
     return encoder.prepare_rendered(row)
 

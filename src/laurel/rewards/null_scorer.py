@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laurel.errors import DataError
-from laurel.types import Conversation, Group, Score, TokenGroup
+from laurel.rewards.rendered import Rendered
+from laurel.types import Conversation, Group, Message, Score, SentTurn, TokenGroup, group_of
 
 if TYPE_CHECKING:
     from laurel.rewards.to_tokens import Prepared
@@ -22,8 +23,15 @@ class NullScorer:
         """See `merging.Encoder`."""
         return [_prepared(group) for group in groups]
 
-    def prepare_rendered(self, row: str | Sequence[int]) -> TokenGroup:
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
         """See `merging.Encoder`."""
+        if isinstance(row, SentTurn):
+            if not row.is_rendered:
+                said = group_of((Message("user", row.prompt),), (row.response,), group_id="")
+                tokens, _ = _prepared(said)
+                assert tokens is not None
+                return tokens
+            row = row.prompt + row.response
         ids = _bytes(row) if isinstance(row, str) else np.asarray(row, dtype=np.int32)
         if not len(ids):
             raise DataError("a conversation without a single token has no score")

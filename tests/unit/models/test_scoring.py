@@ -19,8 +19,8 @@ from laurel.models.scoring import (
     check_rendering,
     shared_prefix,
 )
-from laurel.models.tokenizer import CHATML
-from laurel.types import Completion, Group, Message, group_of
+from laurel.models.tokenizer import CHATML, render
+from laurel.types import Completion, Group, Message, SentTurn, group_of
 
 QUESTION = (Message("user", "Where is the laurel?"),)
 TOKENIZERS = {"llama 3.1": made.llama_31, "gemma": made.gemma, "qwen": made.chatml}
@@ -76,6 +76,53 @@ def test_the_tokens_are_those_of_the_saved_tokenizer_on_raw_messages(name, appen
             assert special is None or expected.count(special) == text.count(
                 saved.convert_ids_to_tokens(special)
             )
+
+
+def sent(contract, prompt, response, is_rendered=None):
+    return whole(contract.encode_rendered(SentTurn(prompt, response, is_rendered)))
+
+
+def rendered_prompt(contract, conversation):
+    return render(contract.tokenizer, conversation, contract.rules.template_kwargs, prompt=True)
+
+
+@pytest.mark.parametrize("append_eos", [True, False])
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+@pytest.mark.parametrize("talk", [QUESTION, (*TALKS[1][:2], *QUESTION)], ids=["one", "two turns"])
+def test_a_rendered_prompt_is_told_and_scored_as_its_messages(name, append_eos, talk):
+    contract = contract_of(TOKENIZERS[name](), append_eos=append_eos)
+    answer = "By the western gate."
+    (tokens,) = contract.encode([group_of(talk, (answer,), group_id="")])
+    prompt = rendered_prompt(contract, talk)
+    after = contract.render((*talk, Message("assistant", answer))).rpartition(answer)[2]
+    for end in range(len(after) + 1):  # the trainer keeps some of the end of the turn, or none
+        assert sent(contract, prompt, answer + after[:end]) == whole(tokens)
+    assert sent(contract, prompt, answer, True) == whole(tokens)
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_what_a_user_says_is_no_rendered_prompt(name):
+    contract = contract_of(TOKENIZERS[name]())
+    for text in (QUESTION[0].content, "a\n", "", "if a <b> c: [x] | y", "user\nassistant\n"):
+        (tokens,) = contract.encode(
+            [group_of((Message("user", text),), ("By the gate.",), group_id="")]
+        )
+        assert sent(contract, text, "By the gate.") == whole(tokens)
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_what_cannot_be_told_is_refused_unless_it_is_said(name):
+    contract = contract_of(TOKENIZERS[name]())
+    special = contract.tokenizer.eos_token
+    for text in (
+        f"What does {special} mean?",
+        "<|im_start|>user\nHe?<|im_end|>\n<|im_start|>bot\n",
+    ):
+        with pytest.raises(DataError, match=r"Send the messages; or add \?rendered=1"):
+            sent(contract, text, "No.")
+        said = group_of((Message("user", text),), ("No.",), group_id="")
+        assert sent(contract, text, "No.", False) == whole(contract.encode([said])[0])
+        assert sent(contract, text, "No.", True)
 
 
 @pytest.mark.parametrize("name", ["llama 3.1", "gemma"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from laurel.errors import ProtocolError
 from laurel.rewards.remote import foreign_wire as wire
-from laurel.types import Message
+from laurel.types import Message, SentTurn
 
 CONVERSATION = (Message("user", "2 + 2?"), Message("assistant", "4"))
 MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -109,10 +109,9 @@ def test_slime():
     assert request.group is not None
     assert request.group.conversation(0) == CONVERSATION
     as_text = {"prompt": "2 + 2?", "response": "4", "label": None}
-    request = wire.read_remote_rm_request(as_text)
-    assert request.group is not None
-    assert request.group.conversation(0) == CONVERSATION
-    assert wire.read_remote_rm_request(as_text, rendered=True).rows == ("2 + 2?4",)
+    for told in (None, True, False):  # the model's contract tells what was not said
+        request = wire.read_remote_rm_request(as_text, rendered=told)
+        assert request.rows == (SentTurn("2 + 2?", "4", told),)
     for odd in ({"prompt": "a"}, {"response": "a"}, {"prompt": 1, "response": "a"}, "a"):
         with pytest.raises(ProtocolError):
             wire.read_remote_rm_request(odd)

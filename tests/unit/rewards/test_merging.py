@@ -7,7 +7,7 @@ from laurel.rewards.merging import Unit, halves, joined, planned, units_of
 from laurel.rewards.null_scorer import NullScorer
 from laurel.rewards.rendered import rendered_group, rendered_rows
 from laurel.rewards.score_cache import ScoreCache, keys_of
-from laurel.types import Completion, Group, Message, Score, TokenGroup, group_of
+from laurel.types import Completion, Group, Message, Score, SentTurn, TokenGroup, group_of
 
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -99,7 +99,17 @@ def test_the_cache_forgets_what_was_wanted_longest_ago_and_every_failure():
     assert len(cache) == 2
 
 
-@pytest.mark.parametrize("row", ["a text\nof two lines", "", (0, 5, 2**31 - 1), ()])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "a text\nof two lines",
+        "",
+        (0, 5, 2**31 - 1),
+        (),
+        SentTurn("a\n", "b"),
+        SentTurn("", "", True),
+    ],
+)
 def test_a_rendered_row_travels_as_a_group(row):
     assert rendered_rows(rendered_group([row, "x"])) == [row, "x"]
 
@@ -112,6 +122,9 @@ def test_what_is_no_rendered_group():
     assert rendered_rows(Group(id="", prompt=(), completions_G=())) is None
     for ids in ("1 x", "-1", "1  2", " 1", "9999999999", "١"):
         odd = Completion(messages=(Message("<token ids>", ids),))
+        assert rendered_rows(Group(id="", prompt=(), completions_G=(odd,))) == [None]
+    for turn in ("", "[1, 2, 3]", '["a"]', "[" * 100_000, '{"a": 1}', "7"):
+        odd = Completion(messages=(Message("<sent turn>", turn),))
         assert rendered_rows(Group(id="", prompt=(), completions_G=(odd,))) == [None]
 
 

@@ -42,7 +42,7 @@ from laurel.rewards.remote.wire import (
     read_said,
 )
 from laurel.rewards.rendered import Rendered as Rendered
-from laurel.types import Completion, Conversation, Group, Message
+from laurel.types import Completion, Conversation, Group, Message, SentTurn
 
 CLASSIFY_PATH = "/classify"
 EMBEDDINGS_PATH = "/v1/embeddings"
@@ -305,13 +305,14 @@ def remote_rm_request(prompt: Conversation, response: str, *, label: Any = None)
     return {"prompt": messages_json(prompt), "response": response, "label": label}
 
 
-def read_remote_rm_request(value: Any, *, rendered: bool = False) -> ForeignRequest:
+def read_remote_rm_request(value: Any, *, rendered: bool | None = None) -> ForeignRequest:
     """A request of slime.
 
     Args:
         value: Of the request.
-        rendered: A prompt that is a text was rendered by its client, so prompt and response
-            together are the conversation. Otherwise the user says the prompt.
+        rendered: Whether a prompt that is a text was rendered by its client, so that prompt and
+            response together are the conversation, or is what the user says. None: the model's
+            contract tells it; see `SentTurn`.
 
     Raises:
         ProtocolError: It is none.
@@ -319,8 +320,8 @@ def read_remote_rm_request(value: Any, *, rendered: bool = False) -> ForeignRequ
     request = expect_object(value, "the request")
     response = expect_text(request.get("response", MISSING), "'response'")
     prompt = request.get("prompt", MISSING)
-    if isinstance(prompt, str) and rendered:
-        return ForeignRequest(rows=(prompt + response,), is_list=False)
+    if isinstance(prompt, str):
+        return ForeignRequest(rows=(SentTurn(prompt, response, rendered),), is_list=False)
     said = read_said(prompt, "'prompt'", role="user")
     return ForeignRequest(group=_answer((*said, Message("assistant", response))), is_list=False)
 

@@ -175,8 +175,9 @@ _SCORING = {
     ),
     foreign_wire.REMOTE_RM_PATH: (
         "slime's remote_rm",
-        "The answer is the score. A prompt that is a text is what the user said, or with "
-        "`?rendered=1` what the client has rendered.",
+        "The answer is the score. A prompt that is a text counts as rendered where it ends as the "
+        "model's chat template asks for an answer, and else as what the user says; with marks of a "
+        "template elsewhere it is refused, unless `?rendered=1` or `?rendered=0` says what it is.",
         _object({"prompt": {"anyOf": [_TEXT, _MESSAGES]}, "response": _TEXT, "label": {}}, "label"),
         _NUMBER,
     ),

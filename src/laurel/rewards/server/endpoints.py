@@ -124,8 +124,9 @@ class Endpoints:
         return await self._once(call, "", answer)
 
     async def remote_rm(self, call: Call) -> Answer:
-        """slime's; `?rendered=1` says that a prompt which is a text has been rendered."""
-        is_rendered = parse_qs(call.query).get("rendered", ["0"])[-1] in ("1", "true")
+        """slime's; `?rendered=1` or `0` says whether a prompt that is a text has been rendered."""
+        said = parse_qs(call.query).get("rendered")
+        is_rendered = None if said is None else said[-1] in ("1", "true")
         request = foreign_wire.read_remote_rm_request(parse(call.body), rendered=is_rendered)
 
         async def answer() -> Answer:
