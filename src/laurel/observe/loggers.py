@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,8 +54,8 @@ class JsonlLogger:
     each row of a table: `{"step", "time", "table", "row": {<column>: <value>}}`. Numbers that JSON
     cannot say are the strings "NaN", "Infinity" and "-Infinity".
 
-    A resumed run appends. The line `{"event": "resumed", "step": N}` then says that the lines
-    above it whose step is beyond N were computed again and do not count; `read_metrics` knows.
+    A resumed run removes the lines beyond the step it goes on from, which it computes again: both
+    files hold each step once. The line `{"event": "resumed", "step": N}` marks the place.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class JsonlLogger:
     def _open(self, name: str) -> TextIO:
         path = self._run_dir / name
         _drop_torn_line(path)
+        if self._resumed_step is not None:
+            _drop_superseded(path, self._resumed_step)
         # An unpaired surrogate, which UTF-8 cannot hold, becomes the JSON escape that can.
         file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
         if self._resumed_step is not None:
@@ -304,6 +307,42 @@ def _drop_torn_line(path: Path) -> None:
         end = content.rfind(b"\n") + 1
         if end < len(content):
             file.truncate(end)
+
+
+def _drop_superseded(path: Path, resumed_step: int) -> None:
+    """Take out the lines beyond a step, and those that earlier resumes superseded.
+
+    The file is written beside its place, synced and renamed: a kill leaves the old one or the new.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        lines = file.readlines()
+    kept: list[tuple[float, bytes]] = []
+    for line in lines:
+        step, is_resume = _step_of(line)
+        if is_resume:
+            kept = [(earlier, text) for earlier, text in kept if earlier <= step]
+        # The mark of a resume stays, whatever is superseded later.
+        kept.append((-math.inf if is_resume else step, line))
+    remaining = [text for step, text in kept if step <= resumed_step]
+    if len(remaining) == len(lines):
+        return
+    beside = path.with_name(f".{path.name}.new")
+    with beside.open("wb") as new:
+        new.writelines(remaining)
+        new.flush()
+        os.fsync(new.fileno())
+    beside.replace(path)
+
+
+def _step_of(line: bytes) -> tuple[float, bool]:
+    """The step of a line, and whether it marks a resume. A line that is not ours has no step."""
+    try:
+        record = json.loads(line)
+        return float(record.get("step", -math.inf)), record.get("event") == "resumed"
+    except (ValueError, TypeError, AttributeError):
+        return -math.inf, False
 
 
 def _write_line(file: TextIO, record: Mapping[str, object]) -> None:

@@ -103,13 +103,38 @@ def test_a_resumed_run_supersedes_what_it_computes_again(tmp_path: Path) -> None
     second = JsonlLogger(tmp_path, resumed_step=2)
     second.log({"train/loss": 23.0}, step=3)
     second.close()
-    assert lines_of(path)[4] == {"event": "resumed", "step": 2}
-    assert len(lines_of(path)) == 6  # nothing was rewritten
+    assert lines_of(path)[2] == {"event": "resumed", "step": 2}
+    assert [line["step"] for line in lines_of(path) if "event" not in line] == [1, 2, 3]
     assert [(r["step"], r["train/loss"]) for r in read_metrics(path)] == [
         (1, 11.0),
         (2, 12.0),
         (3, 23.0),
     ]
+
+
+def test_both_files_hold_each_step_once_after_resumes(tmp_path: Path) -> None:
+    for resumed_step in (None, 3, 1):
+        logger = JsonlLogger(tmp_path, resumed_step=resumed_step)
+        for step in range((resumed_step or 0) + 1, 5):
+            logger.log({"a": float(step)}, step=step)
+            logger.log_table("t", ["x"], [("\u2028",)], step=step)
+        logger.close()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (tmp_path / name).open(encoding="utf-8", newline="\n") as file:
+            lines = [json.loads(line) for line in file]
+        assert [line["step"] for line in lines if "event" not in line] == [1, 2, 3, 4], name
+        assert [line["step"] for line in lines if "event" in line] == [3, 1], name
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+
+
+def test_a_file_that_earlier_versions_left_with_doubled_steps_is_cleaned(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = ['{"step": 1}', '{"step": 2, "a": 1.0}', '{"event": "resumed", "step": 1}']
+    path.write_text("\n".join([*rows, '{"step": 2, "a": 2.0}', "not ours"]) + "\n")
+    JsonlLogger(tmp_path, resumed_step=2).close()
+    texts = path.read_text().splitlines()
+    assert texts[:4] == [rows[0], rows[2], '{"step": 2, "a": 2.0}', "not ours"]
+    assert len(texts) == 5
 
 
 def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
