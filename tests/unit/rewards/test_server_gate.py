@@ -8,9 +8,11 @@ import os
 import pickle
 import socket
 import sys
+import threading
 
 import pytest
 
+from laurel.rewards.server import endpoints
 from laurel.rewards.server import protocol as server_protocol
 from laurel.rewards.server.access_log import AccessLog
 from reward_servers import wait_until
@@ -79,6 +81,39 @@ def test_a_large_body_is_refused_before_it_is_read(plain):
     response = plain.client.post("/v1/score", content=pieces(), headers=headers)
     assert error(response) == (413, "size")
     assert plain.score("a").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"groups": [{"id": "", "prompt": "", "completions": []}] * 5000}, "4,096 groups at most"),
+        ({"groups": [{"id": "", "prompt": [{}] * 70_000, "completions": []}]}, "65,536 messages"),
+        ({"groups": [{"id": "", "prompt": "", "completions": [[{}] * 70_000]}]}, "65,536 messages"),
+    ],
+    ids=["groups", "messages of a prompt", "messages of a completion"],
+)
+def test_more_groups_and_messages_than_may_be_are_refused_before_they_are_read(plain, body, said):
+    response = plain.post("/v1/score", body)
+    assert error(response) == (413, "size")
+    assert said in response.json()["error"]["message"]
+    assert error(plain.post("/classify", {"messages": [{}] * 70_000})) == (413, "size")
+
+
+def test_a_large_body_is_read_beside_the_event_loop(plain, monkeypatch):
+    readers = []
+    real = endpoints.parse
+
+    def noting(body):
+        readers.append((len(body), threading.current_thread().name))
+        return real(body)
+
+    monkeypatch.setattr(endpoints, "parse", noting)
+    large = {"groups": [{"id": "1", "prompt": "q" * 2**19, "completions": ["a"]}]}
+    assert plain.post("/v1/score", large).status_code == 200
+    assert plain.score("a").status_code == 200
+    (size, beside), (_, in_loop) = readers
+    assert size > 2**19
+    assert beside != in_loop
 
 
 def test_a_compressed_body_is_refused(plain):

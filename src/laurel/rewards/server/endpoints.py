@@ -6,11 +6,13 @@ the rest; `description` says the same for people and generated clients.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 from laurel.errors import UserError
@@ -45,8 +47,19 @@ class RequestLimits:
     """How much one request may ask."""
 
     completions: int = 4096
+    groups: int = 4096
+    """Also of those without a completion: each takes time to read."""
+    messages: int = 65_536
+    """Of all conversations together."""
     characters: int = 200_000
     """Of one conversation; a longer one has failed, and the others are scored."""
+
+
+_LARGE_BODY = 2**18
+"""Bytes that are read in some milliseconds."""
+_READERS = 2
+"""Large bodies that are read at a time: more would only take longer each."""
+Request = TypeVar("Request")
 
 
 class Endpoints:
@@ -58,12 +71,13 @@ class Endpoints:
         self._service = service
         self._limits = limits
         self._answers = AnswerMemory()
+        self._reading = asyncio.Semaphore(_READERS)
 
     # -------------------------------------------------------------------------------- scores
 
     async def score(self, call: Call) -> Answer:
         """Our own: whole groups."""
-        request = read_score_request(parse(call.body))
+        request = await self._read(call, read_score_request)
 
         async def answer() -> Answer:
             scored = await self._scored(call, request.groups, version=request.model_version)
@@ -77,7 +91,7 @@ class Endpoints:
 
     async def classify(self, call: Call) -> Answer:
         """vLLM's, and SGLang's of the same name."""
-        value = parse(call.body)
+        value = await self._read(call, lambda found: found)
         request = foreign_wire.read_classify_request(value)
 
         async def answer() -> Answer:
@@ -100,7 +114,7 @@ class Endpoints:
 
     async def embeddings(self, call: Call) -> Answer:
         """SGLang's form of OpenAI's."""
-        request = foreign_wire.read_embeddings_request(parse(call.body))
+        request = await self._read(call, foreign_wire.read_embeddings_request)
 
         async def answer() -> Answer:
             scores, scored = await self._values(call, request)
@@ -114,7 +128,7 @@ class Endpoints:
 
     async def get_reward(self, call: Call) -> Answer:
         """OpenRLHF's."""
-        request = foreign_wire.read_get_reward_request(parse(call.body))
+        request = await self._read(call, foreign_wire.read_get_reward_request)
 
         async def answer() -> Answer:
             scores, scored = await self._values(call, request)
@@ -127,13 +141,46 @@ class Endpoints:
         """slime's; `?rendered=1` or `0` says whether a prompt that is a text has been rendered."""
         said = parse_qs(call.query).get("rendered")
         is_rendered = None if said is None else said[-1] in ("1", "true")
-        request = foreign_wire.read_remote_rm_request(parse(call.body), rendered=is_rendered)
+        request = await self._read(
+            call, partial(foreign_wire.read_remote_rm_request, rendered=is_rendered)
+        )
 
         async def answer() -> Answer:
             scores, scored = await self._values(call, request)
             return _answer(_number(scores[0]), scored)
 
         return await self._once(call, "", answer)
+
+    async def _read(self, call: Call, read: Callable[[Any], Request]) -> Request:
+        """The request in a body. A large one is read beside the event loop, for others wait there.
+
+        Raises:
+            ProtocolError: It is none.
+            RefusedRequestError: It has too many groups or messages.
+        """
+
+        def work() -> Request:
+            value = parse(call.body)
+            self._check_counts(value)
+            return read(value)
+
+        if len(call.body) <= _LARGE_BODY:
+            return work()
+        async with self._reading:
+            return await asyncio.to_thread(work)
+
+    def _check_counts(self, value: Any) -> None:
+        """Refuse what would take long to read, by its lists alone; other faults are found later."""
+        limits = self._limits
+        groups = value.get("groups") if isinstance(value, dict) else None
+        groups = groups if isinstance(groups, list) else [value]
+        if len(groups) > limits.groups:
+            raise RefusedRequestError(
+                413, "size", f"a request has {limits.groups:,} groups at most"
+            )
+        if sum(map(_num_messages, groups)) > limits.messages:
+            message = f"a request has {limits.messages:,} messages at most"
+            raise RefusedRequestError(413, "size", message)
 
     async def _once(
         self, call: Call, request_id: str, answer: Callable[[], Awaitable[Answer]]
@@ -280,3 +327,13 @@ def _with(
             line.insert(index, score)
         found.append(tuple(line))
     return found
+
+
+def _num_messages(group: Any) -> int:
+    """Messages of a group of ours or of a request that is one conversation, as far as they are."""
+    if not isinstance(group, dict):
+        return 0
+    lists = [group.get(key) for key in ("prompt", "messages")]
+    completions = group.get("completions")
+    lists += completions if isinstance(completions, list) else []
+    return sum(len(one) for one in lists if isinstance(one, list))
