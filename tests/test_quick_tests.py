@@ -24,7 +24,7 @@ COMMANDS = {
     "init": "unit/cli/test_init.py::test_a_starter_from_scratch_runs_as_it_is_without_a_hub",
     "plan": "unit/cli/test_plan.py::",
     "report": "unit/cli/test_report_command.py::test_report",
-    "rm": "end_to_end/test_interruptions.py::test_a_time_budget_ends_the_run_saved_and_in_time",
+    "rm": "end_to_end/test_reward_training.py::test_the_form_of_the_seeds",
     "sandbox": "unit/environments/test_sandbox_tiers.py::test_the_command_says_what_holds",
     "score": "unit/cli/test_score.py::",
     "serve": "end_to_end/test_serve.py::test_a_model_its_scores_and_another_one",

@@ -28,7 +28,9 @@ from laurel.rewards.local import LocalScorer
 from laurel.types import Message, Task
 from reward_models import small_model, write_model
 
-pytestmark = pytest.mark.slow_parameters("reward model, an actor of Ray", "math, an actor of Ray")
+pytestmark = pytest.mark.slow_parameters(
+    "reward model, an actor of Ray", "math, an actor of Ray", "code, an actor of Ray"
+)
 
 
 @dataclass

@@ -21,7 +21,7 @@ ray_group = pytest.importorskip("laurel.distributed.ray_group", exc_type=ImportE
 
 from laurel.distributed.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
 
-pytestmark = pytest.mark.slow_parameters("ray-spread", "ray-2")
+pytestmark = pytest.mark.slow_parameters("ray-spread", "ray-1", "ray-2")
 
 HALF = Resources(cpus=0.5)
 TENTH = Resources(cpus=0.1)

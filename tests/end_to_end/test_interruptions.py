@@ -210,6 +210,7 @@ def test_a_second_process_on_the_same_directory_is_refused_and_two_sigterms_end_
     assert not list((tmp_path / "saves").glob("step_*"))
 
 
+@pytest.mark.slow
 def test_a_time_budget_ends_the_run_saved_and_in_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,6 +277,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_back_and_forth_changes_nothing(tmp_path: Path, straight: Path) -> None:
     overrides = settings(tmp_path, *LONG, "checkpointing.checkpoint_must_save_by='00:01:00:00'")
     jumping = ("-c", CLOCK_SET_BACK)

@@ -111,6 +111,7 @@ def sft_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", SPREAD.values(), ids=SPREAD)
 def test_fine_tuning_is_the_same_spread(
     tmp_path: Path, sft_here: Path, ways: tuple[str, ...]

@@ -73,6 +73,7 @@ def test_a_killed_rank_ends_the_run_and_it_goes_on(tmp_path: Path) -> None:
     assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_in_mid_step_ends_the_run_and_it_resumes(tmp_path: Path) -> None:
     import ray
     from ray.cluster_utils import Cluster
@@ -118,6 +119,7 @@ def newest_worker() -> int:
     return int(max(seats, key=lambda actor: actor["StartTime"])["Pid"])
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
     tmp_path: Path, small_cluster: object, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,6 +152,7 @@ def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
     assert "replica 0 is back and has the weights of step 4" in text
 
 
+@pytest.mark.slow
 def test_a_killed_actor_of_an_environment_ends_the_run_with_its_name(
     tmp_path: Path, small_cluster: object
 ) -> None:

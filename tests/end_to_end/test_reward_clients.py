@@ -65,17 +65,6 @@ def test_what_the_server_says_of_an_error_is_shown(clients: dict[str, Any], name
         called(clients | {"KEY": "k" * 40}, name, *CALLS[name])
 
 
-def test_the_client_of_the_readme_gets_scores_and_shows_errors(url: str) -> None:
-    text = (PAGE.parents[1] / "README.md").read_text("utf-8")
-    (block,) = re.findall(r"^```python\n(def reward\(.*?)^```$", text, re.M | re.S)
-    names: dict[str, Any] = {"requests": requests, "URL": url, "KEY": KEY}
-    exec(compile(block, "README.md", "exec"), names)
-    assert names["reward"](["Why?"], ["No."]) == null_values("Why?", "No.")
-    names["KEY"] = "k" * 40
-    with pytest.raises(RuntimeError, match=r"401: .*this key is not one of the server's"):
-        names["reward"](["Why?"], ["No."])
-
-
 def test_slime_gets_a_bare_number(url: str) -> None:
     body = {"prompt": [{"role": "user", "content": "Why?"}], "response": "No.", "label": None}
     headers = {"Authorization": f"Bearer {KEY}"}

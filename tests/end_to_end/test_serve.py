@@ -294,6 +294,29 @@ def test_a_replica_that_is_killed_loses_nothing_and_comes_back(tmp_path):
         assert server.family() == []
 
 
+FEW_RESTARTS = """
+import laurel.rewards.server.replica_processes as replicas
+replicas.MOST_RESTARTS = 1
+from laurel.cli.main import main
+main()
+"""
+
+
+def test_a_server_whose_replicas_are_lost_for_good_ends_for_its_supervisor(tmp_path):
+    arguments = ("--null", "--replicas", "2", "--access-log", "none")
+    with Serving(tmp_path, *arguments, program=("-c", FEW_RESTARTS)).ready() as server:
+        end = time.monotonic() + 120
+        while server.process.poll() is None:
+            assert time.monotonic() < end, server.said()
+            for replica in server.family():
+                replica.kill()
+            time.sleep(0.2)
+        assert server.process.returncode == 75
+        assert server.said().count("times and stays away") == 2
+        assert "error: every replica of the model died too often" in server.said()
+        assert "Traceback" not in server.said()
+
+
 def test_a_front_that_is_killed_leaves_no_orphans(tmp_path):
     with Serving(tmp_path, "--null", "--replicas", "2").ready() as server:
         assert len(server.family()) == 2

@@ -43,6 +43,7 @@ def closed_by_server(connection: socket.socket, *, seconds: float) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_clients_that_never_finish_cost_only_themselves(tmp_path: Path) -> None:
     body = json.dumps(request_of("q", ["a"])).encode()
     head = (
@@ -70,6 +71,7 @@ def test_clients_that_never_finish_cost_only_themselves(tmp_path: Path) -> None:
         assert server.end() == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_sends_a_letter_at_a_time_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     with Serving(tmp_path, *QUIET).ready() as server, opened(server, b"") as slow:
         text = b"GET /health HTTP/1.1\r\nHost: here\r\n" + b"X-Long: " + b"x" * 4000
@@ -84,6 +86,7 @@ def test_a_client_that_sends_a_letter_at_a_time_is_not_waited_for_for_ever(tmp_p
         assert server.end() == 0
 
 
+@pytest.mark.slow
 def test_keys_that_are_guessed_by_many_never_fit_and_delay_nobody_else(tmp_path: Path) -> None:
     async def guess(server: Serving, first: int, count: int) -> Counter[int]:
         seen: Counter[int] = Counter()
@@ -108,6 +111,7 @@ def test_keys_that_are_guessed_by_many_never_fit_and_delay_nobody_else(tmp_path:
         assert server.end() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", ["1", "2"])
 def test_memory_stays_flat_over_many_requests(tmp_path: Path, replicas: str) -> None:
     """benchmarks/server_memory.py does this with 100,000 requests."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from laurel.cli.json_output import write_json
 from laurel.cli.scorer_settings import in_terms_of_options
-from laurel.errors import ConfigError, MissingDependencyError, ModelError
+from laurel.errors import ConfigError, MissingDependencyError, ModelError, WorkerError
 from laurel.observe.verbosity import verbosity
 from laurel.rewards.load import Precision, reworded
 from laurel.rewards.server.access_log import AccessLog
@@ -85,6 +85,7 @@ def run_serve(options: ServeOptions) -> None:
 
     Raises:
         UserError: An option, a port, a model or a key that cannot be used.
+        WorkerError: All replicas were lost for good; exit code 75 asks for another start.
     """
     _check(options)
     from laurel.rewards.server.run import ServerRun, listen
@@ -133,6 +134,12 @@ def run_serve(options: ServeOptions) -> None:
     finally:
         if access_log is not None:
             access_log.close()
+    if run.lost_all:
+        raise WorkerError(
+            "every replica of the model died too often and stays away; what was waiting was "
+            "refused. The warnings above say how they died",
+            exit_code=WorkerError.LOST_EXIT_CODE,
+        )
     if run.left_some:
         say(f"ended; after {options.drain_seconds:g} s some requests were left without an answer")
     else:

@@ -35,6 +35,10 @@ class SandboxConfig(Section):
     """Computing time of one process of a program: the limit that is meant to be met."""
     wall_seconds: float = Field(default=10.0, gt=0)
     """Time by the clock; generous, since it passes faster where the machine is busy."""
+    total_wall_seconds: float | None = Field(default=None, gt=0)
+    """Time by the clock of all tests on stdin of a program together; those that are left then have
+    timed out. Null: three times `wall_seconds`. Default: tests of a right program take a fraction
+    of a second each, and a sleeping one must not take a limit for each of its tests."""
     memory_mb: int = Field(default=512, ge=64)
     """Address space of one process."""
     disk_mb: int = Field(default=32, ge=1)
@@ -58,3 +62,8 @@ class SandboxConfig(Section):
         if self.api_key_env is not None and self.url is None:
             raise ValueError("api_key_env is for a server, and there is no url; leave it out")
         return self
+
+    @property
+    def seconds_of_all_tests(self) -> float:
+        """What `total_wall_seconds` comes to."""
+        return self.total_wall_seconds or 3 * self.wall_seconds

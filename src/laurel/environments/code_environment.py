@@ -120,7 +120,7 @@ class CodeEnvironment(EnvironmentInterface):
             )
         deadline = time.monotonic() + self.config.deadline_seconds
         begun = [
-            self._begin(last_said(message_log), dict(given or {}), deadline)
+            self._begin(last_said(message_log), dict(given or {}), deadline, len(metadata))
             for message_log, given in zip(message_log_batch, metadata, strict=True)
         ]
         answers = [finish() for finish in begun]
@@ -136,32 +136,40 @@ class CodeEnvironment(EnvironmentInterface):
             failures=[one.failure for one in answers],
         )
 
-    def _begin(self, text: str, given: dict[str, Any], deadline: float) -> Callable[[], _Answer]:
-        """Set one message going; what is returned waits for it."""
+    def _begin(
+        self, text: str, given: dict[str, Any], deadline: float, batch: int
+    ) -> Callable[[], _Answer]:
+        """Set one message of a batch of so many going; what is returned waits for it."""
         given["tier"] = self._pool.tier.value
         try:
             if has_tests(given):
                 tests = read_tests(given, self.config)
                 attempt = _whole_number(given, "attempts") + 1
                 code = program_of(text, entry=tests.entry, prefix=tests.prefix)
-                judged = self._judge(tests, code, deadline)
+                judged = self._judge(tests, code, deadline, batch)
                 return lambda: self._judged(judged(), given, attempt)
-            return self._run(text, Session.of(given.get("code_session")), given, deadline)
+            session = Session.of(given.get("code_session"))
+            return self._run(text, session, given, deadline, batch)
         except (MalformedTaskError, ValueError) as error:
             return partial(_Answer, metadata=given, failure=str(error), is_over=True)
 
     # ------------------------------------------------------------------------------------- tests
 
     def _judge(
-        self, tests: TaskTests, code: str | None, deadline: float | None
+        self, tests: TaskTests, code: str | None, deadline: float | None, batch: int = 1
     ) -> Callable[[], CodeVerdict]:
         """Set the jobs of a program going; what is returned waits for the verdict."""
         if code is None:
             return lambda: CodeVerdict(status=NO_CODE, hint="there is no program in it")
         one_by_one = self.config.reward != "all_or_nothing"
         futures = [
-            self._pool.submit(job, deadline=deadline)
-            for job in tests.jobs(code, self._limits, one_by_one=one_by_one)
+            self._pool.submit(job, deadline=deadline, batch=batch)
+            for job in tests.jobs(
+                code,
+                self._limits,
+                one_by_one=one_by_one,
+                total_s=self.config.sandbox.seconds_of_all_tests,
+            )
         ]
         most = self.config.max_observation_chars
         return lambda: verdict_of(
@@ -197,7 +205,7 @@ class CodeEnvironment(EnvironmentInterface):
     # -------------------------------------------------------------------------------------- tool
 
     def _run(
-        self, text: str, session: Session, given: dict[str, Any], deadline: float
+        self, text: str, session: Session, given: dict[str, Any], deadline: float, batch: int
     ) -> Callable[[], _Answer]:
         """Set a block going; what is returned waits for its result."""
         found = tagged(text)
@@ -207,7 +215,7 @@ class CodeEnvironment(EnvironmentInterface):
             return partial(_Answer, metadata=given, note=note, is_over=is_over)
         code, after = found
         job = session.job(code, limits=self._limits, most=self.config.max_observation_chars)
-        future = self._pool.submit(job, deadline=deadline)
+        future = self._pool.submit(job, deadline=deadline, batch=batch)
         return lambda: self._ran(session, code, after, given, future)
 
     def _ran(

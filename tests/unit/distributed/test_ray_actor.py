@@ -18,7 +18,7 @@ from laurel.errors import ConfigError, EnvironmentFailedError
 ray_actor = pytest.importorskip("laurel.distributed.ray_actor", exc_type=ImportError)
 ray = ray_actor.ray
 
-pytestmark = pytest.mark.usefixtures("small_cluster")
+pytestmark = [pytest.mark.usefixtures("small_cluster"), pytest.mark.slow]
 LOG = [{"role": "user", "content": "root?"}, {"role": "assistant", "content": "It is $x+1$."}]
 GOLD = {"ground_truth": "1+x"}
 """Not settled by the shortcuts: processes have to be asked."""

@@ -327,6 +327,69 @@ def test_jobs_that_are_late_are_not_begun(own_pool):
     assert busy.result(END).status is Status.OK
 
 
+SLEEPS = "import time\ntime.sleep(60)"
+PRINTS = "print(input())"
+
+
+def stdio_job(code, count, **fields):
+    tests = [StdioTest(stdin=f"{i}\n", stdout=f"{i}\n") for i in range(count)]
+    return SandboxJob(code=code, mode="stdio", tests=tests, **fields)
+
+
+def test_slow_programs_cost_themselves_and_never_their_neighbours(tier):
+    """The case that was seen: six right programs became failures behind two sleepers."""
+    jobs = [stdio_job(SLEEPS, 10, id=f"slow {i}") for i in range(2)]
+    jobs += [stdio_job(PRINTS, 10, id=f"right {i}") for i in range(6)]
+    with SandboxPool(tier=tier, num_workers=2) as pool:
+        pool.run([stdio_job(PRINTS, 1)])  # zygotes are there
+        began = time.monotonic()
+        found = {result.id: result for result in pool.run(jobs, timeout_s=8.0)}
+        assert time.monotonic() - began < END  # the bound tells a hang, not a speed
+    for i in range(6):
+        assert found[f"right {i}"].status is Status.OK
+        assert found[f"right {i}"].passed_share == 1.0
+    for i in range(2):  # they were not let to their own limit, so that there is no verdict on them
+        assert found[f"slow {i}"].status is Status.SANDBOX_ERROR
+        assert "deadline" in found[f"slow {i}"].reason or "turn" in found[f"slow {i}"].reason
+
+
+def test_a_program_that_had_its_share_is_tried_again_with_all_the_time_there_is(tier):
+    slow = SandboxJob(code="import time\ntime.sleep(2)\nprint(1)", id="slow")
+    jobs = [slow, *(SandboxJob(code="print(2)", id=str(i)) for i in range(40))]
+    with SandboxPool(tier=tier, num_workers=1) as pool:
+        found = {result.id: result for result in pool.run(jobs, timeout_s=60.0)}
+    assert {result.status for result in found.values()} == {Status.OK}
+    assert found["slow"].stdout == "1\n"
+
+
+def test_after_a_failure_nothing_is_run_where_only_all_tests_count(pool):
+    limits = Limits(wall_s=2.0)
+    (result,) = pool.run([stdio_job(SLEEPS, 6, limits=limits, stop_at_failure=True)])
+    assert result.status is Status.TIMEOUT_WALL
+    assert [one.status for one in result.tests] == [Status.TIMEOUT_WALL, *[Status.NOT_RUN] * 5]
+    assert result.wall_s < 2 * limits.wall_s
+    (result,) = pool.run([stdio_job("print(7)", 3, stop_at_failure=False)])
+    assert [one.status for one in result.tests] == [Status.WRONG_ANSWER] * 3
+
+
+def test_all_tests_together_have_a_time_of_their_own(pool):
+    limits = Limits(wall_s=2.0)
+    (result,) = pool.run([stdio_job(SLEEPS, 10, limits=limits, total_s=3.0)])
+    assert {one.status for one in result.tests} == {Status.TIMEOUT_WALL}
+    assert len(result.tests) == 10
+    assert result.wall_s < 5
+
+
+def test_a_worker_that_cannot_be_made_fails_its_jobs(tier):
+    def refuse():
+        raise RuntimeError("no room for it")
+
+    with SandboxPool(tier=tier, num_workers=2, make_runner=refuse) as pool:
+        for result in pool.run([SandboxJob(code="print(1)")] * 3):
+            assert result.status is Status.SANDBOX_ERROR
+            assert "RuntimeError: no room for it" in result.reason
+
+
 def test_whoever_fills_the_backlog_waits(tier):
     with SandboxPool(tier=tier, num_workers=1, backlog=1) as pool:
         first = pool.submit(SandboxJob(code=SLEEP, limits=LONG))

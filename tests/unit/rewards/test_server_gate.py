@@ -131,6 +131,41 @@ def test_a_head_without_end_is_not_read(plain):
     assert plain.score("a").status_code == 200
 
 
+def test_a_large_head_in_one_read_is_not_taken(plain):
+    for extra in ("X-A: " + "a" * 30_000, "Cookie: " + "; ".join(["a=b"] * 6000)):
+        assert b"200 OK" not in exchange(plain, head("/v1/score", extra, "Content-Length: 0"))
+    assert b"200 OK" not in exchange(plain, head("/v1/score?" + "a" * 30_000, "Content-Length: 0"))
+    assert plain.score("a").status_code == 200
+
+
+BODY = json.dumps({"groups": [{"id": "1", "prompt": "q", "completions": ["a"]}]}).encode()
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk"),
+        ("connection: upgrade", "UPGRADE: h2c"),
+        ("Connection: Upgrade", "Upgrade: websocket"),
+    ],
+)
+def test_who_would_rather_speak_another_protocol_is_answered_in_this_one(plain, wishes):
+    """Java's client asks so with every POST that is not encrypted."""
+    sent = head("/v1/score", *wishes, f"Content-Length: {len(BODY)}")
+    for answer in (exchange(plain, sent + BODY), exchange(plain, sent, rest=BODY)):
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+        assert b'"scores"' in answer
+
+
+@pytest.mark.parametrize(
+    "again", [f"Authorization: Bearer {KEY}", "Authorization: Bearer other", "Host: 127.0.0.1"]
+)
+def test_of_two_keys_or_hosts_none_is_chosen(plain, again):
+    answer = exchange(plain, head("/v1/score", again, f"Content-Length: {len(BODY)}") + BODY)
+    assert answer.startswith(b"HTTP/1.1 400"), answer
+    assert b"send one" in answer
+
+
 def test_more_connections_than_it_has_room_for_are_closed(monkeypatch):
     monkeypatch.setattr(server_protocol, "MOST_CONNECTIONS", 4)
     with Running() as it:

@@ -45,19 +45,26 @@ class TaskTests:
     strict_types: bool
     float_tolerance: float
 
-    def jobs(self, code: str, limits: Limits, *, one_by_one: bool) -> list[SandboxJob]:
+    def jobs(
+        self, code: str, limits: Limits, *, one_by_one: bool, total_s: float | None = None
+    ) -> list[SandboxJob]:
         """What has to be run to judge a program.
 
         Args:
             code: The program.
             limits: Of each process.
             one_by_one: Whether it matters how many tests pass, so that code that asserts several
-                things must be run in parts.
+                things must be run in parts, and tests after a failure are run, too.
+            total_s: Seconds of all tests on stdin together; see `SandboxJob`.
         """
         job = SandboxJob(
-            code=code, limits=limits,
-            strict_types=self.strict_types, float_tolerance=self.float_tolerance,
-        )  # fmt: skip
+            code=code,
+            limits=limits,
+            strict_types=self.strict_types,
+            float_tolerance=self.float_tolerance,
+            stop_at_failure=not one_by_one,
+            total_s=total_s,
+        )
         if self.form in ("stdio_tests", "call_tests"):
             mode: Any = self.form.removesuffix("_tests")
             tests: Any = self.tests
@@ -79,7 +86,7 @@ class CodeVerdict:
     """`Status` in words, or `NO_CODE`."""
     reward: float = 0.0
     passed_share: float = 0.0
-    """Of the tests that were run apart."""
+    """Of the tests that were run apart; those that were not run after a failure count as failed."""
     failure: str | None = None
     """Why there is no verdict: then the rest means nothing."""
     hint: str = ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from laurel.environments.sandbox.comparison import same_output, same_value
@@ -29,6 +30,7 @@ _STATUS_OF_SIGNAL = {
     _SIGSYS: Status.FORBIDDEN,
 }
 _DETAIL = 300
+_TOTAL_IS_SPENT = "the time of all tests together was spent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,30 +102,43 @@ def status_of(outcome: Outcome, limits: Limits) -> Status:
 
 
 def _script(job: SandboxJob, runner: Runner) -> _Judged:
-    outcome = _run_script(job, runner, job.stdin)
+    outcome = _run_script(job, runner, job.stdin, job.limits)
     return _Judged(status_of(outcome, job.limits), (), [outcome])
 
 
 def _stdio(job: SandboxJob, runner: Runner) -> _Judged:
-    results, outcomes = [], []
+    results: list[TestResult] = []
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
     for test in job.tests:
         assert isinstance(test, StdioTest)
-        outcome = _run_script(job, runner, test.stdin)
-        status = status_of(outcome, job.limits)
+        limits = job.limits
+        if job.total_s is not None:
+            left = job.total_s - (time.monotonic() - began)
+            if left <= 0:
+                results.append(TestResult(status=Status.TIMEOUT_WALL, detail=_TOTAL_IS_SPENT))
+                break
+            limits = replace(limits, wall_s=min(limits.wall_s, left))
+        outcome = _run_script(job, runner, test.stdin, limits)
+        status = status_of(outcome, limits)
         if status is Status.OK:
             given = outcome.stdout.decode("utf-8", "replace")
             if not same_output(test.stdout, given, float_tolerance=job.float_tolerance):
                 status = Status.WRONG_ANSWER
         results.append(TestResult(status=status))
         outcomes.append(outcome)
-        if status is Status.SYNTAX_ERROR:  # it is one with any input
-            results += [TestResult(status=status)] * (len(job.tests) - len(results))
+        if status is Status.SYNTAX_ERROR or (job.stop_at_failure and status is not Status.OK):
             break
+    # What was not run would end as the last one did where that holds for any input or any time.
+    last = results[-1]
+    for_all = last.status is Status.SYNTAX_ERROR or last.detail == _TOTAL_IS_SPENT
+    rest = last if for_all else TestResult(status=Status.NOT_RUN)
+    results += [rest] * (len(job.tests) - len(results))
     return _Judged(_overall(results), tuple(results), outcomes)
 
 
-def _run_script(job: SandboxJob, runner: Runner, stdin: str) -> Outcome:
-    return runner.one({"kind": "script"}, _bytes(job.code), limits=job.limits, stdin=_bytes(stdin))
+def _run_script(job: SandboxJob, runner: Runner, stdin: str, limits: Limits) -> Outcome:
+    return runner.one({"kind": "script"}, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
 
 
 def _overall(results: Sequence[TestResult]) -> Status:

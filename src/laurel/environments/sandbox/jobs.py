@@ -43,6 +43,8 @@ class Status(enum.Enum):
     """It answered with something that is no plain data, or is forged, doubled or out of order."""
     NO_RESULT = "no_result"
     """It went away before it answered."""
+    NOT_RUN = "not_run"
+    """Of one test: an earlier one had failed, and only all of them count."""
     SANDBOX_ERROR = "sandbox_error"
     """Ours, not the program's: a failure to be masked, never a score."""
 
@@ -116,6 +118,10 @@ class SandboxJob:
         limits: Of each process.
         strict_types: Of `call`: True is not 1, 1 is not 1.0, a list is not a tuple.
         float_tolerance: Of `call` and `stdio`: largest relative or absolute difference.
+        stop_at_failure: Of `stdio`: only all tests together count, so none is run after one that
+            failed; those are `NOT_RUN`.
+        total_s: Of `stdio`: seconds by the clock for all tests together; those that are left then
+            are `TIMEOUT_WALL`. None: each test has its own limit alone.
     """
 
     code: str
@@ -129,6 +135,8 @@ class SandboxJob:
     limits: Limits = Limits()
     strict_types: bool = True
     float_tolerance: float = 0.0
+    stop_at_failure: bool = False
+    total_s: float | None = None
 
     def __post_init__(self) -> None:
         wanted = {"stdio": StdioTest, "call": CallTest}.get(self.mode)

@@ -10,14 +10,16 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, cast
 
 from laurel.distributed.limits import available_memory
 from laurel.environments.sandbox.control_group import GroupPlace
 from laurel.environments.sandbox.grading import grade
-from laurel.environments.sandbox.jobs import SandboxJob, SandboxResult, Status
+from laurel.environments.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
 from laurel.environments.sandbox.runner import (
+    Outcome,
     Runner,
     SandboxGoneError,
     SandboxLostError,
@@ -28,6 +30,8 @@ from laurel.environments.sandbox.zygote_process import END_SECONDS, ZygoteProces
 
 ATTEMPTS = 2
 _SHARE_OF_MEMORY = 0.7
+_LEAST_SHARE = 0.5
+"""Seconds that any job has: a process takes hundredths, and a busy machine makes tenths of them."""
 _CLOSED = "the sandbox has been shut down"
 
 
@@ -85,12 +89,17 @@ class SandboxPool:
         self._threads: list[threading.Thread] = []
         self._finalizer = weakref.finalize(self, _close, self._state, self._threads)
 
-    def submit(self, job: SandboxJob, *, deadline: float | None = None) -> Future[SandboxResult]:
+    def submit(
+        self, job: SandboxJob, *, deadline: float | None = None, batch: int = 1
+    ) -> Future[SandboxResult]:
         """The result to come. Waits while the backlog is full.
 
         Args:
             job: What to run.
-            deadline: By `time.monotonic`; a job that has not begun by then is a SANDBOX_ERROR.
+            deadline: By `time.monotonic`; a job that has not ended by then is a SANDBOX_ERROR.
+                While others wait, a job's first try has its share of the time until then, and is
+                tried again behind them if that was not enough: a slow program costs itself.
+            batch: How many jobs are submitted together, this one included.
         """
         future: Future[SandboxResult] = Future()
         with self._starting:
@@ -98,7 +107,7 @@ class SandboxPool:
                 self._start_threads()
         while not self._state.closed:
             try:
-                self._state.jobs.put(_Waiting(job, deadline, future), timeout=0.5)
+                self._state.jobs.put(_Waiting(job, deadline, future, batch), timeout=0.5)
             except queue.Full:
                 if deadline is not None and time.monotonic() > deadline:
                     future.set_result(_failed(job, self.tier, "its turn did not come in time"))
@@ -117,10 +126,11 @@ class SandboxPool:
 
         Args:
             jobs: What to run.
-            timeout_s: After so long no further job is begun; those left are SANDBOX_ERRORs.
+            timeout_s: After so long nothing is run; jobs that are left are SANDBOX_ERRORs.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        return [future.result() for future in [self.submit(job, deadline=deadline) for job in jobs]]
+        futures = [self.submit(job, deadline=deadline, batch=len(jobs)) for job in jobs]
+        return [future.result() for future in futures]
 
     def report(self) -> PoolReport:
         """What it is and has done so far."""
@@ -180,9 +190,12 @@ class _Waiting:
     job: SandboxJob
     deadline: float | None
     future: Future[SandboxResult]
+    batch: int = 1
     attempts: int = 0
     """How often it has been tried."""
     is_begun: bool = False
+    had_its_share: bool = False
+    """It was ended for the sake of those behind it, and has all the time there is now."""
 
     def begins(self) -> bool:
         """Whether somebody still wants its result."""
@@ -214,12 +227,24 @@ class _State:
 
 def _serve(state: _State) -> None:
     """One thread, with a zygote, or whatever runs its programs, of its own."""
-    runner = state.make_runner()
+    try:
+        runner = state.make_runner()
+    except Exception as error:
+        # Whoever waits for a job would wait for ever.
+        _fail_all(state, f"its worker could not be made: {type(error).__name__}: {error}")
+        return
     with state.lock:
         state.runners.append(runner)
     while not state.closed and (item := state.jobs.get()) is not None:
         if item.begins():
             result = _result(state, runner, item)
+            if result is _LATER:
+                try:
+                    state.jobs.put_nowait(item)
+                    continue
+                except queue.Full:  # to wait for room could be to wait for all other workers
+                    result = _result(state, runner, item)
+                    assert result is not _LATER
             if result is None:
                 _hand_over(state, item)
                 break
@@ -231,19 +256,101 @@ def _serve(state: _State) -> None:
     runner.close()
 
 
+def _fail_all(state: _State, reason: str) -> None:
+    """Fail what waits and what comes, unless others run it."""
+    if _may_leave(state):
+        return
+    while not state.closed and (item := state.jobs.get()) is not None:
+        if item.begins():
+            item.future.set_result(_failed(item.job, state.tier, reason))
+        del item
+
+
+_LATER = SandboxResult(id="", status=Status.SANDBOX_ERROR, reason="it is tried again later")
+
+
 def _result(state: _State, runner: Runner, item: _Waiting) -> SandboxResult | None:
-    """What became of a job; None where others have to run it, for this runner is gone."""
+    """What became of a job; None where others have to run it, for this runner is gone.
+
+    `_LATER` where it had its share of the time, and others wait.
+    """
     if item.deadline is not None and time.monotonic() > item.deadline:
         return _failed(item.job, state.tier, "its turn did not come in time")
+    until = item.deadline
+    share = None if item.had_its_share else _share_of_time(state, item)
+    if share is not None:
+        until = time.monotonic() + share
     try:
-        return _attempt(state, runner, item)
+        return _attempt(state, _Bounded(runner, until), item)
+    except _TimeIsUpError:
+        if share is None:
+            return _failed(item.job, state.tier, "the deadline came while it ran")
+        item.had_its_share = True
+        item.attempts = 0
+        return _LATER
     except SandboxGoneError as error:
         if _may_leave(state):
             return None
         return _failed(item.job, state.tier, str(error), attempt=max(1, item.attempts))
 
 
-def _attempt(state: _State, runner: Runner, item: _Waiting) -> SandboxResult:
+def _share_of_time(state: _State, item: _Waiting) -> float | None:
+    """Seconds that a job may take while others wait; None where it may take all it wants."""
+    with state.lock:
+        num_runners = max(1, len(state.runners))
+    # Those that were asked with it may not have been put into the queue yet.
+    waiting = max(state.jobs.qsize(), item.batch - num_runners)
+    if item.deadline is None or waiting <= 0:
+        return None
+    # Half of the time, so that those that are tried again have the other half.
+    left = item.deadline - time.monotonic()
+    return max(_LEAST_SHARE, left / 2 * num_runners / (waiting + num_runners))
+
+
+class _TimeIsUpError(Exception):
+    """A program was ended for lack of time, not at a limit of its own: no verdict on it."""
+
+
+class _Bounded:
+    """A runner that ends what it runs at a moment, and says so instead of calling it slow."""
+
+    def __init__(self, runner: Runner, until: float | None) -> None:
+        self._runner = runner
+        self._until = until
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def one(self, *args: Any, limits: Limits, **options: Any) -> Outcome:
+        """See `Runner`."""
+        bounded, is_shorter = self._bounded(limits)
+        outcome = self._runner.one(*args, limits=bounded, **options)
+        self._check(is_shorter, outcome)
+        return outcome
+
+    def pair(self, *args: Any, limits: Limits, **options: Any) -> tuple[Outcome, Outcome]:
+        """See `Runner`."""
+        bounded, is_shorter = self._bounded(limits)
+        found = self._runner.pair(*args, limits=bounded, **options)
+        self._check(is_shorter, *found)
+        return found
+
+    def _bounded(self, limits: Limits) -> tuple[Limits, bool]:
+        if self._until is None:
+            return limits, False
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise _TimeIsUpError
+        if left >= limits.wall_s:
+            return limits, False
+        return replace(limits, wall_s=left), True
+
+    def _check(self, is_shorter: bool, *outcomes: Outcome) -> None:
+        if is_shorter and any(outcome.ended_by == "wall" for outcome in outcomes):
+            raise _TimeIsUpError
+
+
+def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
     """The result; where the sandbox fails, once more, and then a failure.
 
     Raises:
@@ -259,9 +366,11 @@ def _attempt(state: _State, runner: Runner, item: _Waiting) -> SandboxResult:
             if not tier.layers <= runner.layers:
                 missing = ", ".join(sorted(tier.layers - runner.layers))
                 raise SandboxStartError(f"it has lost a layer that it had: {missing}")
-            return grade(job, runner, tier=tier.value, attempt=item.attempts)
+            return grade(job, cast(Runner, runner), tier=tier.value, attempt=item.attempts)
         except SandboxGoneError:
             item.attempts -= 1
+            raise
+        except _TimeIsUpError:
             raise
         except (SandboxLostError, SandboxStartError) as error:
             reason = str(error)

@@ -188,8 +188,8 @@ class Endpoints:
     # --------------------------------------------------------------------------------- looks
 
     async def health(self, call: Call) -> Answer:
-        """That it lives."""
-        return Answer(b"{}")
+        """That it lives, and can still become ready."""
+        return Answer(b"{}", status=503 if self._service.is_lost else 200)
 
     async def ready(self, call: Call) -> Answer:
         """Whether it takes requests."""

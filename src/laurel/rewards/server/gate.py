@@ -8,7 +8,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,7 @@ class Gate:
             await send(message)
 
         try:
+            _refuse_repeated(scope["headers"])
             self._check(call)
             call.body = await self._body(call, receive)
             scope[CALL] = call
@@ -253,6 +254,18 @@ def _call_of(scope: Scope) -> Call:
         started=time.perf_counter(),
         request_id=wanted if 0 < len(wanted) <= 128 and wanted.isprintable() else _new_id(),
     )
+
+
+def _refuse_repeated(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Of two keys nobody can say which one is meant: a proxy may have checked the other."""
+    seen = [name for name, _ in headers if name in _ONCE]
+    for name in _ONCE:
+        if seen.count(name) > 1:
+            message = f"the request has several {name.decode().title()} headers; send one"
+            raise RefusedRequestError(400, "headers", message)
+
+
+_ONCE = (b"authorization", b"host", b"content-length", b"x-request-id")
 
 
 def _new_id() -> str:

@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 
 _IDLE_SECONDS = 75
 _BACKLOG = 4096
+_LOOK_SECONDS = 0.5
+"""Between two looks whether anybody is left who could score."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -81,6 +83,8 @@ class ServerRun:
         self._drain_seconds = drain_seconds
         self.left_some = False
         """Whether it ended before all that was accepted was finished."""
+        self.lost_all = False
+        """Whether it ended because nobody is left who could score."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -119,19 +123,31 @@ class ServerRun:
                 self._loop.add_signal_handler(number, self._end)
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         opening = asyncio.ensure_future(open_model())
+        watching: asyncio.Future[None] | None = None
         try:
             await asyncio.wait([serving, opening], return_when=asyncio.FIRST_COMPLETED)
             if opening.done() and not serving.done():
                 model = opening.result()
                 self._service.begin(model)
                 on_ready(model)
+            watching = asyncio.ensure_future(self._end_when_lost())
             await serving
         finally:
             opening.cancel()
+            if watching is not None:
+                watching.cancel()
             self._server.should_exit = True
             with contextlib.suppress(Exception):
                 await serving
             await self._service.aclose()
+
+    async def _end_when_lost(self) -> None:
+        """A supervisor can start the server again; by itself it would refuse for ever."""
+        while not self._service.is_lost:
+            await asyncio.sleep(_LOOK_SECONDS)
+        self.lost_all = True
+        self._service.give_up()
+        self._server.should_exit = True
 
     def _end(self) -> None:
         if self._ending is not None:

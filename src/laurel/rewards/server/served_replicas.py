@@ -90,6 +90,11 @@ class ServedReplicas:
         """Whether nobody is left who could score."""
         return self._replicas.are_lost
 
+    @property
+    def is_lost(self) -> bool:
+        """The same, and nobody is started again."""
+        return self._replicas.are_lost
+
     async def sleep(self) -> None:
         """See `ReplicaProcesses`."""
         await asyncio.to_thread(self._replicas.sleep)

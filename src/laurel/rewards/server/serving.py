@@ -54,6 +54,9 @@ class ServedScorer(Protocol):
         """Be as before `sleep`."""
 
 
+_LOST = "every replica of the model is lost for good; the server ends, to be started again"
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class ServedModel:
     """A model that has proven itself, and how many requests it has under way."""
@@ -105,6 +108,7 @@ class RewardService:
         self._served: ServedModel | None = None
         self._is_asleep = False
         self._is_draining = False
+        self._scoring: set[asyncio.Task[Any]] = set()
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
 
@@ -140,6 +144,9 @@ class RewardService:
         """
         served = self._admitted(version)
         served.in_flight += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._scoring.add(task)
         try:
             async with asyncio.timeout(self._request_seconds):
                 scores = await served.scorer.score(groups)
@@ -152,14 +159,32 @@ class RewardService:
             ) from error
         except LaurelError as error:
             raise RefusedRequestError(503, "broken", str(error), retry_after=5.0) from error
+        except asyncio.CancelledError:
+            if not self.is_lost:
+                raise
+            task.uncancel()
+            raise RefusedRequestError(503, "broken", _LOST, retry_after=5.0) from None
         finally:
+            self._scoring.discard(task)
             served.in_flight -= 1
             if not served.in_flight:
                 served.quiet.set()
         return Scored(scores=scores, model=served)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody who could score is left, nor will come back."""
+        return self._served is not None and getattr(self._served.scorer, "is_lost", False)
+
+    def give_up(self) -> None:
+        """Refuse what waits for those who are lost: no score will come."""
+        for task in self._scoring:
+            task.cancel()
+
     def _admitted(self, version: str) -> ServedModel:
         state = self.state
+        if self.is_lost:
+            raise RefusedRequestError(503, "broken", _LOST, retry_after=5.0)
         if self._served is None or state in ("asleep", "draining"):
             raise RefusedRequestError(503, state, f"the server is {state}", retry_after=1.0)
         if version and version != self._served.version:
