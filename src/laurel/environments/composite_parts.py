@@ -19,8 +19,8 @@ Returns = Mapping[str, EnvironmentReturn]
 
 
 MOST_AT_ONCE = 160
-"""Calls of one part: 64 of the batch that is being judged, 64 of a validation beside it, and 32 that
-the run has given up. So a part that is merely slow is never refused by them."""
+"""Calls of one part: 64 of the batch that is being judged, 64 of a validation beside it, and 32
+that were given up. A part that is merely slow is not refused in a run, therefore."""
 PATIENCE_SECONDS = 30.0
 """How long a call beyond them waits for one to come back."""
 
