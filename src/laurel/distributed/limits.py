@@ -49,11 +49,58 @@ def memory_limit(*, root: Path = Path("/")) -> int | None:
     found: list[int] = []
     for folder, version in _groups("memory", root):
         with suppress(OSError, ValueError):
-            name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-            limit = (folder / name).read_text(encoding="ascii").strip()
-            if limit != "max" and int(limit) < _NO_LIMIT:
-                found.append(int(limit))
+            limit = _group_limit(folder, version)
+            if limit is not None:
+                found.append(limit)
     return min(found, default=None)
+
+
+def available_memory(*, root: Path = Path("/")) -> int | None:
+    """Bytes that this process can still take without swapping or being killed; None: not known.
+
+    The least of what the machine has left and what each control group with a limit has left.
+
+    Args:
+        root: Where `proc` and `sys` are.
+    """
+    found: list[int] = []
+    with suppress(OSError, ValueError):
+        machine = _figures(root / "proc/meminfo").get("MemAvailable:")
+        if machine is not None:
+            found.append(machine << 10)
+    for folder, version in _groups("memory", root):
+        with suppress(OSError, ValueError):
+            limit = _group_limit(folder, version)
+            if limit is not None:
+                found.append(max(0, limit - _group_use(folder, version)))
+    return min(found, default=None)
+
+
+def _group_limit(folder: Path, version: int) -> int | None:
+    name = "memory.max" if version == 2 else "memory.limit_in_bytes"
+    limit = (folder / name).read_text(encoding="ascii").strip()
+    return int(limit) if limit != "max" and int(limit) < _NO_LIMIT else None
+
+
+def _group_use(folder: Path, version: int) -> int:
+    """Bytes that a group holds, without the cached files that the kernel would give up first.
+
+    With them, a group that has read much data looks full for as long as it lives. `MemAvailable`
+    leaves them out as well.
+    """
+    name = "memory.current" if version == 2 else "memory.usage_in_bytes"
+    use = int((folder / name).read_text(encoding="ascii"))
+    with suppress(OSError, ValueError):  # no memory.stat: all that is held counts
+        # In version 1 only the totals include the groups inside, as the use does.
+        cached = "inactive_file" if version == 2 else "total_inactive_file"
+        use -= _figures(folder / "memory.stat").get(cached, 0)
+    return max(0, use)
+
+
+def _figures(path: Path) -> dict[str, int]:
+    """The figures of a file of lines such as `name 12` or `name: 12 kB`."""
+    lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
 
 def _affine_cores() -> int:

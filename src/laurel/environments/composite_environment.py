@@ -11,8 +11,8 @@ from torch import Tensor
 
 from laurel.config.environments import CompositeEnvironmentConfig
 from laurel.environments.composite_parts import (
+    PartCalls,
     answer_of,
-    begun,
     failures_of,
     joined,
     rows_of,
@@ -105,6 +105,7 @@ class CompositeEnvironment(EnvironmentInterface):
                 f"{', '.join(names)}"
             )
         self._environments = {name: environments[name] for name in names}
+        self._calls = {name: PartCalls(name) for name in names}
         parts = self._environments.values()
         # The most patient of them has its way.
         self.judges = max(map(judged_by, parts), key=get_args(Judged).index)
@@ -172,7 +173,9 @@ class CompositeEnvironment(EnvironmentInterface):
         metadata: Sequence[dict[str, Any] | None],
     ) -> dict[str, EnvironmentReturn]:
         futures = {
-            name: begun(environment.step, message_log_batch, [_own(one, name) for one in metadata])
+            name: self._calls[name].begin(
+                environment.step, message_log_batch, [_own(one, name) for one in metadata]
+            )
             for name, environment in environments.items()
         }
         returns = {}

@@ -12,23 +12,69 @@ import torch
 from torch import Tensor
 
 from laurel.environments.interface import EnvironmentReturn
+from laurel.errors import EnvironmentFailedError
 
 Returns = Mapping[str, EnvironmentReturn]
 """Of each part, by its name."""
 
 
-def begun(step: Callable[..., EnvironmentReturn], *arguments: Any) -> Future[EnvironmentReturn]:
-    """A call in a thread of its own, which keeps no process from ending if it never comes back."""
-    future: Future[EnvironmentReturn] = Future()
+MOST_AT_ONCE = 160
+"""Calls of one part: 64 of the batch that is being judged, 64 of a validation beside it, and 32
+that were given up. A part that is merely slow is not refused in a run, therefore."""
+PATIENCE_SECONDS = 30.0
+"""How long a call beyond them waits for one to come back."""
 
-    def run() -> None:
+
+class PartCalls:
+    """Calls of one part, so many at a time, in threads that keep no process from ending.
+
+    No thread can be ended from outside. Who asks gives a call up after a time and asks again, so a
+    part that never comes back would take one more thread with every call.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Hold no thread.
+
+        Args:
+            name: The part's, for the message.
+        """
+        self._name = name
+        self._limit = MOST_AT_ONCE
+        self._places = threading.BoundedSemaphore(self._limit)
+
+    def begin(
+        self, step: Callable[..., EnvironmentReturn], *arguments: Any
+    ) -> Future[EnvironmentReturn]:
+        """Call it in a thread.
+
+        Raises:
+            EnvironmentFailedError: As many calls as may be have not come back, and none did soon.
+        """
+        if not self._places.acquire(timeout=PATIENCE_SECONDS):
+            raise EnvironmentFailedError(
+                f"{self._limit} calls of the part '{self._name}' of a composite environment have "
+                "not come back, and threads cannot be ended; no more are begun until one does. "
+                "Give what it waits for a time limit of its own, shorter than env.timeout_seconds"
+            )
+        future: Future[EnvironmentReturn] = Future()
+
+        def run() -> None:
+            try:
+                result = step(*arguments)
+            except BaseException as error:
+                self._places.release()
+                future.set_exception(error)
+            else:
+                self._places.release()
+                future.set_result(result)
+
         try:
-            future.set_result(step(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="laurel-composite", daemon=True).start()
-    return future
+            name = f"laurel-composite-{self._name}"
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except RuntimeError:  # the system gives no thread
+            self._places.release()
+            raise
+        return future
 
 
 def spread(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laurel.distributed import limits
-from laurel.distributed.limits import available_cores, cpu_quota, memory_limit
+from laurel.distributed.limits import available_cores, available_memory, cpu_quota, memory_limit
 
 
 def make(root: Path, groups: str, **files: str) -> Path:
@@ -48,6 +48,56 @@ def test_version_1(tmp_path: Path) -> None:
     )  # fmt: skip
     assert cpu_quota(root=root) == 0.5
     assert memory_limit(root=root) == 8192
+
+
+def with_memory(root: Path, kilobytes: int) -> Path:
+    """The same root, of a machine that has so much left."""
+    text = f"MemTotal: 99999999 kB\nMemAvailable:   {kilobytes} kB\nHugePages_Total: 0\n"
+    (root / "proc/meminfo").write_text(text)
+    return root
+
+
+def test_memory_left_is_the_least_of_the_machine_and_the_groups(tmp_path: Path) -> None:
+    files = {
+        "a/memory.max": "10000",
+        "a/memory.current": "8500",
+        "a/b/memory.max": "4096",
+        "a/b/memory.current": "1000",
+        "memory.current": "99999999",
+    }
+    root = with_memory(make(tmp_path / "groups", "0::/a/b\n", **files), 64)
+    assert available_memory(root=root) == 1500, "the group around this one has less left"
+    assert available_memory(root=with_memory(root, 1)) == 1024, "the machine has less left"
+    (root / "sys/fs/cgroup/a/memory.current").write_text("10001\n")
+    assert available_memory(root=root) == 0
+
+
+def test_cached_files_that_the_kernel_would_give_up_are_no_use_of_memory(tmp_path: Path) -> None:
+    files = {
+        "memory.max": "10000",
+        "memory.current": "9900",
+        "memory.stat": "anon 900\nfile 9000\ninactive_file 8000",
+    }
+    root = with_memory(make(tmp_path / "v2", "0::/\n", **files), 64)
+    assert available_memory(root=root) == 10000 - 1900
+    files = {
+        "memory/one/memory.limit_in_bytes": "10000",
+        "memory/one/memory.usage_in_bytes": "9900",
+        "memory/one/memory.stat": "inactive_file 1\ntotal_inactive_file 8000",
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+        "memory/memory.usage_in_bytes": "99999999",
+    }
+    root = with_memory(make(tmp_path / "v1", "4:memory:/one\n", **files), 64)
+    assert available_memory(root=root) == 10000 - 1900
+
+
+def test_memory_left_without_limits_or_without_an_answer(tmp_path: Path) -> None:
+    root = make(tmp_path / "none", "0::/\n", **{"memory.max": "max", "memory.current": "5"})
+    assert available_memory(root=root) is None
+    assert available_memory(root=with_memory(root, 3)) == 3072
+    root = make(tmp_path / "limit", "0::/\n", **{"memory.max": "9000"})
+    assert available_memory(root=with_memory(root, 3)) == 3072, "how much is used is not known"
+    assert available_memory(root=tmp_path / "nothing") is None
 
 
 def test_no_limit(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from laurel.environments import composite_parts
 from laurel.environments.composite_environment import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn, RejectedTask
 from laurel.environments.math_environment import MathEnvironment
@@ -365,6 +368,56 @@ has_begun.wait()
 environment.shutdown()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_part_that_never_comes_back_takes_no_more_threads_than_its_bound(monkeypatch):
+    monkeypatch.setattr(composite_parts, "MOST_AT_ONCE", 3)
+    monkeypatch.setattr(composite_parts, "PATIENCE_SECONDS", 0.01)
+    has_begun, comes_back = threading.Semaphore(0), threading.Event()
+
+    def hang(text):
+        has_begun.release()
+        return float(comes_back.wait(60))
+
+    environments = {"stuck": Says(hang), "quick": Says(length)}
+    environment = composite([{"env": "stuck"}, {"env": "quick"}], environments)
+    with ThreadPoolExecutor(3) as callers:
+        calls = [callers.submit(judged, environment, "abc") for _ in range(3)]
+        try:
+            assert all(has_begun.acquire(timeout=60) for _ in calls)
+            for _ in range(10):
+                with pytest.raises(EnvironmentFailedError, match="3 calls of the part 'stuck' of"):
+                    judged(environment, "abc")
+            names = [thread.name for thread in threading.enumerate()]
+            assert names.count("laurel-composite-stuck") == 3
+        finally:
+            comes_back.set()
+    assert [total(call.result()) for call in calls] == [[4.0]] * 3
+    assert total(judged(environment, "a")) == [2.0], "it is asked again when it has come back"
+
+
+def test_calls_beyond_the_bound_wait_for_their_turn(monkeypatch):
+    monkeypatch.setattr(composite_parts, "MOST_AT_ONCE", 2)
+    lock, at_once, most = threading.Lock(), 0, 0
+
+    def judge(text):
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.01)
+        with lock:
+            at_once -= 1
+        if text == "bad":
+            raise ValueError("unreadable")  # which gives its place back as well
+        return 1.0
+
+    environment = composite([{"env": "x"}], {"x": Says(judge)})
+    with ThreadPoolExecutor(8) as callers:
+        calls = [callers.submit(judged, environment, text) for text in ["good", "bad"] * 8]
+    failed = [call.exception() is not None for call in calls]
+    assert failed == [False, True] * 8
+    assert most == 2
 
 
 # ------------------------------------------------------------------------------------- conducting

@@ -455,9 +455,9 @@ def test_nothing_is_left_after_many_jobs(tier, tmp_path):
 def test_workers_fit_into_memory(monkeypatch):
     from laurel.environments.sandbox import pool as pool_module
 
-    monkeypatch.setattr(pool_module, "_free_memory_mb", lambda: 10_000)
+    monkeypatch.setattr(pool_module, "available_memory", lambda: 10_000 << 20)
     assert affordable_workers(4, 500) == 4
     assert affordable_workers(100, 500) == 7
     assert affordable_workers(100, 50_000) == 1
-    monkeypatch.setattr(pool_module, "_free_memory_mb", lambda: None)
+    monkeypatch.setattr(pool_module, "available_memory", lambda: None)
     assert affordable_workers(100, 500) == 100

@@ -2,13 +2,17 @@
 
 import json
 import logging
-import os
 
 import pytest
 
 from laurel.cli.sandbox_check import as_facts, lines, run_check
 from laurel.config.sandbox import SandboxConfig
+from laurel.distributed import limits
+from laurel.distributed.limits import available_cores
+from laurel.distributed.rendezvous import Place
 from laurel.environments.sandbox import detection as detection_module
+from laurel.environments.sandbox import node_worker
+from laurel.environments.sandbox import pool as pool_module
 from laurel.environments.sandbox.canaries import CANARIES, Canary, claims_of
 from laurel.environments.sandbox.detection import Detection, detect
 from laurel.environments.sandbox.jobs import SandboxJob, Status
@@ -59,7 +63,23 @@ def test_a_pool_says_once_what_it_is(caplog):
     caplog.clear()
     open_pool(SandboxConfig(allow_unsafe=True), detection=found(Tier.LIMITS_ONLY))
     assert "UNSAFE" in caplog.records[-1].message
-    assert full.num_workers <= len(os.sched_getaffinity(0))
+    assert full.num_workers <= available_cores()
+
+
+def test_a_pool_and_a_node_have_no_more_workers_than_the_container_pays_for(monkeypatch):
+    monkeypatch.setattr(limits, "_affine_cores", lambda: 64)
+    monkeypatch.setattr(limits, "cpu_quota", lambda: 5.5)
+    monkeypatch.setattr(pool_module, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr(node_worker, "detect", lambda: found(Tier.FULL))
+    with open_pool(SandboxConfig(num_workers=8), detection=found(Tier.FULL)) as pool:
+        assert pool.num_workers == 5
+    node = node_worker.NodeWorker(Place(role="sandbox"))
+    assert node.find(8, limits_mb=1)["num_workers"] == 5
+    monkeypatch.setattr(pool_module, "available_memory", lambda: 1000 << 20)
+    settings = SandboxConfig(num_workers=8, memory_mb=250, disk_mb=50)
+    with open_pool(settings, detection=found(Tier.FULL)) as pool:
+        assert pool.num_workers == 1
+    assert node.find(8, limits_mb=300)["num_workers"] == 1
 
 
 def test_limits_are_those_of_the_configuration():

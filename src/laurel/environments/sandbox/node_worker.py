@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from laurel.distributed.limits import available_cores
 from laurel.environments.sandbox.detection import detect
 from laurel.environments.sandbox.grading import lacked_answer
 from laurel.environments.sandbox.group_trial import chosen_place
@@ -50,11 +50,10 @@ class NodeWorker:
             `tier` (its letter, or None) and `reasons` as in `Detection`, and `num_workers`.
         """
         found = detect()
-        cores = len(os.sched_getaffinity(0))
         return {
             "tier": None if found.tier is None else found.tier.value,
             "reasons": dict(found.reasons),
-            "num_workers": affordable_workers(min(num_workers, cores), limits_mb),
+            "num_workers": affordable_workers(min(num_workers, available_cores()), limits_mb),
         }
 
     def prepare(self, tier: str, num_workers: int, cgroup: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from laurel.config.sandbox import SandboxConfig
+from laurel.distributed.limits import available_cores
 from laurel.environments.sandbox.detection import Detection, detect
 from laurel.environments.sandbox.group_trial import chosen_place, group_words
 from laurel.environments.sandbox.jobs import CallTest, Limits, SandboxJob, Status, StdioTest
@@ -54,8 +55,8 @@ def open_pool(config: SandboxConfig, *, detection: Detection | None = None) -> S
         return _elsewhere(config, config.url)
     found = detection or detect()
     tier = accepted_tier(config, found)
-    cores = len(os.sched_getaffinity(0))
-    workers = affordable_workers(min(config.num_workers, cores), config.memory_mb + config.disk_mb)
+    wanted = min(config.num_workers, available_cores())
+    workers = affordable_workers(wanted, config.memory_mb + config.disk_mb)
     place, reason = chosen_place(config.cgroup)
     say_tier(found, tier, beside=f" Control group: {group_words(place, reason)}.")
     return SandboxPool(tier=tier, num_workers=workers, backlog=config.backlog, place=place)

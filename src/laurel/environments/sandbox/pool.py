@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+from laurel.distributed.limits import available_memory
 from laurel.environments.sandbox.control_group import GroupPlace
 from laurel.environments.sandbox.grading import grade
 from laurel.environments.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
@@ -175,22 +176,11 @@ def affordable_workers(wanted: int, limits_mb: int) -> int:
         wanted: How many there should be.
         limits_mb: Memory and disk of one program.
     """
-    free_mb = _free_memory_mb()
-    if free_mb is None:
+    free = available_memory()
+    if free is None:
         return wanted
     # Two processes run at a time where tests are split from the program.
-    return max(1, min(wanted, int(free_mb * _SHARE_OF_MEMORY) // (2 * limits_mb)))
-
-
-def _free_memory_mb() -> int | None:
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) >> 10
-    except OSError:
-        pass
-    return None
+    return max(1, min(wanted, int((free >> 20) * _SHARE_OF_MEMORY) // (2 * limits_mb)))
 
 
 @dataclass(slots=True, eq=False)
