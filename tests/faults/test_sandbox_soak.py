@@ -139,7 +139,8 @@ def test_nothing_is_left_of_many_programs(tmp_path):
         for pid in zygotes:
             wait_until(lambda pid=pid: is_idle(pid))
         assert [psutil.Process(pid).num_fds() for pid in zygotes] == descriptors
-        assert psutil.Process().num_fds() == ours
+        # Fewer, where what tests before this one left in the process has been collected since.
+        assert psutil.Process().num_fds() <= ours
         growth = [
             psutil.Process(pid).memory_info().rss - was
             for pid, was in zip(zygotes, memory, strict=True)

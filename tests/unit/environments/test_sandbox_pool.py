@@ -336,6 +336,7 @@ def stdio_job(code, count, **fields):
     return SandboxJob(code=code, mode="stdio", tests=tests, **fields)
 
 
+@pytest.mark.slow
 def test_slow_programs_cost_themselves_and_never_their_neighbours(tier):
     """The case that was seen: six right programs became failures behind two sleepers."""
     jobs = [stdio_job(SLEEPS, 10, id=f"slow {i}") for i in range(2)]
@@ -343,7 +344,7 @@ def test_slow_programs_cost_themselves_and_never_their_neighbours(tier):
     with SandboxPool(tier=tier, num_workers=2) as pool:
         pool.run([stdio_job(PRINTS, 1)])  # zygotes are there
         began = time.monotonic()
-        found = {result.id: result for result in pool.run(jobs, timeout_s=8.0)}
+        found = {result.id: result for result in pool.run(jobs, timeout_s=20.0)}
         assert time.monotonic() - began < END  # the bound tells a hang, not a speed
     for i in range(6):
         assert found[f"right {i}"].status is Status.OK

@@ -97,8 +97,9 @@ class SandboxPool:
         Args:
             job: What to run.
             deadline: By `time.monotonic`; a job that has not ended by then is a SANDBOX_ERROR.
-                While others wait, a job's first try has its share of the time until then, and is
-                tried again behind them if that was not enough: a slow program costs itself.
+                While others wait, a job has its share of the time until then, and is tried again
+                behind them, each time with twice as much, if that was not enough: a slow program
+                costs itself.
             batch: How many jobs are submitted together, this one included.
         """
         future: Future[SandboxResult] = Future()
@@ -194,8 +195,10 @@ class _Waiting:
     attempts: int = 0
     """How often it has been tried."""
     is_begun: bool = False
-    had_its_share: bool = False
-    """It was ended for the sake of those behind it, and has all the time there is now."""
+    share: float = 0.0
+    """Seconds after which it was ended for the sake of those behind it; the next are twice that."""
+    may_be_ended: bool = True
+    """For their sake; else it has all the time until the deadline."""
 
     def begins(self) -> bool:
         """Whether somebody still wants its result."""
@@ -243,6 +246,7 @@ def _serve(state: _State) -> None:
                     state.jobs.put_nowait(item)
                     continue
                 except queue.Full:  # to wait for room could be to wait for all other workers
+                    item.may_be_ended = False
                     result = _result(state, runner, item)
                     assert result is not _LATER
             if result is None:
@@ -277,15 +281,15 @@ def _result(state: _State, runner: Runner, item: _Waiting) -> SandboxResult | No
     if item.deadline is not None and time.monotonic() > item.deadline:
         return _failed(item.job, state.tier, "its turn did not come in time")
     until = item.deadline
-    share = None if item.had_its_share else _share_of_time(state, item)
+    share = _share_of_time(state, item) if item.may_be_ended else None
     if share is not None:
+        item.share = share
         until = time.monotonic() + share
     try:
         return _attempt(state, _Bounded(runner, until), item)
     except _TimeIsUpError:
         if share is None:
             return _failed(item.job, state.tier, "the deadline came while it ran")
-        item.had_its_share = True
         item.attempts = 0
         return _LATER
     except SandboxGoneError as error:
@@ -298,13 +302,15 @@ def _share_of_time(state: _State, item: _Waiting) -> float | None:
     """Seconds that a job may take while others wait; None where it may take all it wants."""
     with state.lock:
         num_runners = max(1, len(state.runners))
-    # Those that were asked with it may not have been put into the queue yet.
-    waiting = max(state.jobs.qsize(), item.batch - num_runners)
+    waiting = state.jobs.qsize()
+    if not item.share:  # those that were asked with it may not have been put into the queue yet
+        waiting = max(waiting, item.batch - num_runners)
     if item.deadline is None or waiting <= 0:
         return None
-    # Half of the time, so that those that are tried again have the other half.
     left = item.deadline - time.monotonic()
-    return max(_LEAST_SHARE, left / 2 * num_runners / (waiting + num_runners))
+    # Half of the time at first, so that those that are tried again have the other half.
+    share = max(_LEAST_SHARE, left / 2 * num_runners / (waiting + num_runners), 2 * item.share)
+    return share if share < left else None
 
 
 class _TimeIsUpError(Exception):
