@@ -128,32 +128,3 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
     assert len(trained) == 2
     for figures in trained:
         assert figures["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
-
-
-def test_a_replica_of_a_policy_from_nothing_is_started_again(
-    tmp_path: Path, small_cluster: object, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What it was started from is there as long as the run, and goes with it."""
-    psutil = pytest.importorskip("psutil")
-    killed: list[int] = []
-
-    def kill_once() -> None:
-        if not killed:
-            (start,) = (tmp_path / "saves").glob(".start-*")
-            assert (start / "config.json").is_file()
-            for process in psutil.Process(os.getpid()).children(recursive=True):
-                if "EngineCore" in " ".join(process.cmdline()):
-                    killed.append(process.pid)
-                    process.parent().send_signal(signal.SIGKILL)
-
-    heads = ("policy.scratch.hidden_size=64", "policy.scratch.num_heads=2")
-    HOOKS["judge"] = kill_once
-    try:
-        settings = grpo_settings(tmp_path, None, *VLLM, *MATCHES, *TWO_SLOTS, *heads)
-        run = grpo(settings)
-    finally:
-        HOOKS.clear()
-    assert killed
-    assert run.outcome.ended == "finished"
-    assert "replica 0 is back" in caplog.text + run.text
-    assert not list((tmp_path / "saves").glob(".start-*"))
