@@ -60,7 +60,7 @@ def load_config(
     if problems or not isinstance(config, schema):
         raise ConfigError(_all_of(problems))
     ignored = tuple(checker.ignored)
-    return LoadedConfig(config=config, warnings=_warnings(checker.ignored), ignored=ignored)
+    return LoadedConfig(config=config, warnings=told_ignored(checker.ignored), ignored=ignored)
 
 
 def check_tree(schema: type[T], tree: Node) -> T:
@@ -90,7 +90,8 @@ def _file_and_line(problem: str) -> tuple[bool, str, int]:
     return (False, place[1], int(place[2])) if place else (True, "", 0)
 
 
-def _warnings(ignored: list[str]) -> tuple[str, ...]:
+def told_ignored(ignored: Sequence[str]) -> tuple[str, ...]:
+    """A warning that names keys which were left out; none where none were."""
     if not ignored:
         return ()
     return (f"these keys mean nothing here and are ignored: {', '.join(ignored)}",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -24,3 +24,17 @@ class Section(BaseModel):
     other_names: ClassVar[Mapping[str, str]] = {}
     """Of a whole configuration: keys as other systems spell them, and where they belong here, both
     from the top and with dots."""
+
+    def __getitem__(self, key: str) -> Any:
+        """A setting by its name, as in the dictionary that a section may be given as."""
+        if key not in type(self).model_fields:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether it has a setting of that name."""
+        return key in type(self).model_fields
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A setting by its name; the default where there is no such setting."""
+        return getattr(self, key) if key in type(self).model_fields else default

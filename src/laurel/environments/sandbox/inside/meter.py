@@ -276,7 +276,7 @@ class Meter:
     def _truncate(self, path: int, length: int, *_: int) -> None:
         if length > self._limit:
             raise OSError(errno.EFBIG, "too large")
-        with self._own(_HERE, path) as (name, _):
+        with self._own(_HERE, path) as (name, _found):
             os.truncate(name, length)
 
     @contextlib.contextmanager

@@ -175,8 +175,8 @@ _Range = tuple[int, list[bytes]]
 def _fates(column: int, pid: int, without: frozenset[str]) -> dict[int, list[bytes]]:
     """What is done with each number that is not refused."""
     fates = {CLONE3[column]: [_instruction(_RETURN, _ERRNO | errno.ENOSYS)]}
-    for numbers in UNSUPPORTED.values():
-        fates[numbers[column]] = [_instruction(_RETURN, _ERRNO | errno.ENOTSUP)]
+    for unsupported in UNSUPPORTED.values():
+        fates[unsupported[column]] = [_instruction(_RETURN, _ERRNO | errno.ENOTSUP)]
     for name, numbers in CHECKED.items():
         number = numbers[column]
         if number is not None:
