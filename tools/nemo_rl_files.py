@@ -9,6 +9,7 @@ and planner that `laurel rm`, `sft` and `grpo` use; nothing is downloaded or sta
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections import Counter
@@ -21,7 +22,7 @@ from laurel.cli.places import plan_places
 from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.config.load import load_config
 from laurel.config.source import read_file
-from laurel.config.tree import find
+from laurel.config.tree import MISSING, find, plain
 from laurel.distributed.claims import Run
 from laurel.errors import ConfigError
 
@@ -119,13 +120,87 @@ def causes(found: Sequence[Outcome], *, named: bool) -> str:
     )
 
 
+# ------------------------------------------------------------------------------ facts for the tests
+
+
+def facts_of(checkout: Path, found: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+    """Keys and values of the files of a version, by kind of run, without which file has which.
+
+    `values` are those of files that load, by key, the most frequent first; of plain numbers only
+    the most frequent and those that are not above 0. `refused` are the keys and values that ask for
+    a feature that Laurel does not have.
+    """
+    facts: dict[str, dict[str, Any]] = {}
+    for one in found:
+        if one.kind not in KINDS:
+            continue
+        name = f"{one.kind}, Megatron" if one.is_megatron else one.kind
+        fact = facts.setdefault(name, {"values": {}, "refused": {}})
+        if one.problems:
+            asked = [_FEATURE_ASKED.search(problem) for problem in one.problems]
+            fact["refused"] |= {match[1]: match[2] for match in asked if match}
+            continue
+        for key, value in _leaves(plain(read_file(one.path)), ()):
+            values = fact["values"].setdefault(key, Counter())
+            values[json.dumps(value, sort_keys=True)] += 1
+    for fact in facts.values():
+        fact["values"] = {
+            key: [json.loads(text) for text in _chosen(counted)]
+            for key, counted in sorted(fact["values"].items())
+        }
+    return facts
+
+
+_FEATURE_ASKED = re.compile(r": ([\w.-]+(?:=[^:]+)?): Laurel has no ([^:;,]+)")
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, child in value.items():
+            yield from _leaves(child, (*path, key))
+    elif value is not MISSING:
+        yield ".".join(path), value
+
+
+def _chosen(counted: Counter[str]) -> list[str]:
+    by_frequency = [text for text, _ in counted.most_common()]
+    return [
+        text
+        for at, text in enumerate(by_frequency)
+        if at == 0 or not re.fullmatch(r"[\d.e+-]+", text) or float(text) <= 0
+    ][:6]
+
+
+def changes(of_version: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The facts of each version as what differs from the version before; null is gone."""
+    told: dict[str, Any] = {}
+    before: dict[str, Any] = {}
+    for version, facts in of_version.items():
+        told[version] = _difference(before, facts)
+        before = facts
+    return told
+
+
+def _difference(old: Any, new: Any) -> Any:
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    changed = {k: _difference(old.get(k), v) for k, v in new.items() if old.get(k) != v}
+    return {**changed, **{key: None for key in old if key not in new}}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and, if asked, the causes; 1 where a file is refused for no named feature."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
     parser.add_argument("--causes", action="store_true", help="Why files are refused, by cause.")
+    parser.add_argument("--facts", type=Path, metavar="FILE", help="Write the facts for the tests.")
     said: Any = parser.parse_args(arguments)
     of_version = {path.resolve().name: list(outcomes(path)) for path in said.checkouts}
+    if said.facts is not None:
+        facts = {path.resolve().name: facts_of(path, of_version[path.resolve().name])
+                 for path in said.checkouts}  # fmt: skip
+        text = json.dumps(changes(facts), indent=0, sort_keys=True, ensure_ascii=False)
+        said.facts.write_text(f"{text}\n", encoding="utf-8")
     print("Each cell: loaded and planned / refused for a named feature / refused otherwise\n")
     print(table(of_version))
     for version, found in of_version.items() if said.causes else ():

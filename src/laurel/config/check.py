@@ -115,8 +115,9 @@ class Checker:
         if value is not None or field.is_required() or not {Any, NoneType}.isdisjoint(kinds):
             return False
         default = field.get_default(call_default_factory=True)
-        shown = default.model_dump() if isinstance(default, Section) else default
-        self.nulls[dotted(path)] = shown
+        if default:  # else the default is nothing, too
+            is_section = isinstance(default, Section)
+            self.nulls[dotted(path)] = default.model_dump() if is_section else default
         return True
 
     def _value(self, kinds: Kinds, node: Node, path: KeyPath) -> Any:

@@ -15,16 +15,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from laurel.config.check import Checker
-from laurel.config.nemo_rl import Move, adapt, fate, looks_into
+from laurel.config.nemo_rl import Move, adapt, fates_of
 from laurel.config.other_names import at_their_place
 from laurel.config.overrides import apply_overrides
 from laurel.config.section import Section
 from laurel.config.shape import with_defaults
 from laurel.config.source import read_file
-from laurel.config.tree import DEFAULT, Node, find, plain
+from laurel.config.tree import DEFAULT, Node
 from laurel.config.written import to_yaml
 from laurel.errors import ConfigError
 
@@ -103,12 +103,14 @@ def _file_and_line(problem: str) -> tuple[bool, str, int]:
 
 
 def _warnings(checker: Checker, tree: Node) -> Iterator[str]:
-    fates = {key: fate(key, value) for key, value in ignored_leaves(tree, checker.ignored)}
-    lost = {key: why for key, (why, is_lost) in fates.items() if is_lost}
+    fates = fates_of(tree, checker.ignored)
+    lost = {fate.key: fate.why for fate in fates if fate.is_lost}
     if lost:
         told = "; ".join(f"{key} ({why})" for key, why in lost.items())
         yield f"these settings are not carried over: {told}"
-    nothing = [k for k in checker.ignored if not any(key == k or _is_in(key, k) for key in lost)]
+    nothing = [
+        key for key in checker.ignored if not any(one == key or _is_in(one, key) for one in lost)
+    ]
     if nothing:
         yield f"these keys mean nothing here and are ignored: {', '.join(nothing)}"
     if checker.without_effect:
@@ -121,33 +123,3 @@ def _warnings(checker: Checker, tree: Node) -> Iterator[str]:
 
 def _is_in(key: str, block: str) -> bool:
     return key.startswith(f"{block}.")
-
-
-def ignored_leaves(tree: Node, ignored: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The values of keys that mean nothing here, each with its key.
-
-    A block that is known to be looked into, as Megatron's, has one for each of its keys.
-    """
-    for key in ignored:
-        found = find(tree, _path(key))
-        if found is None:
-            continue
-        value = plain(found)
-        if looks_into(key, value):
-            yield from _leaves_of(value, key)
-        else:
-            yield key, value
-
-
-def _leaves_of(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict) or not value or value.get("enabled") is False:
-        yield key, value
-        return
-    for name, child in value.items():
-        yield from _leaves_of(child, f"{key}.{name}")
-
-
-def _path(key: str) -> list[str | int]:
-    """The parts of a dotted key: `data.train[0].split`."""
-    parts = re.findall(r"\[(\d+)\]|([^.\[\]]+)", key)
-    return [int(index) if index else name for index, name in parts]

@@ -20,7 +20,17 @@ from laurel.config.environments import EnvironmentsConfig
 from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.section import Section
 from laurel.config.shape import step_into, with_defaults
-from laurel.config.tree import MISSING, KeyPath, Node, dotted, find, graft, plain, with_key
+from laurel.config.tree import (
+    MISSING,
+    KeyPath,
+    Node,
+    dotted,
+    find,
+    graft,
+    parts_of,
+    plain,
+    with_key,
+)
 from laurel.errors import ConfigError
 
 # ------------------------------------------------------------------------- keys that are left alone
@@ -43,6 +53,7 @@ UNNEEDED: dict[str, tuple[str, ...]] = {
         "http_refit_server_port", "zmq_refit_server_port",
         "reset_encoder_cache_after_weight_update",
     ),
+    "settings of a logger that is switched elsewhere": ("swanlab",),
     "only speed or memory": (
         "use_fastokens", "clear_cache_every_n_steps", "offload_optimizer_for_logprob",
         "logprob_batch_size", "logprob_chunk_size", "logprob_mb_tokens", "generation_batch_size",
@@ -101,8 +112,6 @@ LOST: dict[str, str] = {
     "disable_modelopt_layer_spec": "nothing is quantised",
     "dequantize_base_checkpoint": "give a model whose weights are saved in bfloat16 or float32",
     "is_vlm": "texts only",
-    "vlm": "texts only",
-    "nemo_gym": "write an environment: env.custom",
     "should_use_nemo_gym": "write an environment: env.custom",
     "expert_parallel_size": "a replica is spread by tensor_parallel_size",
     "enable_expert_parallel": "a replica is spread by tensor_parallel_size; vLLM's own argument "
@@ -121,7 +130,6 @@ LOST: dict[str, str] = {
     "kv_cache_dtype": "policy.generation.vllm_kwargs",
     "bad_words": "nothing is kept from being drawn",
     "swanlab_enabled": "Laurel logs to wandb, tensorboard and mlflow",
-    "swanlab": "Laurel logs to wandb, tensorboard and mlflow",
     "val_start_at": "validation begins with grpo.val_period, or grpo.val_at_start",
     "ft_save_period": "checkpointing.save_period",
     "ft_keep_latest_k": "checkpointing.keep_top_k",
@@ -197,7 +205,6 @@ _CARRIED = frozenset(
         "enabled", "target_modules", "exclude_modules", "dim", "alpha", "dropout")}
     | {"grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"}
 )  # fmt: skip
-_ENVIRONMENT_SWITCHES = ("should_use_nemo_gym", "should_mask_flagged_samples")
 
 
 def reason(key: str) -> tuple[str, bool] | None:
@@ -205,30 +212,68 @@ def reason(key: str) -> tuple[str, bool] | None:
     if key in _CARRIED:
         return "it is translated", False
     last = key.rpartition(".")[2]
-    if key == f"env.{last}" and last in _ENVIRONMENT_SWITCHES:
-        return LOST[last], True
-    if key == f"env.{last}":
-        return "no task asks for this environment", False
     if last in LOST:
         return LOST[last], True
     found = next(((why, False) for why, names in UNNEEDED.items() if last in names), None)
     if found is None and ".megatron_cfg." in f".{key}":
         return _MEGATRON_ONLY, False
+    if found is None and last in EnvironmentsConfig.foreign_keys:
+        return "no task asks for this environment", False
     return found
 
 
-def fate(key: str, value: Any) -> tuple[str, bool]:
-    """Why a key that means nothing here does, and whether this value of it is lost."""
-    why, may_be_lost = reason(key) or ("not known to this version of Laurel", True)
-    if may_be_lost and _is_off(value, _SAME_HERE.get(key.rpartition(".")[2], ())):
-        return "it is off, or says what Laurel does", False
-    return why, may_be_lost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What becomes of a key that means nothing here."""
+
+    key: str
+    value: Any
+    why: str
+    is_lost: bool
+    """Whether the run is not what the file asks for."""
 
 
-def looks_into(key: str, value: Any) -> bool:
-    """Whether the parts of a block that means nothing here have fates of their own."""
-    is_on = isinstance(value, dict) and value.get("enabled", True) is not False
-    return is_on and key in ("policy.megatron_cfg", "grpo.async_grpo")
+def fates_of(tree: Node, ignored: Sequence[str]) -> list[Fate]:
+    """The fates of keys that the sections of a run know and do not read.
+
+    Args:
+        tree: What the file says, in Laurel's terms.
+        ignored: The keys, dotted. The parts of some blocks, as Megatron's, have fates of their own.
+    """
+    found: list[Fate] = []
+    for key in ignored:
+        path = parts_of(key)
+        node, above = find(tree, path), find(tree, path[:-1])
+        if node is None:
+            continue
+        value = plain(node)
+        section = plain(above) if above is not None else {}
+        if key in _LOOKED_INTO and isinstance(value, dict) and value.get("enabled") is True:
+            leaves = list(_leaves_of(value, key))
+        else:
+            leaves = [(key, value)]
+        is_off = isinstance(section, dict) and section.get("enabled") is False
+        found += [_fate(name, leaf, is_off=is_off) for name, leaf in leaves]
+    return found
+
+
+_LOOKED_INTO = ("policy.megatron_cfg", "grpo.async_grpo")
+
+
+def _leaves_of(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value or value.get("enabled") is False:
+        yield key, value
+        return
+    for name, child in value.items():
+        yield from _leaves_of(child, f"{key}.{name}")
+
+
+def _fate(key: str, value: Any, *, is_off: bool) -> Fate:
+    why, may_be_lost = reason(key) or ("not known to this version of Laurel", False)
+    same = _SAME_HERE.get(key.rpartition(".")[2], ())
+    if may_be_lost and (is_off or _is_off(value, same)):
+        why, may_be_lost = "it is off, or says what Laurel does", False
+    return Fate(key=key, value=value, why=why, is_lost=may_be_lost)
 
 
 def _is_off(value: Any, same: Sequence[Any] = ()) -> bool:
@@ -669,7 +714,7 @@ def _set_adapters(work: Adapted, values: _Values) -> None:
         work.set(ours + key, value, by=at + key, was=values.get(at + key))
 
 
-# ----------------------------------------------------------------------------- asynchronous training
+# ---------------------------------------------------------------------------- asynchronous training
 
 
 def _translate_async(work: Adapted, values: _Values, problems: list[str]) -> None:

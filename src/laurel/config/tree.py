@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +111,12 @@ def dotted(path: KeyPath) -> str:
     for key in path:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
     return text
+
+
+def parts_of(key: str) -> list[str | int]:
+    """The way that `dotted` wrote: `data.train[0].split` is data, train, 0, split."""
+    found = re.findall(r"\[(\d+)\]|([^.\[\]]+)", key)
+    return [int(index) if index else name for index, name in found]
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -9,8 +9,8 @@ from typing import Any
 from laurel.config.importing.engine import SCHEMAS, Imported
 from laurel.config.importing.rules import Run
 from laurel.config.importing.work import Entry
-from laurel.config.load import ignored_leaves, load_config
-from laurel.config.nemo_rl import fate
+from laurel.config.load import load_config
+from laurel.config.nemo_rl import fates_of
 from laurel.config.tree import DEFAULT, Node, plain
 
 SYSTEM = "NeMo RL"
@@ -35,11 +35,12 @@ def import_file(path: Path, run: Run) -> Imported:
         values[key] = value
         if key not in put:
             entries.append(Entry(key=key, fate="carried", value=value, to={key: value}))
-    for key, value in ignored_leaves(loaded.said, loaded.ignored):
-        if key not in moved:
-            why, is_lost = fate(key, value)
-            entries.append(Entry(key=key, value=value, why=why,
-                                 fate="not carried" if is_lost else "not needed"))  # fmt: skip
+    entries += [
+        Entry(key=one.key, value=one.value, why=one.why,
+              fate="not carried" if one.is_lost else "not needed")
+        for one in fates_of(loaded.said, loaded.ignored)
+        if one.key not in moved
+    ]  # fmt: skip
     return Imported(
         system=SYSTEM, run=run, values=values, origins=dict.fromkeys(values, ""),
         entries=tuple(entries), config=loaded.config,
