@@ -145,7 +145,7 @@ def facts_of(checkout: Path, found: Sequence[Outcome]) -> dict[str, dict[str, An
             values[json.dumps(value, sort_keys=True)] += 1
     for fact in facts.values():
         fact["values"] = {
-            key: [json.loads(text) for text in _chosen(counted)]
+            key: [json.loads(text) for text in _chosen(key, counted)]
             for key, counted in sorted(fact["values"].items())
         }
     return facts
@@ -162,30 +162,44 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield ".".join(path), value
 
 
-def _chosen(counted: Counter[str]) -> list[str]:
+_FREE_TEXT = re.compile(
+    r"(^|[._])(name|project|dir|path|paths|file|template|plan|wandb|mlflow|swanlab|tensorboard)$"
+)
+
+
+def _chosen(key: str, counted: Counter[str]) -> list[str]:
     by_frequency = [text for text, _ in counted.most_common()]
+    is_free = _FREE_TEXT.search(key) is not None and not key.endswith(
+        ("metric_name", "env_name", "dataset_name", "optimizer.name", "adv_estimator.name")
+    )
+    if is_free:
+        return by_frequency[:1]
     return [
         text
         for at, text in enumerate(by_frequency)
         if at == 0 or not re.fullmatch(r"[\d.e+-]+", text) or float(text) <= 0
-    ][:6]
+    ][:4]
 
 
-def changes(of_version: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The facts of each version as what differs from the version before; null is gone."""
-    told: dict[str, Any] = {}
-    before: dict[str, Any] = {}
+def as_lines(of_version: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
+    """The facts as text: of each version what differs from the version before.
+
+    `[version] run`, then `key values` in JSON, `-key` for one that is gone, and
+    `!key=value: feature` for what is refused.
+    """
+    before: dict[str, dict[str, Any]] = {}
     for version, facts in of_version.items():
-        told[version] = _difference(before, facts)
+        for run, fact in facts.items():
+            old = before.get(run, {"values": {}, "refused": {}})
+            yield f"[{version}] {run}"
+            for key, values in fact["values"].items():
+                if old["values"].get(key) != values:
+                    yield f"{key} {json.dumps(values)}"
+            yield from (f"-{key}" for key in old["values"] if key not in fact["values"])
+            for asked, feature in sorted(fact["refused"].items()):
+                if old["refused"].get(asked) != feature:
+                    yield f"!{asked}: {feature}"
         before = facts
-    return told
-
-
-def _difference(old: Any, new: Any) -> Any:
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return new
-    changed = {k: _difference(old.get(k), v) for k, v in new.items() if old.get(k) != v}
-    return {**changed, **{key: None for key in old if key not in new}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -199,8 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if said.facts is not None:
         facts = {path.resolve().name: facts_of(path, of_version[path.resolve().name])
                  for path in said.checkouts}  # fmt: skip
-        text = json.dumps(changes(facts), indent=0, sort_keys=True, ensure_ascii=False)
-        said.facts.write_text(f"{text}\n", encoding="utf-8")
+        said.facts.write_text("\n".join(as_lines(facts)) + "\n", encoding="utf-8")
     print("Each cell: loaded and planned / refused for a named feature / refused otherwise\n")
     print(table(of_version))
     for version, found in of_version.items() if said.causes else ():

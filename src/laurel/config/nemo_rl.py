@@ -518,7 +518,8 @@ def _asked_environments(schema: type[Section], values: _Values) -> Iterator[str]
             if name in told | own or name not in EnvironmentsConfig.foreign_keys:
                 continue
             told.add(name)
-            what = "multimodal environments" if name in _IMAGES else f"environment {name}"
+            known = {**dict.fromkeys(_IMAGES, "multimodal environments"), "nemo_gym": "NeMo Gym"}
+            what = known.get(name, f"environment {name}")
             yield (
                 f"{node.place}: {key}={name}: Laurel has no {what}; write one of your own: "
                 "env.custom, or env.composite for several rewards of one sample"
@@ -642,11 +643,11 @@ def _set_schedule(work: Adapted, values: _Values) -> None:
         work.set("policy.optimizer.kwargs", kwargs, by=at + "start_weight_decay", was=start)
     stages: list[dict[str, Any]] = []
     milestones: list[int] = []
-    if warmup and begin < lr:
+    if warmup and begin <= lr:
         factor = max(begin / lr, _LEAST_FACTOR)
         stages.append(_linear(factor, 1.0, warmup))
         milestones.append(warmup)
-    elif warmup and begin > lr:
+    elif warmup:
         raise _UntranslatableError(
             at + "lr_warmup_init", f"{begin} is above the learning rate {lr}: no warm-up begins so"
         )
