@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from laurel.algorithms.selection import select_by, select_demonstrations_by, select_policy_by
 from laurel.cli.places import plan_places
 from laurel.cli.schemas import SCHEMAS, Kind
+from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
+from laurel.config.reward_training import RewardTrainingRun
 from laurel.config.source import read_file
 from laurel.config.tree import MISSING, find, plain
 from laurel.distributed.claims import Run
@@ -71,11 +74,24 @@ _FEATURE = re.compile(r"Laurel has no ([^:;.,]+)")
 
 def _problems(path: Path, kind: Kind) -> list[str]:
     try:
-        plan_places(cast(Run, load_config(SCHEMAS[kind], path).config))
+        config = cast(Run, load_config(SCHEMAS[kind], path).config)
+        plan_places(config)
+        _check_metric(config)
     except ConfigError as error:
         _, several, rest = str(error).partition(" problems in the configuration:\n")
         return [line.strip() for line in rest.splitlines()] if several else [str(error)]
     return []
+
+
+def _check_metric(config: Run) -> None:
+    """Refuse a file that would select checkpoints by what its run never measures."""
+    chosen = config.checkpointing
+    if isinstance(config, GRPORun):
+        select_policy_by(chosen.metric_name, chosen.higher_is_better, has_validation=True,
+                         environments=config.env.names())  # fmt: skip
+        return
+    select = select_by if isinstance(config, RewardTrainingRun) else select_demonstrations_by
+    select(chosen.metric_name, chosen.higher_is_better, sets=["default"])
 
 
 def cause_of(problem: str) -> str:

@@ -242,21 +242,30 @@ def fates_of(tree: Node, ignored: Sequence[str]) -> list[Fate]:
     """
     found: list[Fate] = []
     for key in ignored:
-        path = parts_of(key)
-        node, above = find(tree, path), find(tree, path[:-1])
+        node = find(tree, parts_of(key))
         if node is None:
             continue
         value = plain(node)
-        section = plain(above) if above is not None else {}
         if key in _LOOKED_INTO and isinstance(value, dict) and value.get("enabled") is True:
             leaves = list(_leaves_of(value, key))
         else:
             leaves = [(key, value)]
-        is_off = isinstance(section, dict) and section.get("enabled") is False
-        found += [_fate(name, leaf, is_off=is_off) for name, leaf in leaves]
+        for name, leaf in leaves:
+            above = find(tree, parts_of(name)[:-1])
+            section = plain(above) if above is not None else {}
+            found.append(_fate(name, leaf, is_off=_is_switched_off(name, section)))
     return found
 
 
+def _is_switched_off(key: str, section: Any) -> bool:
+    """Whether a key's section is off, or another key of it that it only qualifies."""
+    if not isinstance(section, dict):
+        return False
+    beside = _QUALIFIES.get(key.rpartition(".")[2])
+    return section.get("enabled") is False or (beside is not None and not section.get(beside))
+
+
+_QUALIFIES = {"dropout_position": "dropout"}
 _LOOKED_INTO = ("policy.megatron_cfg", "grpo.async_grpo")
 
 

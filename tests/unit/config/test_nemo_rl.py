@@ -12,6 +12,12 @@ from typing import Any, cast
 import pytest
 import yaml
 
+from laurel.algorithms.selection import (
+    Selection,
+    select_by,
+    select_demonstrations_by,
+    select_policy_by,
+)
 from laurel.cli.places import plan_places
 from laurel.config.importing.engine import SCHEMAS
 from laurel.config.importing.rules import Run
@@ -119,6 +125,24 @@ def test_every_key_and_value_of_a_version_loads_and_plans(tmp_path: Path, name: 
         plan_places(config)
 
 
+def test_checkpoints_are_selected_by_the_metrics_of_every_version() -> None:
+    names = {
+        (run_of(name), metric)
+        for name, of_version in FOUND.items()
+        for metric in of_version.values["checkpointing.metric_name"]
+    }
+    assert {("sft", "val_loss"), ("sft", "val:val_loss"), ("rm", "val_loss")} < names
+    for run, metric in names:
+        if run == "grpo":
+            selection = select_policy_by(metric, True, has_validation=True, environments=["math"])
+            assert selection == Selection(key="validation_reward_mean", higher_is_better=True)
+            continue
+        select = select_by if run == "rm" else select_demonstrations_by
+        assert select(metric, False, sets=["default"]) == Selection(key="validation-default_loss")
+        with pytest.raises(ConfigError, match="There is no validation set"):
+            select(metric, False, sets=[])
+
+
 def test_what_there_is_not_is_refused_by_its_name(tmp_path: Path) -> None:
     asked = {
         (run_of(name), key, feature)
@@ -204,7 +228,7 @@ def test_settings_of_what_is_off_are_named_and_those_of_what_is_on_are_lost(
     assert loaded.config.loss_fn.truncation is None
     assert loaded.config.grpo.val_period == 0
 
-    tree["policy"]["dtensor_cfg"]["lora_cfg"]["enabled"] = True
+    tree["policy"]["dtensor_cfg"]["lora_cfg"] |= {"enabled": True, "dropout": 0.1}
     loss |= {"truncated_importance_sampling_ratio": 2.0, "use_importance_sampling_correction": True}
     lost, *_, last = load(tmp_path, "grpo", tree).warnings
     assert "policy.dtensor_cfg.lora_cfg.dropout_position (" in lost
@@ -263,7 +287,7 @@ def megatron(**changes: Any) -> dict[str, Any]:
                       "lr_decay_style": "constant", "lr_decay_iters": 1000, "lr_warmup_iters": 50,
                       "lr_warmup_init": 5.0e-7},
         "peft": {"enabled": True, "target_modules": [], "exclude_modules": [], "dim": 128,
-                 "alpha": 64, "dropout": 0.0, "dropout_position": "post"},
+                 "alpha": 64, "dropout": 0.1, "dropout_position": "post"},
     }  # fmt: skip
     for key, value in changes.items():
         put(section, key.replace("__", "."), value)
