@@ -73,6 +73,21 @@ class ResourcesConfig(Section):
 FOREIGN_VLLM_KEYS = frozenset(
     {
         "async_engine",
+        "cap_max_tokens_to_context",
+        "enable_expert_parallel",
+        "enable_prefix_caching",
+        "enable_thinking",
+        "enforce_monotonicity",
+        "env_vars",
+        "expose_http_server",
+        "http_server_serving_chat_kwargs",
+        "is_mx",
+        "limit_mm_per_prompt",
+        "max_num_seqs",
+        "quantization_ignored_layer_kws",
+        "reasoning_parser_plugin",
+        "tool_parser_plugin",
+        "video",
         "enable_vllm_metrics_logger",
         "expert_parallel_size",
         "http_refit_api_key_env_var",
@@ -300,7 +315,13 @@ class CompositeEnvironmentConfig(Section):
 class EnvironmentsConfig(Section):
     """The environments by the name that `data.env_name` calls them."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"nemo_gym", "vlm", "should_use_nemo_gym"})
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples",
+         "nemo_gym", "vlm", "dapo", "math_default", "math_multi_reward", "sliding_puzzle_game",
+         "code_jaccard", "code_gym", "retriever", "clevr-cogent", "refcoco", "geometry3k",
+         "mmpr-tiny"}
+    )  # fmt: skip
+    """Environments of NeMo RL; its files describe several, and use those that `env_name` names."""
 
     math: MathEnvironmentConfig = MathEnvironmentConfig()
     """See there."""

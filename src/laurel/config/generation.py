@@ -51,7 +51,9 @@ class GenerationConfig(Section):
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
         {"refit_transport", "refit_cfg", "mcore_generation_config", "sglang_cfg", "trtllm_cfg",
-         "dynamo_cfg", "port_range_low", "port_range_high", "real_quant_export_cpu_offload"}
+         "trtllm_kwargs", "dynamo_cfg", "port_range_low", "port_range_high", "bad_words",
+         "use_async_rollouts", "real_quant", "real_quant_ignore", "real_quant_export_cpu_offload",
+         "quant_cfg"}
     )  # fmt: skip
 
     backend: Literal["auto", "transformers", "vllm"] = "auto"

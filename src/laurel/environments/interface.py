@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, get_args
 
 from laurel.config.check import Checker
-from laurel.config.load import told_ignored
+from laurel.config.load import warnings_of
 from laurel.config.section import Section
 from laurel.config.shape import with_defaults
 from laurel.config.tree import graft
@@ -174,8 +174,8 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
     made = checker.section(section, tree)
     if problems or not isinstance(made, section):
         raise ConfigError("\n  ".join(problems))
-    for warning in told_ignored([f"{where}.{key}" for key in checker.ignored]):
-        logging.getLogger(__name__).warning(warning)
+    for warning in warnings_of(checker, tree):
+        logging.getLogger(__name__).warning("%s: %s", where, warning)
     return made
 
 

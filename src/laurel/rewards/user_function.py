@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -93,10 +94,9 @@ def served_arguments(function: Function, config: FunctionConfig, *, where: str) 
         ConfigError: It asks for what the settings do not say, or does not take what they do.
     """
     given = {"reward_router_address": config.router, "reward_model_tokenizer": config.tokenizer}
-    try:
+    parameters: Mapping[str, inspect.Parameter] = {}
+    with contextlib.suppress(TypeError, ValueError):  # some functions written in C do not say
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some functions written in C do not say
-        parameters = {}
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     served: dict[str, Any] = {}
     for name, key in (("reward_router_address", "router"), ("reward_model_tokenizer", "tokenizer")):
