@@ -70,7 +70,11 @@ UNNEEDED: dict[str, tuple[str, ...]] = {
         "env_name", "task_name", "download_dir", "output_dir", "skip_tokenizer_init",
     ),
     "the reward model that judges is not trained and draws nothing": (
-        "optimizer", "scheduler", "max_grad_norm", "generation",
+        "optimizer", "scheduler", "max_grad_norm", "generation", "max_new_tokens", "temperature",
+        "top_p", "top_k", "stop_strings", "stop_token_ids", "vllm_kwargs", "colocated",
+    ),
+    "vLLM scores with the reward model's own precision and lengths, on tensor_parallel_size GPUs": (
+        "precision", "max_model_len", "load_format", "enforce_eager", "pipeline_parallel_size",
     ),
     "Laurel's engines and processes find their own ports and figures": (
         "port_range_low", "port_range_high", "master_port_range_low", "master_port_range_high",
