@@ -233,7 +233,7 @@ def total_steps(config: GRPORun, num_tasks: int) -> int:
 
 _WHAT_CODE_IS_WORTH: dict[str, Any] = dict.fromkeys(
     ("terminate_on_evaluation", "terminate_without_code", "stop_strings", "reward", "max_attempts",
-     "strict_types", "float_tolerance", "max_observation_chars"), True
+     "strict_types", "float_tolerance", "comparison", "max_observation_chars"), True
 ) | {
     "sandbox": {"cpu_seconds", "wall_seconds", "total_wall_seconds", "memory_mb", "disk_mb",
                 "stdout_kb", "stderr_kb", "result_kb"}

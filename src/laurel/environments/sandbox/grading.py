@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from laurel.environments.sandbox.comparison import same_output, same_value
+from laurel.environments.sandbox.comparison import (
+    same_output,
+    same_output_as,
+    same_value,
+    same_value_as,
+)
 from laurel.environments.sandbox.inside import plain_data
 from laurel.environments.sandbox.inside.program import EXIT_CODES
 from laurel.environments.sandbox.jobs import (
@@ -123,7 +128,7 @@ def _stdio(job: SandboxJob, runner: Runner) -> _Judged:
         status = status_of(outcome, limits)
         if status is Status.OK:
             given = outcome.stdout.decode("utf-8", "replace")
-            if not same_output(test.stdout, given, float_tolerance=job.float_tolerance):
+            if not _is_output(test.stdout, given, job):
                 status = Status.WRONG_ANSWER
         results.append(TestResult(status=status))
         outcomes.append(outcome)
@@ -138,7 +143,14 @@ def _stdio(job: SandboxJob, runner: Runner) -> _Judged:
 
 
 def _run_script(job: SandboxJob, runner: Runner, stdin: str, limits: Limits) -> Outcome:
-    return runner.one({"kind": "script"}, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
+    header = {"kind": "script", "prelude": job.prelude}
+    return runner.one(header, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
+
+
+def _is_output(expected: str, given: str, job: SandboxJob) -> bool:
+    if job.comparison == "laurel":
+        return same_output(expected, given, float_tolerance=job.float_tolerance)
+    return same_output_as(job.comparison, expected, given)
 
 
 def _overall(results: Sequence[TestResult]) -> Status:
@@ -152,7 +164,7 @@ def _overall(results: Sequence[TestResult]) -> Status:
 def _call(job: SandboxJob, runner: Runner) -> _Judged:
     tests = [test for test in job.tests if isinstance(test, CallTest)]
     calls = plain_data.dumps([(list(test.args), dict(test.kwargs)) for test in tests])
-    header = {"kind": "call", "entry": job.entry}
+    header = {"kind": "call", "entry": job.entry, "prelude": job.prelude}
     outcome = runner.one(header, _bytes(job.code), calls, limits=job.limits)
     ended = status_of(outcome, job.limits)
     # What a program sends is judged only where it ended as it should after it.
@@ -185,15 +197,18 @@ def _judge_line(line: bytes, index: int, test: CallTest, job: SandboxJob) -> Tes
         if "bad" in reply:
             return TestResult(status=Status.BAD_RESULT, detail=str(reply["bad"])[:_DETAIL])
         given = plain_data.loads(json.dumps(reply["value"]).encode())
-        same = same_value(
-            test.expected,
-            given,
-            strict_types=job.strict_types,
-            float_tolerance=job.float_tolerance,
-        )
+        same = _is_value(test.expected, given, job)
     except Exception as error:  # whatever it is, the program sent it
         return TestResult(status=Status.BAD_RESULT, detail=f"{type(error).__name__} in its value")
     return TestResult(status=Status.OK if same else Status.WRONG_ANSWER)
+
+
+def _is_value(expected: Any, given: Any, job: SandboxJob) -> bool:
+    if job.comparison != "laurel":
+        return same_value_as(job.comparison, expected, given)
+    return same_value(
+        expected, given, strict_types=job.strict_types, float_tolerance=job.float_tolerance
+    )
 
 
 def _status_named(name: Any) -> Status:
