@@ -43,8 +43,9 @@ class SandboxConfig(Section):
     """Address space of one process."""
     disk_mb: int = Field(default=32, ge=1)
     """All files of a program together; each, where there are no namespaces."""
-    stdout_kb: int = Field(default=1024, ge=1)
-    """What it may print; more ends it. At least four times what a test expects."""
+    stdout_kb: int = Field(default=64, ge=1)
+    """What it may print; more ends it. Where a test expects text, at least four times that; where
+    it expects a value, at least 1024."""
     stderr_kb: int = Field(default=16, ge=1)
     """The same of stderr."""
     result_kb: int = Field(default=256, ge=1)

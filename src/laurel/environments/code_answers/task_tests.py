@@ -27,6 +27,7 @@ NO_CODE = "no_code"
 
 _ROOM = 4
 """Times what is expected that a program may print or return."""
+_CHATTER_KB = 1024
 
 
 class MalformedTaskError(ValueError):
@@ -89,7 +90,8 @@ class TaskTests:
         """The limits, with room for what is expected, and more: 1 may be written as 1.000000."""
         printed = [len(one.stdout) for one in self.tests if isinstance(one, StdioTest)]
         returned = [len(repr(one.expected)) for one in self.tests if isinstance(one, CallTest)]
-        stdout_kb = _ROOM * max(printed, default=0) // 1024 + 1
+        # What a function prints besides its value is nobody's business.
+        stdout_kb = _ROOM * max(printed) // 1024 + 1 if printed else _CHATTER_KB
         result_kb = _ROOM * sum(returned) // 1024 + 1
         return replace(
             limits,

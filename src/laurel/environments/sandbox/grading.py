@@ -35,6 +35,7 @@ _STATUS_OF_SIGNAL = {
     _SIGSYS: Status.FORBIDDEN,
 }
 _DETAIL = 300
+_KEPT = 64 << 10
 _TOTAL_IS_SPENT = "the time of all tests together was spent"
 
 
@@ -64,13 +65,15 @@ def grade(job: SandboxJob, runner: Runner, *, tier: str, attempt: int) -> Sandbo
     judged = judges[job.mode](job, runner)
     last = judged.outcomes[-1]
     times = [outcome.cpu_s for outcome in judged.outcomes]
+    # All results of a batch are there at once. What was judged is done with.
+    kept = last.stdout if job.mode == "script" else last.stdout[:_KEPT]
     return SandboxResult(
         id=job.id,
         status=judged.status,
         tests=judged.tests,
-        stdout=last.stdout.decode("utf-8", "replace"),
+        stdout=kept.decode("utf-8", "replace"),
         stderr=last.stderr.decode("utf-8", "replace"),
-        stdout_truncated="stdout" in last.truncated,
+        stdout_truncated="stdout" in last.truncated or len(kept) < len(last.stdout),
         stderr_truncated="stderr" in last.truncated,
         exit_code=last.exit_code,
         signal=last.signal,

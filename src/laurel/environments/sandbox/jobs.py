@@ -70,7 +70,7 @@ class Limits:
     """All files together; where there are no namespaces, each file."""
     inodes: int = 2048
     threads: int = 60
-    stdout_kb: int = 1024
+    stdout_kb: int = 64
     stderr_kb: int = 16
     result_kb: int = 256
     """All values that it returns together."""
