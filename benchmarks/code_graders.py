@@ -3,8 +3,8 @@
     python benchmarks/code_graders.py [--peer-checkouts DIR]
 
 `code_grader_rows.yaml` holds answers to 60 rows and which graders accept each of them. Each
-difference to that is printed. With checkouts (see `peers/code_graders.py`) the graders are run, too,
-and what they say is compared with what is written down. Their programs run without a sandbox.
+difference to that is printed. With checkouts (see `peers/code_graders.py`) the graders are run as
+well, and what they say is compared with what is written down: without a sandbox.
 """
 
 from __future__ import annotations
@@ -72,11 +72,16 @@ def answers(kind: str | None = None) -> list[Answer]:
                 there = benchmark in one["accepted_by"]
                 found.append(
                     Answer(
-                        benchmark=benchmark, kind=question["kind"], name=question["name"], row=row,
-                        program=one["program"], accepted_there=there,
-                        accepted_here=one.get("accepted_here", there), why=one.get("why", ""),
+                        benchmark=benchmark,
+                        kind=question["kind"],
+                        name=question["name"],
+                        row=row,
+                        program=one["program"],
+                        accepted_there=there,
+                        accepted_here=one.get("accepted_here", there),
+                        why=one.get("why", ""),
                     )
-                )  # fmt: skip
+                )
     return found
 
 
@@ -117,10 +122,13 @@ def taco(question: Mapping[str, Any], number: int) -> dict[str, Any]:
 def livecodebench(question: Mapping[str, Any], number: int) -> dict[str, Any]:
     if function := question.get("function"):
         cases = [
-            {"input": json_lines(one["args"]), "output": json.dumps(one["value"]),
-             "testtype": "functional"}
+            {
+                "input": json_lines(one["args"]),
+                "output": json.dumps(one["value"]),
+                "testtype": "functional",
+            }
             for one in question["tests"]
-        ]  # fmt: skip
+        ]
     else:
         cases = [
             {"input": one["stdin"], "output": one["stdout"], "testtype": "stdin"}
@@ -229,8 +237,11 @@ def judged_there(asked: Sequence[Answer], checkouts: Path) -> list[bool]:
     )
     done = subprocess.run(
         [sys.executable, str(WORKER), str(checkouts)],
-        input=questions, stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
+        input=questions,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -255,9 +266,7 @@ def main() -> None:
         if verdict is one.accepted_there
     )
     meant = Counter(
-        (one.benchmark, one.kind)
-        for one in asked
-        if one.accepted_here is not one.accepted_there
+        (one.benchmark, one.kind) for one in asked if one.accepted_here is not one.accepted_there
     )
     all_of = Counter((one.benchmark, one.kind) for one in asked)
     print(
@@ -265,8 +274,11 @@ def main() -> None:
             ["benchmark", "rows of", "answers", "as its grader", "otherwise on purpose"],
             [
                 [
-                    benchmark, kind, str(count),
-                    str(same[benchmark, kind]), str(meant[benchmark, kind]),
+                    benchmark,
+                    kind,
+                    str(count),
+                    str(same[benchmark, kind]),
+                    str(meant[benchmark, kind]),
                 ]
                 for (benchmark, kind), count in sorted(all_of.items())
             ],

@@ -4,8 +4,8 @@
 
 CHECKOUTS has a directory `apps`, `TACO`, `LiveCodeBench` and `verl`, each a checkout of that
 repository; numpy has to be installed. A question is a line of JSON: the `benchmark`, a `row` in its
-format, and a `program`. A verdict is a line that says true or false. A program runs in a fork, in an
-empty directory, as the graders run it: without a sandbox. Give it only programs that you trust.
+format, and a `program`. A verdict is a line that says true or false. A program runs in a fork and
+an empty directory, as the graders run it: without a sandbox. Give it only programs that you trust.
 """
 
 from __future__ import annotations

@@ -200,9 +200,10 @@ def _run_references(readings: Sequence[Reading]) -> References | None:
     finally:
         environment.shutdown()
     return References(
-        num_run=min(len(tasks), _MOST_REFERENCES), num_found=len(tasks),
+        num_run=min(len(tasks), _MOST_REFERENCES),
+        num_found=len(tasks),
         failed=tuple(f"{one.task.source}: {one.reason}" for one in rejected),
-    )  # fmt: skip
+    )
 
 
 # --------------------------------------------------------------------------------------- to people

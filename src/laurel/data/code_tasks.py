@@ -44,9 +44,23 @@ _NAMES_OF_APPS = {
 }
 _MODULES_OF_APPS = "collections, fractions, heapq, itertools, math, random, sys, time"
 _MODULES_OF_LIVECODEBENCH = (
-    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",
-    "statistics", "itertools", "functools", "operator", "io", "sys", "json",
-)  # fmt: skip
+    "string",
+    "re",
+    "datetime",
+    "collections",
+    "heapq",
+    "bisect",
+    "copy",
+    "math",
+    "random",
+    "statistics",
+    "itertools",
+    "functools",
+    "operator",
+    "io",
+    "sys",
+    "json",
+)
 _OF_APPS = "\n".join(
     [f"import {_MODULES_OF_APPS}", *(f"from {m} import {n}" for m, n in _NAMES_OF_APPS.items())]
 )
@@ -237,10 +251,10 @@ def _with_whole_keys(value: Any) -> Any:
         return value if changed is None else [changed]
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return value
-    changed = [_whole_keys(one) if isinstance(one, dict) else one for one in value]
-    return value if changed[0] is None else [
-        one if new is None else new for one, new in zip(value, changed, strict=True)
-    ]
+    items = [_whole_keys(one) if isinstance(one, dict) else None for one in value]
+    if items[0] is None:
+        return value
+    return [one if new is None else new for one, new in zip(value, items, strict=True)]
 
 
 def _whole_keys(value: dict[str, Any]) -> dict[int, Any] | None:

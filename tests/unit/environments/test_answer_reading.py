@@ -216,12 +216,24 @@ def test_what_is_unevaluated(text, expected):
         (r"\theta<\pi", r"(-\infty,\pi)"),
         ("x<1,000", r"(-\infty,1000)"),
         (r"x<1 \text{ or } x>3", r"(-\infty,1)\cup (3,\infty)"),
-        *((text, None) for text in (
-            "2x+1<7", "x^2<9", "x<x+1", "1<2", "x<3, x>1", "2<x>5", "x=3", "x<", "(1,2)", "",
-            r"x<1 \text{ or } 5",
-        )),
+        *(
+            (text, None)
+            for text in (
+                "2x+1<7",
+                "x^2<9",
+                "x<x+1",
+                "1<2",
+                "x<3, x>1",
+                "2<x>5",
+                "x=3",
+                "x<",
+                "(1,2)",
+                "",
+                r"x<1 \text{ or } 5",
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_solved_inequality_is_an_interval(text, interval):
     assert solved_as_interval(text) == interval
 

@@ -138,8 +138,15 @@ def test_values(expected, given, accepted_by):
 
 
 def test_without_a_setting_the_row_says_how_it_is_compared():
-    row = code_graders.apps({"question": "?", "function": "f", "answers": [{"program": "x"}],
-                             "tests": [{"args": [1], "value": 2}]}, 0)  # fmt: skip
+    row = code_graders.apps(
+        {
+            "question": "?",
+            "function": "f",
+            "answers": [{"program": "x"}],
+            "tests": [{"args": [1], "value": 2}],
+        },
+        0,
+    )
     metadata = code_task(row).metadata
     assert metadata["comparison"] == "apps"
     assert metadata["prelude"] == PRELUDES["apps"]

@@ -91,9 +91,15 @@ def test_not_the_same(checker: AnswerChecker, answer: str, gold: str) -> None:
 
 @pytest.mark.parametrize(
     "response",
-    ["最终答案为12。", "答案：12", "所以答案是 $12$ 元。", "一共有3个，最终答案为12。共用了2步。",
-     "答えは12個です。", "정답은 12입니다."],
-)  # fmt: skip
+    [
+        "最终答案为12。",
+        "答案：12",
+        "所以答案是 $12$ 元。",
+        "一共有3个，最终答案为12。共用了2步。",
+        "答えは12個です。",
+        "정답은 12입니다.",
+    ],
+)
 def test_an_answer_in_words_that_have_no_blanks(checker: AnswerChecker, response: str) -> None:
     right, wrong = checker.check([response, response], ["12", "2"])
     assert (right.verdict, wrong.verdict) == ("correct", "incorrect")

@@ -102,7 +102,9 @@ def _spaced(text: str) -> str:
 
     A number that touches a letter is no number to the parser.
     """
-    return text if text.isascii() else _BESIDE_EAST_ASIAN.sub(" ", text).translate(_EAST_ASIAN_STOPS)
+    return (
+        text if text.isascii() else _BESIDE_EAST_ASIAN.sub(" ", text).translate(_EAST_ASIAN_STOPS)
+    )
 
 
 def _passage(text: str) -> str:
@@ -169,9 +171,14 @@ _LOOKS = re.compile(
     r"(?:\\circ|\{\\circ\})|(?<=\d)\{,\}(?=\d)|[\s$%]"
 )
 _OPERATORS = (
-    ("**", "^"), (r"\cdot", "*"), (r"\times", "*"), (r"\div", "/"), (r"\dfrac", r"\frac"),
-    (r"\tfrac", r"\frac"), (r"\infty", "1"),
-)  # fmt: skip
+    ("**", "^"),
+    (r"\cdot", "*"),
+    (r"\times", "*"),
+    (r"\div", "/"),
+    (r"\dfrac", r"\frac"),
+    (r"\tfrac", r"\frac"),
+    (r"\infty", "1"),
+)
 _SCIENTIFIC = re.compile(r"(?<![\d.])[\d.]+\*10\^(?:\{[-+]?\d+\}|[-+]?\d+)")
 _FRACTION = re.compile(
     r"\\frac(?:\{[-+]?[\d.,!^]+\}|\d)(?:\{[-+]?[\d.,!^]+\}|\d)|(?<![\d.,])[\d.,]+/[\d.,]+"
@@ -206,14 +213,12 @@ def _with_numbers_bare(text: str) -> str:
     return text.replace(r"\frac", "")  # of a fraction in which there is something to do
 
 
-# -------------------------------------------------------------------------------------- inequalities
+# ------------------------------------------------------------------------------------- inequalities
 
 _RELATION = re.compile(
     r"(\\(?:leqslant|geqslant|leqq|geqq|leq|geq|le|ge|lt|gt)(?![a-zA-Z])|<=|>=|<|>)"
 )
-_OR = re.compile(
-    r"\\(?:text|mathrm)\s*\{\s*or\s*\}|(?<!\\)\bor\b|\\(?:lor|vee|cup)(?![a-zA-Z])|或"
-)
+_OR = re.compile(r"\\(?:text|mathrm)\s*\{\s*or\s*\}|(?<!\\)\bor\b|\\(?:lor|vee|cup)(?![a-zA-Z])|或")
 _VARIABLE = re.compile(r"[a-zA-Z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega)")
 _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
