@@ -163,8 +163,8 @@ def _with_policy(
         store.pin(resume_from)
     found = playable(config, data, places, environments, resume_from, stack, console)
     from laurel.algorithms.grpo import GRPO
+    from laurel.algorithms.grpo_run_state import GRPORunState, fingerprint_of_tasks
     from laurel.algorithms.health_watch import members_of
-    from laurel.algorithms.policy_run_state import GRPORunState, fingerprint_of_tasks
     from laurel.algorithms.run_state import Position
     from laurel.observe.health import Alarms
 
