@@ -27,11 +27,11 @@ class SourceError(Exception):
 
 
 def main_module(name: str = "__main__") -> dict[str, Any]:
-    """The names of a new, empty module, by default of `__main__`."""
+    """The names of a new, empty module in the place of `__main__`, whatever it calls itself."""
     module = ModuleType(name)
     module.__dict__["__builtins__"] = builtins
     module.__dict__["__file__"] = FILE_NAME
-    sys.modules[name] = module
+    sys.modules[name] = sys.modules["__main__"] = module
     return module.__dict__
 
 
