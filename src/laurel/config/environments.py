@@ -216,7 +216,13 @@ class CompositeEnvironmentConfig(Section):
 class EnvironmentsConfig(Section):
     """The environments by the name that `data.env_name` calls them."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"nemo_gym", "vlm", "should_use_nemo_gym"})
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples",
+         "nemo_gym", "vlm", "dapo", "math_default", "math_multi_reward", "sliding_puzzle_game",
+         "code_jaccard", "code_gym", "retriever", "clevr-cogent", "refcoco", "geometry3k",
+         "mmpr-tiny"}
+    )  # fmt: skip
+    """Environments of NeMo RL; its files describe several, and use those that `env_name` names."""
 
     math: MathEnvironmentConfig = MathEnvironmentConfig()
     """See there."""

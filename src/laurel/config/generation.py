@@ -18,7 +18,11 @@ class VllmConfig(Section):
          "expert_parallel_size", "kv_cache_dtype", "skip_tokenizer_init", "logprobs_mode",
          "use_tqdm", "enable_vllm_metrics_logger", "vllm_metrics_logger_interval",
          "http_refit_api_key_env_var", "http_refit_server_port", "zmq_refit_server_port",
-         "reset_encoder_cache_after_weight_update"}
+         "reset_encoder_cache_after_weight_update", "enable_expert_parallel",
+         "enable_prefix_caching", "expose_http_server", "http_server_serving_chat_kwargs",
+         "reasoning_parser_plugin", "tool_parser_plugin", "enable_thinking", "enforce_monotonicity",
+         "cap_max_tokens_to_context", "max_num_seqs", "limit_mm_per_prompt", "video", "is_mx",
+         "quantization_ignored_layer_kws", "env_vars"}
     )  # fmt: skip
 
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -57,7 +61,9 @@ class GenerationConfig(Section):
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
         {"refit_transport", "refit_cfg", "mcore_generation_config", "sglang_cfg", "trtllm_cfg",
-         "dynamo_cfg", "port_range_low", "port_range_high", "real_quant_export_cpu_offload"}
+         "trtllm_kwargs", "dynamo_cfg", "port_range_low", "port_range_high", "bad_words",
+         "use_async_rollouts", "real_quant", "real_quant_ignore", "real_quant_export_cpu_offload",
+         "quant_cfg"}
     )  # fmt: skip
 
     backend: Literal["auto", "transformers", "vllm"] = "auto"
