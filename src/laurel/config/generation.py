@@ -6,24 +6,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from laurel.config.environments import ResourcesConfig
+from laurel.config.environments import FOREIGN_VLLM_KEYS, ResourcesConfig
 from laurel.config.section import Section
 
 
 class VllmConfig(Section):
     """vLLM's own settings."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"async_engine", "use_deep_gemm", "num_last_layers_in_bf16", "num_first_layers_in_bf16",
-         "expert_parallel_size", "kv_cache_dtype", "skip_tokenizer_init", "logprobs_mode",
-         "use_tqdm", "enable_vllm_metrics_logger", "vllm_metrics_logger_interval",
-         "http_refit_api_key_env_var", "http_refit_server_port", "zmq_refit_server_port",
-         "reset_encoder_cache_after_weight_update", "enable_expert_parallel",
-         "enable_prefix_caching", "expose_http_server", "http_server_serving_chat_kwargs",
-         "reasoning_parser_plugin", "tool_parser_plugin", "enable_thinking", "enforce_monotonicity",
-         "cap_max_tokens_to_context", "max_num_seqs", "limit_mm_per_prompt", "video", "is_mx",
-         "quantization_ignored_layer_kws", "env_vars"}
-    )  # fmt: skip
+    foreign_keys: ClassVar[frozenset[str]] = FOREIGN_VLLM_KEYS
 
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of its weights; `auto` is `policy.precision`."""

@@ -68,7 +68,7 @@ def load_config(
         raise ConfigError(_all_of(problems))
     return LoadedConfig(
         config=config,
-        warnings=(*adapted.sentences, *_warnings(checker, adapted.tree)),
+        warnings=(*adapted.sentences, *warnings_of(checker, adapted.tree)),
         ignored=tuple(checker.ignored),
         said=adapted.tree,
         moves=tuple(adapted.moves),
@@ -102,7 +102,8 @@ def _file_and_line(problem: str) -> tuple[bool, str, int]:
     return (False, place[1], int(place[2])) if place else (True, "", 0)
 
 
-def _warnings(checker: Checker, tree: Node) -> Iterator[str]:
+def warnings_of(checker: Checker, tree: Node) -> Iterator[str]:
+    """What a checked tree says that is lost, ignored, without effect or null."""
     fates = fates_of(tree, checker.ignored)
     lost = {fate.key: fate.why for fate in fates if fate.is_lost}
     if lost:

@@ -40,3 +40,17 @@ class Section(BaseModel):
         them.
         """
         return {}
+
+    def __getitem__(self, key: str) -> Any:
+        """A setting by its name, as in the dictionary that a section may be given as."""
+        if key not in type(self).model_fields:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether it has a setting of that name."""
+        return key in type(self).model_fields
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A setting by its name; the default where there is no such setting."""
+        return getattr(self, key) if key in type(self).model_fields else default

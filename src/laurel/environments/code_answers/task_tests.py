@@ -16,7 +16,6 @@ from laurel.environments.sandbox.jobs import (
     SandboxResult,
     Status,
     StdioTest,
-    TestResult,
 )
 
 FORMS = ("test_code", "test_list", "stdio_tests", "call_tests")
@@ -52,9 +51,9 @@ class TaskTests:
     comparison: Comparison = "laurel"
     prelude: str = ""
 
-    def jobs(
+    def job(
         self, code: str, limits: Limits, *, one_by_one: bool, total_s: float | None = None
-    ) -> list[SandboxJob]:
+    ) -> SandboxJob:
         """What has to be run to judge a program.
 
         Args:
@@ -62,7 +61,7 @@ class TaskTests:
             limits: Of each process.
             one_by_one: Whether it matters how many tests pass, so that code that asserts several
                 things must be run in parts, and tests after a failure are run, too.
-            total_s: Seconds of all tests on stdin together; see `SandboxJob`.
+            total_s: Seconds of all tests together; see `SandboxJob`.
         """
         job = SandboxJob(
             code=code,
@@ -77,14 +76,14 @@ class TaskTests:
         if self.form in ("stdio_tests", "call_tests"):
             mode: Any = self.form.removesuffix("_tests")
             tests: Any = self.tests
-            return [replace(job, mode=mode, entry=self.entry, tests=tests)]
+            return replace(job, mode=mode, entry=self.entry, tests=tests)
         parts = [str(test) for test in self.tests]
         parts = parts if one_by_one else ["\n".join(parts)]
-        job = replace(job, mode="tests", entry=self.entry, test_code=parts[0])
+        setup = self.setup
         if self.form == "test_list":
             # Part of each test: what asserts are about may be made with classes of the program.
-            return [replace(job, test_code=f"{self.setup}\n{one}") for one in parts]
-        return [replace(job, test_setup=self.setup, test_code=one) for one in parts]
+            parts, setup = [f"{setup}\n{one}" for one in parts], ""
+        return replace(job, mode="tests", entry=self.entry, test_setup=setup, tests=parts)
 
     def _roomy(self, limits: Limits) -> Limits:
         """The limits, with room for what is expected, and more: 1 may be written as 1.000000."""
@@ -120,25 +119,19 @@ class CodeVerdict:
         return self.failure is None and self.status == Status.OK.value
 
 
-def verdict_of(
-    tests: TaskTests, results: Sequence[SandboxResult], reward: str, *, most: int
-) -> CodeVerdict:
+def verdict_of(tests: TaskTests, result: SandboxResult, reward: str, *, most: int) -> CodeVerdict:
     """The verdict on a program.
 
     Args:
         tests: What it was judged by.
-        results: Of the jobs that `tests.jobs` gave, in order.
+        result: Of the job that `tests.job` gave.
         reward: As in the configuration.
         most: Characters of what it said that a hint repeats.
     """
-    for result in results:
-        if not result.status.is_verdict:
-            return CodeVerdict(
-                status=result.status.value, failure=f"the sandbox failed: {result.reason}"
-            )
-    each = [test for result in results for test in result.tests]
-    passed = [test.status is Status.OK for test in each]
-    status = next((one.status for one in results if one.status is not Status.OK), Status.OK)
+    status = result.status
+    if not status.is_verdict:
+        return CodeVerdict(status=status.value, failure=f"the sandbox failed: {result.reason}")
+    passed = [test.status is Status.OK for test in result.tests]
     share = sum(passed) / len(passed)
     if reward == "weighted" and len(passed) == len(tests.weights):
         weights = zip(tests.weights, passed, strict=True)
@@ -148,11 +141,12 @@ def verdict_of(
     if reward == "all_or_nothing" or status is Status.OK:
         worth = float(status is Status.OK)
     return CodeVerdict(
-        status=status.value, reward=worth, passed_share=share, hint=_hint(each, results, most)
+        status=status.value, reward=worth, passed_share=share, hint=_hint(result, most)
     )
 
 
-def _hint(each: Sequence[TestResult], results: Sequence[SandboxResult], most: int) -> str:
+def _hint(result: SandboxResult, most: int) -> str:
+    each = result.tests
     first = next((i for i, one in enumerate(each) if one.status is not Status.OK), None)
     if first is None:
         return ""
@@ -160,8 +154,7 @@ def _hint(each: Sequence[TestResult], results: Sequence[SandboxResult], most: in
     lines = [f"{where}: {each[first].status.value}"]
     if each[first].status is not Status.WRONG_ANSWER and each[first].detail:
         lines[0] += f" ({each[first].detail})"  # of a wrong one it may say what was asserted
-    failed = next((one for one in results if one.status is not Status.OK), results[-1])
-    if said := failed.stderr.strip():
+    if said := result.stderr.strip():
         lines.append(said[-most:])
     return "\n".join(lines)
 

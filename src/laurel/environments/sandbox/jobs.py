@@ -67,7 +67,7 @@ class Limits:
     mem_mb: int = 512
     """Address space."""
     disk_mb: int = 32
-    """All files together; where there are no namespaces, each file."""
+    """All files together."""
     inodes: int = 2048
     threads: int = 60
     stdout_kb: int = 64
@@ -112,7 +112,8 @@ class SandboxJob:
         code: The program, in Python.
         mode: See `Mode`.
         stdin: Given to the program; of `script` only.
-        tests: Of `stdio` and `call`: what it is judged by.
+        tests: Of `stdio` and `call`: what it is judged by. Of `tests`: texts of code, each run for
+            itself in the place of `test_code`.
         entry: Of `call` and `tests`: the name of the function; `Solution.name` is a method of a
             class that is made without arguments. Of `call`, a program that has a `Solution` with a
             method of that name is asked for that.
@@ -125,17 +126,17 @@ class SandboxJob:
         comparison: Of `call` and `stdio`: whose way to compare; `strict_types` and
             `float_tolerance` are of `laurel`.
         prelude: Code that is run before the program, among its names: the usual imports.
-        stop_at_failure: Of `stdio`: only all tests together count, so none is run after one that
-            failed; those are `NOT_RUN`.
-        total_s: Of `stdio`: seconds by the clock for all tests together; those that are left then
-            are `TIMEOUT_WALL`. None: each test has its own limit alone.
+        stop_at_failure: Of `stdio` and `tests`: only all tests together count, so none is run after
+            one that failed; those are `NOT_RUN`.
+        total_s: Of `stdio` and `tests`: seconds by the clock for all tests together; those that
+            are left then are `TIMEOUT_WALL`. None: each test has its own limit alone.
     """
 
     code: str
     id: str = ""
     mode: Mode = "script"
     stdin: str = ""
-    tests: Sequence[StdioTest] | Sequence[CallTest] = ()
+    tests: Sequence[StdioTest] | Sequence[CallTest] | Sequence[str] = ()
     entry: str = ""
     test_code: str = ""
     test_setup: str = ""
@@ -155,8 +156,10 @@ class SandboxJob:
             raise ValueError(f"mode {self.mode} needs tests, each a {wanted.__name__}")
         if self.mode in ("call", "tests") and not self.entry:
             raise ValueError(f"mode {self.mode} needs the name of a function: entry")
-        if self.mode == "tests" and not self.test_code.strip():
-            raise ValueError("mode tests needs test_code")
+        if self.mode == "tests" and not all(
+            isinstance(one, str) and one.strip() for one in self.tests or (self.test_code,)
+        ):
+            raise ValueError("mode tests needs test_code, or tests that are code")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
