@@ -194,7 +194,7 @@ def _with_policy(
     from laurel.observe.health import Alarms
 
     model, parts = found.model, found.parts
-    run_dir = choose_run_dir(config.logger, resume_from)
+    run_dir = choose_run_dir(config.logger, resume_from, console)
     state = GRPORunState(
         parts.learner, source=parts.source, identity=settings_of(config),
         alarms=Alarms(config.grpo.health, members=members_of(config.env)),
@@ -211,8 +211,8 @@ def _with_policy(
     if resume_from:
         console.print(f"going on from {resume_from}, after step {position.step}")
     surroundings = surround(
-        config, config.logger, state=state, position=position, total_steps=found.num_steps,
-        store=store, selection=selection, deadline=deadline,
+        config, state=state, position=position, total_steps=found.num_steps,
+        facts=model.facts, store=store, selection=selection, deadline=deadline,
         is_resumed=resume_from is not None, reports=data.reports, stack=stack, console=console,
         unit="completions",
     )  # fmt: skip
