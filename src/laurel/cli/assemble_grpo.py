@@ -194,7 +194,7 @@ def _with_policy(
     from laurel.observe.health import Alarms
 
     model, parts = found.model, found.parts
-    run_dir = choose_run_dir(config.logger, resume_from)
+    run_dir = choose_run_dir(config.logger, resume_from, console)
     state = GRPORunState(
         parts.learner, source=parts.source, identity=settings_of(config),
         alarms=Alarms(config.grpo.health, members=members_of(config.env)),
@@ -211,8 +211,8 @@ def _with_policy(
     if resume_from:
         console.print(f"going on from {resume_from}, after step {position.step}")
     surroundings = surround(
-        config, config.logger, state=state, position=position, total_steps=found.num_steps,
-        store=store, selection=selection, deadline=deadline,
+        config, state=state, position=position, total_steps=found.num_steps,
+        facts=model.facts, store=store, selection=selection, deadline=deadline,
         is_resumed=resume_from is not None, reports=data.reports, stack=stack, console=console,
         unit="completions",
     )  # fmt: skip
@@ -258,7 +258,7 @@ def total_steps(config: GRPORun, num_tasks: int) -> int:
 
 _WHAT_CODE_IS_WORTH: dict[str, Any] = dict.fromkeys(
     ("terminate_on_evaluation", "terminate_without_code", "stop_strings", "reward", "max_attempts",
-     "strict_types", "float_tolerance", "max_observation_chars"), True
+     "strict_types", "float_tolerance", "comparison", "max_observation_chars"), True
 ) | {
     "sandbox": {"cpu_seconds", "wall_seconds", "total_wall_seconds", "memory_mb", "disk_mb",
                 "stdout_kb", "stderr_kb", "result_kb"}

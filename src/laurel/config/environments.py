@@ -31,8 +31,8 @@ class MathEnvironmentConfig(Section):
     (the policy wrote what cannot be checked in time), worth 0 and counted. Default: real answers
     are checked in milliseconds."""
     forbid_unevaluated: bool = True
-    """Do not take an integral, sum or product for its value where the known answer has none: the
-    policy would only restate the problem."""
+    """Do not take an integral, a sum, a product or arithmetic with plain numbers (`(16-3-4)*2`) for
+    its value where the known answer has none: the policy would only restate the problem."""
 
 
 class ScoreTransformConfig(Section):

@@ -45,11 +45,12 @@ class SandboxConfig(Section):
     disk_mb: int = Field(default=32, ge=1)
     """All files of a program together."""
     stdout_kb: int = Field(default=64, ge=1)
-    """What it may print; more ends it."""
+    """What it may print; more ends it. Where a test expects text, at least four times that; where
+    it expects a value, at least 1024."""
     stderr_kb: int = Field(default=16, ge=1)
     """The same of stderr."""
     result_kb: int = Field(default=256, ge=1)
-    """The values that it returns, together."""
+    """The values that it returns, together. At least four times what its tests expect."""
     backlog: int = Field(default=1024, ge=1)
     """Programs that may wait for their turn."""
 

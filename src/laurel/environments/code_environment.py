@@ -68,6 +68,10 @@ class CodeEnvironment(EnvironmentInterface):
                        where it may use what the program defines
     `code_prefix`      what a completion may go on from: the head of the function
     `test_weights`     of each test, for `reward: weighted`
+    `comparison`       whose way to compare what is printed or returned: `laurel`, `apps`, `taco`,
+                       `livecodebench`, `verl`
+    `prelude`          code that is run before the program, among its names: the usual imports;
+                       of `stdio_tests` and `call_tests`
     =================  ==========================================================================
 
     **Without tests**, `<code>...</code>` in the last message is run, and answered with

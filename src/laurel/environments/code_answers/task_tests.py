@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
-from laurel.config.code_environment import CodeEnvironmentConfig
+from laurel.config.code_environment import CodeEnvironmentConfig, Comparison
 from laurel.environments.sandbox.inside.plain_data import NotPlainDataError, dumps
 from laurel.environments.sandbox.jobs import (
     CallTest,
@@ -20,8 +20,13 @@ from laurel.environments.sandbox.jobs import (
 
 FORMS = ("test_code", "test_list", "stdio_tests", "call_tests")
 """Keys of metadata that hold tests. A task has one of them, or none: then code is its tool."""
+COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 NO_CODE = "no_code"
 """The verdict on a completion without a program."""
+
+_ROOM = 4
+"""Times what is expected that a program may print or return."""
+_CHATTER_KB = 1024
 
 
 class MalformedTaskError(ValueError):
@@ -43,6 +48,8 @@ class TaskTests:
     weights: tuple[float, ...]
     strict_types: bool
     float_tolerance: float
+    comparison: Comparison = "laurel"
+    prelude: str = ""
 
     def job(
         self, code: str, limits: Limits, *, one_by_one: bool, total_s: float | None = None
@@ -58,9 +65,11 @@ class TaskTests:
         """
         job = SandboxJob(
             code=code,
-            limits=limits,
+            limits=self._roomy(limits),
             strict_types=self.strict_types,
             float_tolerance=self.float_tolerance,
+            comparison=self.comparison,
+            prelude=self.prelude,
             stop_at_failure=not one_by_one,
             total_s=total_s,
         )
@@ -75,6 +84,19 @@ class TaskTests:
             # Part of each test: what asserts are about may be made with classes of the program.
             parts, setup = [f"{setup}\n{one}" for one in parts], ""
         return replace(job, mode="tests", entry=self.entry, test_setup=setup, tests=parts)
+
+    def _roomy(self, limits: Limits) -> Limits:
+        """The limits, with room for what is expected, and more: 1 may be written as 1.000000."""
+        printed = [len(one.stdout) for one in self.tests if isinstance(one, StdioTest)]
+        returned = [len(repr(one.expected)) for one in self.tests if isinstance(one, CallTest)]
+        # What a function prints besides its value is nobody's business.
+        stdout_kb = _ROOM * max(printed) // 1024 + 1 if printed else _CHATTER_KB
+        result_kb = _ROOM * sum(returned) // 1024 + 1
+        return replace(
+            limits,
+            stdout_kb=max(limits.stdout_kb, stdout_kb),
+            result_kb=max(limits.result_kb, result_kb),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +206,14 @@ def read_tests(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> Ta
     tolerance = metadata.get("float_tolerance")
     if tolerance is not None and not (_is_number(tolerance) and tolerance >= 0):
         raise MalformedTaskError(f"float_tolerance is {tolerance!r}, not a number from 0 up")
+    comparison = metadata.get("comparison")
+    if comparison is not None and comparison not in COMPARISONS:
+        raise MalformedTaskError(
+            f"comparison is {comparison!r}, not one of {', '.join(COMPARISONS)}"
+        )
+    chosen: Comparison = config.comparison or comparison or "laurel"
+    if chosen == "laurel" and comparison not in (None, "laurel") and form == "call_tests":
+        tests = _without_lists_around(tests)
     return TaskTests(
         form=form,
         tests=tests,
@@ -194,6 +224,8 @@ def read_tests(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> Ta
         weights=_weights(metadata, len(tests)),
         strict_types=config.strict_types if strict is None else strict,
         float_tolerance=config.float_tolerance if tolerance is None else float(tolerance),
+        comparison=chosen,
+        prelude=_text(metadata, "prelude"),
     )
 
 
@@ -256,6 +288,14 @@ def _calls(value: Any, key: str) -> tuple[CallTest, ...]:
             raise MalformedTaskError(f"{where}: {error}") from error
         found.append(CallTest(args=args, kwargs=kwargs, expected=test["expected"]))
     return tuple(found)
+
+
+def _without_lists_around(tests: Sequence[CallTest]) -> tuple[CallTest, ...]:
+    """The tests without the list that most benchmarks put around each value, if all have one."""
+    values = [test.expected for test in tests]
+    if not all(isinstance(one, list) and len(one) == 1 for one in values):
+        return tuple(tests)
+    return tuple(replace(test, expected=test.expected[0]) for test in tests)
 
 
 _READERS: Mapping[str, Callable[[Any, str], Sequence[Any]]] = {

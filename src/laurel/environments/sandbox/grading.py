@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from laurel.environments.sandbox.comparison import same_output, same_value
+from laurel.environments.sandbox.comparison import (
+    same_output,
+    same_output_as,
+    same_value,
+    same_value_as,
+)
 from laurel.environments.sandbox.inside import plain_data
 from laurel.environments.sandbox.inside.program import EXIT_CODES
 from laurel.environments.sandbox.jobs import (
@@ -29,6 +34,7 @@ _STATUS_OF_SIGNAL = {
     _SIGSYS: Status.FORBIDDEN,
 }
 _DETAIL = 300
+_KEPT = 64 << 10
 _TOTAL_IS_SPENT = "the time of all tests together was spent"
 
 
@@ -60,13 +66,15 @@ def grade(job: SandboxJob, runner: Runner, *, tier: str, attempt: int) -> Sandbo
     judged = judges[job.mode](job, runner)
     shown = judged.shown
     times = [outcome.cpu_s for outcome in judged.outcomes]
+    # All results of a batch are there at once. What was judged is done with.
+    kept = shown.stdout if job.mode == "script" else shown.stdout[:_KEPT]
     return SandboxResult(
         id=job.id,
         status=judged.status,
         tests=judged.tests,
-        stdout=shown.stdout.decode("utf-8", "replace"),
+        stdout=kept.decode("utf-8", "replace"),
         stderr=shown.stderr.decode("utf-8", "replace"),
-        stdout_truncated="stdout" in shown.truncated,
+        stdout_truncated="stdout" in shown.truncated or len(kept) < len(shown.stdout),
         stderr_truncated="stderr" in shown.truncated,
         exit_code=shown.exit_code,
         signal=shown.signal,
@@ -115,7 +123,7 @@ def _stdio(job: SandboxJob, runner: Runner) -> _Judged:
         status = status_of(outcome, limits)
         if status is Status.OK:
             given = outcome.stdout.decode("utf-8", "replace")
-            if not same_output(test.stdout, given, float_tolerance=job.float_tolerance):
+            if not _is_output(test.stdout, given, job):
                 status = Status.WRONG_ANSWER
         return TestResult(status=status), [outcome]
 
@@ -158,7 +166,14 @@ def _one_by_one(
 
 
 def _run_script(job: SandboxJob, runner: Runner, stdin: str, limits: Limits) -> Outcome:
-    return runner.one({"kind": "script"}, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
+    header = {"kind": "script", "prelude": job.prelude}
+    return runner.one(header, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
+
+
+def _is_output(expected: str, given: str, job: SandboxJob) -> bool:
+    if job.comparison == "laurel":
+        return same_output(expected, given, float_tolerance=job.float_tolerance)
+    return same_output_as(job.comparison, expected, given)
 
 
 def _overall(results: Sequence[TestResult]) -> Status:
@@ -172,7 +187,7 @@ def _overall(results: Sequence[TestResult]) -> Status:
 def _call(job: SandboxJob, runner: Runner) -> _Judged:
     tests = [test for test in job.tests if isinstance(test, CallTest)]
     calls = plain_data.dumps([(list(test.args), dict(test.kwargs)) for test in tests])
-    header = {"kind": "call", "entry": job.entry}
+    header = {"kind": "call", "entry": job.entry, "prelude": job.prelude}
     outcome = runner.one(header, _bytes(job.code), calls, limits=job.limits)
     ended = status_of(outcome, job.limits)
     # What a program sends is judged only where it ended as it should after it.
@@ -205,15 +220,18 @@ def _judge_line(line: bytes, index: int, test: CallTest, job: SandboxJob) -> Tes
         if "bad" in reply:
             return TestResult(status=Status.BAD_RESULT, detail=str(reply["bad"])[:_DETAIL])
         given = plain_data.loads(json.dumps(reply["value"]).encode())
-        same = same_value(
-            test.expected,
-            given,
-            strict_types=job.strict_types,
-            float_tolerance=job.float_tolerance,
-        )
+        same = _is_value(test.expected, given, job)
     except Exception as error:  # whatever it is, the program sent it
         return TestResult(status=Status.BAD_RESULT, detail=f"{type(error).__name__} in its value")
     return TestResult(status=Status.OK if same else Status.WRONG_ANSWER)
+
+
+def _is_value(expected: Any, given: Any, job: SandboxJob) -> bool:
+    if job.comparison != "laurel":
+        return same_value_as(job.comparison, expected, given)
+    return same_value(
+        expected, given, strict_types=job.strict_types, float_tolerance=job.float_tolerance
+    )
 
 
 def _status_named(name: Any) -> Status:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from laurel.config.code_environment import Comparison
 
 Mode = Literal["script", "stdio", "call", "tests"]
 """How a program is judged.
@@ -112,13 +115,17 @@ class SandboxJob:
         tests: Of `stdio` and `call`: what it is judged by. Of `tests`: texts of code, each run for
             itself in the place of `test_code`.
         entry: Of `call` and `tests`: the name of the function; `Solution.name` is a method of a
-            class that is made without arguments.
+            class that is made without arguments. Of `call`, a program that has a `Solution` with a
+            method of that name is asked for that.
         test_code: Of `tests`: run in a process of its own. It ends without an exception where the
             program is right. Names in it that nobody defines are functions of the program.
         test_setup: Of `tests`: run before `test_code`: helpers that both need (the prompt).
         limits: Of each process.
         strict_types: Of `call`: True is not 1, 1 is not 1.0, a list is not a tuple.
         float_tolerance: Of `call` and `stdio`: largest relative or absolute difference.
+        comparison: Of `call` and `stdio`: whose way to compare; `strict_types` and
+            `float_tolerance` are of `laurel`.
+        prelude: Code that is run before the program, among its names: the usual imports.
         stop_at_failure: Of `stdio` and `tests`: only all tests together count, so none is run after
             one that failed; those are `NOT_RUN`.
         total_s: Of `stdio` and `tests`: seconds by the clock for all tests together; those that
@@ -136,6 +143,8 @@ class SandboxJob:
     limits: Limits = Limits()
     strict_types: bool = True
     float_tolerance: float = 0.0
+    comparison: Comparison = "laurel"
+    prelude: str = ""
     stop_at_failure: bool = False
     total_s: float | None = None
 
