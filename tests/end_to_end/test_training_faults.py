@@ -199,7 +199,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file(
     monkeypatch.setattr(CheckpointStore, "_require_space", lambda self, estimated_bytes: None)
     where = f"checkpointing.checkpoint_dir={small_disk}/saves"
     console = Console(file=(said := StringIO()), width=200)
-    with pytest.raises(UnsavedError, match="nothing of this run was saved.* No space left"):
+    with pytest.raises(UnsavedError, match=r"nothing of this run was saved.* No space left"):
         trained("rm", None, settings(tmp_path, where, "checkpointing.save_period=2"), console)
     end = said.getvalue().partition("problem: nothing of this run was saved, and its weights")[2]
     first, _, rest = end.partition("\nfinished after step 4")

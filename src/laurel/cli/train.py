@@ -15,6 +15,7 @@ from rich.text import Text
 from laurel.cli.json_output import write_json
 from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.config.load import load_config
+from laurel.config.overrides import COLUMN_KEYS
 from laurel.config.reward_training import RewardTrainingRun
 from laurel.errors import DataError, UnsavedError
 from laurel.observe.console import make_console, message_console, visible
@@ -92,15 +93,19 @@ def _use_of(kind: Kind, config: Section) -> str:
     """A command that can be pasted as it stands, with {} for the model.
 
     A reward model scores rows that it was validated on, or learned from, where `laurel score` reads
-    them: a file of JSON lines with the usual columns. Otherwise it is served, which needs no file.
+    them: a file of JSON lines. Otherwise it is served, which needs no file.
     """
     if isinstance(config, RewardTrainingRun):
-        keys = ("prompt_key", "chosen_key", "rejected_key")
         for one in (*config.data.validation_sets().values(), *config.data.train_sets()):
             path = one.data_path or ""
-            is_usual = all(getattr(one, key) == key.removesuffix("_key") for key in keys)
-            if is_usual and path.endswith(".jsonl") and os.path.isfile(path):
-                named = shlex.quote(path).replace("{", "{{").replace("}", "}}")
+            if path.endswith(".jsonl") and os.path.isfile(path):
+                columns = {key: getattr(one, key.partition(".")[2]) for key in COLUMN_KEYS}
+                said = [
+                    f"{key}={column}"
+                    for key, column in columns.items()
+                    if f"data.{column}_key" != key
+                ]
+                named = shlex.join([path, *said]).replace("{", "{{").replace("}", "}}")
                 return f"laurel score --model {{}} {named}"
     return _USES[kind]
 

@@ -28,6 +28,10 @@ from laurel.errors import ConfigError
 _FORM = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:(?P<equals>=)(?P<value>.*))?", re.DOTALL)
 
 
+COLUMN_KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key")
+"""What names the columns of preferences, for all commands that read them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
     """One change, as the user typed it and in its parts."""
@@ -101,6 +105,26 @@ def _parse_value(text: str, place: str) -> Node:
     # `a: b` is a mapping to YAML, and `a #1` has a comment; on a command line both are text.
     is_whole = text == (node.value if node.text is None else node.text)
     return node if is_whole else as_text
+
+
+def columns_of(overrides: Sequence[str]) -> dict[str, str]:
+    """The columns that a command line names, by their keys in the `data` section.
+
+    Raises:
+        ConfigError: Something that is no such key.
+    """
+    columns: dict[str, str] = {}
+    for text in overrides:
+        said = parse_override(text)
+        key = ".".join(said.keys)
+        if key not in COLUMN_KEYS or said.value is None:
+            raise ConfigError(
+                f"override '{text}': there is no configuration here, and only the columns of rows "
+                f"can be named: {', '.join(f'{key}=COLUMN' for key in COLUMN_KEYS)}"
+            )
+        value = said.value.value if said.value.text is None else said.value.text
+        columns[said.keys[-1]] = str(value)
+    return columns
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:
