@@ -17,13 +17,15 @@ from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS
 from laurel.config.reward_training import RewardTrainingRun
-from laurel.errors import DataError, UnsavedError
+from laurel.distributed.limits import has_no_gpu
+from laurel.errors import ConfigError, DataError, UnsavedError
 from laurel.observe.console import make_console, message_console, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.algorithms.training_loop import Outcome
+    from laurel.config.schema import ClusterConfig
     from laurel.config.section import Section
 
 MAX_LINES = 10
@@ -77,6 +79,7 @@ def trained(
         TrainingError: The run went wrong.
     """
     loaded = load_config(SCHEMAS[kind], path, overrides)
+    _check_device(loaded.config.cluster)
     use, unsaved = _use_of(kind, loaded.config), None
     try:
         outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
@@ -87,6 +90,19 @@ def trained(
     if unsaved is not None:
         raise unsaved
     return outcome
+
+
+def _check_device(cluster: ClusterConfig) -> None:
+    """What needs neither torch nor data to be told, first.
+
+    Raises:
+        ConfigError: A GPU is asked for and this machine has none.
+    """
+    if cluster.device == "cuda" and cluster.address is None and has_no_gpu():
+        raise ConfigError(
+            "cluster.device=cuda: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides it; set "
+            "it to auto or cpu"
+        )
 
 
 def _use_of(kind: Kind, config: Section) -> str:
