@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from laurel.cli.json_output import write_json
+from laurel.cli.places import plan_places
+from laurel.cli.ray_guard import guard
 from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.config.load import load_config
-from laurel.config.overrides import COLUMN_KEYS
+from laurel.config.overrides import COLUMN_KEYS, Override
 from laurel.config.reward_training import RewardTrainingRun
 from laurel.distributed.limits import has_no_gpu
-from laurel.errors import ConfigError, DataError, UnsavedError
+from laurel.errors import ConfigError, DataError, UnsavedError, UserError
 from laurel.observe.console import make_console, message_console, visible
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from laurel.algorithms.training_loop import Outcome
     from laurel.config.schema import ClusterConfig
     from laurel.config.section import Section
+    from laurel.distributed.claims import Run
 
 MAX_LINES = 10
 _USES = {
@@ -50,7 +53,7 @@ def run_training(
     """
     console = message_console(stderr=False)
     last = console if as_json else make_console()
-    outcome = trained(kind, path, overrides, console, last=last)
+    outcome = trained(kind, path, overrides, console, last=last, is_process=True)
     if as_json:
         write_json(asdict(outcome))
     if outcome.signal == "SIGINT":
@@ -60,10 +63,11 @@ def run_training(
 def trained(
     kind: Kind,
     path: Path | None,
-    overrides: Sequence[str],
+    overrides: Sequence[str | Override],
     console: Console,
     *,
     last: Console | None = None,
+    is_process: bool = False,
 ) -> Outcome:
     """Train, and say how it ended and where everything lies.
 
@@ -73,6 +77,7 @@ def trained(
         overrides: Changes to it.
         console: Told how it goes.
         last: Told how it ended; None: the same.
+        is_process: Whether this process is there for the run alone; see `ray_guard.guard`.
 
     Raises:
         UserError: Something that cannot be used.
@@ -80,6 +85,8 @@ def trained(
     """
     loaded = load_config(SCHEMAS[kind], path, overrides)
     _check_device(loaded.config.cluster)
+    if is_process and _needs_ray(loaded.config):
+        guard()
     use, unsaved = _use_of(kind, loaded.config), None
     try:
         outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
@@ -103,6 +110,14 @@ def _check_device(cluster: ClusterConfig) -> None:
             "cluster.device=cuda: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides it; set "
             "it to auto or cpu"
         )
+
+
+def _needs_ray(config: Run) -> bool:
+    """Whether it goes to a cluster; what cannot be planned is told later, in its place."""
+    try:
+        return plan_places(config).are_remote
+    except UserError:
+        return False
 
 
 def _use_of(kind: Kind, config: Section) -> str:

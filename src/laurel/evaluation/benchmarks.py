@@ -199,8 +199,8 @@ def _remedy(problem: UnusableRow) -> str:
     if problem.lacks_columns:
         return (
             "Name the columns as for laurel rm (data.prompt_key=COLUMN, data.chosen_key=COLUMN, "
-            "data.rejected_key=COLUMN), or mend the row; --dataset names the class that reads "
-            "rows, where it is told wrongly."
+            "data.rejected_key=COLUMN), or mend the row. Where the class that reads the rows is "
+            "told wrongly, name it with --dataset."
         )
     return "Mend the row, or take it out of the file: what is evaluated is evaluated whole."
 

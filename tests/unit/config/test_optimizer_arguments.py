@@ -80,7 +80,10 @@ def test_torch_is_not_loaded_for_it() -> None:
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("cluster.device=cuda", "error: cluster.device=cuda: this machine has no GPU, or CUDA_VISI"),
+        (
+            "cluster.device=cuda",
+            "error: cluster.device=cuda: this machine has no GPU, or CUDA_VISI",
+        ),
         ("policy.optimizer.kwargs.lr=-1", "lr is -1, and must be 0 or more"),
     ],
 )
