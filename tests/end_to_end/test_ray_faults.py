@@ -126,7 +126,8 @@ def test_a_run_whose_raylet_dies_says_so_and_resumes(tmp_path: Path) -> None:
         process.kill()
     told = [line for line in log.read_text().splitlines() if line.startswith("error:")]
     assert len(told) == 1
-    assert told[0].startswith("error: this run lost its Ray cluster")
+    # Now and then the ranks are known to be lost before Ray ends the process.
+    assert "lost its Ray cluster" in told[0] or "of 2 died" in told[0]
     resumed = run(long_settings(tmp_path, *SPREAD, "rm.max_num_steps=30"))
     assert resumed.returncode == 0, resumed.stderr
     assert "going on from" in resumed.stdout

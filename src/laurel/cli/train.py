@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.text import Text
 
@@ -84,8 +84,9 @@ def trained(
         TrainingError: The run went wrong.
     """
     loaded = load_config(SCHEMAS[kind], path, overrides)
-    _check_device(loaded.config.cluster)
-    if is_process and _needs_ray(loaded.config):
+    config = cast("Run", loaded.config)  # what each of the schemas is
+    _check_device(config.cluster)
+    if is_process and _needs_ray(config):
         guard()
     use, unsaved = _use_of(kind, loaded.config), None
     try:
