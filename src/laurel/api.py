@@ -18,6 +18,7 @@ wrong is an error of `laurel.errors`.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,14 +35,14 @@ from laurel.cli.local_scorer import say_on
 from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.cli.train import trained
 from laurel.config.benchmarks import BenchmarkName
-from laurel.config.overrides import overrides_of
+from laurel.config.overrides import columns_of, overrides_of
 from laurel.config.tree import nearest
 from laurel.data.conversations import scoring_row
 from laurel.errors import ConfigError
 from laurel.observe.console import make_console, silent_console
 from laurel.observe.run_record import RunRecord, Series
 from laurel.observe.run_record import read_run as _read_run
-from laurel.rewards.load import ScorerOptions
+from laurel.rewards.load import ScorerOptions, reworded
 from laurel.rewards.load import open_scorer as _open_scorer
 
 if TYPE_CHECKING:
@@ -115,11 +116,15 @@ def open_scorer(model: str | Path, *, quiet: bool = False) -> LocalScorer:
     Raises:
         UserError: There is none, or it does not give the scores it was saved with.
     """
-    return _open_scorer(str(model), say=say_on(_console(quiet)))
+    with reworded(_as_arguments):
+        return _open_scorer(str(model), say=say_on(_console(quiet)))
 
 
 def score(
-    model: LocalScorer | str | Path, rows: Iterable[Mapping[str, Any]]
+    model: LocalScorer | str | Path,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    settings: Mapping[str, Any] | None = None,
 ) -> list[tuple[Score, ...]]:
     """What a reward model says of conversations, as `laurel score` does.
 
@@ -127,6 +132,7 @@ def score(
         model: From `open_scorer`, or what that takes.
         rows: In the shapes that lines of a file may have, such as `{"prompt", "completions"}`,
             `{"prompt", "chosen", "rejected"}` or `{"messages"}`.
+        settings: Columns of other names, in the keys of `train`: `{"data.prompt_key": "question"}`.
 
     Returns:
         For each row one score a completion, in order. A score has a `value`, or a `failure`.
@@ -134,8 +140,11 @@ def score(
     Raises:
         UserError: A model or a row that cannot be used.
     """
+    columns = columns_of(overrides_of(settings or {}))
     groups = [
-        scoring_row(dict(row), source=f"rows[{index}]", where=f"rows[{index}]").group
+        scoring_row(
+            dict(row), source=f"rows[{index}]", where=f"rows[{index}]", columns=columns
+        ).group
         for index, row in enumerate(rows)
     ]
     scorer = open_scorer(model, quiet=True) if isinstance(model, str | Path) else model
@@ -151,6 +160,7 @@ def evaluate(
     train_data: Sequence[str | Path] = (),
     sensitivity: bool = False,
     dataset: str | None = None,
+    settings: Mapping[str, Any] | None = None,
     max_samples: int | None = None,
     output: str | Path | None = None,
     scorer_options: ScorerOptions | None = None,
@@ -168,6 +178,8 @@ def evaluate(
         train_data: Of `pairs`: what the model was trained on, for a baseline and leaks.
         sensitivity: Of `pairs`: score the answers once more in other forms.
         dataset: Of `pairs`: the class that reads them, if it is not to be told by the columns.
+        settings: Of `pairs`: columns of other names, in the keys of `train`:
+            `{"data.prompt_key": "question"}`.
         max_samples: Rows at most of each set.
         output: Write three JSON files into this directory.
         scorer_options: How a model that is loaded here scores.
@@ -185,8 +197,10 @@ def evaluate(
         scorer=scorer, data=tuple(map(str, data)), dataset=dataset, diagnostics=diagnostics,
         train_data=tuple(map(str, train_data)), sensitivity=sensitivity, max_samples=max_samples,
         output=None if output is None else Path(output),
+        column_keys=columns_of(overrides_of(settings or {})),
     )  # fmt: skip
-    return evaluated(benchmark, request, _console(quiet))
+    with reworded(_as_arguments):
+        return evaluated(benchmark, request, _console(quiet))
 
 
 def show(evaluation: Evaluation) -> None:
@@ -223,7 +237,8 @@ def export(
         model=str(model), output=Path(output), dtype=dtype, overwrite=overwrite,
         evaluations=tuple(map(Path, evaluations)),
     )  # fmt: skip
-    run_export(options, messages=_console(quiet))
+    with reworded(_as_arguments):
+        run_export(options, messages=_console(quiet))
     return options.output
 
 
@@ -232,6 +247,20 @@ def export(
 
 def _console(quiet: bool) -> Console:
     return silent_console() if quiet else make_console()
+
+
+def _as_arguments(message: str) -> str:
+    """An error of a command, for somebody who called a function.
+
+    What is changed stands at the beginning, before anything that the caller wrote, or in a phrase
+    of ours.
+    """
+    message = re.sub(r"^(policy\.model_name=|--model )", "model=", message)
+    message = re.sub(r"^data\.dataset_name=", "dataset=", message)
+    message = re.sub(r"^--(output|overwrite|member) ", r"\1=", message)
+    return re.sub(
+        r"\b(add|with|or with) --(model|data|dataset|output|overwrite)\b", r"\1 \2", message
+    )
 
 
 def _check_choice(what: str, given: str, choices: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +16,7 @@ from laurel.cli.first_row import FirstRow, plain_row, tokenised_row
 from laurel.cli.json_output import write_json
 from laurel.cli.local_scorer import find_local
 from laurel.cli.token_view import row_as_facts, show_row
+from laurel.config.overrides import COLUMN_KEYS, columns_of
 from laurel.data.benchmark_columns import ON_HUB
 from laurel.data.benchmark_rows import BEST_OF_N, read_benchmark
 from laurel.data.conversations import read_scoring_rows
@@ -45,6 +46,7 @@ class OtherUse:
     command: str
     num_rows: int = 0
     problem: str = ""
+    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,8 @@ def examine(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -
     """
     raw = look_at(path)
     known, readings = readings_of(raw, trainer=trainer, overrides=overrides)
-    others = _other_uses(path, known, readings) if trainer is None else []
+    columns = columns_of(_column_keys(overrides))
+    others = _other_uses(path, known, readings, columns) if trainer is None else []
     # Rows that are read only as prompts may have been meant for more, unless it is said who judges.
     is_said = any(one.lstrip("+").startswith("data.env_name=") for one in overrides)
     is_clear = known is not None and (known.name != "prompts" or is_said)
@@ -158,14 +161,25 @@ def examine(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -
 
 
 def _other_uses(
-    path: str, known: KnownFormat | None, readings: Sequence[Reading]
+    path: str,
+    known: KnownFormat | None,
+    readings: Sequence[Reading],
+    columns: Mapping[str, str],
 ) -> list[OtherUse]:
     """`laurel eval` and `laurel score`."""
     uses: list[OtherUse] = []
     benchmark = known.evaluation if known is not None else None
     judged = next((one.report for one in readings if one.trainer == "rm"), None)
     if benchmark == "pairs" and judged is not None:
-        uses.append(OtherUse(command="eval pairs", num_rows=judged.num_kept))
+        again = judged.dropped.get("duplicate")
+        num_again = 0 if again is None else again.count
+        uses.append(
+            OtherUse(
+                command="eval pairs", num_rows=judged.num_kept + num_again,
+                remark=f"; it keeps the {counted(num_again, 'duplicate')} that rm leaves out"
+                if num_again else "",
+            )
+        )  # fmt: skip
     elif benchmark is not None and benchmark != "pairs":
         form = {**ON_HUB, "best-of-n": BEST_OF_N}[benchmark]
         try:
@@ -174,7 +188,8 @@ def _other_uses(
         except DataError as error:
             uses.append(OtherUse(command=f"eval {benchmark}", problem=str(error)))
     try:
-        uses.append(OtherUse(command="score", num_rows=sum(1 for _ in read_scoring_rows(path))))
+        num_rows = sum(1 for _ in read_scoring_rows(path, columns=columns))
+        uses.append(OtherUse(command="score", num_rows=num_rows))
     except DataError as error:
         uses.append(OtherUse(command="score", problem=str(error)))
     return uses
@@ -281,13 +296,19 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -
         if use.num_rows:
             path = shlex.quote(findings.raw.path)
             option = f"-d {path}" if use.command.startswith("eval") else path
-            if use.command == "eval pairs":
-                option += _column_options(overrides)
-            rows = f"yes: {counted(use.num_rows, 'row')}"
+            if use.command in ("eval pairs", "score"):
+                option += "".join(f" {shlex.quote(one)}" for one in _column_keys(overrides))
+            rows = f"yes: {counted(use.num_rows, 'row')}{use.remark}"
             _line(console, use.command.partition(" ")[0], rows, style="bold")
             _say(console, f"         laurel {use.command} --model DIR {option}")
         elif use.command.startswith("eval"):
             _line(console, "eval", f"no: {_reason(use.problem)}", style="bold")
+
+
+def _column_keys(overrides: Sequence[str]) -> list[str]:
+    """Those that name columns of pairs, which other commands than `laurel rm` take as well."""
+    said = [one.lstrip("+") for one in overrides]
+    return [one for one in said if one.partition("=")[0] in COLUMN_KEYS]
 
 
 def _show_references(console: Console, references: References | None) -> None:
@@ -310,17 +331,6 @@ def _show_references(console: Console, references: References | None) -> None:
         f"The first: {references.failed[0]}"
     )
     _line(console, "warning", said, style="bold")
-
-
-def _column_options(overrides: Sequence[str]) -> str:
-    """The keys of columns that are said, as the options that `laurel eval pairs` has for them."""
-    said = [one.lstrip("+").partition("=") for one in overrides]
-    options = [
-        f" --{key.removeprefix('data.').replace('_', '-')} {shlex.quote(column)}"
-        for key, _, column in said
-        if key in KEYS_OF_COLUMNS["rm"]
-    ]
-    return "".join(options)
 
 
 def _leaves_bad_rows_out(overrides: Sequence[str]) -> bool:

@@ -60,9 +60,12 @@ def run_all(request: Request, *, hub: bool) -> int:
             "no rows are named; add --data with files of any of the benchmarks (may be repeated), "
             "or --hub to read each benchmark from its own place on the hub"
         )
+    told: list[str] = []
     with console.status("reading the rows"):
         asked = _asked(request, hub=hub)
-        rows = {name: BENCHMARKS[name].read(one) for name, one in asked.items()}
+        rows = {name: BENCHMARKS[name].read(one, told.append) for name, one in asked.items()}
+    for said in told:
+        console.print(f"note    {visible(said)}", soft_wrap=True)
     absent: list[BenchmarkName] = [name for name in BENCHMARKS if name not in asked]
     evaluations = _evaluated(asked, rows, request, console)
     if request.as_json:

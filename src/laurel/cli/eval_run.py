@@ -71,9 +71,12 @@ def evaluated(name: BenchmarkName, request: Request, console: Console) -> Evalua
         UserError: A model, a row, a file or a setting that cannot be used.
     """
     check_request(request)
+    told: list[str] = []
     with console.status("reading the rows"):
-        rows = BENCHMARKS[name].read(request)
+        rows = BENCHMARKS[name].read(request, told.append)
         training = _training(request)
+    for said in told:
+        console.print(f"note    {visible(said)}", soft_wrap=True)
     if training is not None:
         for note in training.notes:
             console.print(f"note    {visible(note)}", soft_wrap=True)
@@ -206,7 +209,7 @@ def _diagnosed(
     translated = None
     plain = replace(request, margin_key=None)
     if request.other_language is not None:
-        others = preference_rows(replace(plain, data=(request.other_language,)))
+        others = preference_rows(replace(plain, data=(request.other_language,)), lambda said: None)
         translated = _pairs_scored(others, request, scorer)
     members = {request.scorer.model: _column(scored)} if request.members else {}
     for name in request.members:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -38,6 +38,7 @@ def run_score(
     file: str,
     *,
     model: str,
+    columns: Mapping[str, str] | None = None,
     output: Path | None,
     as_json: bool,
     options: ScorerOptions,
@@ -53,6 +54,7 @@ def run_score(
     Args:
         file: Rows; `-` is standard input. See `data.conversations`.
         model: A directory or a hub name. See `rewards.load.find_model`.
+        columns: See `data.conversations.read_scoring_rows`.
         output: Write JSON lines here.
         as_json: Print JSON lines.
         options: How the model is loaded and scores.
@@ -73,7 +75,7 @@ def run_score(
     place = find_local(model, scores=True)
     if output is not None:
         check_output(output, read_from=file)
-    rows, num_rows = _open_rows(file, stdin, say)
+    rows, num_rows = _open_rows(file, columns or {}, stdin, say)
     scorer = open_local(
         place, options, settings=settings, cpu_threads=cpu_threads, console=messages
     )
@@ -97,7 +99,7 @@ def run_score(
 
 
 def _open_rows(
-    file: str, stdin: IO[bytes] | None, say: Say
+    file: str, columns: Mapping[str, str], stdin: IO[bytes] | None, say: Say
 ) -> tuple[Iterator[ScoringRow], int | None]:
     """The rows, and how many there are where that can be known.
 
@@ -105,11 +107,11 @@ def _open_rows(
     hours. Of standard input only the first row can be looked at.
     """
     if file != STDIN and Path(file).expanduser().is_file():
-        num_rows = sum(1 for _ in read_scoring_rows(file))
-        return read_scoring_rows(file), num_rows
+        num_rows = sum(1 for _ in read_scoring_rows(file, columns=columns))
+        return read_scoring_rows(file, columns=columns), num_rows
     if file == STDIN and stdin is None and sys.stdin.isatty():
         say("reading conversations from the terminal, one JSON object a line; Ctrl-D ends them")
-    rows = read_scoring_rows(file, stdin=stdin)
+    rows = read_scoring_rows(file, columns=columns, stdin=stdin)
     first = next(rows)  # no rows at all is a DataError
     return chain([first], rows), None
 

@@ -8,22 +8,28 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.text import Text
 
 from laurel.cli.json_output import write_json
+from laurel.cli.places import plan_places
+from laurel.cli.ray_guard import guard
 from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.config.load import load_config
+from laurel.config.overrides import COLUMN_KEYS, Override
 from laurel.config.reward_training import RewardTrainingRun
-from laurel.errors import DataError, UnsavedError
+from laurel.distributed.limits import has_no_gpu
+from laurel.errors import ConfigError, DataError, UnsavedError, UserError
 from laurel.observe.console import make_console, message_console, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.algorithms.training_loop import Outcome
+    from laurel.config.schema import ClusterConfig
     from laurel.config.section import Section
+    from laurel.distributed.claims import Run
 
 MAX_LINES = 10
 _USES = {
@@ -47,7 +53,7 @@ def run_training(
     """
     console = message_console(stderr=False)
     last = console if as_json else make_console()
-    outcome = trained(kind, path, overrides, console, last=last)
+    outcome = trained(kind, path, overrides, console, last=last, is_process=True)
     if as_json:
         write_json(asdict(outcome))
     if outcome.signal == "SIGINT":
@@ -57,10 +63,11 @@ def run_training(
 def trained(
     kind: Kind,
     path: Path | None,
-    overrides: Sequence[str],
+    overrides: Sequence[str | Override],
     console: Console,
     *,
     last: Console | None = None,
+    is_process: bool = False,
 ) -> Outcome:
     """Train, and say how it ended and where everything lies.
 
@@ -70,12 +77,17 @@ def trained(
         overrides: Changes to it.
         console: Told how it goes.
         last: Told how it ended; None: the same.
+        is_process: Whether this process is there for the run alone; see `ray_guard.guard`.
 
     Raises:
         UserError: Something that cannot be used.
         TrainingError: The run went wrong.
     """
     loaded = load_config(SCHEMAS[kind], path, overrides)
+    config = cast("Run", loaded.config)  # what each of the schemas is
+    _check_device(config.cluster)
+    if is_process and _needs_ray(config):
+        guard()
     use, unsaved = _use_of(kind, loaded.config), None
     try:
         outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
@@ -88,19 +100,44 @@ def trained(
     return outcome
 
 
+def _check_device(cluster: ClusterConfig) -> None:
+    """What needs neither torch nor data to be told, first.
+
+    Raises:
+        ConfigError: A GPU is asked for and this machine has none.
+    """
+    if cluster.device == "cuda" and cluster.address is None and has_no_gpu():
+        raise ConfigError(
+            "cluster.device=cuda: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides it; set "
+            "it to auto or cpu"
+        )
+
+
+def _needs_ray(config: Run) -> bool:
+    """Whether it goes to a cluster; what cannot be planned is told later, in its place."""
+    try:
+        return plan_places(config).are_remote
+    except UserError:
+        return False
+
+
 def _use_of(kind: Kind, config: Section) -> str:
     """A command that can be pasted as it stands, with {} for the model.
 
     A reward model scores rows that it was validated on, or learned from, where `laurel score` reads
-    them: a file of JSON lines with the usual columns. Otherwise it is served, which needs no file.
+    them: a file of JSON lines. Otherwise it is served, which needs no file.
     """
     if isinstance(config, RewardTrainingRun):
-        keys = ("prompt_key", "chosen_key", "rejected_key")
         for one in (*config.data.validation_sets().values(), *config.data.train_sets()):
             path = one.data_path or ""
-            is_usual = all(getattr(one, key) == key.removesuffix("_key") for key in keys)
-            if is_usual and path.endswith(".jsonl") and os.path.isfile(path):
-                named = shlex.quote(path).replace("{", "{{").replace("}", "}}")
+            if path.endswith(".jsonl") and os.path.isfile(path):
+                columns = {key: getattr(one, key.partition(".")[2]) for key in COLUMN_KEYS}
+                said = [
+                    f"{key}={column}"
+                    for key, column in columns.items()
+                    if f"data.{column}_key" != key
+                ]
+                named = shlex.join([path, *said]).replace("{", "{{").replace("}", "}}")
                 return f"laurel score --model {{}} {named}"
     return _USES[kind]
 

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from laurel.config.check import Checker
 from laurel.config.nemo_rl import Move, adapt, fates_of
 from laurel.config.other_names import at_their_place
-from laurel.config.overrides import apply_overrides
+from laurel.config.overrides import Override, apply_overrides
 from laurel.config.section import Section
 from laurel.config.shape import with_defaults
 from laurel.config.source import read_file
@@ -50,7 +50,7 @@ class LoadedConfig(Generic[T]):
 
 
 def load_config(
-    schema: type[T], path: Path | None = None, overrides: Sequence[str] = ()
+    schema: type[T], path: Path | None = None, overrides: Sequence[str | Override] = ()
 ) -> LoadedConfig[T]:
     """Read a configuration file and change it by overrides; without a file, the schema's defaults.
 

@@ -133,4 +133,6 @@ def test_use_it_names_a_file_that_is_there(tmp_path: Path) -> None:
     rows.write_text("", encoding="utf-8")
     assert train._use_of("rm", config) == f"laurel score --model {{}} '{rows}'"
     other = load_config(RewardTrainingRun, None, [*settings, "data.chosen_key=good"]).config
-    assert train._use_of("rm", other) == "laurel serve --model {}"
+    assert train._use_of("rm", other) == (
+        f"laurel score --model {{}} '{rows}' data.chosen_key=good"
+    )
