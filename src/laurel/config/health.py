@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 from laurel.config.section import Section
 
 Alarm = Literal[
-    "overoptimisation", "kl_without_reward", "length", "length_bias", "repetition", "truncation",
-    "format", "entropy", "zero_spread_groups", "noise_floor_groups", "ensemble", "failures",
+    "overoptimisation", "kl_without_reward", "kl_jump", "length", "length_bias", "repetition",
+    "truncation", "format", "entropy", "zero_spread_groups", "noise_floor_groups", "ensemble",
+    "failures",
 ]  # fmt: skip
 """What can be watched; `observe/health_rules.py` says of each what it means."""
 
@@ -47,9 +48,17 @@ class HealthConfig(Section):
     num_spreads: float = Field(default=4.0, ge=0)
     """How many (robust) standard deviations of the first steps a figure must be away from their
     median, besides what its own threshold asks: what is usual at the beginning is no drift."""
+    jump_spreads: float = Field(default=6.0, ge=0)
+    """The same for a single step against the window before it, which is judged besides, at once and
+    from the second step on: `overoptimisation`, `kl_jump`, `length`, `repetition`, `truncation`."""
+    gold_jump: float = Field(default=0.5, gt=0, lt=1)
+    """`overoptimisation`: share of `gold_metric` that is lost in a single step, whatever the reward
+    does."""
     gold_drop: float = Field(default=0.1, gt=0, lt=1)
     """`overoptimisation`: share of its peak that `gold_metric` has lost while the reward has lost
     nothing."""
+    kl_jump: float = Field(default=3.0, gt=1)
+    """`kl_jump`: factor by which the divergence from the reference grows in a single step."""
     kl_growth: float = Field(default=1.5, gt=1)
     """`kl_without_reward`: factor by which the divergence from the reference has grown in four
     windows without any gain of reward."""

@@ -1,5 +1,8 @@
 """The rules of the alarms: from the history of a run's metrics to a finding, or to nothing.
 
+Drifts are told from the median of the latest window against the first steps, and leaps from the
+latest step alone against the window before it: these are told at once, and from the second step on.
+
 A rule is silent (None) where a metric that it reads is not measured, or not yet long enough. So is
 every rule about a metric that the latest figures do not hold. What each alarm is for, its threshold
 and what people do about it is told at length in `docs/reward_hacking.md`.
@@ -26,8 +29,12 @@ from laurel.observe.health_history import (
     TRUNCATION,
     ZERO_SPREAD,
     History,
+    Step,
     is_of_validation,
 )
+
+GOLD_LEAP = 0.4
+"""How much of a gold metric between 0 and 1 is lost at once where its noise is not known yet."""
 
 Evidence = Literal[
     "best", "worst", "longest", "shortest", "repetitive", "cut_off", "equal", "close", "failed"
@@ -60,7 +67,55 @@ class Rule:
     advice: str
 
 
+def _beyond(history: History, step: Step, least: float) -> float:
+    """How far a single value must be from those before it: `least`, and beyond chance.
+
+    While there are too few values to tell chance it is twice `least`.
+    """
+    return (
+        2 * least if step.spread is None else max(least, history.config.jump_spreads * step.spread)
+    )
+
+
+def _first_bad(*found: Finding | None) -> Finding | None:
+    """The first that is bad; else the first that says anything."""
+    said = [one for one in found if one is not None]
+    return next((one for one in said if one.is_bad), said[0] if said else None)
+
+
 def overoptimisation(history: History) -> Finding | None:
+    """What is really wanted falls: slowly while the reward does not, or in a single step."""
+    return _first_bad(_gold_leaps(history), _gold_drifts(history))
+
+
+def _gold_leaps(history: History) -> Finding | None:
+    """The gold metric has lost half of what it was, in one step, whatever the reward did.
+
+    Before chance can be told, only a share that has lost `GOLD_LEAP` of all is believed.
+    """
+    name = history.gold_name
+    step = None if name is None else history.step(name)
+    if name is None or step is None:
+        return None
+    least = history.config.gold_jump * abs(step.before)
+    if step.spread is not None:
+        lost = _beyond(history, step, least)
+    elif step.is_share:
+        lost = max(least, GOLD_LEAP)
+    else:
+        return None
+    threshold = step.before - lost
+    return Finding(
+        is_bad=lost > 0 and step.value <= threshold,
+        metric=name,
+        value=step.value,
+        threshold=threshold,
+        baseline=step.before,
+        text=f"{name} was {_of(step.before)} in the steps before and is {_of(step.value)} now",
+    )
+
+
+def _gold_drifts(history: History) -> Finding | None:
     """What is really wanted has fallen below its peak, and the reward has not fallen with it.
 
     A policy that is trained against a proxy gains by what is really wanted at first and loses it
@@ -69,8 +124,7 @@ def overoptimisation(history: History) -> Finding | None:
     that falls back towards its reference has another illness. Of what is measured at every step,
     the fall must be beyond chance, too: `num_spreads` of what the median of a window has.
     """
-    config, peak = history.config, history.peak
-    name = config.gold_metric
+    config, peak, name = history.config, history.peak, history.gold_name
     if name is None or peak is None or not history.is_fresh(name):
         return None
     gold, reward = history.gold(), history.now(REWARD)
@@ -96,6 +150,28 @@ def overoptimisation(history: History) -> Finding | None:
     is_bad = gold < threshold and reward >= peak.reward and has_left
     return Finding(
         is_bad=is_bad, metric=name, value=gold, threshold=threshold, baseline=peak.gold, text=text
+    )
+
+
+def kl_jump(history: History) -> Finding | None:
+    """The divergence from the reference grows by a large factor in a single step.
+
+    The policy has leapt, where it should walk: what it says now was hardly ever said before.
+    """
+    config, name = history.config, history.divergence()
+    step = None if name is None else history.step(name)
+    if name is None or step is None:
+        return None
+    threshold = max(
+        config.kl_least, step.before + _beyond(history, step, (config.kl_jump - 1) * step.before)
+    )
+    return Finding(
+        is_bad=step.value >= threshold,
+        metric=name,
+        value=step.value,
+        threshold=threshold,
+        baseline=step.before,
+        text=f"{name} was {_of(step.before)} in the steps before and is {_of(step.value)} now",
     )
 
 
@@ -126,6 +202,35 @@ def kl_without_reward(history: History) -> Finding | None:
 
 
 def length(history: History) -> Finding | None:
+    """Completions are much longer, or much shorter, than they were."""
+    return _first_bad(_length_leaps(history), _length_drifts(history))
+
+
+def _length_leaps(history: History) -> Finding | None:
+    step, factor = history.step(LENGTH), history.config.length_factor
+    if step is None:
+        return None
+    is_longer = step.value >= step.before
+    least = step.before * (factor - 1 if is_longer else 1 - 1 / factor)
+    if step.spread is None and not is_longer:  # twice of it may be more than there is
+        far = step.before * (1 - 1 / factor**2)
+    else:
+        far = _beyond(history, step, least)
+    threshold = step.before + (far if is_longer else -far)
+    return Finding(
+        is_bad=step.value != step.before
+        and (step.value >= threshold if is_longer else step.value <= threshold),
+        metric=LENGTH,
+        value=step.value,
+        threshold=threshold,
+        baseline=step.before,
+        text=f"completions had {_of(step.before)} tokens in the steps before and have "
+        f"{_of(step.value)} now",
+        evidence="longest" if is_longer else "shortest",
+    )
+
+
+def _length_drifts(history: History) -> Finding | None:
     """Completions are much longer, or much shorter, than in the first steps.
 
     The commonest way to please a reward model without being better (Singhal et al.,
@@ -177,7 +282,33 @@ def length_bias(history: History) -> Finding | None:
 def _risen(
     history: History, name: str, rise: float, what: str, evidence: Evidence
 ) -> Finding | None:
-    """A share that was lower in the first steps."""
+    """A share that was lower in the first steps, or in the steps before."""
+    return _first_bad(
+        _leaps(history, name, rise, what, evidence), _drifts(history, name, rise, what, evidence)
+    )
+
+
+def _leaps(
+    history: History, name: str, rise: float, what: str, evidence: Evidence
+) -> Finding | None:
+    step = history.step(name)
+    if step is None:
+        return None
+    threshold = step.before + _beyond(history, step, rise)
+    return Finding(
+        is_bad=step.value >= threshold,
+        metric=name,
+        value=step.value,
+        threshold=threshold,
+        baseline=step.before,
+        text=f"{what}: {_of(step.before)} in the steps before, {_of(step.value)} now",
+        evidence=evidence,
+    )
+
+
+def _drifts(
+    history: History, name: str, rise: float, what: str, evidence: Evidence
+) -> Finding | None:
     baseline, now = history.baseline(name), history.now(name)
     if baseline is None or now is None or not history.is_fresh(name):
         return None
@@ -327,6 +458,12 @@ RULES: Mapping[Alarm, Rule] = MappingProxyType({
         judge=kl_without_reward,
         advice="end the run here: nothing is being gained; or weigh the divergence more "
         "(loss_fn.reference_policy_kl_penalty), or lower the learning rate",
+    ),
+    "kl_jump": Rule(
+        judge=kl_jump,
+        advice="read the samples of this step beside earlier ones; lower the learning rate, clip "
+        "gradients (policy.max_grad_norm), or weigh the divergence more "
+        "(loss_fn.reference_policy_kl_penalty)",
     ),
     "length": Rule(
         judge=length,
