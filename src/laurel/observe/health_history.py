@@ -19,18 +19,16 @@ LENGTH = "train/mean_gen_tokens_per_sample"
 LENGTH_CORRELATION = "train/completions/reward_length_correlation"
 REPETITION = "train/completions/repetition"
 TRUNCATION = "train/truncation_rate"
-ENTROPY = "train/entropy"
 ZERO_SPREAD = "train/frac_reward_zero_std"
-NOISE_FLOOR = "train/frac_groups_at_noise_floor"
 FAILURES = "train/completions/failure_share"
 READ = frozenset(
-    {REWARD, *DIVERGENCES, LENGTH, LENGTH_CORRELATION, REPETITION, TRUNCATION, ENTROPY, ZERO_SPREAD,
-     NOISE_FLOOR, FAILURES}
+    {REWARD, *DIVERGENCES, LENGTH, LENGTH_CORRELATION, REPETITION, TRUNCATION, ZERO_SPREAD,
+     FAILURES}
 )  # fmt: skip
 """Metrics that the rules read, besides those that the configuration names."""
 
 WINDOWS_KEPT = 5
-"""The latest window, and that from which four windows have passed."""
+"""Latest windows that are remembered."""
 LEAST_STEPS = 3
 """First steps that a baseline is made of at least."""
 BEFORE_A_JUMP = 4
@@ -172,14 +170,6 @@ class History:
             return None
         return statistics.median(series.latest[-window:])
 
-    def earlier(self, name: str) -> float | None:
-        """The median of the window from which four windows have passed to the latest one."""
-        series, window = self._series.get(name), self.config.window
-        kept = WINDOWS_KEPT * window
-        if series is None or len(series.latest) < kept:
-            return None
-        return statistics.median(series.latest[-kept:][:window])
-
     def baseline(self, name: str) -> Baseline | None:
         """How a metric was in the first steps, or in those of them that lie before the latest
         window; None where these are fewer than `LEAST_STEPS`."""
@@ -207,6 +197,16 @@ class History:
             spread=max(spread, _spread(before)) if len(before) >= BEFORE_A_JUMP else None,
             is_share=all(0.0 <= one <= 1.0 for one in series.latest),
         )
+
+    def noise(self, name: str) -> float | None:
+        """Standard deviation of a single value, from the steps between neighbours, which a slow
+        course hardly widens; None with fewer than `BEFORE_A_JUMP` of them."""
+        latest = self._series[name].latest if name in self._series else []
+        changes = [abs(after - before) for before, after in pairwise(latest)]
+        if len(changes) < BEFORE_A_JUMP:
+            return None
+        few = max(1.0, self.config.baseline_steps / len(changes))
+        return math.sqrt(math.pi) / 2 * statistics.fmean(changes) * few
 
     def divergence(self) -> str | None:
         """The metric that says how far the policy is from its reference, if there is one."""

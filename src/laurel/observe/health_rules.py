@@ -19,11 +19,9 @@ from typing import Literal
 from laurel.config.health import Alarm
 from laurel.observe.console import format_number
 from laurel.observe.health_history import (
-    ENTROPY,
     FAILURES,
     LENGTH,
     LENGTH_CORRELATION,
-    NOISE_FLOOR,
     REPETITION,
     REWARD,
     TRUNCATION,
@@ -37,7 +35,7 @@ GOLD_LEAP = 0.4
 """How much of a gold metric between 0 and 1 is lost at once where its noise is not known yet."""
 
 Evidence = Literal[
-    "best", "worst", "longest", "shortest", "repetitive", "cut_off", "equal", "close", "failed"
+    "best", "worst", "longest", "shortest", "repetitive", "cut_off", "equal", "failed"
 ]
 """Which completions show what an alarm is about."""
 
@@ -135,11 +133,10 @@ def _gold_drifts(history: History) -> Finding | None:
     has_left = now is None or peak.divergence is None or now >= peak.divergence
     least = config.gold_drop * abs(peak.gold)
     if not is_of_validation(name):  # figures of few tasks, other ones each time
-        baseline = history.baseline(name)
-        if baseline is None:
+        noise = history.noise(name)
+        if noise is None:
             return None
-        of_median = baseline.spread / math.sqrt(config.window)
-        least = max(least, config.num_spreads * of_median)
+        least = max(least, config.num_spreads * noise / math.sqrt(config.window))
     threshold = peak.gold - least
     text = (
         f"{name} has been {_of(peak.gold)} and is {_of(gold)} now, while the reward went from "
@@ -172,32 +169,6 @@ def kl_jump(history: History) -> Finding | None:
         threshold=threshold,
         baseline=step.before,
         text=f"{name} was {_of(step.before)} in the steps before and is {_of(step.value)} now",
-    )
-
-
-def kl_without_reward(history: History) -> Finding | None:
-    """The policy goes on leaving its reference, and the reward has stopped rewarding it.
-
-    The flat end of the curve of reward against divergence (arXiv 2210.10760): what is still being
-    changed there is paid for by nobody who can be seen.
-    """
-    config, name = history.config, history.divergence()
-    if name is None or not history.is_fresh(name):
-        return None
-    now, then = history.now(name), history.earlier(name)
-    reward, before = history.now(REWARD), history.earlier(REWARD)
-    if now is None or then is None or reward is None or before is None:
-        return None
-    threshold = max(config.kl_growth * then, config.kl_least)
-    steps = 4 * config.window
-    return Finding(
-        is_bad=now >= threshold and now > then and reward <= before,
-        metric=name,
-        value=now,
-        threshold=threshold,
-        baseline=then,
-        text=f"in {steps} steps {name} went from {_of(then)} to {_of(now)}, the reward from "
-        f"{_of(before)} to {_of(reward)}",
     )
 
 
@@ -352,27 +323,6 @@ def keeps_format(history: History) -> Finding | None:
     )  # fmt: skip
 
 
-def entropy(history: History) -> Finding | None:
-    """The policy hardly chooses any more: what it does not try, it cannot learn.
-
-    Entropy is spent for reward early on, and a policy without any stays as it is (arXiv
-    2505.22617).
-    """
-    baseline, now = history.baseline(ENTROPY), history.now(ENTROPY)
-    if baseline is None or now is None or not history.is_fresh(ENTROPY):
-        return None
-    threshold = history.config.entropy_share * baseline.median
-    return Finding(
-        is_bad=now < threshold,
-        metric=ENTROPY,
-        value=now,
-        threshold=threshold,
-        baseline=baseline.median,
-        text=f"nats a token: {_of(baseline.median)} in the first steps, {_of(now)} now",
-        evidence="equal",
-    )
-
-
 def _too_large(
     history: History, name: str, share: float, what: str, evidence: Evidence
 ) -> Finding | None:
@@ -395,12 +345,6 @@ def zero_spread_groups(history: History) -> Finding | None:
         return found
     # Whether that is the end that was wished for, the reward says.
     return replace(found, text=f"{found.text}; the mean reward is {_of(reward)}")
-
-
-def noise_floor_groups(history: History) -> Finding | None:
-    """Groups whose rewards differ by rounding teach what nobody meant."""
-    what = "share of groups whose rewards differ by no more than the noise of the scorer"
-    return _too_large(history, NOISE_FLOOR, history.config.noise_floor_share, what, "close")
 
 
 def failures(history: History) -> Finding | None:
@@ -454,11 +398,6 @@ RULES: Mapping[Alarm, Rule] = MappingProxyType({
         "more (loss_fn.reference_policy_kl_penalty) or learn more slowly; train the reward model "
         "on completions of this policy; put the rule into the reward (env.composite)",
     ),
-    "kl_without_reward": Rule(
-        judge=kl_without_reward,
-        advice="end the run here: nothing is being gained; or weigh the divergence more "
-        "(loss_fn.reference_policy_kl_penalty), or lower the learning rate",
-    ),
     "kl_jump": Rule(
         judge=kl_jump,
         advice="read the samples of this step beside earlier ones; lower the learning rate, clip "
@@ -493,21 +432,10 @@ RULES: Mapping[Alarm, Rule] = MappingProxyType({
         advice="make the form a part of the reward, or its gate (env.composite); show it in the "
         "prompt; warm up on demonstrations that have it (laurel sft)",
     ),
-    "entropy": Rule(
-        judge=entropy,
-        advice="raise loss_fn.ratio_clip_max (clip higher), the sampling temperature or the weight "
-        "of the divergence; lower the learning rate; use harder tasks. Where the task is solved, "
-        "it is the end of the run",
-    ),
     "zero_spread_groups": Rule(
         judge=zero_spread_groups,
         advice="if all are right, use harder tasks; if none is, easier ones or a warm-up; draw "
         "more completions of each; grpo.use_dynamic_sampling leaves such groups out",
-    ),
-    "noise_floor_groups": Rule(
-        judge=noise_floor_groups,
-        advice="score in float32 (env.reward_model.precision); the completions may have become "
-        "alike: look at entropy; end the run if the reward has stopped rising",
     ),
     "ensemble": Rule(
         judge=ensemble,

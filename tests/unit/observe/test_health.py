@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from laurel.config.health import Alarm, HealthConfig
 from laurel.observe.health import Alarms, Event
 from laurel.observe.health_history import (
-    ENTROPY,
     FAILURES,
     LENGTH,
     LENGTH_CORRELATION,
-    NOISE_FLOOR,
     READ,
     REPETITION,
     REWARD,
@@ -72,7 +70,6 @@ DRIFTS: list[tuple[str, str, list[float], float, int]] = [
     (REPETITION, "repetition", [0.1, 0.1, 0.12, 0.1], 0.21, 8),
     (TRUNCATION, "truncation", [0.0, 0.0, 0.1, 0.0], 0.2, 8),
     (FORMAT, "format", [0.9, 0.9, 1.0, 0.9], 0.79, 8),
-    (ENTROPY, "entropy", [1.0, 1.0, 1.2, 1.0], 0.09, 8),
 ]
 
 
@@ -131,7 +128,6 @@ def test_the_direction_of_a_length_is_told_by_its_evidence() -> None:
 
 SHARES = [
     (ZERO_SPREAD, "zero_spread_groups", 0.9),
-    (NOISE_FLOOR, "noise_floor_groups", 0.5),
     (FAILURES, "failures", 0.1),
 ]
 
@@ -210,15 +206,6 @@ def test_negative_gold_is_measured_by_its_size() -> None:
     assert told(steps) == []
 
 
-def test_divergence_that_grows_for_nothing() -> None:
-    kl = [0.2] * 3 + [0.32] * 12
-    assert told(columns(kl=kl, reward=[1.0] * 15)) == [(15, "kl_without_reward", "raised")]
-    assert told(columns(kl=kl, reward=[1.0 + 0.01 * n for n in range(15)])) == []
-    assert told(columns(kl=[0.2] * 3 + [0.29] * 12, reward=[1.0] * 15)) == []
-    small = [value / 10 for value in kl]
-    assert told(columns(kl=small, reward=[1.0] * 15)) == [], "below kl_least"
-
-
 def test_length_that_is_paid_for() -> None:
     growing = [10.0] * 4 + [12.0] * 4
     assert told(columns(length=growing, correlation=[0.6] * 8)) == [(7, "length_bias", "raised")]
@@ -259,8 +246,8 @@ def bad_history() -> list[dict[str, float]]:
     """Everything goes wrong after eight steps."""
     bad: dict[str, tuple[float, float]] = {
         LENGTH: (10, 30), LENGTH_CORRELATION: (0.1, 0.9), REPETITION: (0.0, 0.5),
-        TRUNCATION: (0.0, 0.9), ENTROPY: (1.0, 0.01), ZERO_SPREAD: (0.1, 1.0),
-        NOISE_FLOOR: (0.0, 1.0), FAILURES: (0.0, 0.9), FORMAT: (1.0, 0.1), KL: (0.1, 9.0),
+        TRUNCATION: (0.0, 0.9), ZERO_SPREAD: (0.1, 1.0),
+        FAILURES: (0.0, 0.9), FORMAT: (1.0, 0.1), KL: (0.1, 9.0),
         GOLD: (0.9, 0.1), REWARD: (0.5, 0.5), f"{PART}left/mean": (0.0, 9.0),
         f"{PART}left/std": (1.0, 1.0), f"{PART}right/mean": (0.0, 0.0),
         f"{PART}right/std": (1.0, 1.0),
@@ -269,10 +256,10 @@ def bad_history() -> list[dict[str, float]]:
 
 
 NEEDS: dict[str, set[str]] = {
-    "overoptimisation": {GOLD, REWARD}, "kl_without_reward": {KL, REWARD}, "length": {LENGTH},
+    "overoptimisation": {GOLD, REWARD}, "kl_jump": {KL}, "length": {LENGTH},
     "length_bias": {LENGTH, LENGTH_CORRELATION}, "repetition": {REPETITION},
-    "truncation": {TRUNCATION}, "format": {FORMAT}, "entropy": {ENTROPY},
-    "zero_spread_groups": {ZERO_SPREAD}, "noise_floor_groups": {NOISE_FLOOR},
+    "truncation": {TRUNCATION}, "format": {FORMAT},
+    "zero_spread_groups": {ZERO_SPREAD},
     "ensemble": {f"{PART}left/mean", f"{PART}left/std", f"{PART}right/mean"},
     "failures": {FAILURES},
 }  # fmt: skip
@@ -308,10 +295,10 @@ def test_a_metric_that_pauses_changes_nothing() -> None:
 
 
 def test_ignored_alarms_do_not_rise_and_chosen_ones_stop() -> None:
-    watching = alarms(ignore=["length", "entropy"], stop_on=["failures", "repetition"])
+    watching = alarms(ignore=["length", "kl_jump"], stop_on=["failures", "repetition"])
     for n, step in enumerate(bad_history()):
         watching.see(n, step)
-    assert not {"length", "entropy"} & {*watching.raised, *watching.known}
+    assert not {"length", "kl_jump"} & {*watching.raised, *watching.known}
     assert set(watching.stopping) == {"failures", "repetition"}
 
 
@@ -319,7 +306,7 @@ def test_ignored_alarms_do_not_rise_and_chosen_ones_stop() -> None:
 
 OF_MEMBERS = [f"{PART}{member}/{kind}" for member in MEMBERS for kind in ("mean", "std")]
 NAMES = [*sorted(READ), GOLD, FORMAT, *OF_MEMBERS]
-RELATIVE = [name for name in NAMES if name not in (ZERO_SPREAD, NOISE_FLOOR, FAILURES)]
+RELATIVE = [name for name in NAMES if name not in (ZERO_SPREAD, FAILURES)]
 FINITE = st.floats(-1e6, 1e6)
 
 
