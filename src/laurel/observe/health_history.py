@@ -177,10 +177,11 @@ class History:
         first = series.first[: max(0, series.count - self.config.window)] if series else []
         if len(first) < min(LEAST_STEPS, wanted):
             return None
-        # The fewer there are, the less their spread says of chance.
-        return Baseline(
-            median=statistics.median(first), spread=_spread(first) * wanted / len(first)
-        )
+        spread = _spread(first)
+        if 1 < len(first) < wanted:
+            # A median of few says little of chance, and is often 0.
+            spread = max(spread, statistics.stdev(first)) * wanted / len(first)
+        return Baseline(median=statistics.median(first), spread=spread)
 
     def step(self, name: str) -> Step | None:
         """The latest value and those before it; None where it is the first one."""
