@@ -351,7 +351,9 @@ def run(directory: Path, models: tuple[Path, Path], *, seed: int, reward: str, s
     if paid == "reward_model":
         settings += ["env.reward_model.enabled=true", "env.reward_model.precision=float32",
                      f"env.reward_model.model_name={models[1]}"]  # fmt: skip
-    train_policy(configured(GRPORun, directory, *settings), console=quiet())
+    outcome = train_policy(configured(GRPORun, directory, *settings), console=quiet())
+    if outcome.ended != "finished":  # a signal ends a run without an error
+        raise SystemExit(f"{directory} ended by {outcome.ended} at step {outcome.step} of {steps}")
     return max((directory / "logs").glob("exp_*"))
 
 
@@ -393,10 +395,14 @@ class Watched:
         return since
 
 
-def watched(directory: Path, reward: str, seed: int) -> Watched:
+def watched(directory: Path, reward: str, seed: int, steps: int) -> Watched:
     """Judge the figures that a run has logged, as the run itself does."""
     logs = max((directory / "logs").glob("exp_*"))
     records = list(read_metrics(logs / "metrics.jsonl"))
+    if len(records) != steps:
+        raise SystemExit(
+            f"{logs} has {len(records)} steps, not {steps}: delete it and run it again"
+        )
     alarms = Alarms(HealthConfig(gold_metric=GOLD, format_metric=FORM))
     raised: dict[str, int] = {}
     for step, record in enumerate(records, start=1):
@@ -464,7 +470,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Alarms against over-optimisation")
     parser.add_argument("--seeds", default="0-1", help="of the runs, as FIRST-LAST")
     parser.add_argument("--rewards", nargs="+", default=[*LOOPHOLES, *HEALTHY])
-    parser.add_argument("--steps", type=int, default=32, help="of each run")
+    parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--warm-up", type=int, default=150, help="steps of fine-tuning")
     parser.add_argument("--rm", type=int, default=200, help="steps of the reward model")
     parser.add_argument("--keep", type=Path, help="directory for the models and the logs")
@@ -501,7 +507,7 @@ def main() -> None:
                     print(f"{time.monotonic() - started:.0f} s", end=" ", file=sys.stderr)
                 elif not place.exists():
                     continue
-                found.append(watched(place, reward, seed))
+                found.append(watched(place, reward, seed, options.steps))
                 print(f"{reward} {seed}: {said(found[-1].raised)}", file=sys.stderr, flush=True)
     show(found, as_markdown=options.markdown)
     rows = [asdict(one) | {"fallen_at": one.fallen_at} for one in found]
