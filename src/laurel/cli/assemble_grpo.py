@@ -197,7 +197,9 @@ def _with_policy(
     run_dir = choose_run_dir(config.logger, resume_from, console)
     state = GRPORunState(
         parts.learner, source=parts.source, identity=settings_of(config),
-        alarms=Alarms(config.grpo.health, members=members_of(config.env)),
+        alarms=Alarms(
+            config.grpo.health, members=members_of(config.env), settings=config.model_dump()
+        ),
         data_fingerprint=fingerprint_of_tasks(data.train), config_yaml=to_yaml(config),
         card=facts_of_policy(config.policy, model.facts, data.reports, method="GRPO"),
         run_dir=run_dir, save_optimizer=config.checkpointing.save_optimizer,

@@ -183,6 +183,9 @@ class Checker:
             near = nearest(str(value), choices_of(kinds))
             message = f"must be {describe(kinds, limits)}, not {_shown(value)}"
             message += f"; did you mean '{near}'?" if near else ""
+            gone = attempt.section.removed.get(str(value))
+            if gone is not None:
+                message = f"there is no {value} any more ({gone}); leave it out"
         self._report((*path, *where), _innermost(node, where).place, message)
 
     def _place_of_rule(self, told: ErrorDetails, node: Node) -> str:

@@ -29,6 +29,8 @@ class Section(BaseModel):
     )
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset()
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Keys, and choices of a key, that there were once, and why they are gone: errors say so."""
     other_names: ClassVar[Mapping[str, str]] = {}
     """Of a whole configuration: keys as other systems spell them, and where they belong here, both
     from the top and with dots."""
