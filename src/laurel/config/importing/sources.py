@@ -15,12 +15,11 @@ from laurel.config.importing import (
     openrlhf_runs,
     trl_grpo,
     trl_runs,
-    verl,
-    verl_sft,
 )
 from laurel.config.importing.commands import PROGRAMS, Command, find_command
 from laurel.config.importing.engine import Imported, import_said
 from laurel.config.importing.rules import Run, Table
+from laurel.config.importing.tables import read_tables
 from laurel.config.importing.work import Work
 from laurel.config.source import read_document, read_file
 from laurel.config.tree import MISSING, plain
@@ -34,7 +33,7 @@ TITLES: Mapping[System, str] = {
 TABLES: Mapping[System, Mapping[Run, Table]] = {
     "trl": {"rm": trl_runs.RM, "grpo": trl_grpo.GRPO, "sft": trl_runs.SFT},
     "openrlhf": {"rm": openrlhf_runs.RM, "grpo": openrlhf_ppo.GRPO, "sft": openrlhf_runs.SFT},
-    "verl": {"grpo": verl.GRPO, "sft": verl_sft.SFT},
+    "verl": read_tables("verl"),
 }
 """NeMo RL has none: its names are ours."""
 
