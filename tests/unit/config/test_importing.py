@@ -770,6 +770,18 @@ def test_a_sum_that_cannot_be_told_is_not_guessed() -> None:
     assert _filled("$((2 ** 3000000000))", {}) == "$((2 ** 3000000000))"
 
 
+@pytest.mark.parametrize(
+    "lines",
+    ["export PATH=/x:$PATH\nexport PATH=/y:${PATH}", "A=$B\nB=$C\nC=$A"],
+)
+def test_a_variable_that_leads_back_to_itself_ends(tmp_path: Path, lines: str) -> None:
+    script = (
+        f"{lines}\npython -m openrlhf.cli.train_rm --data.dataset d --ckpt.output_dir $PATH$C\n"
+    )
+    found = imported(tmp_path, script, "run.sh").imported
+    assert fates(found)["ckpt.output_dir"] == "not carried"
+
+
 def test_a_python_program_is_refused_with_what_to_give_and_never_executed(tmp_path: Path) -> None:
     trace = tmp_path / "executed"
     program = (

@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 from laurel.config.importing import (
     nemo_rl,
-    openrlhf_ppo,
-    openrlhf_runs,
     trl_grpo,
     trl_runs,
 )
@@ -32,7 +30,7 @@ TITLES: Mapping[System, str] = {
 }  # fmt: skip
 TABLES: Mapping[System, Mapping[Run, Table]] = {
     "trl": {"rm": trl_runs.RM, "grpo": trl_grpo.GRPO, "sft": trl_runs.SFT},
-    "openrlhf": {"rm": openrlhf_runs.RM, "grpo": openrlhf_ppo.GRPO, "sft": openrlhf_runs.SFT},
+    "openrlhf": read_tables("openrlhf"),
     "verl": read_tables("verl"),
 }
 """NeMo RL has none: its names are ours."""
