@@ -616,9 +616,9 @@ def test_a_value_that_a_row_cannot_read_is_told_with_its_key(tmp_path: Path) -> 
 @pytest.mark.parametrize("wrong", ["whole(data.nothing)", "unheard + 1", "open('x')", "1 +"])
 def test_a_row_that_names_what_no_row_has_is_refused(wrong: str) -> None:
     names = Names(keys=frozenset({"data.known"}))
-    assert Expression("whole(data.known) * 2", names, frozenset()).keys == ("data.known",)
+    assert Expression("whole(data.known) * 2", names, {}).keys == ("data.known",)
     with pytest.raises((ValueError, SyntaxError)):
-        Expression(wrong, names, frozenset())
+        Expression(wrong, names, {})
 
 
 def test_verl_yaml_with_references(tmp_path: Path) -> None:

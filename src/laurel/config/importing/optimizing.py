@@ -114,7 +114,7 @@ def put_schedule(
 
 
 def share_of(
-    work: Work, ratio: float, total: int | None, *, rounded: Callable[[float], int] = math.ceil
+    work: Work, ratio: float, total: int | None, rounded: Callable[[float], int] = math.ceil
 ) -> int | None:
     """Steps of a warm-up that is a share of the run; None where its length is open."""
     total = total or work.total_steps

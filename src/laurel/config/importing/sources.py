@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from laurel.config.importing import (
-    nemo_rl,
-    trl_grpo,
-    trl_runs,
-)
+from laurel.config.importing import nemo_rl
 from laurel.config.importing.commands import PROGRAMS, Command, find_command
 from laurel.config.importing.engine import Imported, import_said
 from laurel.config.importing.rules import Run, Table
@@ -29,7 +25,7 @@ TITLES: Mapping[System, str] = {
     "trl": "TRL", "openrlhf": "OpenRLHF", "verl": "verl", "nemo-rl": nemo_rl.SYSTEM,
 }  # fmt: skip
 TABLES: Mapping[System, Mapping[Run, Table]] = {
-    "trl": {"rm": trl_runs.RM, "grpo": trl_grpo.GRPO, "sft": trl_runs.SFT},
+    "trl": read_tables("trl"),
     "openrlhf": read_tables("openrlhf"),
     "verl": read_tables("verl"),
 }

@@ -1,31 +1,33 @@
 """Tables of other systems, read from YAML: each row says where keys go, by which rule, and why.
 
-A file holds what the programs of one system share and one table for each program:
+A file holds what the programs of one system share, and one table for each program:
 
-- `short`: names for the beginnings of keys; `A: actor_rollout_ref.actor` lets a row say `A.grad_clip`.
+- `short`: names for the beginnings of keys; with `A: actor_rollout_ref.actor` a row says `A.optim`.
 - `blocks`: rows that several programs use, by name.
 - `programs`: by run of ours, `defaults`, `told_by`, `other_names` and `rows`.
 
 A row is one of:
 
 - `{same: KEY, to: OURS, how: TEXT}`: another name for the same thing.
-- `{absent: [KEYS], why: TEXT, fine: [VALUES]}`: nothing here does it; at one of `fine` nothing is lost.
+- `{absent: [KEYS], why: TEXT, fine: [VALUES]}`: nothing here does it; at these values nothing is
+  lost.
 - `{unneeded: [KEYS], why: TEXT}`: it changes nothing about what is learned.
 - `{use: BLOCK, short: {...}}`: the rows of a block.
 - `{keys: [KEYS], how: TEXT, do: [STEPS]}`: keys that mean something only together.
 
 Steps are done in order:
 
-- `{set: OURS, to: EXPRESSION, by: [KEYS], how: TEXT}`: `by` is left out where the expression names the keys.
-- `{refuse: KEYS, why: TEXT}`, `{skip: KEYS, why: TEXT}` (those that are said), `{note: KEY, why: TEXT}`.
-- `{error: KEY, why: TEXT}`: the import ends.
+- `{set: OURS, to: EXPRESSION, by: [KEYS], how: TEXT}`: `by` is left out where the expression names
+  the keys.
+- `{refuse: KEYS, why: TEXT}`, `{skip: KEYS, why: TEXT}` (those that are said), `{note: KEY, why:
+  TEXT}`, and `{error: KEY, why: TEXT}`, which ends the import.
 - `{let: {NAME: EXPRESSION}}`: names for later steps and rows.
 - `{call: RULE, ...}`: a conversion of `optimizing` with the keys that it reads.
 - `{do: [STEPS]}`, `{steps: BLOCK, short: {...}}`.
 
-Each may have `if: EXPRESSION`, and `else: [STEPS]` for the other case. Expressions are Python's, with keys as
-names: `whole(KEY)`, `number(KEY)`, `on(KEY)`, `text(KEY)` check what a key holds, `said(KEY)` tells
-whether the source has it. Texts hold expressions in braces.
+Each may have `if: EXPRESSION`, and `else: [STEPS]` for the other case. Expressions are Python's,
+with keys as names: `whole(KEY)`, `number(KEY)`, `on(KEY)`, `text(KEY)` check what a key holds,
+`said(KEY)` tells whether the source has it. Texts hold expressions in braces.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from types import CodeType
 from typing import Any
@@ -54,12 +56,28 @@ FAR = 1_000_000
 
 _OF_KEYS = ("whole", "number", "on", "text", "said", "word", "refused", "key", "pair")
 _FUNCTIONS: Mapping[str, Any] = {
-    "FAR": FAR, "float": float, "str": str, "int": int, "round": round, "len": len,
-    "list": list, "dict": dict, "max": max, "ceil": math.ceil, "sqrt": math.sqrt, "sum": sum,
-    "any": any, "join": ", ".join, "sorted": sorted, "isinstance": isinstance, "bool": bool,
+    "FAR": FAR,
+    "float": float,
+    "str": str,
+    "int": int,
+    "round": round,
+    "len": len,
+    "list": list,
+    "dict": dict,
+    "max": max,
+    "ceil": math.ceil,
+    "sqrt": math.sqrt,
+    "sum": sum,
+    "any": any,
+    "join": ", ".join,
+    "sorted": sorted,
+    "isinstance": isinstance,
+    "bool": bool,
     "key": str,
+    "zip": zip,
+    "format": format,
     "names": lambda value: [value] if isinstance(value, str) else list(value or []),
-}  # fmt: skip
+}
 _OF_WORK = ("devices", "total_steps", "run", "has", "share")
 _IN_TEXT = re.compile(r"\{([^{}]+)\}")
 
@@ -137,36 +155,45 @@ class Expression:
         ValueError: It names what the table does not have.
     """
 
-    def __init__(self, text: Any, names: Names, known: frozenset[str]) -> None:
+    def __init__(self, text: Any, names: Names, known: Mapping[str, tuple[str, ...]]) -> None:
         self.text = str(text)
         tree = ast.parse(self.text.strip(), mode="eval")
-        bound = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)
-                 and isinstance(n.ctx, ast.Store)}  # fmt: skip
-        seen = _Keys(names, known | bound, self.text)
+        bound = {
+            n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
+        named = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in known]
+        seen = _Keys(names, frozenset(known) | bound, self.text)
         made = ast.fix_missing_locations(seen.visit(tree))
         self.code: CodeType = compile(made, "<table>", "eval")
         self.keys: tuple[str, ...] = tuple(seen.read)
         """Those that it reads, in order."""
+        self.behind: tuple[str, ...] = (*seen.read, *(key for name in named for key in known[name]))
+        """Those and what its names were made of."""
 
     def of(self, work: Work) -> Any:
         """Its value for what a source says."""
         functions = {
-            "_value": work.__getitem__, "whole": work.whole, "number": work.number,
-            "on": work.flag, "text": work.text, "said": work.is_said,
+            "_value": work.__getitem__,
+            "whole": work.whole,
+            "number": work.number,
+            "on": work.flag,
+            "text": work.text,
+            "said": work.is_said,
             "word": lambda key: str(work[key]).lower(),
-            "refused": lambda key: key in work.entries
-            and work.entries[key].fate == "not carried",
-            "pair": work.pair, "has": work.said.__contains__, "share": lambda ratio, total, rounded=math.ceil: optimizing.share_of(
-                work, ratio, total, rounded=rounded
-            ),
-            "devices": work.devices, "total_steps": work.total_steps, "run": work.run,
-        }  # fmt: skip
+            "refused": lambda key: key in work.entries and work.entries[key].fate == "not carried",
+            "pair": work.pair,
+            "has": work.said.__contains__,
+            "share": partial(optimizing.share_of, work),
+            "devices": work.devices,
+            "total_steps": work.total_steps,
+            "run": work.run,
+        }
         names = {"__builtins__": {}, **_FUNCTIONS, **functions, **work.named}
         try:
             # The tables are part of the package; nothing that a person gives is evaluated.
             return eval(self.code, names)
         except (TypeError, ValueError, AttributeError, KeyError) as error:
-            key = next((one for one in self.keys if one in work.said), None)
+            key = next((one for one in self.behind if one in work.said), None)
             if isinstance(error, ConfigError) or key is None:
                 raise
             raise work.problem(key, "it is not of the kind that belongs there") from None
@@ -178,7 +205,7 @@ class _Reader:
     def __init__(self, spec: Mapping[str, Any], keys: frozenset[str]) -> None:
         self.spec = spec
         self.keys = keys
-        self.let: frozenset[str] = frozenset()
+        self.let: dict[str, tuple[str, ...]] = {}
         self.targets: list[str] = []
 
     def rules(self, rows: Sequence[Any], short: Mapping[str, str]) -> Iterator[Rule]:
@@ -197,8 +224,12 @@ class _Reader:
             else:
                 self.targets = []
                 do = self.steps(row["do"], names)
-                yield Rule(keys=names.all(row["keys"]), to=tuple(dict.fromkeys(self.targets)),
-                           how=row["how"], convert=do)  # fmt: skip
+                yield Rule(
+                    keys=names.all(row["keys"]),
+                    to=tuple(dict.fromkeys(self.targets)),
+                    how=row["how"],
+                    convert=do,
+                )
 
     def steps(self, specs: Sequence[Mapping[str, Any]], names: Names) -> Step:
         done = [self.step(spec, names) for spec in specs]
@@ -229,7 +260,7 @@ class _Reader:
             found = []
             for name, text in spec["let"].items():
                 found.append((name, Expression(text, names, self.let)))
-                self.let |= {name}
+                self.let[name] = found[-1][1].behind
 
             def bind(work: Work) -> None:
                 for name, value in found:
@@ -291,15 +322,21 @@ class _Reader:
                 given[name] = names.whole(told) if isinstance(told, str) else names.all(told)
 
         def convert(work: Work) -> None:
-            function(work, **{name: one.of(work) if isinstance(one, Expression) else one
-                              for name, one in given.items()})  # fmt: skip
+            function(
+                work,
+                **{
+                    name: one.of(work) if isinstance(one, Expression) else one
+                    for name, one in given.items()
+                },
+            )
 
         return convert
 
     def filling(self, text: str, names: Names) -> Callable[[Work], str]:
         """A text in which expressions stand in braces."""
-        parts = {found[0]: Expression(found[1], names, self.let)
-                 for found in _IN_TEXT.finditer(text)}  # fmt: skip
+        parts = {
+            found[0]: Expression(found[1], names, self.let) for found in _IN_TEXT.finditer(text)
+        }
 
         def filled(work: Work) -> str:
             return _IN_TEXT.sub(lambda found: str(parts[found[0]].of(work)), text)
