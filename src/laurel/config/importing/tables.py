@@ -193,10 +193,13 @@ class Expression:
             # The tables are part of the package; nothing that a person gives is evaluated.
             return eval(self.code, names)
         except (TypeError, ValueError, AttributeError, KeyError) as error:
-            key = next((one for one in self.behind if one in work.said), None)
-            if isinstance(error, ConfigError) or key is None:
+            said = [one for one in dict.fromkeys(self.behind) if one in work.said]
+            if isinstance(error, ConfigError) or not said:
                 raise
-            raise work.problem(key, "it is not of the kind that belongs there") from None
+            others = f" (or {', '.join(said[1:])})" if said[1:] else ""
+            raise work.problem(
+                said[0], f"it{others} is not of the kind that belongs there"
+            ) from None
 
 
 class _Reader:
