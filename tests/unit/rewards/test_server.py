@@ -1,12 +1,15 @@
 import asyncio
+import base64
 import socket
+import struct
 import threading
+from dataclasses import replace
 
 import httpx2
 import pytest
 
 from laurel.errors import ModelError
-from laurel.rewards.remote.foreign_wire import sigmoid
+from laurel.rewards.remote.foreign_wire import PAIR_KEYS, sigmoid
 from laurel.rewards.rendered import rendered_group
 from laurel.rewards.server.description import describe
 from laurel.rewards.server.docs_page import docs_page
@@ -66,6 +69,8 @@ def test_our_own(plain):
         ("/classify", {"text": []}, None),
         ("/classify", {"input_ids": []}, None),
         ("/v1/embeddings", {"input": []}, "data"),
+        ("/pooling", {"input": []}, "data"),
+        ("/score", {"queries": "q", "documents": []}, "data"),
         ("/get_reward", {"query": [], "prompts": [], "labels": []}, "rewards"),
     ],
 )
@@ -112,6 +117,66 @@ def test_sglang(plain):
     assert [entry["embedding"][0] for entry in many] == of_rows([7, 8], [9])
     embedded = plain.post("/v1/embeddings", {"model": "m", "input": ["a", "b"]}).json()
     assert [entry["embedding"][0] for entry in embedded["data"]] == of_rows("a", "b")
+
+
+def test_openai_asks_for_base64(plain):
+    """What its client decodes: float32, little-endian."""
+    asked = {"model": "m", "input": ["a", "b"], "encoding_format": "base64"}
+    data = plain.post("/v1/embeddings", asked).json()["data"]
+    found = [struct.unpack("<f", base64.b64decode(one["embedding"]))[0] for one in data]
+    assert found == pytest.approx(of_rows("a", "b"), rel=1e-7)
+    for odd in ({"encoding_format": "bytes"}, {"dimensions": 8}, {"embed_dtype": "float16"}):
+        assert error(plain.post("/v1/embeddings", asked | odd)) == (400, "request")
+
+
+def test_a_score_beyond_float32_is_no_base64():
+    class Vast(ScriptedBackend):
+        def score_tokens(self, tokens):
+            return [
+                tuple(replace(score, value=1e300) for score in scores_G)
+                for scores_G in super().score_tokens(tokens)
+            ]
+
+    with Running(Vast()) as running:
+        assert running.post("/v1/embeddings", {"input": ["a"]}).status_code == 200
+        asked = {"input": ["a"], "encoding_format": "base64"}
+        assert error(running.post("/v1/embeddings", asked)) == (422, "failed")
+
+
+def test_vllm_pooling(plain):
+    raw = {"use_activation": False}
+    reply = plain.post("/pooling", {"input": ["a text", "another"], "task": "classify", **raw})
+    assert [one["data"] for one in reply.json()["data"]] == [
+        [value] for value in of_rows("a text", "another")
+    ]
+    assert reply.json()["data"][0]["object"] == "pooling"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    said = plain.post("/pooling", {"messages": messages, "encoding_format": "base64"}).json()
+    (squashed,) = struct.unpack("<f", base64.b64decode(said["data"][0]["data"]))
+    assert squashed == pytest.approx(sigmoid(values("a")[0]), rel=1e-6)
+    for odd in ({}, {"input": "a", "messages": messages}, {"input": "a", "task": "embed"}):
+        assert error(plain.post("/pooling", odd)) == (400, "request")
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+@pytest.mark.parametrize("keys", PAIR_KEYS)
+def test_vllm_score(plain, path, keys):
+    def ask(first, second, **more):
+        return plain.post(path, {**dict(zip(keys, (first, second), strict=True)), **more})
+
+    reply = ask("q", ["a", "b"], use_activation=False, model="m").json()
+    assert [one["score"] for one in reply["data"]] == values("a", "b")
+    assert (reply["object"], reply["data"][1]["index"]) == ("list", 1)
+    assert reply["usage"]["total_tokens"] > 0
+    reply = ask(["q", "p"], ["a", "b"], use_activation=False).json()
+    assert [one["score"] for one in reply["data"]] == values("a") + values("b", prompt="p")
+    (one,) = ask("q", "a").json()["data"]
+    assert one["score"] == sigmoid(values("a")[0])
+    assert error(ask(["q", "p"], ["a"])) == (422, "count")
+    assert error(ask("q", [{"content": []}])) == (400, "request")
+    assert error(plain.post(path, {keys[0]: "q"})) == (400, "request")
+    both = {"groups": [], keys[0]: "q", keys[1]: "a"}
+    assert error(plain.post("/v1/score", both)) == (400, "request")
 
 
 def test_openrlhf(plain):

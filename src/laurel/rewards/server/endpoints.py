@@ -7,20 +7,22 @@ the rest; `description` says the same for people and generated clients.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
-from laurel.errors import UserError
+from laurel.errors import ProtocolError, UserError
 from laurel.rewards.remote import foreign_wire
 from laurel.rewards.remote.expected import MISSING, expect_object, expect_text
 from laurel.rewards.remote.replica import failed, reason_of
 from laurel.rewards.remote.wire import (
     ScoreReply,
+    ScoreRequest,
     dump,
     parse,
     read_score_request,
@@ -76,8 +78,10 @@ class Endpoints:
     # -------------------------------------------------------------------------------- scores
 
     async def score(self, call: Call) -> Answer:
-        """Our own: whole groups."""
-        request = await self._read(call, read_score_request)
+        """Our own: whole groups; or vLLM's, which is known by its keys."""
+        request = await self._read(call, _read_either_score_request)
+        if isinstance(request, foreign_wire.ForeignRequest):
+            return await self._pairs(call, request)
 
         async def answer() -> Answer:
             scored = await self._scored(call, request.groups, version=request.model_version)
@@ -97,16 +101,45 @@ class Endpoints:
         async def answer() -> Answer:
             scores, scored = await self._values(call, request)
             counts = [score.num_tokens for score in scores]
-            values = [_number(score) for score in scores]
+            values = _maybe_squashed(scores, request)
             if foreign_wire.is_native(value):
                 is_list = request.is_list
                 reply = foreign_wire.native_classify_reply(values, counts, is_list=is_list)
                 return _answer(reply, scored)
-            if request.squashed:
-                values = [foreign_wire.sigmoid(one) for one in values]
             reply = foreign_wire.classify_reply(
                 values, request_id=call.request_id, created=int(time.time()),
                 model=scored.model.name, num_tokens=sum(counts),
+            )  # fmt: skip
+            return _answer(reply, scored)
+
+        return await self._once(call, "", answer)
+
+    async def pooling(self, call: Call) -> Answer:
+        """vLLM's; of a reward model it gives what `/classify` gives."""
+        request = await self._read(call, foreign_wire.read_pooling_request)
+
+        async def answer() -> Answer:
+            scores, scored = await self._values(call, request)
+            with _in_float32():
+                reply = foreign_wire.pooling_reply(
+                    _maybe_squashed(scores, request), as_base64=request.as_base64,
+                    request_id=call.request_id, created=int(time.time()),
+                    model=scored.model.name, num_tokens=_num_tokens(scores),
+                )  # fmt: skip
+            return _answer(reply, scored)
+
+        return await self._once(call, "", answer)
+
+    async def pairs(self, call: Call) -> Answer:
+        """vLLM's `/score`: queries, which the user says, and documents, which are the answers."""
+        return await self._pairs(call, await self._read(call, _read_pairs_request))
+
+    async def _pairs(self, call: Call, request: foreign_wire.ForeignRequest) -> Answer:
+        async def answer() -> Answer:
+            scores, scored = await self._values(call, request)
+            reply = foreign_wire.pairs_reply(
+                _maybe_squashed(scores, request), request_id=call.request_id,
+                created=int(time.time()), model=scored.model.name, num_tokens=_num_tokens(scores),
             )  # fmt: skip
             return _answer(reply, scored)
 
@@ -118,10 +151,11 @@ class Endpoints:
 
         async def answer() -> Answer:
             scores, scored = await self._values(call, request)
-            reply = foreign_wire.embeddings_reply(
-                [_number(score) for score in scores], model=scored.model.name,
-                num_tokens=sum(score.num_tokens for score in scores),
-            )  # fmt: skip
+            with _in_float32():
+                reply = foreign_wire.embeddings_reply(
+                    [_number(score) for score in scores], model=scored.model.name,
+                    num_tokens=_num_tokens(scores), as_base64=request.as_base64,
+                )  # fmt: skip
             return _answer(reply, scored)
 
         return await self._once(call, "", answer)
@@ -197,11 +231,8 @@ class Endpoints:
         self, call: Call, request: foreign_wire.ForeignRequest
     ) -> tuple[Sequence[Score], Scored]:
         """The scores of a request that has no place for a failure: all, or an error."""
-        group = request.group
-        if group is None:
-            group = rendered_group(request.rows)
-        scored = await self._scored(call, [group])
-        (scores,) = scored.scores
+        scored = await self._scored(call, request.groups or [rendered_group(request.rows)])
+        scores = [score for scores_G in scored.scores for score in scores_G]
         for index, score in enumerate(scores):
             if score.failure is not None:
                 message = f"conversation {index}: {score.failure}"
@@ -288,6 +319,39 @@ class Endpoints:
 
 def _answer(value: Any, scored: Scored) -> Answer:
     return Answer(dump(value), version=scored.model.version)
+
+
+def _read_either_score_request(value: Any) -> ScoreRequest | foreign_wire.ForeignRequest:
+    return (
+        _read_pairs_request(value) if foreign_wire.names_pairs(value) else read_score_request(value)
+    )
+
+
+def _read_pairs_request(value: Any) -> foreign_wire.ForeignRequest:
+    try:
+        return foreign_wire.read_pairs_request(value)
+    except ProtocolError as error:
+        if error.kind != "count":
+            raise
+        raise RefusedRequestError(422, "count", str(error)) from error
+
+
+@contextlib.contextmanager
+def _in_float32() -> Iterator[None]:
+    try:
+        yield
+    except OverflowError as error:
+        message = "a score is beyond float32, which base64 is of; ask for 'encoding_format' float"
+        raise RefusedRequestError(422, "failed", message) from error
+
+
+def _maybe_squashed(scores: Sequence[Score], request: foreign_wire.ForeignRequest) -> list[float]:
+    values = [_number(score) for score in scores]
+    return [foreign_wire.sigmoid(one) for one in values] if request.squashed else values
+
+
+def _num_tokens(scores: Sequence[Score]) -> int:
+    return sum(score.num_tokens for score in scores)
 
 
 def _number(score: Score) -> float:
