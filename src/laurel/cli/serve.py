@@ -146,10 +146,14 @@ def run_serve(options: ServeOptions) -> None:
             "refused. The warnings above say how they died",
             exit_code=WorkerError.LOST_EXIT_CODE,
         )
-    if run.left_some:
-        say(f"ended; after {options.drain_seconds:g} s some requests were left without an answer")
+    silent = f"; {run.silent} connections had sent nothing and were closed" if run.silent else ""
+    if run.unanswered:
+        say(
+            f"ended; after {options.drain_seconds:g} s {run.unanswered} requests were left without "
+            f"an answer{silent}"
+        )
     else:
-        _chat("ended; everything that was accepted was answered")
+        _chat(f"ended; everything that was accepted was answered{silent}")
     gc.freeze()  # all is done: looking through what is left for garbage would take a second
 
 

@@ -1,5 +1,6 @@
 import asyncio
 import base64
+import contextlib
 import socket
 import struct
 import threading
@@ -11,6 +12,7 @@ import pytest
 from laurel.errors import ModelError
 from laurel.rewards.remote.foreign_wire import PAIR_KEYS, sigmoid
 from laurel.rewards.rendered import rendered_group
+from laurel.rewards.server import run as server_run
 from laurel.rewards.server.description import describe
 from laurel.rewards.server.docs_page import docs_page
 from laurel.rewards.server.endpoints import RequestLimits
@@ -19,7 +21,7 @@ from laurel.rewards.server.serving import AnswerMemory, RefusedRequestError
 from laurel.types import Message, group_of
 from reward_servers import wait_until
 from scripted_backend import ScriptedBackend, holds, null_scores
-from served_scores import Running, served
+from served_scores import KEY, Running, served
 
 
 @pytest.fixture(scope="module")
@@ -483,10 +485,71 @@ def test_it_finishes_what_was_accepted_when_it_is_told_to_end():
         asking.join()
         assert scored[0].status_code == 200
         it._thread.join(20)
-        assert not it.run.left_some
+        assert it.run.unanswered == 0
         it.run.stop = lambda: None
 
 
 def test_rows_of_a_request_are_one_group():
     group = rendered_group(["a", (1, 2)])
     assert [one.messages[0].role for one in group.completions_G] == ["<rendered>", "<token ids>"]
+
+
+def once(running):
+    """Have it end. When it is left it is told again, which would end this process."""
+    running.run.stop()
+    running.run.stop = lambda: None
+
+
+def asked_on(connections, body):
+    """Send a request on each, and what each gets until the server closes it."""
+    head = f"POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    for connection in connections:
+        connection.sendall(head.encode() + body)
+
+
+def all_of(connection):
+    found = b""
+    while piece := connection.recv(65536):
+        found += piece
+    return found
+
+
+def test_what_comes_on_connections_that_were_open_at_the_end_is_answered(monkeypatch):
+    """They were reset, and the server said that everything that was accepted was answered."""
+    monkeypatch.setattr(server_run, "_SILENT_SECONDS", 1.0)
+    body = b'{"groups": [{"id": "g", "prompt": "q", "completions": ["a"]}]}'
+    with Running() as it, contextlib.ExitStack() as opened:
+        connections = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", it.port), timeout=20))
+            for _ in range(200)
+        ]
+        early, late, silent = connections[:50], connections[50:190], connections[190:]
+        begun, late = late[0], late[1:]
+        begun.sendall(b"POST /v1/sc")
+        asked_on(early, body)
+        once(it)
+        wait_until(lambda: it.service.state == "draining")
+        asked_on(late, body)
+        begun.sendall(b"ore HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        told = [all_of(one) for one in (*early, *late)]
+        assert {one.split(b"\r\n")[0] for one in told} <= {
+            b"HTTP/1.1 200 OK",
+            b"HTTP/1.1 503 Service Unavailable",
+        }
+        assert told[-1].startswith(b"HTTP/1.1 503")
+        assert b"connection: close" in told[-1]
+        assert all_of(begun).startswith(b"HTTP/1.1 401")
+        assert [all_of(one) for one in silent] == [b""] * 10
+    assert (it.run.unanswered, it.run.silent) == (0, 10)
+
+
+def test_what_does_not_come_whole_before_the_end_is_counted():
+    with Running(drain_seconds=0.3) as it:
+        connection = socket.create_connection(("127.0.0.1", it.port), timeout=20)
+        with connection:
+            connection.sendall(b"POST /v1/sc")
+            assert it.client.get("/health").status_code == 200
+            once(it)
+            assert connection.recv(100) == b""
+    assert (it.run.unanswered, it.run.silent) == (1, 0)

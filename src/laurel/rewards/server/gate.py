@@ -331,5 +331,7 @@ async def respond_error(send: Send, refusal: RefusedRequestError) -> None:
         headers.append((b"retry-after", str(seconds).encode()))
     if refusal.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if refusal.code == "draining":  # another connection may lead to another server
+        headers.append((b"connection", b"close"))
     body = dump(error_json(refusal.code, str(refusal)))
     await respond(send, Answer(body, status=refusal.status), *headers)
