@@ -34,7 +34,7 @@ import base64
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from laurel.errors import ProtocolError
@@ -51,6 +51,7 @@ from laurel.rewards.remote.wire import (
     read_said,
 )
 from laurel.rewards.rendered import Rendered as Rendered
+from laurel.rewards.rendered import rendered_group
 from laurel.types import Completion, Conversation, Group, Message, SentTurn
 
 CLASSIFY_PATH = "/classify"
@@ -76,6 +77,13 @@ class ForeignRequest:
     """Whether it wants the sigmoid of the scores."""
     as_base64: bool = False
     """Whether it wants each score as the base64 text of its float32, little-endian."""
+    is_native: bool = False
+    """Whether it is in SGLang's form of `/classify` and not in vLLM's."""
+    rendered: Group = field(init=False)
+    """The rows as a group, which takes long where they are long."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rendered", rendered_group(self.rows))
 
 
 def sigmoid(score: float) -> float:
@@ -177,7 +185,7 @@ def read_classify_request(value: Any) -> ForeignRequest:
         raise ProtocolError(f"the request has {' and '.join(forms)}: send one of them")
     if is_native(value):
         rows, is_list = _read_rows(request[forms[0]], f"'{forms[0]}'")
-        return ForeignRequest(rows=rows, is_list=is_list)
+        return ForeignRequest(rows=rows, is_list=is_list, is_native=True)
     return _read_vllm_rows(request)
 
 

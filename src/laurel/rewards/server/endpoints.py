@@ -24,11 +24,11 @@ from laurel.rewards.remote.wire import (
     ScoreReply,
     ScoreRequest,
     dump,
+    has_more_values,
     parse,
     read_score_request,
     score_reply,
 )
-from laurel.rewards.rendered import rendered_group
 from laurel.rewards.server.gate import Call
 from laurel.rewards.server.metrics import ServerMetrics
 from laurel.rewards.server.serving import (
@@ -53,6 +53,8 @@ class RequestLimits:
     """Also of those without a completion: each takes time to read."""
     messages: int = 65_536
     """Of all conversations together."""
+    values: int = 2**20
+    """Numbers, texts, lists and objects of its JSON: token ids, above all."""
     characters: int = 200_000
     """Of one conversation; a longer one has failed, and the others are scored."""
 
@@ -95,14 +97,13 @@ class Endpoints:
 
     async def classify(self, call: Call) -> Answer:
         """vLLM's, and SGLang's of the same name."""
-        value = await self._read(call, lambda found: found)
-        request = foreign_wire.read_classify_request(value)
+        request = await self._read(call, foreign_wire.read_classify_request)
 
         async def answer() -> Answer:
             scores, scored = await self._values(call, request)
             counts = [score.num_tokens for score in scores]
             values = _maybe_squashed(scores, request)
-            if foreign_wire.is_native(value):
+            if request.is_native:
                 is_list = request.is_list
                 reply = foreign_wire.native_classify_reply(values, counts, is_list=is_list)
                 return _answer(reply, scored)
@@ -190,7 +191,7 @@ class Endpoints:
 
         Raises:
             ProtocolError: It is none.
-            RefusedRequestError: It has too many groups or messages.
+            RefusedRequestError: It has too many groups, messages or values.
         """
 
         def work() -> Request:
@@ -198,10 +199,17 @@ class Endpoints:
             self._check_counts(value)
             return read(value)
 
+        def work_beside() -> Request:
+            # Parsing is one step for all other threads, so its length is bounded first.
+            if has_more_values(call.body, self._limits.values):
+                message = f"a request has {self._limits.values:,} numbers, texts and lists at most"
+                raise RefusedRequestError(413, "size", message)
+            return work()
+
         if len(call.body) <= _LARGE_BODY:
             return work()
         async with self._reading:
-            return await asyncio.to_thread(work)
+            return await asyncio.to_thread(work_beside)
 
     def _check_counts(self, value: Any) -> None:
         """Refuse what would take long to read, by its lists alone; other faults are found later."""
@@ -212,9 +220,17 @@ class Endpoints:
             raise RefusedRequestError(
                 413, "size", f"a request has {limits.groups:,} groups at most"
             )
+        if isinstance(value, dict) and any(
+            len(rows) > limits.completions for key, rows in value.items() if _are_rows(key, rows)
+        ):
+            raise self._too_many_completions()
         if sum(map(_num_messages, groups)) > limits.messages:
             message = f"a request has {limits.messages:,} messages at most"
             raise RefusedRequestError(413, "size", message)
+
+    def _too_many_completions(self) -> RefusedRequestError:
+        message = f"a request has {self._limits.completions:,} completions at most"
+        return RefusedRequestError(413, "size", message)
 
     async def _once(
         self, call: Call, request_id: str, answer: Callable[[], Awaitable[Answer]]
@@ -231,7 +247,7 @@ class Endpoints:
         self, call: Call, request: foreign_wire.ForeignRequest
     ) -> tuple[Sequence[Score], Scored]:
         """The scores of a request that has no place for a failure: all, or an error."""
-        scored = await self._scored(call, request.groups or [rendered_group(request.rows)])
+        scored = await self._scored(call, request.groups or [request.rendered])
         scores = [score for scores_G in scored.scores for score in scores_G]
         for index, score in enumerate(scores):
             if score.failure is not None:
@@ -244,8 +260,7 @@ class Endpoints:
     async def _scored(self, call: Call, groups: Sequence[Group], *, version: str = "") -> Scored:
         call.completions = sum(len(group.completions_G) for group in groups)
         if call.completions > self._limits.completions:
-            message = f"a request has {self._limits.completions:,} completions at most"
-            raise RefusedRequestError(413, "size", message)
+            raise self._too_many_completions()
         too_long: Mapping[tuple[int, int], Score] = {}
         if len(call.body) > self._limits.characters:
             groups, too_long = _without_too_long(groups, self._limits.characters)
@@ -382,15 +397,18 @@ def _with(
     scores: Sequence[Sequence[Score]], too_long: Mapping[tuple[int, int], Score]
 ) -> list[tuple[Score, ...]]:
     """Scores, with further verdicts in their places."""
-    found = []
-    for row, scores_G in enumerate(scores):
-        line = list(scores_G)
-        for (_, index), score in sorted(
-            (item for item in too_long.items() if item[0][0] == row), key=lambda item: item[0]
-        ):
-            line.insert(index, score)
-        found.append(tuple(line))
-    return found
+    found = list(map(list, scores))
+    for (row, index), score in sorted(too_long.items(), key=lambda item: item[0]):
+        found[row].insert(index, score)
+    return list(map(tuple, found))
+
+
+def _are_rows(key: str, value: Any) -> bool:
+    """Whether what a request has under a key is a list with an entry for each conversation; one of
+    numbers is the token ids of a single one."""
+    if key in ("groups", "messages", "prompt") or not isinstance(value, list) or not value:
+        return False
+    return not isinstance(value[0], int | float)
 
 
 def _num_messages(group: Any) -> int:
