@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from laurel.config.importing import nemo_rl
+from laurel.config import nemo_rl
 from laurel.config.importing.engine import SCHEMAS, default_at, import_said
 from laurel.config.importing.rules import Rule, Run, Table
 from laurel.config.importing.sources import TABLES, TITLES, System
@@ -206,7 +206,7 @@ def _defaults(system: System, run: Run, table: Table) -> Iterator[str]:
 
 def _nemo_rl() -> Iterator[str]:
     yield "\n## Not carried\n\n| NeMo RL | what to do |\n|---|---|\n"
-    for key, why in nemo_rl.REFUSED.items():
+    for key, why in nemo_rl.LOST.items():
         yield f"| `{key}` | {_cell(why)} |\n"
     yield "\n## Not needed\n\n| NeMo RL | why |\n|---|---|\n"
     for why, names in nemo_rl.UNNEEDED.items():

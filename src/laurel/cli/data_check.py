@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
 from rich.text import Text
@@ -31,7 +31,11 @@ from laurel.rewards.load import check_not_missing, reworded
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.config.grpo_training import GRPORun
+
 _REASON_LENGTH = 300
+_MOST_REFERENCES = 200
+"""Programs that are run: half a minute at most where they are as quick as most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,18 @@ class OtherUse:
     command: str
     num_rows: int = 0
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class References:
+    """Programs that rows give as right, run by the tests of those rows."""
+
+    num_run: int = 0
+    num_found: int = 0
+    failed: tuple[str, ...] = ()
+    """Of each that fails: where it stands, and how it fails."""
+    problem: str = ""
+    """Why none was run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +104,12 @@ def run_data_check(
     with message_console().status(f"reading {path}"):
         findings = examine(path, trainer, overrides)
         row, problem = _first_row(findings.shown, name)
+    with message_console().status("running the reference solutions"):
+        references = _run_references(findings.readings)
     if as_json:
-        write_json(_as_facts(findings, row))
+        write_json(_as_facts(findings, row, references))
     else:
-        _show(make_console(), findings, row, overrides, has_model=bool(name))
+        _show(make_console(), findings, row, overrides, references, has_model=bool(name))
     if problem is not None:
         raise problem
     return findings.is_usable
@@ -162,6 +180,32 @@ def _other_uses(
     return uses
 
 
+def _run_references(readings: Sequence[Reading]) -> References | None:
+    """What becomes of the rows' own programs; None where rows have none that could be run."""
+    reading = next((one for one in readings if one.trainer == "grpo"), None)
+    if reading is None:
+        return None
+    tasks = [task for task in reading.tasks if task.environment == "code"]
+    tasks = [task for task in tasks if task.metadata.get("reference_solution") is not None]
+    if not tasks:
+        return None
+    from laurel.environments.code_environment import CodeEnvironment
+
+    try:
+        environment = CodeEnvironment(cast("GRPORun", reading.config).env.code)
+    except UserError as problem:  # this machine, or the server that is named, locks nothing in
+        return References(num_found=len(tasks), problem=str(problem))
+    try:
+        rejected = environment.validate(tasks[:_MOST_REFERENCES])
+    finally:
+        environment.shutdown()
+    return References(
+        num_run=min(len(tasks), _MOST_REFERENCES),
+        num_found=len(tasks),
+        failed=tuple(f"{one.task.source}: {one.reason}" for one in rejected),
+    )
+
+
 # --------------------------------------------------------------------------------------- to people
 
 
@@ -170,11 +214,13 @@ def _show(
     findings: Findings,
     row: FirstRow | None,
     overrides: Sequence[str],
+    references: References | None,
     *,
     has_model: bool,
 ) -> None:
     _show_file(console, findings)
     _show_fits(console, findings, overrides)
+    _show_references(console, references)
     _show_near(console, findings)
     if not findings.is_usable:
         _show_formats(console, findings)
@@ -242,6 +288,28 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -
             _say(console, f"         laurel {use.command} --model DIR {option}")
         elif use.command.startswith("eval"):
             _line(console, "eval", f"no: {_reason(use.problem)}", style="bold")
+
+
+def _show_references(console: Console, references: References | None) -> None:
+    if references is None:
+        return
+    found = references.num_found
+    if references.problem:
+        said = f"{counted(found, 'row')} with a reference solution, not run: {references.problem}"
+        _line(console, "note", said)
+        return
+    of_all = "" if references.num_run == found else f" (of {found:,} in the file)"
+    run = f"{counted(references.num_run, 'reference solution')}{of_all} run"
+    if not references.failed:
+        _line(console, "note", f"{run}: all pass the tests of their rows")
+        return
+    num_failed = len(references.failed)
+    fails = "fails the tests of its row" if num_failed == 1 else "fail the tests of their rows"
+    said = (
+        f"{run}: {num_failed:,} {fails}, and a run leaves that out. "
+        f"The first: {references.failed[0]}"
+    )
+    _line(console, "warning", said, style="bold")
 
 
 def _column_options(overrides: Sequence[str]) -> str:
@@ -346,7 +414,9 @@ def _show_formats(console: Console, findings: Findings) -> None:
 # -------------------------------------------------------------------------------------- to programs
 
 
-def _as_facts(findings: Findings, row: FirstRow | None) -> dict[str, Any]:
+def _as_facts(
+    findings: Findings, row: FirstRow | None, references: References | None
+) -> dict[str, Any]:
     raw, known = findings.raw, findings.known
     return {
         "file": raw.path,
@@ -365,6 +435,12 @@ def _as_facts(findings: Findings, row: FirstRow | None) -> dict[str, Any]:
             {"says": one.says, "command": one.trainer, "settings": list(one.settings)}
             for one in findings.near
         ],
+        "references": None if references is None else {
+            "found": references.num_found,
+            "run": references.num_run,
+            "failed": list(references.failed),
+            "problem": references.problem or None,
+        },
         "first_row": None if row is None else row_as_facts(row),
     }  # fmt: skip
 

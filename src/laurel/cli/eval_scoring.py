@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from laurel.cli.local_scorer import check_named, find_local, open_local, say_on
-from laurel.cli.score import ScoringProgress
 from laurel.cli.scorer_settings import policy_of_settings
 from laurel.errors import ConfigError
+from laurel.observe.progress import RowProgress
 from laurel.rewards.load import Say, ScorerOptions, reworded
 
 if TYPE_CHECKING:
@@ -99,7 +99,9 @@ class OpenScorer:
 
     def _score(self, groups: Sequence[Group], score_now: ScoreNow) -> list[tuple[Score, ...]]:
         scores: list[tuple[Score, ...]] = []
-        with ScoringProgress(self.console, len(groups), shares_screen=False) as progress:
+        with RowProgress(
+            self.console, len(groups), chunk=self.chunk, shares_screen=False
+        ) as progress:
             for first in range(0, len(groups), self.chunk):
                 chunk = groups[first : first + self.chunk]
                 progress.show()

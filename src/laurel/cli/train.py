@@ -16,7 +16,7 @@ from laurel.cli.json_output import write_json
 from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.config.load import load_config
 from laurel.config.reward_training import RewardTrainingRun
-from laurel.errors import DataError
+from laurel.errors import DataError, UnsavedError
 from laurel.observe.console import make_console, message_console, visible
 
 if TYPE_CHECKING:
@@ -76,9 +76,15 @@ def trained(
         TrainingError: The run went wrong.
     """
     loaded = load_config(SCHEMAS[kind], path, overrides)
-    outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
-    use = _use_of(kind, loaded.config)
-    conclude(outcome, last or console, use=use, limit=_limit(kind, loaded.config, outcome))
+    use, unsaved = _use_of(kind, loaded.config), None
+    try:
+        outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
+    except UnsavedError as error:
+        unsaved, outcome = error, error.outcome
+    limit = _limit(kind, loaded.config, outcome)
+    conclude(outcome, last or console, use=use, limit=limit, unsaved=unsaved)
+    if unsaved is not None:
+        raise unsaved
     return outcome
 
 
@@ -127,7 +133,14 @@ def _limit(kind: Kind, config: Section, outcome: Outcome) -> str | None:
     )
 
 
-def conclude(outcome: Outcome, console: Console, *, use: str, limit: str | None = None) -> None:
+def conclude(
+    outcome: Outcome,
+    console: Console,
+    *,
+    use: str,
+    limit: str | None = None,
+    unsaved: UnsavedError | None = None,
+) -> None:
     """The last words of a run, at most `MAX_LINES` where the terminal has room for its paths.
 
     Args:
@@ -135,11 +148,21 @@ def conclude(outcome: Outcome, console: Console, *, use: str, limit: str | None 
         console: Where they are said.
         use: What can be done with the model, with {} for its directory.
         limit: What made its last step the last, where that may surprise.
+        unsaved: What became of its last checkpoint, where that is nowhere; said first.
     """
     at, seconds = f"after step {outcome.step}", f"{outcome.seconds:.0f} s"
-    again = "run it again to go on"
+    again, finished = "run it again to go on", f"finished {at}, in {seconds}"
+    if outcome.latest is None:
+        again = "nothing was saved, so it will start over"
+        # Without a word of what went wrong, nobody wanted it saved.
+        finished += "" if unsaved else "; nothing was saved (checkpointing.enabled=false)"
+    room = MAX_LINES
+    if unsaved is not None:
+        problem = Text(visible(f"problem: {unsaved}"))
+        room -= len(problem.wrap(console, console.width))
+        console.print(problem)
     how = {
-        "finished": f"finished {at}, in {seconds}" + (f": {limit}" if limit else ""),
+        "finished": finished + (f": {limit}" if limit else ""),
         "signal": f"stopped by {outcome.signal} {at}, {seconds} in; {again}",
         "deadline": f"stopped by its time budget {at}, {seconds} in; {again}",
         "alarm": f"ended by an alarm {at}, in {seconds} (grpo.health.stop_on)",
@@ -155,7 +178,7 @@ def conclude(outcome: Outcome, console: Console, *, use: str, limit: str | None 
         last.append(f"use it  {use.format(model)}")
     if outcome.run_dir is not None:
         last.append(f"report  laurel report {outcome.run_dir}")
-        _say_what_came_out(outcome.run_dir, console, room=MAX_LINES - 1 - len(last))
+        _say_what_came_out(outcome.run_dir, console, room=room - 1 - len(last))
     for line in last:
         console.print(line, soft_wrap=True)
 

@@ -215,6 +215,8 @@ def _describe_one(kind: Any, *, many: bool = False) -> str:
 
 def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
     """Why `key` of `section` is refused, with the key that was probably meant."""
+    if key == "_override_":
+        return "replaces whole sections only: write it directly below one of the file's first level"
     near = nearest(key, section.model_fields)
     if near is not None:
         return f"unknown key; did you mean '{near}'?"

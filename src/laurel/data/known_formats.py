@@ -257,8 +257,8 @@ FORMATS: tuple[KnownFormat, ...] = (
     ),
     KnownFormat(
         name="code tasks",
-        says="what a program is to do, and tests of it: our own, or those of APPS, LiveCodeBench "
-        "or verl",
+        says="what a program is to do, and tests of it: our own, or those of APPS, TACO, "
+        "LiveCodeBench or verl",
         columns="prompt, and one of test_list, test_code (with entry, the function's name), "
         "call_tests (with entry), stdio_tests, input_output, public_test_cases",
         example={"prompt": "Print the sum of two numbers, one a line.",
