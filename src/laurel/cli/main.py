@@ -222,6 +222,13 @@ def serve(
     no_api_key: Annotated[
         bool, typer.Option("--no-api-key", help="Need no key; on loopback only.")
     ] = False,
+    allow_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CIDR",
+            help="Private addresses, such as 10.0.0.0/8, that need no key for scores; repeatable.",
+        ),
+    ] = None,
     precision: PrecisionOption = "float32",
     device: DeviceOption = "auto",
     cpu_threads: ThreadsOption = None,
@@ -257,7 +264,8 @@ def serve(
     options = ServeOptions(
         model=model, null=null, replicas=replicas, host=host, port=port, engine=engine,
         api_key_env=api_key_env, admin_key_env=admin_key_env, no_api_key=no_api_key,
-        precision=precision, device=device, cpu_threads=cpu_threads, max_length=max_length,
+        allow_from=tuple(allow_from or ()), precision=precision, device=device,
+        cpu_threads=cpu_threads, max_length=max_length,
         batch_tokens=batch_tokens, max_waiting=max_waiting, request_seconds=request_seconds,
         drain_seconds=drain_seconds, access_log=access_log, log_texts=log_texts, as_json=as_json,
     )  # fmt: skip
