@@ -334,7 +334,8 @@ def test_without_a_weight_no_reference_is_kept(tmp_path: Path, model: Path) -> N
 
 def states(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     weights = load_file(checkpoint / "model.safetensors")
-    return weights, load_file(checkpoint / "training" / "optimizer.safetensors")
+    state = load_file(checkpoint / "training" / "optimizer.safetensors")
+    return weights, {name: tensor for name, tensor in state.items() if "/ahead/" not in name}
 
 
 @pytest.mark.slow
