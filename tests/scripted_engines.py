@@ -55,6 +55,9 @@ class ScriptedEngine:
     async def update_weights(self, weights: Weights) -> None:
         if self.refusal is not None:
             raise self.refusal
+        if weights.same_as == self.weight_version:
+            self.weight_version = weights.version
+            return
         tensors = await asyncio.to_thread(lambda: dict(weights.tensors()))
         self.weights = {name: tensor.clone() for name, tensor in tensors.items()}
         self.weight_version = weights.version

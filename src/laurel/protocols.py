@@ -92,8 +92,9 @@ class Environment(Protocol):
     `noise_floor` (0): standard deviation of the reward's own noise. And, together, `state_dict()`
     and `load_state_dict(state)`: what rewards depend on besides the conversation. Checkpoints hold
     it; validations, and rollouts that are given up, leave nothing in it. And, together,
-    `notes(message_logs)` and `take_notes(message_logs, notes)`: what its figures of finished
-    conversations need besides them. Checkpoints hold that of batches that are yet to be measured.
+    `notes(message_logs, group_ids)` and `take_notes(message_logs, notes, group_ids)`: what its
+    figures of finished conversations need besides them. Checkpoints hold that of batches that are
+    yet to be measured.
     """
 
     def step(
@@ -106,7 +107,9 @@ class Environment(Protocol):
 
         Args:
             message_log_batch: Whole conversations, the policy's latest message last.
-            metadata: Of each: the task's metadata at first, then what the step before returned.
+            metadata: Of each: the task's metadata at first, then what the step before returned;
+                and the id of its group under `environments.interface.GROUP_ID`, by which
+                `group_ids` of the finished batch tells which task it was.
         """
 
     def global_post_process_and_metrics(

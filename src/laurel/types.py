@@ -302,6 +302,9 @@ class Weights:
     changing: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
     """Those of them that training can change: enough for a generator that has had all of an
     earlier version. None: it can change any."""
+    same_as: int | None = None
+    """An earlier version with the very same values: a generator that has it takes the number and
+    reads no tensor. None: there is none."""
 
 
 class _SixFields(NamedTuple):

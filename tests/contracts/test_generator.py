@@ -1,6 +1,7 @@
 """What every `Generator` promises, asked of each of them."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from generators import MAKERS, collect, draw, full_logits, full_logprobs, request, run
 from laurel.errors import ConfigError, DataError, EngineError
 from laurel.protocols import Generator
+from laurel.types import Weights
 
 pytestmark = pytest.mark.slow_parameters("replicas-ray")
 
@@ -255,6 +257,30 @@ def test_new_weights_are_drawn_from_and_reported(make):
             assert one.logprobs_L == near(full_logprobs(setup.policy, asked, one), setup)
         old = np.concatenate([full_logprobs(setup.policy, asked, one) for one in before])
         assert np.abs(old - np.concatenate([one.logprobs_L for one in before])).max() > 0.05
+
+
+def test_weights_that_have_not_changed_are_not_read_and_the_version_goes_on(setup):
+    version = setup.generator.weight_version
+    asked = request("Where?", seeds=range(3))
+    (before,) = draw(setup.generator, asked)
+
+    def untouchable():
+        raise AssertionError("weights that have not changed are not read")
+
+    try:
+        unchanged = Weights(version=version + 1, tensors=untouchable, same_as=version)
+        run(setup.generator.update_weights(unchanged))
+        assert setup.generator.weight_version == version + 1
+        (after,) = draw(setup.generator, asked)
+        assert {one.weight_version for one in after} == {version + 1}
+        for one, other in zip(before, after, strict=True):
+            same(one, other, setup)
+        # Of another version than the engine has: they are sent like any.
+        other = dataclasses.replace(setup.weights(version + 3), same_as=version + 2)
+        run(setup.generator.update_weights(other))
+        assert setup.generator.weight_version == version + 3
+    finally:
+        run(setup.generator.update_weights(setup.weights(version)))
 
 
 def test_an_update_waits_for_what_is_under_way(setup):

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
+from laurel.engines.held_weights import HeldWeights
 from laurel.errors import NonFiniteError
+from laurel.types import Weights
 from policy_fakes import HOOKS
 from policy_runs import (
     HOOKED,
@@ -332,20 +334,34 @@ def test_without_a_weight_no_reference_is_kept(tmp_path: Path, model: Path) -> N
 
 def states(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     weights = load_file(checkpoint / "model.safetensors")
-    return weights, load_file(checkpoint / "training" / "optimizer.safetensors")
+    state = load_file(checkpoint / "training" / "optimizer.safetensors")
+    return weights, {name: tensor for name, tensor in state.items() if "/ahead/" not in name}
 
 
 @pytest.mark.slow
-def test_a_step_without_signal_moves_nothing(tmp_path: Path, model: Path) -> None:
+def test_a_step_without_signal_moves_nothing(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    take = HeldWeights.take
+
+    def counted(held: HeldWeights, weights: Weights) -> None:
+        taken.append(weights.version)
+        take(held, weights)
+
+    monkeypatch.setattr(HeldWeights, "take", counted)
     grpo(
         grpo_settings(
             tmp_path, model, *NO_VALIDATION, *HOOKED, "data.env_name=fades",
             "+env.custom.fades={name: policy_fakes.Fades, kwargs: {calls: 3}}",
-            "grpo.max_num_steps=3", "checkpointing.save_period=1",
+            "grpo.max_num_steps=3", "checkpointing.save_period=1", "grpo.max_staleness=1",
+            "loss_fn.use_importance_sampling_correction=true",
         )
     )  # fmt: skip
     figures = [logged(tmp_path, step) for step in (1, 2, 3)]
     assert [f["train/optimizer_steps"] for f in figures] == [1, 0, 0]
+    assert taken == [0, 1], "what has not changed is not handed over"
+    assert [f["train/staleness"] for f in figures] == [0, 1, 1], "and its version goes on"
     assert [f["train/groups_without_signal"] for f in figures][1:] == [3, 3]
     assert "train/loss" not in figures[1]
     one, two, three = (states(tmp_path / "saves" / f"step_{s}") for s in (1, 2, 3))

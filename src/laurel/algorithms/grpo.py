@@ -8,6 +8,7 @@ Everything it needs is made elsewhere (`cli/assemble_grpo.py`) and handed in.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -131,7 +132,8 @@ class GRPO(TrainingLoop):
                 self.parts.source.settle(is_patient=self._is_patient)
             if self.stop.signal is None:  # else nothing more is drawn
                 with time("prepare_for_generation/transfer_and_update_weights"):
-                    self._hand_over(position.step + 1)
+                    has_changed = any(update.failure is None for update in updates)
+                    self._hand_over(position.step + 1, has_changed=has_changed)
         figures |= _over_updates([u.metrics for u in updates if u.failure is None])
         return self._report(position, batch, advantages, updates, figures)
 
@@ -242,9 +244,11 @@ class GRPO(TrainingLoop):
                 updates.append(learner.update(micro_batches, self.loss))
         return updates
 
-    def _hand_over(self, version: int) -> None:
-        """Give the generator the new weights."""
+    def _hand_over(self, version: int, *, has_changed: bool = True) -> None:
+        """Give the generator the new weights, or only their version where the step changed none."""
         weights = self.parts.learner.weights(version)
+        if not has_changed:
+            weights = replace(weights, same_as=version - 1)
         self.parts.source.wait_for(self.parts.generator.update_weights(weights))
 
     # --------------------------------------------------------------------------------- validating

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from laurel.algorithms.side_by_side import GivenUpError, PatientThreads, described
 from laurel.algorithms.unfinished import Unfinished, take_verdict
-from laurel.environments.interface import judged_by
+from laurel.environments.interface import GROUP_ID, judged_by
 from laurel.errors import EnvironmentFailedError, WorkerError
 from laurel.protocols import Environment
 from laurel.types import Conversation, Message
@@ -127,7 +127,7 @@ class Judges:
         """
         games = [game for _, game in seats]
         logs = [[_plain(m) for m in (*prompt, *game.messages)] for prompt, game in seats]
-        metadata = [game.metadata for game in games]
+        metadata = [{**(game.metadata or {}), GROUP_ID: game.group_id} for game in games]
         timeout = self._timeout * num_groups
         with calls.one():
             try:

@@ -188,10 +188,9 @@ def environment_notes(
 ) -> dict[str, Any]:
     """What environments noted of batches that they have not measured yet, for a checkpoint."""
     return {
-        name: environment.notes(batch_of(own)["message_log"])
+        name: environment.notes(own["message_log"], own["group_ids"])
         for name, environment in environments.items()
-        if hasattr(environment, "notes")
-        and (own := [group for group in groups if group.task.environment == name])
+        if hasattr(environment, "notes") and (own := _batch_for(groups, name))
     }
 
 
@@ -200,8 +199,14 @@ def take_environment_notes(
 ) -> None:
     """The same, from a checkpoint; of the same groups."""
     for name, noted in notes.items():
-        own = [group for group in groups if group.task.environment == name]
-        environments[name].take_notes(batch_of(own)["message_log"], noted)
+        own = _batch_for(groups, name)
+        environments[name].take_notes(own["message_log"], noted, own["group_ids"])
+
+
+def _batch_for(groups: Sequence[RolloutGroup], environment: str) -> dict[str, Any]:
+    """What an environment is to measure of these groups, empty where none of them is its own."""
+    own = [group for group in groups if group.task.environment == environment]
+    return batch_of(own) if own else {}
 
 
 def batch_of(groups: Sequence[RolloutGroup]) -> dict[str, Any]:

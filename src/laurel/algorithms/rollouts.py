@@ -240,7 +240,12 @@ class Rollouts:
         )
         stops = tuple(getattr(environment, "stop_strings", None) or ())
         games = [
-            Unfinished(index=i, metadata=dict(task.metadata), stop_strings=stops)
+            Unfinished(
+                index=i,
+                metadata=dict(task.metadata),
+                group_id=table.group_id,
+                stop_strings=stops,
+            )
             for i in range(batch.num_generations)
         ]
         if (assembly := batch.assemblies.get(task.environment)) is not None:

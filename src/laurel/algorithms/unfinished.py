@@ -25,6 +25,8 @@ class Unfinished:
 
     index: int
     metadata: dict[str, Any] | None
+    group_id: str = ""
+    """Of the group it belongs to."""
     messages: list[Message] = field(default_factory=list)
     ids: list[TokenIds] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from laurel.distributed.rendezvous import Place
 from laurel.engines.background_loop import BackgroundLoop
@@ -21,7 +21,10 @@ from laurel.engines.weight_probe import ProbeAnswer
 from laurel.engines.weight_sharing import Reach, SharedBucket, borrowed, reach_of
 from laurel.errors import BroadcastError, EngineError, LaurelError
 from laurel.protocols import Generator
-from laurel.types import Generated, GenerationRequest
+from laurel.types import Generated, GenerationRequest, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Event(NamedTuple):
@@ -130,6 +133,22 @@ class EngineWorker:
         self._background.wait_for(self._engine.wake())
 
     # ------------------------------------------------------------------------------------- weights
+
+    def keep_weights(self, version: int, same_as: int) -> int:
+        """Take the weights of one version for those of another; the version the engine has now.
+
+        Raises:
+            EngineError: It has not the weights of `same_as`.
+        """
+        found = self._engine.weight_version
+        if found != same_as:
+            raise EngineError(
+                f"the weights of step {version} are those of step {same_as}, and the engine has "
+                f"those of step {found}"
+            )
+        weights = Weights(version=version, tensors=_absent, same_as=same_as)
+        self._background.wait_for(self._engine.update_weights(weights))
+        return self._engine.weight_version
 
     def begin_weights(self, version: int, changing_only: bool = False) -> None:
         """Get ready for the buckets of new weights. The engine waits for requests under way.
@@ -249,6 +268,10 @@ class EngineWorker:
         self._link.close()
         self._engine.close()
         self._background.close(_nothing())
+
+
+def _absent() -> Iterator[tuple[str, Tensor]]:
+    raise EngineError("weights that have not changed are not sent")
 
 
 async def _nothing() -> None:

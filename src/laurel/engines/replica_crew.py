@@ -204,6 +204,8 @@ class ReplicaCrew:
         self.version, self._has_first_weights = weights.version, False
 
     async def _send(self, weights: Weights, replicas: list[Replica]) -> dict[int, WorkerError]:
+        # Who has been started again meanwhile is not ready, and has to get all of them.
+        has_same = weights.same_as == self.version and all(r.state == "ready" for r in replicas)
         lost = await self._in_thread(
             send_weights,
             weights,
@@ -211,9 +213,11 @@ class ReplicaCrew:
             route=self.route,
             probe=self._settings.probe,
             has_all=all(replica.has_all_weights for replica in replicas),
+            has_same=has_same,
         )
         for replica in replicas:
-            replica.has_all_weights = replica.index not in lost
+            if not has_same or replica.index in lost:
+                replica.has_all_weights = replica.index not in lost
         return lost
 
     async def set_asleep(self, is_asleep: bool) -> None:

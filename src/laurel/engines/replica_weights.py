@@ -18,6 +18,7 @@ def send_weights(
     route: WeightRoute,
     probe: Probe | None,
     has_all: bool = False,
+    has_same: bool = False,
 ) -> Lost:
     """Give all of them the weights, and prove that they have them. Blocks; one thread does it all.
 
@@ -27,6 +28,7 @@ def send_weights(
         route: How they get there.
         probe: The learner's log-probabilities; None: nothing is compared.
         has_all: Each engine has had all weights of an earlier version: those that change will do.
+        has_same: Each engine has those of `weights.same_as`: the number will do.
 
     Returns:
         Those that were lost on the way; the others have the weights.
@@ -35,16 +37,21 @@ def send_weights(
         EngineError: An engine refuses the weights, or computes something else than the learner.
     """
     round_of = Round(groups)
-    changing_only = has_all and weights.changing is not None
-    round_of.call("begin_weights", weights.version, changing_only, timeout=route.patience)
-    route.carry(weights, round_of, changing_only=changing_only)
-    for index, version in round_of.call("end_weights").items():
+    if has_same:
+        kept = ("keep_weights", weights.version, weights.same_as)
+        versions = round_of.call(*kept, timeout=route.patience)
+    else:
+        changing_only = has_all and weights.changing is not None
+        round_of.call("begin_weights", weights.version, changing_only, timeout=route.patience)
+        route.carry(weights, round_of, changing_only=changing_only)
+        versions = round_of.call("end_weights")
+    for index, version in versions.items():
         if version != weights.version:
             raise EngineError(
                 f"{name_of(groups[index], index)} has the weights of step {version}, "
                 f"not those of step {weights.version} that it was given"
             )
-    if probe is not None:
+    if probe is not None and not has_same:
         require_proof(groups, probe, version=weights.version, round_of=round_of)
     return round_of.lost
 

@@ -129,7 +129,7 @@ class TransformersEngine:
         """
 
         def work() -> None:
-            if self._held is not None:
+            if self._held is not None and weights.same_as != self._batch.weight_version:
                 self._held.take(weights)
             self._batch.weight_version = weights.version
 

@@ -271,19 +271,26 @@ class VllmEngine:
 
     async def _update(self, weights: Weights) -> None:
         async with self._paused():
+            is_here = self._doubt is None and weights.same_as == self._weight_version
             try:
                 await self._set_memory(is_given_back=False)
-                await self._transfer(weights)
-                await self._prove(weights.version)
+                if not is_here:
+                    await self._load(weights)
+                # Also of the same weights: what is drawn next is not to depend on what was drawn
+                # before, which a resumed run does not know.
+                await self._forget_prefixes()
+                if not is_here:
+                    await self._prove(weights.version)
                 await self._set_memory(is_given_back=self._is_asleep)
             except BaseException as error:
                 self._doubt = self._as_error(error)
             else:
-                self._doubt, self._weight_version, self._has_all = None, weights.version, True
+                self._doubt, self._weight_version = None, weights.version
+                self._has_all = self._has_all or not is_here
             if self._doubt is not None:
                 raise self._doubt
 
-    async def _transfer(self, weights: Weights) -> None:
+    async def _load(self, weights: Weights) -> None:
         has_all = self._has_all and self._doubt is None
         expected: Any = {"expected": self._shapes, "expected_bytes": self._num_bytes}
         files = written(weights, has_all=has_all, **expected)
@@ -295,6 +302,8 @@ class VllmEngine:
             raise
         finally:
             await asyncio.to_thread(files.__exit__, None, None, None)
+
+    async def _forget_prefixes(self) -> None:
         # Its K/V are of the weights before; a request that has just ended may still hold some.
         for _ in range(50):
             if await self._life.hold(self._llm.reset_prefix_cache()):

@@ -32,6 +32,7 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     RejectedTask,
     batch_figures,
+    group_id_of,
     mean_of,
     numbers,
     pass_at_k,
@@ -128,8 +129,8 @@ class CodeEnvironment(EnvironmentInterface):
             for message_log, given in zip(message_log_batch, metadata, strict=True)
         ]
         answers = [finish() for finish in begun]
-        for message_log, answer in zip(message_log_batch, answers, strict=True):
-            self.memo.put(message_log, answer.note)
+        for message_log, answer, given in zip(message_log_batch, answers, metadata, strict=True):
+            self.memo.put(message_log, answer.note, group_id_of(given))
         return EnvironmentReturn(
             observations=[{"role": one.role, "content": one.content} for one in answers],
             metadata=[one.metadata for one in answers],
@@ -260,7 +261,8 @@ class CodeEnvironment(EnvironmentInterface):
         figures = batch_figures(batch)
         figures |= mean_of("accuracy", [float(one) for one in correct])
         figures |= pass_at_k(batch["group_ids"], correct)
-        noted = [self.memo.get(message_log) or {} for message_log in batch["message_log"]]
+        kept = self.memo.get_all(batch["message_log"], batch["group_ids"])
+        noted = [note or {} for note in kept]
         judged = [note for note in noted if "verdict" in note]
         for status, count in Counter(note["verdict"] for note in judged).items():
             figures[f"verdict/{status}"] = count / len(judged)

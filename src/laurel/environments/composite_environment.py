@@ -21,11 +21,13 @@ from laurel.environments.composite_parts import (
     total_of,
 )
 from laurel.environments.interface import (
+    GROUP_ID,
     ConversationMemo,
     EnvironmentInterface,
     EnvironmentReturn,
     RejectedTask,
     batch_figures,
+    group_id_of,
     judged_by,
     mean_of,
     numbers,
@@ -127,8 +129,8 @@ class CompositeEnvironment(EnvironmentInterface):
         totals = {name: total_of(one.rewards) for name, one in returns.items()}
         failed = {name: failures_of(one, totals[name].tolist()) for name, one in returns.items()}
         said = [_said_by_all(given, totals, failed, index) for index, given in enumerate(metadata)]
-        for message_log, one in zip(message_log_batch, said, strict=True):
-            self.memo.put(message_log, one)
+        for message_log, one, given in zip(message_log_batch, said, metadata, strict=True):
+            self.memo.put(message_log, one, group_id_of(given))
         deciding = returns.values() if self._conductor is None else [returns[self._conductor]]
         terminateds = torch.stack([one.terminateds.bool() for one in deciding]).any(dim=0)
         return EnvironmentReturn(
@@ -238,7 +240,8 @@ class CompositeEnvironment(EnvironmentInterface):
         shut out. A part with weight 0 has `<part>/reward_mean`, too.
         """
         figures = batch_figures(batch) | mean_of("reward_mean", numbers(batch["rewards"]))
-        said = [self.memo.get(message_log) or {} for message_log in batch["message_log"]]
+        noted = self.memo.get_all(batch["message_log"], batch.get("group_ids"))
+        said = [one or {} for one in noted]
         for name, environment in self._environments.items():
             judged = [index for index, one in enumerate(said) if one.get(name) is not None]
             failed = sum(1 for one in said if name in one and one[name] is None)
@@ -287,21 +290,28 @@ class CompositeEnvironment(EnvironmentInterface):
             part: Any = self._environments[name]
             part.load_state_dict(own)
 
-    def notes(self, message_logs: Sequence[MessageLog]) -> Any:
+    def notes(
+        self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None = None
+    ) -> Any:
         """Its own notes, and those of the parts that keep any."""
         of_parts = {
-            name: part.notes(message_logs)
+            name: part.notes(message_logs, group_ids)
             for name, part in self._environments.items()
             if hasattr(part, "notes")
         }
-        return {"own": super().notes(message_logs), "parts": of_parts}
+        return {"own": super().notes(message_logs, group_ids), "parts": of_parts}
 
-    def take_notes(self, message_logs: Sequence[MessageLog], notes: Any) -> None:
+    def take_notes(
+        self,
+        message_logs: Sequence[MessageLog],
+        notes: Any,
+        group_ids: Sequence[str] | None = None,
+    ) -> None:
         """The same, from a checkpoint."""
-        super().take_notes(message_logs, notes["own"])
+        super().take_notes(message_logs, notes["own"], group_ids)
         for name, own in notes["parts"].items():
             part: Any = self._environments[name]
-            part.take_notes(message_logs, own)
+            part.take_notes(message_logs, own, group_ids)
 
     @property
     def noise_floor(self) -> float:
@@ -319,10 +329,10 @@ class CompositeEnvironment(EnvironmentInterface):
 
 def _own(metadata: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
     """What a part gets: the task's metadata at first, then what it returned."""
-    if metadata is not None and OF_PARTS in metadata:
-        own: dict[str, Any] | None = metadata[OF_PARTS][name]
-        return own
-    return metadata
+    if metadata is None or OF_PARTS not in metadata:
+        return metadata
+    own: dict[str, Any] | None = metadata[OF_PARTS][name]
+    return {**(own or {}), GROUP_ID: metadata[GROUP_ID]} if GROUP_ID in metadata else own
 
 
 def _said_by_all(

@@ -38,6 +38,7 @@ __all__ = [
     "EnvironmentReturn",
     "RejectedTask",
     "batch_figures",
+    "group_id_of",
     "judged_by",
     "mean_of",
     "numbers",
@@ -51,6 +52,9 @@ S = TypeVar("S", bound=Section)
 
 ENVIRONMENT_ROLE = "environment"
 """Role of what an environment says."""
+GROUP_ID = "laurel_group_id"
+"""Key of the metadata under which rollouts say whose completion a conversation is: the id that
+`batch["group_ids"]` has when figures are made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,19 +98,25 @@ class EnvironmentInterface(ABC):
         """The tasks whose own reference answer would not earn the reward; here none is checked."""
         return []
 
-    def notes(self, message_logs: Sequence[MessageLog]) -> Any:
+    def notes(
+        self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None = None
+    ) -> Any:
         """What figures of these conversations need besides them; see `protocols.Environment`."""
-        if self.memo is None:
-            return None
-        return [self.memo.get(message_log) for message_log in message_logs]
+        return None if self.memo is None else self.memo.get_all(message_logs, group_ids)
 
-    def take_notes(self, message_logs: Sequence[MessageLog], notes: Any) -> None:
+    def take_notes(
+        self,
+        message_logs: Sequence[MessageLog],
+        notes: Any,
+        group_ids: Sequence[str] | None = None,
+    ) -> None:
         """The same, from a checkpoint."""
         if self.memo is None:
             return
-        for message_log, note in zip(message_logs, notes, strict=True):
+        ids = group_ids or [None] * len(message_logs)
+        for message_log, note, group_id in zip(message_logs, notes, ids, strict=True):
             if note is not None:
-                self.memo.put(message_log, note)
+                self.memo.put(message_log, note, group_id)
 
     def shutdown(self) -> None:  # noqa: B027  many have nothing to free
         """Free processes and memory. Idempotent."""
@@ -179,6 +189,11 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
     return made
 
 
+def group_id_of(metadata: Mapping[str, Any] | None) -> str | None:
+    """The group that a conversation belongs to; None where `step` was called without rollouts."""
+    return None if metadata is None else metadata.get(GROUP_ID)
+
+
 def response_of(message_log: MessageLog) -> str:
     """All that the policy said in a conversation, one message after the other."""
     return "".join(m["content"] for m in message_log if m["role"] == "assistant")
@@ -187,35 +202,48 @@ def response_of(message_log: MessageLog) -> str:
 class ConversationMemo(Generic[T]):
     """What an environment found out about a conversation, until the figures are made.
 
-    Looked up by what was said, so that batches under way at the same time (training, validation)
-    do not mix. What was not used for longest goes when it is full.
+    Looked up by what was said and in which group: the same words can answer two tasks with
+    different tests, and batches under way at the same time (training, validation) do not mix.
+    What was put without a group is found from every group. What was not used for longest goes when
+    the memo is full.
     """
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._kept: Memory[T] = Memory(capacity)
 
-    def put(self, message_log: MessageLog, value: T) -> None:
+    def put(self, message_log: MessageLog, value: T, group_id: str | None = None) -> None:
         """Keep `value` for this conversation, in place of what was kept before."""
-        self._kept.put(_fingerprint(message_log), value)
+        self._kept.put(_fingerprint(message_log, group_id), value)
 
-    def forget(self, message_log: MessageLog) -> None:
+    def forget(self, message_log: MessageLog, group_id: str | None = None) -> None:
         """Keep nothing for this conversation."""
-        self._kept.forget(_fingerprint(message_log))
+        self._kept.forget(_fingerprint(message_log, group_id))
 
-    def get(self, message_log: MessageLog) -> T | None:
+    def get(self, message_log: MessageLog, group_id: str | None = None) -> T | None:
         """What was kept for this conversation, if it still is."""
-        return self._kept.get(_fingerprint(message_log))
+        found = self._kept.get(_fingerprint(message_log, group_id))
+        if found is None and group_id is not None:  # `step` may have been called by hand
+            found = self._kept.get(_fingerprint(message_log, None))
+        return found
+
+    def get_all(
+        self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None
+    ) -> list[T | None]:
+        """What was kept for each of these conversations."""
+        ids = group_ids or [None] * len(message_logs)
+        return [self.get(one, own) for one, own in zip(message_logs, ids, strict=True)]
 
 
-def _fingerprint(message_log: MessageLog) -> bytes:
+def _fingerprint(message_log: MessageLog, group_id: str | None) -> bytes:
     """The same before and after the environment's own words are added."""
     digest = blake2b(digest_size=16)
-    for message in message_log:
-        if message["role"] != ENVIRONMENT_ROLE:
-            for text in (message["role"], message["content"]):
-                written = text.encode("utf-8", "surrogatepass")
-                digest.update(len(written).to_bytes(8, "little"))
-                digest.update(written)
+    said = [m for m in message_log if m["role"] != ENVIRONMENT_ROLE]
+    texts = [text for message in said for text in (message["role"], message["content"])]
+    # An odd number of texts has a group, an even number has none.
+    for text in texts if group_id is None else [group_id, *texts]:
+        written = text.encode("utf-8", "surrogatepass")
+        digest.update(len(written).to_bytes(8, "little"))
+        digest.update(written)
     return digest.digest()
 
 

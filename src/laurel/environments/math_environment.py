@@ -15,6 +15,7 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     RejectedTask,
     batch_figures,
+    group_id_of,
     mean_of,
     numbers,
     pass_at_k,
@@ -68,8 +69,8 @@ class MathEnvironment(EnvironmentInterface):
         responses = [response_of(message_log) for message_log in message_log_batch]
         golds = [_known_answer(given) for given in metadata]
         verdicts = self._check(responses, golds)
-        for message_log, checked in zip(message_log_batch, verdicts, strict=True):
-            self._remember(message_log, checked)
+        for message_log, checked, given in zip(message_log_batch, verdicts, metadata, strict=True):
+            self._remember(message_log, checked, group_id_of(given))
         right = [checked.verdict == "correct" for checked in verdicts]
         said = ["correct" if one else "incorrect" for one in right]
         return EnvironmentReturn(
@@ -101,11 +102,11 @@ class MathEnvironment(EnvironmentInterface):
             checked = iter([check_choice(r, gold, multilingual=multilingual) for r, gold in known])
         return [next(checked) if isinstance(gold, str) else gold for gold in golds]
 
-    def _remember(self, message_log: MessageLog, checked: Checked) -> None:
+    def _remember(self, message_log: MessageLog, checked: Checked, group_id: str | None) -> None:
         if checked.verdict in ("correct", "incorrect"):
-            self.memo.forget(message_log)
+            self.memo.forget(message_log, group_id)
         else:
-            self.memo.put(message_log, checked.verdict)
+            self.memo.put(message_log, checked.verdict, group_id)
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
@@ -128,7 +129,7 @@ class MathEnvironment(EnvironmentInterface):
             "correct_solution_generation_lengths",
             [length for length, one in zip(lengths, correct, strict=True) if one],
         )
-        counts = Counter(self.memo.get(message_log) for message_log in batch["message_log"])
+        counts = Counter(self.memo.get_all(batch["message_log"], batch["group_ids"]))
         figures |= {
             "timeouts": float(counts["timeout"]),
             "unparseable": float(counts["unparseable"]),

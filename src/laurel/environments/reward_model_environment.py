@@ -23,10 +23,12 @@ from laurel.environments.cases import (
     score_cases,
 )
 from laurel.environments.interface import (
+    GROUP_ID,
     ConversationMemo,
     EnvironmentInterface,
     RejectedTask,
     batch_figures,
+    group_id_of,
     mean_of,
     numbers,
     settings_of,
@@ -215,7 +217,8 @@ class RewardModelEnvironment(EnvironmentInterface):
     ) -> list[Case]:
         cases = [read_case(log) for log in message_logs]
         for case, info in zip(cases, infos, strict=True):
-            case.info = info or {}
+            # Which group it is tells two tasks apart in the memo, and is nothing to score by.
+            case.info = {key: value for key, value in (info or {}).items() if key != GROUP_ID}
             if self.config.transform.subtract_reference:
                 case.add_reference(info)
         readable = [case for case in cases if case.failure is None]
@@ -236,10 +239,10 @@ class RewardModelEnvironment(EnvironmentInterface):
                 case.reward = reward
             else:
                 case.failure = "the reward is not finite"
-        for log, case in zip(message_logs, cases, strict=True):
+        for log, case, info in zip(message_logs, cases, infos, strict=True):
             if case.failure is None:
                 judged = _Judged(score=case.score, truncated=case.truncated, parts=case.parts)
-                self.memo.put(log, judged)
+                self.memo.put(log, judged, group_id_of(info))
         return cases
 
     def scores(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
@@ -287,7 +290,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         if rewards:
             figures |= {"min_reward": min(rewards), "max_reward": max(rewards)}
         if "message_log" in batch:
-            found = [self.memo.get(log) for log in batch["message_log"]]
+            found = self.memo.get_all(batch["message_log"], batch.get("group_ids"))
             judged = [one for one in found if one is not None]
             if len(judged) == len(found):
                 figures["num_truncated"] = float(sum(one["truncated"] for one in judged))

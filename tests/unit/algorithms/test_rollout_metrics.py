@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,19 @@ from laurel.algorithms.policy_validation import completion_rows, validation_metr
 from laurel.algorithms.rollout_metrics import (
     batch_of,
     environment_metrics,
+    environment_notes,
     failures_with,
     judging_metrics,
     rollout_metrics,
+    take_environment_notes,
     unended_metrics,
     unended_note,
 )
+from laurel.environments.composite_environment import CompositeEnvironment
+from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import EnvironmentFailedError
-from laurel.types import Message, Rollout, RolloutGroup
-from policy_fakes import Judge, ids_of, task
+from laurel.types import Message, Rollout, RolloutGroup, SamplingParams
+from policy_fakes import Judge, ScriptedGenerator, ids_of, rollouts_of, saying, task
 
 
 def rollout(mask: str, reward: float | None, **changes: Any) -> Rollout:
@@ -249,3 +255,40 @@ def test_rows_tell_everything_of_a_rollout() -> None:
     assert (one.num_turns, one.weight_version) == (2, 3)
     assert (other.reward, other.failure, other.expected) == (None, "broken", None)
     assert completion_rows(groups, step=0)[0].advantage is None
+
+
+def test_two_tasks_with_the_same_words_are_measured_each_by_its_own_verdict() -> None:
+    """The prompt and the answer are equal, and what is right is not."""
+
+    def composite() -> CompositeEnvironment:
+        parts = {"parts": [{"env": "choice", "weight": 1.0}]}
+        choice = MathEnvironment({"verifier_type": "english_multichoice"})
+        return CompositeEnvironment(parts, {"choice": choice})
+
+    def figures_of(environment: CompositeEnvironment) -> dict[str, float]:
+        return environment_metrics(groups, {"both": environment})
+
+    tasks = [
+        task("A or B?", name="both", task_id=gold, ground_truth=gold) for gold in ("A", "B", "C")
+    ]
+    environment = composite()
+    rollouts = rollouts_of(
+        ScriptedGenerator(saying("Answer: A")), environments={"both": environment}, max_length=99
+    )
+    playing = rollouts.play(
+        tasks,
+        num_generations=2,
+        sampling=SamplingParams(max_new_tokens=16),
+        batch=(0, 0, 0),
+    )
+    groups = asyncio.run(playing)
+    rollouts.close()
+    assert [[r.reward for r in group.rollouts_G] for group in groups] == [[1, 1], [0, 0], [0, 0]]
+    measured = figures_of(environment)
+    assert measured["env/both/choice/accuracy"] == pytest.approx(1 / 3)
+    assert measured["env/both/choice/pass@samples_per_prompt"] == pytest.approx(1 / 3)
+    # And by a process that goes on from a checkpoint.
+    resumed = composite()
+    notes = environment_notes(groups, {"both": environment})
+    take_environment_notes(groups, {"both": resumed}, json.loads(json.dumps(notes)))
+    assert figures_of(resumed) == measured

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import threading
 import time
@@ -457,6 +458,42 @@ def test_a_replica_without_weights_joins_at_the_next_update():
         draw(generator, request(), request())
         assert len(company.asked(2)) == 1
         assert company.engines[2].weights["a"].tolist() == [6.0, 7.0, 8.0, 9.0]
+
+
+def untouchable():
+    raise AssertionError("weights that have not changed are not read")
+
+
+def test_weights_that_have_not_changed_are_not_sent_and_the_version_goes_on():
+    company = Company()
+    with replicas_of(company) as generator:
+        run(generator.update_weights(Weights(version=1, tensors=untouchable, same_as=0)))
+        run(generator.update_weights(weights(2)))
+        run(generator.update_weights(Weights(version=3, tensors=untouchable, same_as=2)))
+        found = draw(generator, request(), request())
+    assert generator.weight_version == 3
+    assert {one.weight_version for group in found for one in group} == {3}
+    for engine in company.engines:
+        assert engine.weights["a"].tolist() == [2.0, 3.0, 4.0, 5.0]
+    for group in company.groups:
+        assert [call.method for call in group.calls].count("begin_weights") == 1
+
+
+def test_a_replica_that_has_not_the_unchanged_weights_gets_all_of_them():
+    company = Company()
+    with replicas_of(company) as generator:
+        run(generator.update_weights(weights(5)))
+        company.groups[0].is_dead = True
+        draw(generator, *(request(seeds=(i, i + 1)) for i in range(4)))
+        run(until(lambda: len(company.said) == 2))
+        assert company.said[-1] == "generation replica 0 is back and waits for weights"
+        same = dataclasses.replace(weights(5), version=6, same_as=5)
+        run(generator.update_weights(same))
+        assert company.engines[2].weights["a"].tolist() == [5.0, 6.0, 7.0, 8.0]
+        company.groups[1].dies_in = "keep_weights"
+        run(generator.update_weights(dataclasses.replace(same, version=7, same_as=6)))
+        assert company.engines[3].weights["a"].tolist() == [5.0, 6.0, 7.0, 8.0]
+        assert [company.engines[i].weight_version for i in (2, 3)] == [7, 7]
 
 
 @pytest.mark.parametrize("method", ["begin_weights", "take_weights", "end_weights", "answer_probe"])

@@ -101,6 +101,23 @@ def test_the_memo_tells_conversations_apart_that_are_glued_alike():
     assert memo.get(said("abc")) is None
 
 
+def test_the_memo_tells_groups_apart_that_say_the_same():
+    memo = ConversationMemo()
+    memo.put(said("4"), "timeout", "0-1-0")
+    memo.put(said("4"), "unparseable", "0-1-1")
+    logs = [said("4")] * 3
+    assert memo.get_all(logs, ["0-1-0", "0-1-1", "0-1-2"]) == ["timeout", "unparseable", None]
+    memo.forget(said("4"), "0-1-0")
+    assert memo.get_all(logs[:2], ["0-1-0", "0-1-1"]) == [None, "unparseable"]
+    assert memo.get(said("4")) is None
+
+
+def test_the_memo_finds_what_was_judged_without_a_group():
+    memo = ConversationMemo()
+    memo.put(said("4"), "timeout")
+    assert memo.get_all([said("4")], ["any"]) == ["timeout"]
+
+
 def test_the_memo_forgets_the_oldest():
     memo = ConversationMemo(capacity=2)
     for text in "abc":
