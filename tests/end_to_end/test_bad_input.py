@@ -117,8 +117,8 @@ KEYS: dict[str, tuple[list[str], str]] = {
     ),
     "no such file": (["data.train_data_path=nowhere/rows.jsonl"], r"nowhere/rows\.jsonl"),
     "unknown metric": (
-        ["checkpointing.metric_name=val_loss"],
-        r"metric_name=val_loss: .*It can measure: validation-default_loss, .*train_loss",
+        ["checkpointing.metric_name=val_lossy"],
+        r"metric_name=val_lossy: .*It can measure: validation-default_loss, .*train_loss",
     ),
     "padded rows over two": (
         [

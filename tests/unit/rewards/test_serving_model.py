@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from laurel.errors import CheckpointError, ConfigError, MissingDependencyError, ModelError
-from laurel.rewards.server import serving_model
+from laurel.engines import vllm_settings
 from laurel.rewards.server.serving_model import (
     ModelSettings,
     check_settings,
@@ -84,7 +84,7 @@ def test_a_template_that_reaches_out_or_counts_for_ever_is_refused(model, tmp_pa
 
 
 def test_vllm_is_asked_for_where_it_is_not(monkeypatch, model):
-    monkeypatch.setattr(serving_model.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(vllm_settings.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'laurel-rl\[vllm\]'"):
         check_settings(ModelSettings(model=str(model), engine="vllm"))
     with pytest.raises(ConfigError, match="needs a model"):
