@@ -21,7 +21,7 @@ from typing import Any
 
 import laurel.errors
 from laurel.distributed.limits import available_cores
-from laurel.errors import ConfigError, EngineError, UserError
+from laurel.errors import ConfigError, EngineError, UserError, terms_in_use
 from laurel.rewards.load import Say
 from laurel.rewards.remote.dialects import LaurelDialect
 from laurel.rewards.remote.http_scorer import HttpReplica
@@ -176,7 +176,8 @@ class _Process:
         self.is_lost = False
         self._index = index
         self._order = {
-            "settings": asdict(settings), "api_key": api_key, "index": index,
+            "settings": asdict(settings), "terms": [asdict(one) for one in terms_in_use()],
+            "api_key": api_key, "index": index,
             "request_seconds": options.attempt_timeout,
         }  # fmt: skip
         self._api_key = api_key
