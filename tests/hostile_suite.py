@@ -39,9 +39,8 @@ TEST_CODE = "def check(candidate):\n" + "".join(
 class Program:
     """A hostile or honest program and what its header says.
 
-    `claim` is what has to hold it (see `canaries.claims_of`; `disk`: the limit of all files
-    together), `verdict` the statuses that it may end with, `stdout` and `stderr` what has to be in
-    them.
+    `claim` is what has to hold it (see `canaries.claims_of`), `verdict` the statuses that it may
+    end with, `stdout` and `stderr` what has to be in them.
     """
 
     name: str
@@ -54,8 +53,6 @@ class Program:
     stderr: str = ""
 
     def runs_in(self, tier: Tier) -> bool:
-        if self.claim == "disk":
-            return "namespaces" in tier.layers
         return self.claim in claims_of(tier)
 
 

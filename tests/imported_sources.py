@@ -127,9 +127,9 @@ torchrun --standalone --nnodes=1 --nproc_per_node=4 \\
 """
 
 NEMO_RL = """
-grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, async_grpo: {enabled: true},
-  val_start_at: -1}
-loss_fn: {reference_policy_kl_penalty: 0.0}
+grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, val_start_at: -1,
+  async_grpo: {enabled: true, max_trajectory_age_steps: 2, in_flight_weight_updates: true}}
+loss_fn: {reference_policy_kl_penalty: 0.0, use_importance_sampling_correction: true}
 policy:
   model_name: Qwen/Qwen2.5-1.5B
   train_global_batch_size: 32

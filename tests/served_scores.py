@@ -42,6 +42,7 @@ class Running:
         access_log: Any = None,
         open_model: Any = None,
         loads: threading.Event | None = None,
+        drain_seconds: float = 20,
         **service: Any,
     ) -> None:
         self.backend: Any = backend or ScriptedBackend()
@@ -51,7 +52,7 @@ class Running:
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.run = ServerRun(self.app, self.service, listener, drain_seconds=20)
+        self.run = ServerRun(self.app, self.service, listener, drain_seconds=drain_seconds)
         self._batcher = batcher or {}
         self._loads = loads
         self._ready = threading.Event()

@@ -1,4 +1,4 @@
-"""The tables of `docs/coming_from_*.md` are those that `laurel config import` works with.
+"""The tables of `docs/coming_from_*_keys.md` are those that `laurel config import` works with.
 
 `python tests/test_coming_from.py` writes them anew.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from laurel.config.importing import nemo_rl
+from laurel.config import nemo_rl
 from laurel.config.importing.engine import SCHEMAS, default_at, import_said
 from laurel.config.importing.rules import Rule, Run, Table
 from laurel.config.importing.sources import TABLES, TITLES, System
@@ -79,7 +79,12 @@ SAMPLES: dict[tuple[System, Run], list[dict[str, Any]]] = {
          _ROLLOUT + "name": "vllm", _ROLLOUT + "val_kwargs.do_sample": True,
          "algorithm.rollout_correction.rollout_is": "token", "trainer.project_name": "e",
          "trainer.experiment_name": "f", "reward.reward_model.enable": True,
-         "reward.reward_model.model_path": "g", "reward.reward_model.rollout.max_model_len": 9,
+         "reward.reward_model.model_path": "g", "reward.reward_model.enable_resource_pool": True,
+         "reward.reward_model.n_gpus_per_node": 1, "reward.reward_model.nnodes": 1,
+         "reward.reward_model.rollout.tensor_model_parallel_size": 1, "use_reward_loop": False,
+         "reward.reward_model.rollout.dtype": "bfloat16", "reward.num_workers": 2,
+         "reward.reward_model.trust_remote_code": True,
+         "reward.reward_model.rollout.max_model_len": 9,
          "algorithm.filter_groups.enable": True, "trainer.default_local_dir": "h",
          "reward.reward_kwargs.overlong_buffer.enable": True,
          "reward.reward_kwargs.overlong_buffer.len": 9, "reward.reward_kwargs.max_resp_len": 99,
@@ -124,7 +129,7 @@ SAMPLES["openrlhf", "grpo"][0] |= {
 
 
 def page_of(system: System) -> Path:
-    return DOCS / f"coming_from_{system.replace('-', '_')}.md"
+    return DOCS / f"coming_from_{system.replace('-', '_')}_keys.md"
 
 
 def tables(system: System) -> str:
@@ -206,7 +211,7 @@ def _defaults(system: System, run: Run, table: Table) -> Iterator[str]:
 
 def _nemo_rl() -> Iterator[str]:
     yield "\n## Not carried\n\n| NeMo RL | what to do |\n|---|---|\n"
-    for key, why in nemo_rl.REFUSED.items():
+    for key, why in nemo_rl.LOST.items():
         yield f"| `{key}` | {_cell(why)} |\n"
     yield "\n## Not needed\n\n| NeMo RL | why |\n|---|---|\n"
     for why, names in nemo_rl.UNNEEDED.items():

@@ -30,7 +30,12 @@ def server():
 
 
 @pytest.mark.slow_parameters(
-    "README.md", "docs/grpo.md", "docs/notebooks.md", "docs/reliability.md", "docs/reward_models.md"
+    "README.md",
+    "docs/clusters.md",
+    "docs/grpo.md",
+    "docs/notebooks.md",
+    "docs/reliability.md",
+    "docs/reward_models.md",
 )
 @pytest.mark.parametrize("path", PAGES[::2], ids=IDS[::2])
 def test_the_blocks_of_a_page_run(path, server, tmp_path):

@@ -200,7 +200,7 @@ class Right(EnvironmentInterface):
 # it pays for nothing and is only logged. `grpo.health.gold_metric` names its figure as what is
 # wanted.
 #
-# The alarms compare with the first ten steps of the run; see what is printed from step 15 on.
+# The alarms compare with the first steps of the run, and each step with those before it.
 
 
 # %%
@@ -319,7 +319,8 @@ samples(STEPS)
 # ## With other seeds
 #
 # One run is one story. `python tests/test_notebooks.py --seed N watch_reward_hacking` of a checkout
-# tells others; this is what it printed (`SEED` above does the same here):
+# tells others (`SEED` above does the same here); this is what it printed when alarms said nothing
+# before step 15:
 #
 # | seed | 0 | 1 | 2 | 3 | 4 |
 # |---|---|---|---|---|---|
@@ -336,7 +337,7 @@ samples(STEPS)
 # - **Not in all:** gold falls in four, below half of its peak in three. With seed 4 the policy
 #   still gets better at both after 36 steps, and only its lengths show the bias.
 # - **Of the four losses the alarm precedes three.** With seed 1 gold has lost a tenth by step 9,
-#   within the steps that alarms only compare with. An alarm is a help, and no guarantee.
+#   before any alarm. An alarm is a help, and no guarantee.
 #
 # ## What people do about it
 #

@@ -34,10 +34,10 @@ from laurel.cli.local_scorer import say_on
 from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.cli.train import trained
 from laurel.config.benchmarks import BenchmarkName
-from laurel.config.overrides import overrides_of
+from laurel.config.overrides import columns_of, overrides_of
 from laurel.config.tree import nearest
 from laurel.data.conversations import scoring_row
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, Terms, speaking
 from laurel.observe.console import make_console, silent_console
 from laurel.observe.run_record import RunRecord, Series
 from laurel.observe.run_record import read_run as _read_run
@@ -53,6 +53,12 @@ __all__ = [
     "Evaluation", "RunRecord", "Series", "evaluate", "export", "open_scorer", "read_run", "score",
     "show", "train",
 ]  # fmt: skip
+
+_ARGUMENTS = Terms(
+    {f"--{name}": name for name in ("model", "data", "dataset", "output", "overwrite", "member")}
+    | {"policy.model_name": "model", "data.dataset_name": "dataset"}
+)
+"""Errors about what a command would take as an option, for somebody who called a function."""
 
 # A library that is imported later asks for ipywidgets in every notebook; no bar of its is shown.
 warnings.filterwarnings("ignore", message="IProgress not found")
@@ -115,11 +121,15 @@ def open_scorer(model: str | Path, *, quiet: bool = False) -> LocalScorer:
     Raises:
         UserError: There is none, or it does not give the scores it was saved with.
     """
-    return _open_scorer(str(model), say=say_on(_console(quiet)))
+    with speaking(_ARGUMENTS):
+        return _open_scorer(str(model), say=say_on(_console(quiet)))
 
 
 def score(
-    model: LocalScorer | str | Path, rows: Iterable[Mapping[str, Any]]
+    model: LocalScorer | str | Path,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    settings: Mapping[str, Any] | None = None,
 ) -> list[tuple[Score, ...]]:
     """What a reward model says of conversations, as `laurel score` does.
 
@@ -127,6 +137,7 @@ def score(
         model: From `open_scorer`, or what that takes.
         rows: In the shapes that lines of a file may have, such as `{"prompt", "completions"}`,
             `{"prompt", "chosen", "rejected"}` or `{"messages"}`.
+        settings: Columns of other names, in the keys of `train`: `{"data.prompt_key": "question"}`.
 
     Returns:
         For each row one score a completion, in order. A score has a `value`, or a `failure`.
@@ -134,8 +145,11 @@ def score(
     Raises:
         UserError: A model or a row that cannot be used.
     """
+    columns = columns_of(overrides_of(settings or {}))
     groups = [
-        scoring_row(dict(row), source=f"rows[{index}]", where=f"rows[{index}]").group
+        scoring_row(
+            dict(row), source=f"rows[{index}]", where=f"rows[{index}]", columns=columns
+        ).group
         for index, row in enumerate(rows)
     ]
     scorer = open_scorer(model, quiet=True) if isinstance(model, str | Path) else model
@@ -151,6 +165,7 @@ def evaluate(
     train_data: Sequence[str | Path] = (),
     sensitivity: bool = False,
     dataset: str | None = None,
+    settings: Mapping[str, Any] | None = None,
     max_samples: int | None = None,
     output: str | Path | None = None,
     scorer_options: ScorerOptions | None = None,
@@ -168,6 +183,8 @@ def evaluate(
         train_data: Of `pairs`: what the model was trained on, for a baseline and leaks.
         sensitivity: Of `pairs`: score the answers once more in other forms.
         dataset: Of `pairs`: the class that reads them, if it is not to be told by the columns.
+        settings: Of `pairs`: columns of other names, in the keys of `train`:
+            `{"data.prompt_key": "question"}`.
         max_samples: Rows at most of each set.
         output: Write three JSON files into this directory.
         scorer_options: How a model that is loaded here scores.
@@ -185,8 +202,10 @@ def evaluate(
         scorer=scorer, data=tuple(map(str, data)), dataset=dataset, diagnostics=diagnostics,
         train_data=tuple(map(str, train_data)), sensitivity=sensitivity, max_samples=max_samples,
         output=None if output is None else Path(output),
+        column_keys=columns_of(overrides_of(settings or {})),
     )  # fmt: skip
-    return evaluated(benchmark, request, _console(quiet))
+    with speaking(_ARGUMENTS):
+        return evaluated(benchmark, request, _console(quiet))
 
 
 def show(evaluation: Evaluation) -> None:
@@ -223,7 +242,8 @@ def export(
         model=str(model), output=Path(output), dtype=dtype, overwrite=overwrite,
         evaluations=tuple(map(Path, evaluations)),
     )  # fmt: skip
-    run_export(options, messages=_console(quiet))
+    with speaking(_ARGUMENTS):
+        run_export(options, messages=_console(quiet))
     return options.output
 
 

@@ -9,6 +9,7 @@
     |   |-- ModelError (ValueError)           a model, tokenizer or chat template
     |   |   `-- ScoringContractError          a model does not give the scores it was saved with
     |   |-- CheckpointError (OSError)         a directory that is torn, altered or foreign
+    |   |   `-- UnsavedError                  a run that ended, and whose end is nowhere
     |   `-- MissingDependencyError (ImportError)   an extra is not installed
     |-- ProtocolError (ValueError)    a request or a reply that does not keep to its protocol
     |-- BusyError (RuntimeError)      a queue or a server that can take no more at the moment
@@ -64,6 +65,15 @@ class ScoringContractError(ModelError):
 
 class CheckpointError(UserError, OSError):
     """A checkpoint directory that is torn, altered, foreign or busy."""
+
+
+class UnsavedError(CheckpointError):
+    """A run that ended, and whose last weights could not be saved."""
+
+    def __init__(self, message: str, *, outcome: Any = None) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        """How it ended else: see `algorithms.training_loop.Outcome`."""
 
 
 class MissingDependencyError(UserError, ImportError):

@@ -307,8 +307,8 @@ class Weights:
     reads no tensor. None: there is none."""
 
 
-class EnvironmentReturn(NamedTuple):
-    """The verdicts of an environment on a batch of conversations, in order."""
+class _SixFields(NamedTuple):
+    """What an `EnvironmentReturn` is when it is unpacked."""
 
     observations: list[dict[str, str]]
     """`{"role", "content"}` of what the environment says next."""
@@ -322,9 +322,43 @@ class EnvironmentReturn(NamedTuple):
     """bool [B]: whether the conversation is over."""
     answers: list[str | None] | None = None
     """The answers as they were read, where the environment reads any."""
+
+
+class EnvironmentReturn(_SixFields):
+    """The verdicts of an environment on a batch of conversations, in order.
+
+    It unpacks into the six fields that environments of NeMo RL return; `failures` is an attribute
+    beside them.
+    """
+
     failures: list[str | None] | None = None
     """Why a conversation has no reward. What `rewards` holds there is not read, and the sample
     takes no part in any figure, baseline or loss."""
+
+    def __new__(
+        cls,
+        observations: list[dict[str, str]],
+        metadata: list[dict[str, Any] | None],
+        next_stop_strings: list[list[str] | None],
+        rewards: Tensor | dict[str, Tensor],
+        terminateds: Tensor,
+        answers: list[str | None] | None = None,
+        failures: list[str | None] | None = None,
+    ) -> EnvironmentReturn:
+        """Six fields, and why some have no reward."""
+        made = super().__new__(
+            cls, observations, metadata, next_stop_strings, rewards, terminateds, answers
+        )
+        made.failures = failures
+        return made
+
+    def _replace(self, **changes: Any) -> EnvironmentReturn:
+        """The same with other fields, `failures` among them."""
+        fields = {**self._asdict(), "failures": self.failures}
+        return EnvironmentReturn(**(fields | changes))
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, failures={self.failures!r})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -245,7 +245,7 @@ MODELS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_parameters("no such model")
+@pytest.mark.slow_parameters("no such model", "two labels")
 @pytest.mark.parametrize("case", MODELS)
 def test_models(tmp_path: Path, warm: WarmCommand, case: str) -> None:
     make, message = MODELS[case]

@@ -152,6 +152,7 @@ def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path) -> None:
     assert "RewardBench 2:" in shown.stdout
 
 
+@pytest.mark.slow
 def test_files_of_one_benchmark_are_read_together(laurel, model, tmp_path) -> None:
     rows = pair_rows()
     parts = [write(tmp_path / "a.jsonl", rows[:10]), write(tmp_path / "b.jsonl", rows[10:])]

@@ -224,8 +224,7 @@ def test_broken_rows_of_training_sets_are_counted_and_of_evaluations_refused(
     assert done.returncode == 2
     assert "broken.jsonl:11: the row has no 'rejected'" in done.stderr
     assert f"laurel data check {broken}" in done.stderr
-    assert "data." not in done.stderr.replace("data check", ""), "it has no such keys"
-    assert "--prompt-key, --chosen-key and --rejected-key" in done.stderr
+    assert "as for laurel rm (data.prompt_key=COLUMN" in done.stderr
 
 
 @pytest.mark.slow
@@ -235,10 +234,27 @@ def test_pairs_whose_columns_have_other_names(laurel, model, tmp_path) -> None:
     asked = ["eval", "pairs", "-m", str(model), "--json", "-d"]
     usual = laurel([*asked, str(write(tmp_path / "usual.jsonl", rows))])
     renamed = [{names[key]: row[key] for key in names} for row in rows]
-    keys = [word for key, name in names.items() for word in (f"--{key}-key", name)]
-    done = laurel([*asked, str(write(tmp_path / "renamed.jsonl", renamed)), *keys])
+    keys = [f"data.{key}_key={name}" for key, name in names.items()]
+    data = str(write(tmp_path / "renamed.jsonl", [*renamed, renamed[0]]))
+    done = laurel([*asked, data, *keys])
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["final"] == json.loads(usual.stdout)["final"]
+    assert (
+        "note    1 row says exactly what an earlier row said; laurel rm leaves such rows out"
+        in done.stderr
+    )
+    final = json.loads(done.stdout)["final"]
+    assert final["num_rows"] == json.loads(usual.stdout)["final"]["num_rows"] + 1
+    scored = laurel(["score", data, "-m", str(model), "--json", *keys])
+    assert scored.returncode == 0, scored.stderr
+    first = json.loads(scored.stdout.splitlines()[0])
+    assert first["scores"] == pytest.approx(
+        [own_scores(model, rows[:1], key)[0] for key in ("chosen", "rejected")], abs=1e-5
+    )
+    told = laurel(["score", data, "-m", str(model), "data.prompt_key=nobody"])
+    assert "renamed.jsonl:1: the row has no 'nobody'; its keys are: Frage (user)" in told.stderr
+    told = laurel(["score", data, "-m", str(model), "rm.seed=1"])
+    assert told.returncode == 2
+    assert "only the columns of rows can be named: data.prompt_key=COLUMN" in told.stderr
 
 
 @pytest.mark.slow

@@ -178,6 +178,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "stop token",
     "no packing",
     "optimizer",
+    "part of a composite",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_grpo_refuses(

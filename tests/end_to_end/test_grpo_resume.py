@@ -96,7 +96,11 @@ MANNERS = {
 
 
 @pytest.mark.slow_parameters(
-    "one step ahead", "adapters, one step ahead", "several updates", "dynamic sampling"
+    "one step ahead",
+    "two steps ahead",
+    "adapters, one step ahead",
+    "several updates",
+    "dynamic sampling",
 )
 @pytest.mark.parametrize("manner", MANNERS)
 def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(

@@ -122,6 +122,33 @@ def spoil(checkpoint: Path, name: str = "model.safetensors") -> None:
     (checkpoint / name).write_bytes(content)
 
 
+def test_a_run_that_goes_on_says_what_it_read_in_a_line_and_where_it_logs(tmp_path: Path) -> None:
+    first = train(settings(tmp_path, "rm.max_num_steps=2"))
+    assert "Data 'train'" in first.text
+    assert "warning" not in first.text
+    elsewhere = f"logger.log_dir={tmp_path}/elsewhere"
+    resumed = train(settings(tmp_path, "rm.max_num_steps=3", elsewhere))
+    logs = tmp_path / "logs" / "exp_001"
+    assert "Data 'train'" not in resumed.text
+    assert (
+        "data    as when the run began: train (32 rows), validation-default (8 rows); "
+        f"{logs}/data_report.json" in resumed.text
+    )
+    assert f"warning: {elsewhere} has no effect: a run that goes on logs" in resumed.text
+    assert resumed.outcome.run_dir == logs
+    assert not (tmp_path / "elsewhere").exists()
+    # What is validated on has changed since.
+    held_out = write_rows(tmp_path / "held_out.jsonl", pairs(6, seed=1))
+    by_itself = ("data.split_validation_size=0", f"data.val_data_path={held_out}")
+    rows = tmp_path / "train.jsonl"
+    other = tmp_path / "other"
+    train(settings(other, "rm.max_num_steps=1", *by_itself, rows=rows))
+    write_rows(held_out, pairs(7, seed=1))
+    told = train(settings(other, "rm.max_num_steps=2", *by_itself, rows=rows)).text
+    assert "Data 'validation-default'" in told
+    assert "as when the run began: train (40 rows); " in told
+
+
 def test_a_torn_newest_is_skipped_by_name_and_the_one_before_used(tmp_path: Path) -> None:
     changes = ["rm.max_num_epochs=3", "checkpointing.keep_top_k=null"]
     train(settings(tmp_path / "straight", *changes))

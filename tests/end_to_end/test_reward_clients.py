@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 requests = pytest.importorskip("requests")
+httpx2 = pytest.importorskip("httpx2")
 
 from serve_processes import KEY, Serving, null_values  # noqa: E402
 
@@ -20,7 +21,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "reward_loop.md"
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("served")
-    with Serving(directory, "--null", "--access-log", "none").ready() as server:
+    allowed = ("--allow-from", "127.0.0.2")
+    with Serving(directory, "--null", "--access-log", "none", *allowed).ready() as server:
+        assert "open    127.0.0.2: programs on these addresses get scores" in server.said()
         yield server.url
 
 
@@ -70,3 +73,25 @@ def test_slime_gets_a_bare_number(url: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     reply = requests.post(f"{url}/remote_rm", json=body, headers=headers, timeout=60)
     assert reply.json() == null_values("Why?", "No.")[0]
+
+
+def test_clients_without_a_key_get_scores_from_the_addresses_that_are_allowed(url: str) -> None:
+    """As those of OpenRLHF, verl and slime ask: with no key, or with any."""
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "No."}]
+    slime = {"prompt": messages[:1], "response": "No.", "label": None}
+    verl = {"model": "rm", "messages": messages, "use_activation": False}
+    openrlhf = {"query": ["Why? No."], "prompts": ["Why?"], "labels": [""]}
+    first = null_values("Why?", "No.")[0]
+    for address, status in (("127.0.0.2", 200), ("127.0.0.1", 401), ("127.0.0.3", 401)):
+        transport = httpx2.HTTPTransport(local_address=address)
+        with httpx2.Client(base_url=url, transport=transport, timeout=60) as client:
+            asked = [client.post("/remote_rm", json=slime), client.post("/classify", json=verl)]
+            asked.append(client.post("/get_reward", json=openrlhf))
+            asked.append(client.post("/remote_rm", json=slime, headers=bearer("EMPTY")))
+            assert [one.status_code for one in asked] == [status] * 4
+            assert status == 401 or asked[0].json() == asked[3].json() == first
+            assert client.post("/admin/sleep").status_code == 401
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}

@@ -45,6 +45,23 @@ NEEDS = {
         ["--null", "--admin-key-env", "NO_SUCH"],
         "--admin-key-env NO_SUCH: there is no such",
     ),
+    "public": (
+        ["--null", "--host", "0.0.0.0", "--allow-from", "8.0.0.0/8"],
+        "--allow-from 8.0.0.0/8: only loopback and private addresses may do without a key",
+    ),
+    "everybody": (
+        ["--null", "--host", "0.0.0.0", "--allow-from", "0.0.0.0/0"],
+        "--allow-from 0.0.0.0/0: only loopback and private",
+    ),
+    "no range": (["--null", "--allow-from", "10.0.0.1/8"], "a range is written as 10.0.0.0/8"),
+    "out of reach": (
+        ["--null", "--allow-from", "10.0.0.0/8"],
+        "--allow-from 10.0.0.0/8: nobody from there reaches --host 127.0.0.1",
+    ),
+    "open twice": (
+        ["--null", "--no-api-key", "--allow-from", "127.0.0.1"],
+        "under --no-api-key nobody does",
+    ),
     "log": (["--null", "--access-log", "/nowhere/log"], "--access-log /nowhere/log: No such file"),
 }
 

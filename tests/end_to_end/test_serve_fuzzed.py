@@ -45,7 +45,7 @@ def description():
     "/classify-post",
     "/v1/embeddings-post",
     "/v1/score-post",
-    "/get_reward-post-negative",
+    "/get_reward-post",
     "/remote_rm-post-negative",
     "/admin/load-post",
 )

@@ -6,12 +6,17 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from laurel.errors import CheckpointError, NonFiniteError
-from laurel.models.checkpoint import verify
+from laurel.cli.train import trained
+from laurel.errors import CheckpointError, NonFiniteError, UnsavedError
+from laurel.models.checkpoint import CheckpointStore, verify
 from runs import manifest_hashes, pairs, run, series, settings, train, write_rows
 
 # ---------------------------------------------------------------------- figures that are not finite
@@ -163,12 +168,44 @@ def test_a_full_disk_costs_no_checkpoint_and_does_not_end_the_run(
     )
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path: Path, small_disk: Path) -> None:
-    (small_disk / "filler").write_bytes(b"x" * 600_000)
+def test_a_disk_that_is_full_is_told_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(free=250_000)
+    monkeypatch.setattr("laurel.models.checkpoint.shutil.disk_usage", lambda path: usage)
+    often = settings(tmp_path, "checkpointing.save_period=2")
+    with pytest.raises(CheckpointError, match=r"0\.2 MB free, and 2 checkpoints .* about 0\.3 MB"):
+        train(often)
+    assert not list((tmp_path / "logs").iterdir()), "no step was taken"
+    # There is room for the only checkpoint of another run, and for a second one beside a first.
+    train(settings(tmp_path, "checkpointing.save_period=100", "rm.max_num_steps=2"))
+    usage.free = 300_000
+    resumed = train(settings(tmp_path, "checkpointing.keep_top_k=9", "checkpointing.save_period=1"))
+    assert "has room for 1 more checkpoint of about 0.2 MB" in resumed.text
+    usage.free = 100_000
+    with pytest.raises(CheckpointError, match=r"1 checkpoint of this run takes about 0\.2 MB"):
+        train(settings(tmp_path, "rm.max_num_epochs=9"))
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_file(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_room(self: CheckpointStore, *args: Any, **kwargs: Any) -> None:
+        require_room(self, *args, **kwargs)
+        (small_disk / "filler").write_bytes(b"x" * 600_000)
+
+    require_room = CheckpointStore.require_room
+    monkeypatch.setattr(CheckpointStore, "require_room", find_room)
+    monkeypatch.setattr(CheckpointStore, "_require_space", lambda self, estimated_bytes: None)
     where = f"checkpointing.checkpoint_dir={small_disk}/saves"
-    said: list[str] = []
-    with pytest.raises(CheckpointError, match="the newest is none"):
-        said.append(train(settings(tmp_path, where, "checkpointing.save_period=2")).text)
+    console = Console(file=(said := StringIO()), width=200)
+    with pytest.raises(UnsavedError, match=r"nothing of this run was saved.* No space left"):
+        trained("rm", None, settings(tmp_path, where, "checkpointing.save_period=2"), console)
+    end = said.getvalue().partition("problem: nothing of this run was saved, and its weights")[2]
+    first, _, rest = end.partition("\nfinished after step 4")
+    assert "No space left" in first
+    assert "\nvalidation-default: accuracy" in rest
+    assert "use it" not in rest
     assert not list(small_disk.glob("saves/step_*"))
     assert not list(small_disk.glob("saves/.tmp-*"))
     assert sorted(series(tmp_path, "train/loss")) == [1, 2, 3, 4]

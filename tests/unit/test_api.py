@@ -30,6 +30,19 @@ def test_settings_are_checked_all_at_once(tmp_path: Path) -> None:
         api.train("rm", {"policy.modl_name": "x", "rm.max_num_steps": "many"})
     assert "did you mean 'model_name'" in str(caught.value)
     assert "rm.max_num_steps" in str(caught.value)
+    assert "setting 'policy.modl_name': " in str(caught.value)
+    assert "++" not in str(caught.value)
+
+
+def test_errors_name_arguments_and_keys_as_the_caller_wrote_them(tmp_path: Path) -> None:
+    rows = [{"question": "q", "chosen": "a", "rejected": "b"}]
+    own = "--model is a fine name --data"
+    with pytest.raises(ModelError, match=rf"^model=.*/{own}: there is no such directory"):
+        api.evaluate("pairs", tmp_path / own, quiet=True)
+    with pytest.raises(ModelError, match=r"^model=.*nowhere: there is no such directory"):
+        api.score(tmp_path / "nowhere", rows, settings={"data.prompt_key": "question"})
+    with pytest.raises(ConfigError, match=r"^setting 'rm\.seed': .*only the columns of rows"):
+        api.score("model", rows, settings={"rm.seed": 1})
 
 
 def test_a_file_comes_before_the_settings(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from laurel.algorithms.advantages import Advantages, compute_advantages
 from laurel.algorithms.batch_player import Batch
 from laurel.algorithms.batches import global_batches
+from laurel.algorithms.grpo_run_state import GRPORunState, write_bad_rollouts
 from laurel.algorithms.health_watch import HealthWatch
 from laurel.algorithms.learner import Asked, Update
 from laurel.algorithms.policy_labels import PolicyLabels
 from laurel.algorithms.policy_losses import PolicyLoss
 from laurel.algorithms.policy_parts import PolicyParts
-from laurel.algorithms.policy_run_state import GRPORunState, write_bad_rollouts
 from laurel.algorithms.policy_scores import policy_logprobs
 from laurel.algorithms.policy_validation import (
     completion_rows,

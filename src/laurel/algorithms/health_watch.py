@@ -20,7 +20,6 @@ from laurel.observe.health import Alarms, Event
 from laurel.observe.health_history import (
     FAILURES,
     LENGTH_CORRELATION,
-    NOISE_FLOOR,
     REPETITION,
     is_of_validation,
 )
@@ -199,9 +198,6 @@ def completion_figures(
     if rollouts or left_out:
         failed = sum(r.failure is not None for r in rollouts) + left_out
         found[FAILURES] = failed / (len(rollouts) + left_out)
-    at_floor = figures.get("train/groups_at_noise_floor")
-    if groups and at_floor is not None:
-        found[NOISE_FLOOR] = at_floor / len(groups)
     return found
 
 
@@ -258,9 +254,8 @@ def _ordered(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[Played]
     judged = [one for one in played if one[1].reward is not None]
     if evidence == "cut_off":
         return [one for one in judged if one[1].truncated]
-    if evidence in ("equal", "close"):
-        is_meant = {id(g): (_spread(g) == 0.0) == (evidence == "equal") for g in groups}
-        apart = [one for one in judged if is_meant[id(one[0])]]
+    if evidence == "equal":
+        apart = [one for one in judged if _spread(one[0]) == 0.0]
         return sorted(apart or judged, key=lambda one: _spread(one[0]))
     clearness: dict[str, Callable[[Rollout], float]] = {
         "best": lambda r: -(r.reward or 0.0),

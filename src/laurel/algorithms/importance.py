@@ -72,7 +72,7 @@ def correction(old_U: Tensor, tokens: PolicyTokens, config: PolicyLossConfig) ->
     - `seq-tis`: the product over the completion, cut to it
     """
     log_U = (old_U - tokens.behaviour_U).detach()
-    kind = config.truncated_importance_sampling_type
+    kind = config.truncation
     if config.sequence_level_importance_ratios or kind == "seq-tis":
         weights_U = tokens.spread(ratio_of(tokens.sums(log_U)))
     else:

@@ -233,7 +233,7 @@ class PolicyLoss:
     ) -> dict[str, Tensor]:
         sums = {"sampling_importance_ratio": corrected.weights_U.sum()}
         outside_U = corrected.outside_U.to(corrected.weights_U.dtype)
-        kind = self._config.truncated_importance_sampling_type
+        kind = self._config.truncation
         if kind in ("seq-tis", "seq-mask-tis"):
             sums["outside_samples"] = tokens.means(outside_U).sum()
         elif kind is not None:

@@ -57,6 +57,8 @@ class Saving:
         """The newest checkpoint that is whole."""
         self.num_missed = 0
         """Saves in a row that failed."""
+        self.failure: CheckpointError | None = None
+        """Of the last save that failed."""
         self._state = state
         self._store = store
         self._selection = selection
@@ -154,5 +156,6 @@ class Saving:
 
     def _miss(self, error: CheckpointError) -> None:
         self.num_missed += 1
+        self.failure = error
         alarm = "ALARM: " if self.num_missed >= ALARM_AFTER_MISSES else ""
         self._progress.message(f"{alarm}{error} (missed saves in a row: {self.num_missed})")

@@ -46,7 +46,7 @@ def select_by(
     """Resolve `checkpointing.metric_name` against what this run can measure.
 
     `auto` is the loss of the first set or, where there are only benchmarks, the accuracy over all
-    rows of the first of those.
+    rows of the first of those. `val_loss`, NeMo RL's name, is the loss of the first set, too.
 
     Args:
         metric_name: As configured; the forms `validation-<set>_<metric>`, `train_<metric>`, and
@@ -72,8 +72,9 @@ def select_by(
     possible += [f"validation-{name}_{one}" for name, found in benchmarks.items() for one in found]
     possible += [f"train_{metric}" for metric in TRAIN_METRICS]
     return select_among(
-        metric_name, higher_is_better, possible, has_validation=bool(sets or benchmarks)
-    )
+        metric_name, higher_is_better, possible, has_validation=bool(sets or benchmarks),
+        aliases={"val_loss": f"validation-{sets[0]}_loss"} if sets else {},
+    )  # fmt: skip
 
 
 def select_among(
@@ -96,7 +97,8 @@ def select_among(
     Raises:
         ConfigError: It measures no such metric; those it does measure are listed.
     """
-    key = aliases.get(metric_name) or _in_full(metric_name)
+    bare = metric_name.removeprefix("val:")
+    key = aliases.get(metric_name) or aliases.get(bare) or _in_full(metric_name)
     if key is None or key not in possible:
         raise _never_measured(
             f"checkpointing.metric_name={metric_name}", possible, has_validation=has_validation
@@ -205,7 +207,8 @@ def select_demonstrations_by(
         return Selection(key=None)
     possible = [f"validation-{s}_{name}" for s in sets for name in DEMONSTRATION_METRICS]
     possible += [f"train_{name}" for name in (*DEMONSTRATION_METRICS, "grad_norm")]
-    aliases = {"val_loss": possible[0], "auto": possible[0]}
+    # Without a set, the first is one of training.
+    aliases = {"val_loss": possible[0], "auto": possible[0]} if sets else {}
     return select_among(
         metric_name, higher_is_better, possible, has_validation=bool(sets), aliases=aliases
     )

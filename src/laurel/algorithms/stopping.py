@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import re
 import signal
@@ -28,6 +29,33 @@ SHARE_IN_RESERVE, LARGEST_RESERVE = 0.1, 60.0
 
 class NothingLeft(Exception):
     """There is no further step; the message says why. What was learned so far is the result."""
+
+
+class SignalCount:
+    """Signals that a run has taken, in memory that processes share which are forked afterwards."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._memory = mmap.mmap(-1, 1)
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return self._memory[0]
+
+    def add(self) -> None:
+        """One more; beyond the second none is taken."""
+        self._memory[0] = min(self._memory[0] + 1, 255)
+
+
+_counted: SignalCount | None = None
+
+
+def count_signals() -> SignalCount:
+    """Have the `StopRequest`s of this process, and of those forked from it, count together."""
+    global _counted
+    _counted = SignalCount()
+    return _counted
 
 
 class StopRequest:
@@ -92,6 +120,8 @@ class StopRequest:
                         self._take(signal.Signals(number))
 
     def _take(self, number: signal.Signals) -> None:
+        if _counted is not None:
+            _counted.add()
         if self.signal is not None:
             self._leave(128 + number)
             return

@@ -20,7 +20,7 @@ from laurel.algorithms.saving import Saving
 from laurel.algorithms.selection import Goal, Selection
 from laurel.algorithms.stopping import Deadline, NothingLeft, StopRequest, Work
 from laurel.config.schema import CheckpointingConfig
-from laurel.errors import CheckpointError, NonFiniteError, TrainingError
+from laurel.errors import NonFiniteError, TrainingError, UnsavedError
 from laurel.models.checkpoint import CheckpointStore
 from laurel.observe.loggers import MetricLogger
 from laurel.observe.progress import TrainingProgress
@@ -182,12 +182,7 @@ class TrainingLoop(ABC):
         started = time.monotonic()
         with self.progress:
             position, ended = self._train(position)
-        if self.store is not None and self.saving.num_missed:
-            raise CheckpointError(
-                f"the last checkpoint, of step {position.step}, could not be saved; the newest is "
-                f"{self.saving.latest or 'none'}"
-            )
-        return Outcome(
+        outcome = Outcome(
             step=position.step,
             ended=ended,
             signal=None if self.stop.signal is None else self.stop.signal.name,
@@ -197,6 +192,18 @@ class TrainingLoop(ABC):
             seconds=time.monotonic() - started,
             is_early=self._is_early,
             run_dir=self.state.run_dir,
+        )
+        if self.store is None or not self.saving.num_missed:
+            return outcome
+        if self.saving.latest is not None:
+            raise UnsavedError(
+                f"the last checkpoint, of step {position.step}, could not be saved; the newest is "
+                f"{self.saving.latest}",
+                outcome=outcome,
+            )
+        raise UnsavedError(
+            f"nothing of this run was saved, and its weights are lost: {self.saving.failure}",
+            outcome=outcome,
         )
 
     def _train(self, position: Position) -> tuple[Position, Ending]:

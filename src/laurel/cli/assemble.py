@@ -23,7 +23,7 @@ from laurel.cli.preference_data import (
     texts_of,
     tokenise_all,
 )
-from laurel.cli.run_setup import choose_run_dir, open_store, surround
+from laurel.cli.run_setup import choose_run_dir, describe_data, open_store, surround
 from laurel.cli.trained_model import TrainedModel, describe_model, load_trained_model
 from laurel.config.load import to_yaml
 from laurel.config.reward_training import RewardTrainingRun
@@ -139,7 +139,7 @@ def _train(
             "ties, or have none of the ratings that it reads. Choose another rm.loss.type, or "
             "give rows in which one answer is better"
         )
-    run_dir = choose_run_dir(config.logger, resume_from)
+    run_dir = choose_run_dir(config.logger, resume_from, console)
     golden_set = next(iter(validation.values()), train)
     state = _run_state(config, data, model, contract, train, golden_set, run_dir)
     position = state.restore(resume_from) if resume_from else Position()
@@ -147,7 +147,7 @@ def _train(
     if resume_from:
         console.print(f"going on from {resume_from}, after step {position.step}")
     surroundings = surround(
-        config, config.logger, state=state, position=position,
+        config, state=state, position=position, facts=model.facts,
         total_steps=total_steps(config, len(train)), store=store, selection=selection,
         deadline=deadline, is_resumed=resume_from is not None, reports=data.all_reports,
         stack=stack, console=console,
@@ -226,8 +226,7 @@ def _describe(
     console: Console,
 ) -> None:
     """Say what was read, loaded and decided."""
-    for report in data.reports.values():
-        console.print(report.render())
+    describe_data(data.reports, run_dir, console)
     for benchmark in data.benchmarks.values():
         describe_benchmark(f"validation-{benchmark.name}", benchmark, console)
     describe_model("model", facts, config.policy, places, console)

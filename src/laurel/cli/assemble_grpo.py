@@ -23,7 +23,10 @@ from laurel.config.grpo_training import GRPORun
 from laurel.config.load import to_yaml
 from laurel.config.scorers import AskingConfig, FunctionConfig, JudgeConfig
 from laurel.data.tasks import TaskData, load_task_data
+from laurel.distributed.claims import uses_reward_model
+from laurel.engines.vllm_settings import check_has_vllm
 from laurel.environments.registry import environment_names
+from laurel.errors import ConfigError
 from laurel.models.checkpoint import CheckpointStore
 from laurel.observe.loggers import check_available
 
@@ -66,6 +69,7 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_early(config)
     planned = plan_places(config)
+    check_vllm(config, on_cluster=planned.are_remote)
     resume_from, store = open_store(config.checkpointing, selection, stack, console)
     data = load_task_data(
         config.data,
@@ -106,6 +110,27 @@ def check_early(config: GRPORun) -> Selection:
         config.checkpointing.metric_name, config.checkpointing.higher_is_better,
         sets=config.data.validation_names(), **measured,
     )  # fmt: skip
+
+
+def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
+    """What vLLM cannot do for a run, before anything is started.
+
+    Raises:
+        MissingDependencyError: It is not installed here, where it is needed.
+        ConfigError: It is to judge on a cluster.
+    """
+    # An environment of a cluster that others have started may have it where this one has not.
+    if config.policy.generation.backend == "vllm" and not config.cluster.address:
+        check_has_vllm("policy.generation.backend=vllm")
+    if config.env.reward_model.uses_vllm and uses_reward_model(config):
+        if on_cluster:
+            raise ConfigError(
+                "env.reward_model.generation.backend=vllm: a run on a cluster has its reward model "
+                "in slots of its own, where vLLM is not started. Start it with `laurel serve MODEL "
+                "--engine vllm` and set env.reward_model.urls to its address; or leave generation "
+                "out"
+            )
+        check_has_vllm("env.reward_model.generation.backend=vllm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,16 +188,18 @@ def _with_policy(
         store.pin(resume_from)
     found = playable(config, data, places, environments, resume_from, stack, console)
     from laurel.algorithms.grpo import GRPO
+    from laurel.algorithms.grpo_run_state import GRPORunState, fingerprint_of_tasks
     from laurel.algorithms.health_watch import members_of
-    from laurel.algorithms.policy_run_state import GRPORunState, fingerprint_of_tasks
     from laurel.algorithms.run_state import Position
     from laurel.observe.health import Alarms
 
     model, parts = found.model, found.parts
-    run_dir = choose_run_dir(config.logger, resume_from)
+    run_dir = choose_run_dir(config.logger, resume_from, console)
     state = GRPORunState(
         parts.learner, source=parts.source, identity=settings_of(config),
-        alarms=Alarms(config.grpo.health, members=members_of(config.env)),
+        alarms=Alarms(
+            config.grpo.health, members=members_of(config.env), settings=config.model_dump()
+        ),
         data_fingerprint=fingerprint_of_tasks(data.train), config_yaml=to_yaml(config),
         card=facts_of_policy(config.policy, model.facts, data.reports, method="GRPO"),
         run_dir=run_dir, save_optimizer=config.checkpointing.save_optimizer,
@@ -186,8 +213,8 @@ def _with_policy(
     if resume_from:
         console.print(f"going on from {resume_from}, after step {position.step}")
     surroundings = surround(
-        config, config.logger, state=state, position=position, total_steps=found.num_steps,
-        store=store, selection=selection, deadline=deadline,
+        config, state=state, position=position, total_steps=found.num_steps,
+        facts=model.facts, store=store, selection=selection, deadline=deadline,
         is_resumed=resume_from is not None, reports=data.reports, stack=stack, console=console,
         unit="completions",
     )  # fmt: skip
@@ -233,7 +260,7 @@ def total_steps(config: GRPORun, num_tasks: int) -> int:
 
 _WHAT_CODE_IS_WORTH: dict[str, Any] = dict.fromkeys(
     ("terminate_on_evaluation", "terminate_without_code", "stop_strings", "reward", "max_attempts",
-     "strict_types", "float_tolerance", "max_observation_chars"), True
+     "strict_types", "float_tolerance", "comparison", "max_observation_chars"), True
 ) | {
     "sandbox": {"cpu_seconds", "wall_seconds", "total_wall_seconds", "memory_mb", "disk_mb",
                 "stdout_kb", "stderr_kb", "result_kb"}

@@ -61,7 +61,7 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         train = _encode(config, data, "train", chat, console)
         validation = {"default": _encode(config, data, "validation", chat, console)}
         validation = {name: rows for name, rows in validation.items() if rows}
-        run_dir = choose_run_dir(config.logger, resume_from)
+        run_dir = choose_run_dir(config.logger, resume_from, console)
         state = PolicyRunState(
             model.learner, identity=_settings(config),
             data_fingerprint=fingerprint_of_tokens([row.tokens for row in train]),
@@ -77,7 +77,7 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         if resume_from:
             console.print(f"going on from {resume_from}, after step {position.step}")
         surroundings = surround(
-            config, config.logger, state=state, position=position,
+            config, state=state, position=position, facts=facts,
             total_steps=total_steps(config, len(train)), store=store, selection=selection,
             deadline=deadline, is_resumed=resume_from is not None, reports=data.reports,
             stack=stack, console=console, unit="rows",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +16,7 @@ from laurel.cli.first_row import FirstRow, plain_row, tokenised_row
 from laurel.cli.json_output import write_json
 from laurel.cli.local_scorer import find_local
 from laurel.cli.token_view import row_as_facts, show_row
+from laurel.config.overrides import COLUMN_KEYS, columns_of
 from laurel.data.benchmark_columns import ON_HUB
 from laurel.data.benchmark_rows import BEST_OF_N, read_benchmark
 from laurel.data.conversations import read_scoring_rows
@@ -31,7 +32,11 @@ from laurel.rewards.load import check_not_missing
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.config.grpo_training import GRPORun
+
 _REASON_LENGTH = 300
+_MOST_REFERENCES = 200
+"""Programs that are run: half a minute at most where they are as quick as most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +46,19 @@ class OtherUse:
     command: str
     num_rows: int = 0
     problem: str = ""
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class References:
+    """Programs that rows give as right, run by the tests of those rows."""
+
+    num_run: int = 0
+    num_found: int = 0
+    failed: tuple[str, ...] = ()
+    """Of each that fails: where it stands, and how it fails."""
+    problem: str = ""
+    """Why none was run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +106,12 @@ def run_data_check(
     with message_console().status(f"reading {path}"):
         findings = examine(path, trainer, overrides)
         row, problem = _first_row(findings.shown, name)
+    with message_console().status("running the reference solutions"):
+        references = _run_references(findings.readings)
     if as_json:
-        write_json(_as_facts(findings, row))
+        write_json(_as_facts(findings, row, references))
     else:
-        _show(make_console(), findings, row, overrides, has_model=bool(name))
+        _show(make_console(), findings, row, overrides, references, has_model=bool(name))
     if problem is not None:
         raise problem
     return findings.is_usable
@@ -128,7 +148,8 @@ def examine(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -
     """
     raw = look_at(path)
     known, readings = readings_of(raw, trainer=trainer, overrides=overrides)
-    others = _other_uses(path, known, readings) if trainer is None else []
+    columns = columns_of(_column_keys(overrides))
+    others = _other_uses(path, known, readings, columns) if trainer is None else []
     # Rows that are read only as prompts may have been meant for more, unless it is said who judges.
     is_said = any(one.lstrip("+").startswith("data.env_name=") for one in overrides)
     is_clear = known is not None and (known.name != "prompts" or is_said)
@@ -140,14 +161,25 @@ def examine(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -
 
 
 def _other_uses(
-    path: str, known: KnownFormat | None, readings: Sequence[Reading]
+    path: str,
+    known: KnownFormat | None,
+    readings: Sequence[Reading],
+    columns: Mapping[str, str],
 ) -> list[OtherUse]:
     """`laurel eval` and `laurel score`."""
     uses: list[OtherUse] = []
     benchmark = known.evaluation if known is not None else None
     judged = next((one.report for one in readings if one.trainer == "rm"), None)
     if benchmark == "pairs" and judged is not None:
-        uses.append(OtherUse(command="eval pairs", num_rows=judged.num_kept))
+        again = judged.dropped.get("duplicate")
+        num_again = 0 if again is None else again.count
+        uses.append(
+            OtherUse(
+                command="eval pairs", num_rows=judged.num_kept + num_again,
+                remark=f"; it keeps the {counted(num_again, 'duplicate')} that rm leaves out"
+                if num_again else "",
+            )
+        )  # fmt: skip
     elif benchmark is not None and benchmark != "pairs":
         form = {**ON_HUB, "best-of-n": BEST_OF_N}[benchmark]
         try:
@@ -156,10 +188,37 @@ def _other_uses(
         except DataError as error:
             uses.append(OtherUse(command=f"eval {benchmark}", problem=str(error)))
     try:
-        uses.append(OtherUse(command="score", num_rows=sum(1 for _ in read_scoring_rows(path))))
+        num_rows = sum(1 for _ in read_scoring_rows(path, columns=columns))
+        uses.append(OtherUse(command="score", num_rows=num_rows))
     except DataError as error:
         uses.append(OtherUse(command="score", problem=str(error)))
     return uses
+
+
+def _run_references(readings: Sequence[Reading]) -> References | None:
+    """What becomes of the rows' own programs; None where rows have none that could be run."""
+    reading = next((one for one in readings if one.trainer == "grpo"), None)
+    if reading is None:
+        return None
+    tasks = [task for task in reading.tasks if task.environment == "code"]
+    tasks = [task for task in tasks if task.metadata.get("reference_solution") is not None]
+    if not tasks:
+        return None
+    from laurel.environments.code_environment import CodeEnvironment
+
+    try:
+        environment = CodeEnvironment(cast("GRPORun", reading.config).env.code)
+    except UserError as problem:  # this machine, or the server that is named, locks nothing in
+        return References(num_found=len(tasks), problem=str(problem))
+    try:
+        rejected = environment.validate(tasks[:_MOST_REFERENCES])
+    finally:
+        environment.shutdown()
+    return References(
+        num_run=min(len(tasks), _MOST_REFERENCES),
+        num_found=len(tasks),
+        failed=tuple(f"{one.task.source}: {one.reason}" for one in rejected),
+    )
 
 
 # --------------------------------------------------------------------------------------- to people
@@ -170,11 +229,13 @@ def _show(
     findings: Findings,
     row: FirstRow | None,
     overrides: Sequence[str],
+    references: References | None,
     *,
     has_model: bool,
 ) -> None:
     _show_file(console, findings)
     _show_fits(console, findings, overrides)
+    _show_references(console, references)
     _show_near(console, findings)
     if not findings.is_usable:
         _show_formats(console, findings)
@@ -235,24 +296,41 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -
         if use.num_rows:
             path = shlex.quote(findings.raw.path)
             option = f"-d {path}" if use.command.startswith("eval") else path
-            if use.command == "eval pairs":
-                option += _column_options(overrides)
-            rows = f"yes: {counted(use.num_rows, 'row')}"
+            if use.command in ("eval pairs", "score"):
+                option += "".join(f" {shlex.quote(one)}" for one in _column_keys(overrides))
+            rows = f"yes: {counted(use.num_rows, 'row')}{use.remark}"
             _line(console, use.command.partition(" ")[0], rows, style="bold")
             _say(console, f"         laurel {use.command} --model DIR {option}")
         elif use.command.startswith("eval"):
             _line(console, "eval", f"no: {_reason(use.problem)}", style="bold")
 
 
-def _column_options(overrides: Sequence[str]) -> str:
-    """The keys of columns that are said, as the options that `laurel eval pairs` has for them."""
-    said = [one.lstrip("+").partition("=") for one in overrides]
-    options = [
-        f" --{key.removeprefix('data.').replace('_', '-')} {shlex.quote(column)}"
-        for key, _, column in said
-        if key in KEYS_OF_COLUMNS["rm"]
-    ]
-    return "".join(options)
+def _column_keys(overrides: Sequence[str]) -> list[str]:
+    """Those that name columns of pairs, which other commands than `laurel rm` take as well."""
+    said = [one.lstrip("+") for one in overrides]
+    return [one for one in said if one.partition("=")[0] in COLUMN_KEYS]
+
+
+def _show_references(console: Console, references: References | None) -> None:
+    if references is None:
+        return
+    found = references.num_found
+    if references.problem:
+        said = f"{counted(found, 'row')} with a reference solution, not run: {references.problem}"
+        _line(console, "note", said)
+        return
+    of_all = "" if references.num_run == found else f" (of {found:,} in the file)"
+    run = f"{counted(references.num_run, 'reference solution')}{of_all} run"
+    if not references.failed:
+        _line(console, "note", f"{run}: all pass the tests of their rows")
+        return
+    num_failed = len(references.failed)
+    fails = "fails the tests of its row" if num_failed == 1 else "fail the tests of their rows"
+    said = (
+        f"{run}: {num_failed:,} {fails}, and a run leaves that out. "
+        f"The first: {references.failed[0]}"
+    )
+    _line(console, "warning", said, style="bold")
 
 
 def _leaves_bad_rows_out(overrides: Sequence[str]) -> bool:
@@ -346,7 +424,9 @@ def _show_formats(console: Console, findings: Findings) -> None:
 # -------------------------------------------------------------------------------------- to programs
 
 
-def _as_facts(findings: Findings, row: FirstRow | None) -> dict[str, Any]:
+def _as_facts(
+    findings: Findings, row: FirstRow | None, references: References | None
+) -> dict[str, Any]:
     raw, known = findings.raw, findings.known
     return {
         "file": raw.path,
@@ -365,6 +445,12 @@ def _as_facts(findings: Findings, row: FirstRow | None) -> dict[str, Any]:
             {"says": one.says, "command": one.trainer, "settings": list(one.settings)}
             for one in findings.near
         ],
+        "references": None if references is None else {
+            "found": references.num_found,
+            "run": references.num_run,
+            "failed": list(references.failed),
+            "problem": references.problem or None,
+        },
         "first_row": None if row is None else row_as_facts(row),
     }  # fmt: skip
 

@@ -65,6 +65,8 @@ class Reading:
     """The first row that it would use."""
     environments: dict[str, int] = field(default_factory=dict)
     """GRPO: environments of Laurel's that could judge, and how many tasks each."""
+    tasks: Sequence[Task] = ()
+    """GRPO: the rows that it would use."""
 
     @property
     def fits(self) -> bool:
@@ -203,7 +205,7 @@ def _read_tasks(config: GRPORun, settings: tuple[str, ...]) -> Reading:
     check_tests(data, config)
     return Reading(
         trainer="grpo", config=config, settings=settings, report=data.reports["train"],
-        first=data.train[0], environments=_environments_of(data.train),
+        first=data.train[0], environments=_environments_of(data.train), tasks=data.train,
     )  # fmt: skip
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
 
 from laurel.cli.assemble import train_reward_model
 from laurel.cli.assemble_grpo import train_policy
@@ -24,6 +27,7 @@ from laurel.cli.demo_settings import (
 )
 from laurel.cli.json_output import write_json
 from laurel.cli.measure import Measurement, measure_policy
+from laurel.cli.train import MAX_LINES
 from laurel.data.number_words import (
     NUM_HELD_OUT,
     demonstrations,
@@ -33,7 +37,9 @@ from laurel.data.number_words import (
 )
 from laurel.errors import CheckpointError, TrainingError
 from laurel.observe.comparison import Answer, Comparison, print_comparisons
-from laurel.observe.console import make_console, message_console
+from laurel.observe.console import make_console, message_console, visible
+from laurel.observe.last_words import accuracy_words, first_findings
+from laurel.observe.run_record import read_run
 from laurel.types import group_of
 
 if TYPE_CHECKING:
@@ -97,7 +103,7 @@ def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> Result
     """
     started = time.monotonic()
     console = message_console(stderr=False)
-    results = console if as_json else make_console()
+    last = console if as_json else make_console()
     _prepare(directory)
     files = Files(directory)
     _stage(console, 1, "Data")
@@ -117,25 +123,26 @@ def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> Result
     rewarding = train_reward_model(rm_run(files, seed, fine_tuned), console=console)
     reward_model = _finished(rewarding, console)
     accuracy = rewarding.metrics["validation-held-out/accuracy"]
-    console.print(f"right on {accuracy:.1%} of the held-out pairs", highlight=False)
+    _say_rewards(console, rewarding)
     _stage(console, 4, "GRPO: the policy learns from the reward model alone")
     run = grpo_run(files, seed, fine_tuned, reward_model)
-    trained = _finished(train_policy(run, console=console), console)
+    learning = train_policy(run, console=console)
+    trained = _finished(learning, console)
     _stage(console, 5, "The truth, before and after, on held-out tasks")
     after = measure_policy(measuring_run(files, seed, trained), console=console)
     comparisons = _compare(before, after, reward_model, console)
-    print_comparisons(results, _some(comparisons, NUM_SHOWN))
-    _say_rate(results, "before GRPO", before)
-    _say_rate(results, "after GRPO ", after)
+    print_comparisons(last, _some(comparisons, NUM_SHOWN))
     _stage(console, NUM_STAGES, "Report")
     result = Result(
         rate_before=before.success_rate, rate_after=after.success_rate, reward_accuracy=accuracy
     )
     _report(files, result, comparisons)
-    _say_where(results, files, reward_model, trained)
+    _conclude(
+        last, files, policy=trained, reward_model=reward_model, rewarding=rewarding,
+        learning=learning, rates=(before, after), seconds=time.monotonic() - started,
+    )  # fmt: skip
     if as_json:
         write_json({**asdict(result), "report": files.report})
-    console.print(f"everything took {time.monotonic() - started:.0f} s")
     if missed := result.missed():
         raise TrainingError(
             f"the demo missed its aim: {'; '.join(missed)}. Please report this with your "
@@ -294,13 +301,45 @@ def _say_rate(console: Console, when: str, measured: Measurement) -> None:
     )
 
 
-def _say_where(console: Console, files: Files, reward_model: Path, policy: Path) -> None:
-    for path, what in (
-        (files.directory / "data", "the data sets"),
-        (files.directory / "configs", "the configurations: laurel grpo --config FILE runs one"),
-        (reward_model, "the reward model, a Hugging Face directory"),
-        (policy, "the policy, a Hugging Face directory"),
-        (files.directory / "logs", "metrics, samples and completions of every run"),
-        (files.report, "the report: open it in a browser"),
-    ):
-        console.print(f"  {path!s:44} {what}", soft_wrap=True, markup=False, highlight=False)
+def _say_rewards(console: Console, rewarding: Outcome) -> None:
+    """How good the reward model is, beside what needs no model to be as good."""
+    figures = {
+        name.rpartition("/")[2]: value
+        for name, value in rewarding.metrics.items()
+        if name.startswith("validation-held-out/")
+    }
+    console.print(f"reward model: {accuracy_words(figures)}, held out", highlight=False)
+
+
+def _conclude(
+    console: Console,
+    files: Files,
+    *,
+    policy: Path,
+    reward_model: Path,
+    rewarding: Outcome,
+    learning: Outcome,
+    rates: tuple[Measurement, Measurement],
+    seconds: float,
+) -> None:
+    """The last words, `MAX_LINES` at most: what came out, what to look at, what to do next."""
+    scored = (reward_model, files.data("held-out-preferences"))
+    last = (
+        f"policy  {policy}",
+        f"next    {shlex.join(['laurel', 'score', '--model', *map(str, scored)])}",
+        f"report  {files.report}: open it in a browser",
+    )
+    room = MAX_LINES - len(last) - 4
+    console.print(f"everything took {seconds:.0f} s", highlight=False)
+    _say_rewards(console, rewarding)
+    for when, measured in zip(("before GRPO", "after GRPO "), rates, strict=True):
+        _say_rate(console, when, measured)
+    if learning.run_dir is not None:
+        for finding in first_findings(read_run(learning.run_dir)):
+            text = Text(visible(f"GRPO, {finding}"))
+            room -= len(text.wrap(console, console.width))
+            if room < 0:
+                break
+            console.print(text)
+    for line in last:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)

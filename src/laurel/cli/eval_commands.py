@@ -15,7 +15,6 @@ from laurel.cli.eval_options import (
     EnvironmentOption,
     NeededRowOptions,
     OneBenchmarkOptions,
-    PairRowOptions,
     RowOptions,
     ScoringOptions,
     TasksOption,
@@ -23,7 +22,7 @@ from laurel.cli.eval_options import (
 )
 from laurel.cli.json_output import JsonOption
 from laurel.cli.option_groups import with_option_groups
-from laurel.cli.options import ConfigOption, ModelOption, Overrides
+from laurel.cli.options import ColumnKeys, ConfigOption, ModelOption, Overrides
 
 if TYPE_CHECKING:
     from laurel.cli.eval_request import Request
@@ -145,7 +144,8 @@ def eval_judge_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
 @eval_app.command("pairs")
 @with_option_groups
 def eval_pairs(
-    rows: PairRowOptions,
+    rows: NeededRowOptions,
+    overrides: ColumnKeys = None,
     dataset: Annotated[
         str | None,
         typer.Option(
@@ -160,18 +160,17 @@ def eval_pairs(
 ) -> None:
     """Any preferences: how often the model agrees.
 
-    Example: laurel eval pairs -m results/rm/best -d validation.jsonl.gz
+    Columns of other names are named as for laurel rm, and hold for all rows of the command.
+
+    Example: laurel eval pairs -m results/rm/best -d rows.jsonl data.prompt_key=question
     """
-    said = {
-        "prompt_key": rows.prompt_key, "chosen_key": rows.chosen_key,
-        "rejected_key": rows.rejected_key,
-    }  # fmt: skip
-    keys = {key: column for key, column in said.items() if column is not None}
+    from laurel.config.overrides import columns_of
+
     _run(
-        "pairs", rows, how, dataset=dataset, column_keys=keys, diagnostics=also.diagnostics,
-        margin_key=also.margin_key, train_data=tuple(also.train_data or ()),
-        sensitivity=also.sensitivity, other_language=also.other_language,
-        members=tuple(also.member or ()),
+        "pairs", rows, how, dataset=dataset, column_keys=columns_of(overrides or []),
+        diagnostics=also.diagnostics, margin_key=also.margin_key,
+        train_data=tuple(also.train_data or ()), sensitivity=also.sensitivity,
+        other_language=also.other_language, members=tuple(also.member or ()),
     )  # fmt: skip
 
 

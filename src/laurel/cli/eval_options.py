@@ -93,22 +93,6 @@ CompatibilityOption = Annotated[
     ),
 ]
 
-PromptKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY",
-        help="Column of the prompt; default: prompt. These three hold for all rows of the command.",
-    ),
-]
-ChosenKeyOption = Annotated[
-    str | None,
-    typer.Option(metavar="KEY", help="Column of the better answer; default: chosen."),
-]
-RejectedKeyOption = Annotated[
-    str | None,
-    typer.Option(metavar="KEY", help="Column of the worse answer; default: rejected."),
-]
-
 DiagnosticsOption = Annotated[
     bool,
     typer.Option(
@@ -184,15 +168,6 @@ class NeededRowOptions(RowOptions):
     """The same of what has no place of its own on the hub."""
 
     data: NeededDataOption = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairRowOptions(NeededRowOptions):
-    """The same of pairs, whose columns may have other names."""
-
-    prompt_key: PromptKeyOption = None
-    chosen_key: ChosenKeyOption = None
-    rejected_key: RejectedKeyOption = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from laurel.cli.eval_tables import print_compatibility, print_evaluation, print_
 from laurel.cli.json_output import write_json
 from laurel.config.benchmarks import BenchmarkName
 from laurel.data.benchmark_rows import BenchmarkRow
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, setting_of
 from laurel.evaluation import rm_bench
 from laurel.evaluation.benchmarks import (
     BENCHMARKS,
@@ -71,9 +71,12 @@ def evaluated(name: BenchmarkName, request: Request, console: Console) -> Evalua
         UserError: A model, a row, a file or a setting that cannot be used.
     """
     check_request(request)
+    told: list[str] = []
     with console.status("reading the rows"):
-        rows = BENCHMARKS[name].read(request)
+        rows = BENCHMARKS[name].read(request, told.append)
         training = _training(request)
+    for said in told:
+        console.print(f"note    {visible(said)}", soft_wrap=True)
     if training is not None:
         for note in training.notes:
             console.print(f"note    {visible(note)}", soft_wrap=True)
@@ -96,7 +99,9 @@ def check_request(request: Request) -> None:
     models = [request.scorer.model, *request.members]
     for name in dict.fromkeys(models):
         if models.count(name) > 1:
-            raise ConfigError(f"--member {name}: it is named twice, and agrees with itself")
+            raise ConfigError(
+                f"{setting_of('--member', name)}: it is named twice, and agrees with itself"
+            )
     if request.output is not None:
         check_directory(request.output)
 
@@ -206,7 +211,7 @@ def _diagnosed(
     translated = None
     plain = replace(request, margin_key=None)
     if request.other_language is not None:
-        others = preference_rows(replace(plain, data=(request.other_language,)))
+        others = preference_rows(replace(plain, data=(request.other_language,)), lambda said: None)
         translated = _pairs_scored(others, request, scorer)
     members = {request.scorer.model: _column(scored)} if request.members else {}
     for name in request.members:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from laurel.cli.local_scorer import check_named, find_local, open_local, say_on
-from laurel.cli.score import ScoringProgress
 from laurel.cli.scorer_settings import policy_of_settings
-from laurel.errors import ConfigError, Terms, speaking
+from laurel.errors import ConfigError, Terms, key_of, setting_of, speaking
+from laurel.observe.progress import RowProgress
 from laurel.rewards.load import Say, ScorerOptions
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def check_model(scorer: EvalScorer) -> None:
     elif scorer.reproduces is not None:
         raise ConfigError(
             "--compatibility decides what tokens the model reads, and a server decides that by "
-            f"itself: --model {scorer.model} is an address. Name the directory of the model, or "
+            f"itself: {setting_of('--model', scorer.model)} is an address. Name the directory "
+            "of the model, or "
             "its name on the hub"
         )
 
@@ -98,7 +99,9 @@ class OpenScorer:
 
     def _score(self, groups: Sequence[Group], score_now: ScoreNow) -> list[tuple[Score, ...]]:
         scores: list[tuple[Score, ...]] = []
-        with ScoringProgress(self.console, len(groups), shares_screen=False) as progress:
+        with RowProgress(
+            self.console, len(groups), chunk=self.chunk, shares_screen=False
+        ) as progress:
             for first in range(0, len(groups), self.chunk):
                 chunk = groups[first : first + self.chunk]
                 progress.show()
@@ -153,7 +156,9 @@ def _server(scorer: EvalScorer, say: Say, console: Console) -> Iterator[ScoreNow
     from laurel.rewards.blocking import BlockingScorer
 
     if scorer.settings:
-        raise ConfigError("--set is for a model that is loaded here, and --model is an address")
+        raise ConfigError(
+            f"--set is for a model that is loaded here, and {key_of('--model')} is an address"
+        )
     variable = scorer.api_key_env or (KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else None)
     with console.status(f"asking {scorer.model}"), speaking(_ADDRESS):
         try:

@@ -16,7 +16,7 @@ from laurel.cli.json_output import write_json
 from laurel.cli.scorer_settings import OPTIONS, policy_of_settings
 from laurel.cli.whole_directory import check_target, whole_directory
 from laurel.config.schema import ClusterConfig
-from laurel.errors import CheckpointError, ConfigError, speaking
+from laurel.errors import CheckpointError, ConfigError, key_of, speaking
 from laurel.observe.console import message_console, visible
 from laurel.rewards.load import (
     ModelPlace,
@@ -108,7 +108,8 @@ def run_export(
 def _find(options: ExportOptions) -> ModelPlace:
     if not options.model:
         raise ConfigError(
-            "no model is named; add --model with a directory (of a model, a checkpoint, or a run "
+            f"no model is named; add {key_of('--model')} with a directory (of a model, a "
+            "checkpoint, or a run "
             "with checkpoints) or a name on the Hugging Face hub"
         )
     name = options.model

@@ -192,7 +192,9 @@ def _about_task(row: Task) -> tuple[str, ...]:
     tests = [key for key in ("test_code", "test_list", "stdio_tests", "call_tests")
              if key in row.metadata]  # fmt: skip
     if tests:
-        said.append(f"it brings tests: {', '.join(tests)}")
+        by = row.metadata.get("comparison")
+        compared = f", compared as {by}" if by is not None else ""
+        said.append(f"it brings tests: {', '.join(tests)}{compared}")
     return tuple(said)
 
 

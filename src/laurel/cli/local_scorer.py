@@ -10,7 +10,7 @@ from rich.text import Text
 
 from laurel.cli.scorer_settings import OPTIONS, policy_of_settings
 from laurel.config.schema import ClusterConfig
-from laurel.errors import ConfigError, speaking
+from laurel.errors import ConfigError, key_of, speaking
 from laurel.observe.console import visible
 from laurel.rewards.load import (
     ModelPlace,
@@ -53,7 +53,8 @@ def check_named(model: str, *, or_server: bool = False) -> None:
     if not model:
         places = f", {_HUB}, or the address of a running laurel serve"
         raise ConfigError(
-            "no reward model is named; add --model with a directory (of a model, a checkpoint, or "
+            f"no reward model is named; add {key_of('--model')} with a directory (of a model, a "
+            "checkpoint, or "
             f"a run with checkpoints){places if or_server else f' or {_HUB}'}"
         )
 

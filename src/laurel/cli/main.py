@@ -23,6 +23,7 @@ from laurel.cli.options import (
     AdminKeyOption,
     ApiKeyOption,
     BatchTokensOption,
+    ColumnKeys,
     ConfigOption,
     DeviceOption,
     MaxLengthOption,
@@ -162,6 +163,7 @@ def score(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="JSON lines of conversations; - is stdin.")
     ] = "-",
+    overrides: ColumnKeys = None,
     model: ModelOption = "",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write JSON lines here.", metavar="FILE")
@@ -177,18 +179,21 @@ def score(
     """Score conversations with a reward model.
 
     A line is {"messages": [...]}, {"prompt": ..., "completions": [...]}, or a row of a preference
-    data set. A prompt is a text or a list of messages. The exit code is 1 where a completion got no
-    score.
+    data set, whose columns may be named as for laurel rm. A prompt is a text or a list of messages.
+    The exit code is 1 where a completion got no score.
+
+    Example: laurel score rows.jsonl -m results/rm/best data.prompt_key=question
     """
     from laurel.cli.score import run_score
+    from laurel.config.overrides import columns_of
     from laurel.rewards.load import ScorerOptions
 
     options = ScorerOptions(
         max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device
     )
     exit_code = run_score(
-        file, model=model, output=output, as_json=as_json, options=options,
-        settings=settings or (), cpu_threads=cpu_threads,
+        file, model=model, columns=columns_of(overrides or []), output=output, as_json=as_json,
+        options=options, settings=settings or (), cpu_threads=cpu_threads,
     )  # fmt: skip
     if exit_code:
         raise typer.Exit(exit_code)
@@ -217,6 +222,13 @@ def serve(
     no_api_key: Annotated[
         bool, typer.Option("--no-api-key", help="Need no key; on loopback only.")
     ] = False,
+    allow_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CIDR",
+            help="Private addresses, such as 10.0.0.0/8, that need no key for scores; repeatable.",
+        ),
+    ] = None,
     precision: PrecisionOption = "float32",
     device: DeviceOption = "auto",
     cpu_threads: ThreadsOption = None,
@@ -252,7 +264,8 @@ def serve(
     options = ServeOptions(
         model=model, null=null, replicas=replicas, host=host, port=port, engine=engine,
         api_key_env=api_key_env, admin_key_env=admin_key_env, no_api_key=no_api_key,
-        precision=precision, device=device, cpu_threads=cpu_threads, max_length=max_length,
+        allow_from=tuple(allow_from or ()), precision=precision, device=device,
+        cpu_threads=cpu_threads, max_length=max_length,
         batch_tokens=batch_tokens, max_waiting=max_waiting, request_seconds=request_seconds,
         drain_seconds=drain_seconds, access_log=access_log, log_texts=log_texts, as_json=as_json,
     )  # fmt: skip

@@ -22,6 +22,14 @@ Overrides = Annotated[
     ),
 ]
 
+ColumnKeys = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=COLUMN",
+        help="Columns of other names, as laurel rm is told them: data.prompt_key=, "
+        "data.chosen_key=, data.rejected_key=.",
+    ),
+]
 
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", metavar="MODEL", help="A directory or a hub name.")

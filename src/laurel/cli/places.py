@@ -183,6 +183,7 @@ def open_places(planned: PlannedPlaces, stack: ExitStack, console: Console) -> P
     plan, settings = planned.plan, planned.config.cluster
     with console.status("reserving slots"):
         cluster = stack.enter_context(open_cluster(plan, settings))
+        cluster.wait_until_settled()
         reservations = reserve_roles(
             plan, cluster, device_of(settings, cluster), patience=settings.patience_seconds
         )

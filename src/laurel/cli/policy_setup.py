@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from laurel.cli.memory_check import check_memory
 from laurel.cli.places import Places
+from laurel.cli.run_setup import describe_data
 from laurel.cli.trained_model import TrainedModel, describe_model, load_trained_model
 from laurel.config.schema import CheckpointingConfig, ClusterConfig, PolicyConfig
 from laurel.data.text_report import TextReport
@@ -90,8 +91,7 @@ def describe_policy(
     console: Console,
 ) -> None:
     """Say what was read, loaded and decided."""
-    for report in reports.values():
-        console.print(report.render())
+    describe_data(reports, run_dir, console)
     describe_model("policy", facts, policy, places, console)
     console.print(f"logs    {run_dir}")
     if saving.enabled:

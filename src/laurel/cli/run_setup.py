@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING, Any
 from laurel.algorithms.selection import Selection
 from laurel.algorithms.stopping import Deadline, StopRequest
 from laurel.config.load import to_yaml
-from laurel.config.schema import CheckpointingConfig, LoggerConfig
-from laurel.config.section import Section
+from laurel.config.schema import CheckpointingConfig, LoggerConfig, PolicyConfig
+from laurel.distributed.claims import Run
+from laurel.distributed.memory import MASTER_BYTES, OPTIMIZER_STATES
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint import CheckpointStore
 from laurel.models.directory_lock import LOCK_NAME
 from laurel.observe.counts import counted
 from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
+from laurel.observe.run_record import DATA_REPORT
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.algorithms.learner_worker import ModelFacts
     from laurel.algorithms.run_state import Position, RunState
     from laurel.algorithms.training_loop import Surroundings
 
@@ -79,20 +82,69 @@ def _remove_unused(made: Sequence[Path]) -> None:
                 directory.rmdir()
 
 
-def choose_run_dir(logging: LoggerConfig, resume_from: Path | None) -> Path:
+def choose_run_dir(logging: LoggerConfig, resume_from: Path | None, console: Console) -> Path:
     """Where the run logs: where it logged before, or the next free directory."""
     from laurel.algorithms.run_state import read_run_dir
 
-    return (resume_from and read_run_dir(resume_from)) or next_run_dir(logging.log_dir)
+    before = resume_from and read_run_dir(resume_from)
+    if not before:
+        return next_run_dir(logging.log_dir)
+    is_elsewhere = before.resolve().parent != Path(logging.log_dir).expanduser().resolve()
+    if "log_dir" in logging.model_fields_set and is_elsewhere:
+        console.print(
+            f"warning: logger.log_dir={logging.log_dir} has no effect: a run that goes on logs "
+            f"where it has logged, in {before}, so that its curves are in one place",
+            soft_wrap=True,
+        )
+    return before
+
+
+def describe_data(reports: Mapping[str, Any], run_dir: Path, console: Console) -> None:
+    """Say what was read; of what a run that goes on has read alike before, in one line.
+
+    Args:
+        reports: Data reports by name.
+        run_dir: Where the run logs, with its `DATA_REPORT` if it goes on.
+        console: Shows them.
+    """
+    try:
+        before = json.loads((run_dir / DATA_REPORT).read_bytes())
+    except (OSError, ValueError):
+        before = {}
+    alike = []
+    for name, report in reports.items():
+        if before.get(name) == json.loads(json.dumps(report.to_dict())):
+            alike.append(f"{name} ({counted(report.num_kept, 'row')})")
+        else:
+            console.print(report.render())
+    if alike:
+        said = f"data    as when the run began: {', '.join(alike)}; {run_dir / DATA_REPORT}"
+        console.print(said, soft_wrap=True)
+
+
+def checkpoint_bytes(facts: ModelFacts, policy: PolicyConfig, saving: CheckpointingConfig) -> int:
+    """What the tensors of a checkpoint take on the disk, estimated before there is one."""
+    weights = MASTER_BYTES * facts.num_parameters
+    if facts.num_trained != facts.num_parameters:
+        weights += MASTER_BYTES * facts.num_trained  # adapters lie beside the merged weights
+    optimizer = policy.optimizer.name.rsplit(".", 1)[-1]
+    states = OPTIMIZER_STATES.get(optimizer, 2) if saving.save_optimizer else 0
+    return weights + MASTER_BYTES * states * facts.num_trained
+
+
+def _num_saves(saving: CheckpointingConfig, first: int, last: int) -> int:
+    """Checkpoints that are due after step `first`, up to step `last`, which is always saved."""
+    period = saving.save_period
+    return last // period - first // period + (last % period != 0) if first < last else 0
 
 
 def surround(
-    config: Section,
-    logging: LoggerConfig,
+    config: Run,
     *,
     state: RunState,
     position: Position,
     total_steps: int,
+    facts: ModelFacts,
     store: CheckpointStore | None,
     selection: Selection,
     deadline: Deadline,
@@ -106,10 +158,10 @@ def surround(
 
     Args:
         config: The whole configuration of the run.
-        logging: Its logger section.
         state: Writes checkpoints.
         position: Where the run begins.
         total_steps: Where it ends.
+        facts: What is known of its model.
         store: Holds checkpoints; None saves none.
         selection: What makes a checkpoint the best.
         deadline: When the run must have saved.
@@ -118,13 +170,27 @@ def surround(
         stack: Closes what is opened.
         console: Shows progress.
         unit: What a step takes in.
+
+    Raises:
+        CheckpointError: The disk has no room for the checkpoints of the run.
     """
     from laurel.algorithms.training_loop import Surroundings
 
     run_dir = state.run_dir
+    num_saves = _num_saves(config.checkpointing, position.step, total_steps)
+    if store is not None and num_saves:
+        size = checkpoint_bytes(facts, config.policy, config.checkpointing)
+        try:
+            warning = store.require_room(num_saves, estimated_bytes=size)
+        except CheckpointError:
+            with contextlib.suppress(OSError):
+                run_dir.rmdir()  # if it was made for this run, nothing is in it
+            raise
+        if warning is not None:
+            console.print(f"warning: {warning}", soft_wrap=True)
     progress = TrainingProgress(total_steps, position.step, console, unit=unit)
     logger = open_loggers(
-        logging,
+        config.logger,
         run_dir=run_dir,
         run_config=config.model_dump(mode="json"),
         resumed_step=position.step if is_resumed else None,
@@ -133,7 +199,7 @@ def surround(
     stack.callback(logger.close)
     (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     text = json.dumps({name: report.to_dict() for name, report in reports.items()}, indent=1)
-    (run_dir / "data_report.json").write_text(text + "\n", encoding="utf-8")
+    (run_dir / DATA_REPORT).write_text(text + "\n", encoding="utf-8")
     stop = stack.enter_context(
         StopRequest(lambda name: progress.message(f"{name}: saving after this step, then ending"))
     )

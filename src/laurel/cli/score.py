@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, TextIO
-
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 
 from laurel.cli.json_output import json_stream
 from laurel.cli.local_scorer import check_named, find_local, open_local, say_on
@@ -30,6 +18,7 @@ from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
 from laurel.observe.console import make_console, message_console, print_scores
 from laurel.observe.counts import counted
 from laurel.observe.json_text import json_text
+from laurel.observe.progress import RowProgress
 from laurel.rewards.load import Say, ScorerOptions
 
 if TYPE_CHECKING:
@@ -49,6 +38,7 @@ def run_score(
     file: str,
     *,
     model: str,
+    columns: Mapping[str, str] | None = None,
     output: Path | None,
     as_json: bool,
     options: ScorerOptions,
@@ -64,6 +54,7 @@ def run_score(
     Args:
         file: Rows; `-` is standard input. See `data.conversations`.
         model: A directory or a hub name. See `rewards.load.find_model`.
+        columns: See `data.conversations.read_scoring_rows`.
         output: Write JSON lines here.
         as_json: Print JSON lines.
         options: How the model is loaded and scores.
@@ -84,7 +75,7 @@ def run_score(
     place = find_local(model, scores=True)
     if output is not None:
         check_output(output, read_from=file)
-    rows, num_rows = _open_rows(file, stdin, say)
+    rows, num_rows = _open_rows(file, columns or {}, stdin, say)
     scorer = open_local(
         place, options, settings=settings, cpu_threads=cpu_threads, console=messages
     )
@@ -93,7 +84,7 @@ def run_score(
     with ExitStack() as stack:
         write = _writer(stack, output, as_json=as_json, has_attributes=bool(rules.attributes))
         shares_screen = (as_json or output is None) and json_stream().isatty()
-        progress = ScoringProgress(messages, num_rows, shares_screen=shares_screen)
+        progress = RowProgress(messages, num_rows, chunk=CHUNK, shares_screen=shares_screen)
         stack.enter_context(progress)
         for scored in _scored(rows, scorer, progress):
             tally.add(scored)
@@ -108,7 +99,7 @@ def run_score(
 
 
 def _open_rows(
-    file: str, stdin: IO[bytes] | None, say: Say
+    file: str, columns: Mapping[str, str], stdin: IO[bytes] | None, say: Say
 ) -> tuple[Iterator[ScoringRow], int | None]:
     """The rows, and how many there are where that can be known.
 
@@ -116,11 +107,11 @@ def _open_rows(
     hours. Of standard input only the first row can be looked at.
     """
     if file != STDIN and Path(file).expanduser().is_file():
-        num_rows = sum(1 for _ in read_scoring_rows(file))
-        return read_scoring_rows(file), num_rows
+        num_rows = sum(1 for _ in read_scoring_rows(file, columns=columns))
+        return read_scoring_rows(file, columns=columns), num_rows
     if file == STDIN and stdin is None and sys.stdin.isatty():
         say("reading conversations from the terminal, one JSON object a line; Ctrl-D ends them")
-    rows = read_scoring_rows(file, stdin=stdin)
+    rows = read_scoring_rows(file, columns=columns, stdin=stdin)
     first = next(rows)  # no rows at all is a DataError
     return chain([first], rows), None
 
@@ -132,7 +123,7 @@ def _chunks(rows: Iterable[ScoringRow], size: int) -> Iterator[list[ScoringRow]]
 
 
 def _scored(
-    rows: Iterable[ScoringRow], scorer: LocalScorer, progress: ScoringProgress
+    rows: Iterable[ScoringRow], scorer: LocalScorer, progress: RowProgress
 ) -> Iterator[Scored]:
     """The rows with their scores, a chunk at a time."""
     for chunk in _chunks(rows, CHUNK):
@@ -235,71 +226,3 @@ class Tally:
                 f"FAILED  {counted(self.num_failed, 'completion')} without a score; the first: "
                 f"{self.first_failure}"
             )
-
-
-# -------------------------------------------------------------------------------------- progress
-
-
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:,.1f} rows/s" if task.speed else "")
-
-
-class ScoringProgress:
-    """A bar with rate and time left, on a terminal and where there is more than one chunk.
-
-    It is hidden while scores are printed on the same screen.
-    """
-
-    def __init__(self, console: Console, num_rows: int | None, *, shares_screen: bool) -> None:
-        """Nothing is shown yet.
-
-        Args:
-            console: Where it appears.
-            num_rows: All there are; None where nobody knows.
-            shares_screen: Whether the scores are printed on the screen it is on.
-        """
-        self._progress = Progress(
-            TextColumn("scoring"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            _Rate(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            disable=not (console.is_interactive and console.file.isatty()),
-        )
-        self._task = self._progress.add_task("scoring", total=num_rows)
-        self._is_wanted = num_rows is not None and num_rows > CHUNK
-        self._shares_screen = shares_screen
-        self._done = 0
-
-    def __enter__(self) -> ScoringProgress:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def show(self) -> None:
-        """A chunk begins."""
-        if self._is_wanted:
-            self._progress.start()
-
-    def advance(self, num_rows: int, num_tokens: int) -> None:
-        """Some rows of the chunk are scored."""
-        self._progress.advance(self._task, num_rows)
-
-    def hide(self, *, done: int) -> None:
-        """A chunk of `done` rows has ended."""
-        self._done += done
-        self._is_wanted = True
-        self._progress.update(self._task, completed=self._done)
-        if self._shares_screen:
-            self._progress.stop()

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from laurel.errors import (
 from laurel.observe.verbosity import verbosity
 from laurel.rewards.load import Precision
 from laurel.rewards.server.access_log import AccessLog
-from laurel.rewards.server.keys import is_loopback
+from laurel.rewards.server.keys import is_loopback, private_network
 from laurel.rewards.server.serving import RewardService, ServedModel
 from laurel.rewards.server.serving_model import ModelSettings, check_settings, open_served
 
@@ -54,6 +55,8 @@ class ServeOptions:
     api_key_env: str | None
     admin_key_env: str | None
     no_api_key: bool
+    allow_from: tuple[str, ...] = ()
+    """Ranges of addresses that need no key for scores."""
     precision: Precision
     device: Literal["auto", "cpu", "cuda"]
     cpu_threads: int | None
@@ -129,9 +132,12 @@ def run_serve(options: ServeOptions) -> None:
     _chat(f"serving {options.model or 'trivial scores (--null)'} on {url}; it is being loaded")
 
     def greet(served: ServedModel) -> None:
-        _greet(served, url, key, admin_key)
+        _greet(served, url, key, admin_key, options.allow_from)
         if options.as_json:
-            ready = {"url": url, "model": served.name, "version": served.version, "key": key.place}
+            ready = {
+                "url": url, "model": served.name, "version": served.version, "key": key.place,
+                "allow_from": list(options.allow_from),
+            }  # fmt: skip
             write_json(ready, indent=None)
 
     run = ServerRun(app, service, listener, drain_seconds=options.drain_seconds)
@@ -147,10 +153,14 @@ def run_serve(options: ServeOptions) -> None:
             "refused. The warnings above say how they died",
             exit_code=WorkerError.LOST_EXIT_CODE,
         )
-    if run.left_some:
-        say(f"ended; after {options.drain_seconds:g} s some requests were left without an answer")
+    silent = f"; {run.silent} connections had sent nothing and were closed" if run.silent else ""
+    if run.unanswered:
+        say(
+            f"ended; after {options.drain_seconds:g} s {run.unanswered} requests were left without "
+            f"an answer{silent}"
+        )
     else:
-        _chat("ended; everything that was accepted was answered")
+        _chat(f"ended; everything that was accepted was answered{silent}")
     gc.freeze()  # all is done: looking through what is left for garbage would take a second
 
 
@@ -184,6 +194,25 @@ def _check(options: ServeOptions) -> None:
             f"--no-api-key is for this machine alone, and --host {options.host} is for others; "
             "leave one of them out"
         )
+    _check_allowed(options)
+
+
+def _check_allowed(options: ServeOptions) -> None:
+    if options.allow_from and options.no_api_key:
+        raise ConfigError(
+            "--allow-from says who needs no key, and under --no-api-key nobody does; leave one of "
+            "them out"
+        )
+    for text in options.allow_from:
+        try:
+            network = private_network(text)
+        except ValueError as error:
+            raise ConfigError(f"--allow-from {text}: {error}") from error
+        if _is_loopback(options.host) and not network.is_loopback:
+            raise ConfigError(
+                f"--allow-from {text}: nobody from there reaches --host {options.host}; let the "
+                "server listen on its address in that network, or on 0.0.0.0"
+            )
 
 
 def _is_loopback(host: str) -> bool:
@@ -298,6 +327,7 @@ def _app(
     gate = GateOptions(
         api_key=key.value,
         admin_key=admin_key.value,
+        allow_from=tuple(map(private_network, options.allow_from)),
         hosts=tuple(hosts) if _is_loopback(options.host) else None,
         log_texts=options.log_texts,
     )
@@ -327,7 +357,9 @@ async def _open(options: ServeOptions) -> ServedModel:
     return ServedModel(name=replicas.model, version=replicas.version, scorer=scorer)
 
 
-def _greet(served: ServedModel, url: str, key: Key, admin_key: Key) -> None:
+def _greet(
+    served: ServedModel, url: str, key: Key, admin_key: Key, allow_from: Sequence[str]
+) -> None:
     """What whoever started the server wants to know."""
     header = f' -H "Authorization: Bearer {key.header}"' if key.value else ""
     of_admin = f"\nadmin   {admin_key.source}" if admin_key.value else ""
@@ -337,5 +369,17 @@ def _greet(served: ServedModel, url: str, key: Key, admin_key: Key) -> None:
         f"model   {served.name}\n"
         f"version {served.version}\n"
         f"key     {key.source}{of_admin}\n"
+        f"{_who_needs_none(allow_from)}"
         f"try     curl {url}/v1/score{header} -H 'Content-Type: application/json' -d '{said}'"
+    )
+
+
+def _who_needs_none(allow_from: Sequence[str]) -> str:
+    if not allow_from:
+        return ""
+    return (
+        f"open    {', '.join(allow_from)}: programs on these addresses get scores without a key.\n"
+        "        Others need it, and so do admin requests, web pages, and what a proxy has marked\n"
+        "        as forwarded. A proxy there that adds no X-Forwarded-For opens this server to\n"
+        "        whoever reaches the proxy.\n"
     )

@@ -8,22 +8,28 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.text import Text
 
 from laurel.cli.json_output import write_json
+from laurel.cli.places import plan_places
+from laurel.cli.ray_guard import guard
 from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.config.load import load_config
+from laurel.config.overrides import COLUMN_KEYS, Override
 from laurel.config.reward_training import RewardTrainingRun
-from laurel.errors import DataError
+from laurel.distributed.limits import has_no_gpu
+from laurel.errors import ConfigError, DataError, UnsavedError, UserError
 from laurel.observe.console import make_console, message_console, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.algorithms.training_loop import Outcome
+    from laurel.config.schema import ClusterConfig
     from laurel.config.section import Section
+    from laurel.distributed.claims import Run
 
 MAX_LINES = 10
 _USES = {
@@ -47,7 +53,7 @@ def run_training(
     """
     console = message_console(stderr=False)
     last = console if as_json else make_console()
-    outcome = trained(kind, path, overrides, console, last=last)
+    outcome = trained(kind, path, overrides, console, last=last, is_process=True)
     if as_json:
         write_json(asdict(outcome))
     if outcome.signal == "SIGINT":
@@ -57,10 +63,11 @@ def run_training(
 def trained(
     kind: Kind,
     path: Path | None,
-    overrides: Sequence[str],
+    overrides: Sequence[str | Override],
     console: Console,
     *,
     last: Console | None = None,
+    is_process: bool = False,
 ) -> Outcome:
     """Train, and say how it ended and where everything lies.
 
@@ -70,31 +77,67 @@ def trained(
         overrides: Changes to it.
         console: Told how it goes.
         last: Told how it ended; None: the same.
+        is_process: Whether this process is there for the run alone; see `ray_guard.guard`.
 
     Raises:
         UserError: Something that cannot be used.
         TrainingError: The run went wrong.
     """
     loaded = load_config(SCHEMAS[kind], path, overrides)
-    outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
-    use = _use_of(kind, loaded.config)
-    conclude(outcome, last or console, use=use, limit=_limit(kind, loaded.config, outcome))
+    config = cast("Run", loaded.config)  # what each of the schemas is
+    _check_device(config.cluster)
+    if is_process and _needs_ray(config):
+        guard()
+    use, unsaved = _use_of(kind, loaded.config), None
+    try:
+        outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
+    except UnsavedError as error:
+        unsaved, outcome = error, error.outcome
+    limit = _limit(kind, loaded.config, outcome)
+    conclude(outcome, last or console, use=use, limit=limit, unsaved=unsaved)
+    if unsaved is not None:
+        raise unsaved
     return outcome
+
+
+def _check_device(cluster: ClusterConfig) -> None:
+    """What needs neither torch nor data to be told, first.
+
+    Raises:
+        ConfigError: A GPU is asked for and this machine has none.
+    """
+    if cluster.device == "cuda" and cluster.address is None and has_no_gpu():
+        raise ConfigError(
+            "cluster.device=cuda: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides it; set "
+            "it to auto or cpu"
+        )
+
+
+def _needs_ray(config: Run) -> bool:
+    """Whether it goes to a cluster; what cannot be planned is told later, in its place."""
+    try:
+        return plan_places(config).are_remote
+    except UserError:
+        return False
 
 
 def _use_of(kind: Kind, config: Section) -> str:
     """A command that can be pasted as it stands, with {} for the model.
 
     A reward model scores rows that it was validated on, or learned from, where `laurel score` reads
-    them: a file of JSON lines with the usual columns. Otherwise it is served, which needs no file.
+    them: a file of JSON lines. Otherwise it is served, which needs no file.
     """
     if isinstance(config, RewardTrainingRun):
-        keys = ("prompt_key", "chosen_key", "rejected_key")
         for one in (*config.data.validation_sets().values(), *config.data.train_sets()):
             path = one.data_path or ""
-            is_usual = all(getattr(one, key) == key.removesuffix("_key") for key in keys)
-            if is_usual and path.endswith(".jsonl") and os.path.isfile(path):
-                named = shlex.quote(path).replace("{", "{{").replace("}", "}}")
+            if path.endswith(".jsonl") and os.path.isfile(path):
+                columns = {key: getattr(one, key.partition(".")[2]) for key in COLUMN_KEYS}
+                said = [
+                    f"{key}={column}"
+                    for key, column in columns.items()
+                    if f"data.{column}_key" != key
+                ]
+                named = shlex.join([path, *said]).replace("{", "{{").replace("}", "}}")
                 return f"laurel score --model {{}} {named}"
     return _USES[kind]
 
@@ -127,7 +170,14 @@ def _limit(kind: Kind, config: Section, outcome: Outcome) -> str | None:
     )
 
 
-def conclude(outcome: Outcome, console: Console, *, use: str, limit: str | None = None) -> None:
+def conclude(
+    outcome: Outcome,
+    console: Console,
+    *,
+    use: str,
+    limit: str | None = None,
+    unsaved: UnsavedError | None = None,
+) -> None:
     """The last words of a run, at most `MAX_LINES` where the terminal has room for its paths.
 
     Args:
@@ -135,11 +185,21 @@ def conclude(outcome: Outcome, console: Console, *, use: str, limit: str | None 
         console: Where they are said.
         use: What can be done with the model, with {} for its directory.
         limit: What made its last step the last, where that may surprise.
+        unsaved: What became of its last checkpoint, where that is nowhere; said first.
     """
     at, seconds = f"after step {outcome.step}", f"{outcome.seconds:.0f} s"
-    again = "run it again to go on"
+    again, finished = "run it again to go on", f"finished {at}, in {seconds}"
+    if outcome.latest is None:
+        again = "nothing was saved, so it will start over"
+        # Without a word of what went wrong, nobody wanted it saved.
+        finished += "" if unsaved else "; nothing was saved (checkpointing.enabled=false)"
+    room = MAX_LINES
+    if unsaved is not None:
+        problem = Text(visible(f"problem: {unsaved}"))
+        room -= len(problem.wrap(console, console.width))
+        console.print(problem)
     how = {
-        "finished": f"finished {at}, in {seconds}" + (f": {limit}" if limit else ""),
+        "finished": finished + (f": {limit}" if limit else ""),
         "signal": f"stopped by {outcome.signal} {at}, {seconds} in; {again}",
         "deadline": f"stopped by its time budget {at}, {seconds} in; {again}",
         "alarm": f"ended by an alarm {at}, in {seconds} (grpo.health.stop_on)",
@@ -155,7 +215,7 @@ def conclude(outcome: Outcome, console: Console, *, use: str, limit: str | None 
         last.append(f"use it  {use.format(model)}")
     if outcome.run_dir is not None:
         last.append(f"report  laurel report {outcome.run_dir}")
-        _say_what_came_out(outcome.run_dir, console, room=MAX_LINES - 1 - len(last))
+        _say_what_came_out(outcome.run_dir, console, room=room - 1 - len(last))
     for line in last:
         console.print(line, soft_wrap=True)
 

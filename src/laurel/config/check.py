@@ -6,9 +6,11 @@ import functools
 import operator
 import re
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from laurel.config.interpolation import Interpolations, UnresolvedError
@@ -66,6 +68,10 @@ class Checker:
         self.interpolations = Interpolations(with_defaults(schema, tree, everything=True))
         self.problems = problems
         self.ignored: list[str] = []
+        self.without_effect: dict[str, str] = {}
+        """Keys that do nothing beside others, and why."""
+        self.nulls: dict[str, Any] = {}
+        """Keys that are null and cannot be, with the defaults that hold instead."""
 
     def section(self, section: type[T], node: Node, path: KeyPath = ()) -> T | _Broken:
         """The section at `path`, or a stand-in where something in it has been reported."""
@@ -74,7 +80,10 @@ class Checker:
         for key, child in node.value.items():
             here = (*path, key)
             if key in section.model_fields:
-                kinds = kinds_of(section.model_fields[key].annotation)
+                field = section.model_fields[key]
+                kinds = kinds_of(field.annotation)
+                if self._is_left_out(field, kinds, child, here):
+                    continue
                 values[key] = self._value(kinds, child, here)
                 whole = whole and not _has_broken(values[key])
             elif key in section.foreign_keys:
@@ -89,7 +98,27 @@ class Checker:
             for told in error.errors(include_url=False):
                 self._translate(told, attempt)
             return _BROKEN
+        if whole:
+            named = built.without_effect().items()
+            self.without_effect |= {dotted((*path, key)): why for key, why in named}
         return built if whole else _BROKEN
+
+    def _is_left_out(self, field: FieldInfo, kinds: Kinds, node: Node, path: KeyPath) -> bool:
+        """Whether a key is null that cannot be: then nothing is said, and its default holds.
+
+        Null is how YAML says that there is no value; a key that must be given is refused.
+        """
+        try:
+            value = self._resolved(node, path).value
+        except UnresolvedError:
+            return False
+        if value is not None or field.is_required() or not {Any, NoneType}.isdisjoint(kinds):
+            return False
+        default = field.get_default(call_default_factory=True)
+        if default:  # else the default is nothing, too
+            is_section = isinstance(default, Section)
+            self.nulls[dotted(path)] = default.model_dump() if is_section else default
+        return True
 
     def _value(self, kinds: Kinds, node: Node, path: KeyPath) -> Any:
         """The value of one key: references looked up, sections built."""
@@ -154,6 +183,9 @@ class Checker:
             near = nearest(str(value), choices_of(kinds))
             message = f"must be {describe(kinds, limits)}, not {_shown(value)}"
             message += f"; did you mean '{near}'?" if near else ""
+            gone = attempt.section.removed.get(str(value))
+            if gone is not None:
+                message = f"there is no {value} any more ({gone}); leave it out"
         self._report((*path, *where), _innermost(node, where).place, message)
 
     def _place_of_rule(self, told: ErrorDetails, node: Node) -> str:

@@ -11,6 +11,9 @@ from laurel.config.section import Section
 
 _SANDBOX = SandboxConfig()
 
+Comparison = Literal["laurel", "apps", "taco", "livecodebench", "verl"]
+"""Whose way to compare what a program gives with what is expected."""
+
 
 class CodeEnvironmentConfig(Section):
     """Programs of the policy, run in a sandbox: judged by a task's tests, or as its tool."""
@@ -34,11 +37,16 @@ class CodeEnvironmentConfig(Section):
     without expected values; the reward is that of its last one. A run is refused where
     `grpo.max_rollout_turns` is lower."""
     strict_types: bool = True
-    """Of tests that call a function: True is not 1, 1 is not 1.0, a list is not a tuple. A task's
-    metadata may say otherwise."""
+    """Of tests that call a function and are compared as `laurel`: True is not 1, 1 is not 1.0, a
+    list is not a tuple. A task's metadata may say otherwise."""
     float_tolerance: float = Field(default=0.0, ge=0)
     """Largest relative or absolute difference between numbers of which one is a float; of values
-    and of printed numbers. A task's metadata may say otherwise."""
+    and of printed numbers that are compared as `laurel`. A task's metadata may say otherwise."""
+    comparison: Comparison | None = None
+    """How printed text and values are compared with what is expected: as the grader of that
+    benchmark does, oddities included, or `laurel`: exactly, but for `strict_types` and
+    `float_tolerance`. Null: as the task's metadata says, which is the benchmark's own grader for
+    rows of one (`CodeTasks`), and else `laurel`."""
     max_observation_chars: int = Field(default=4096, ge=64)
     """Longest result that the policy is shown; of a longer one the middle is left out."""
     deadline_seconds: float = Field(default=540.0, gt=0)
@@ -46,6 +54,16 @@ class CodeEnvironmentConfig(Section):
     `env.timeout_seconds`, after which all that were asked with them would be."""
     sandbox: SandboxConfig = _SANDBOX
     """How programs are locked in, and what each may use."""
+
+    @model_validator(mode="after")
+    def _benchmarks_have_their_own_tolerance(self) -> CodeEnvironmentConfig:
+        said = [key for key in ("strict_types", "float_tolerance") if key in self.model_fields_set]
+        if self.comparison not in (None, "laurel") and said:
+            raise ValueError(
+                f"{said[0]} has no effect with comparison={self.comparison}, which compares as "
+                "that benchmark's grader does: leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _workers_are_said_once(self) -> CodeEnvironmentConfig:

@@ -31,8 +31,8 @@ class MathEnvironmentConfig(Section):
     (the policy wrote what cannot be checked in time), worth 0 and counted. Default: real answers
     are checked in milliseconds."""
     forbid_unevaluated: bool = True
-    """Do not take an integral, sum or product for its value where the known answer has none: the
-    policy would only restate the problem."""
+    """Do not take an integral, a sum, a product or arithmetic with plain numbers (`(16-3-4)*2`) for
+    its value where the known answer has none: the policy would only restate the problem."""
 
 
 class ScoreTransformConfig(Section):
@@ -70,12 +70,91 @@ class ResourcesConfig(Section):
     """Nodes."""
 
 
+FOREIGN_VLLM_KEYS = frozenset(
+    {
+        "async_engine",
+        "cap_max_tokens_to_context",
+        "enable_expert_parallel",
+        "enable_prefix_caching",
+        "enable_thinking",
+        "enforce_monotonicity",
+        "env_vars",
+        "expose_http_server",
+        "http_server_serving_chat_kwargs",
+        "is_mx",
+        "limit_mm_per_prompt",
+        "max_num_seqs",
+        "quantization_ignored_layer_kws",
+        "reasoning_parser_plugin",
+        "tool_parser_plugin",
+        "video",
+        "enable_vllm_metrics_logger",
+        "expert_parallel_size",
+        "http_refit_api_key_env_var",
+        "http_refit_server_port",
+        "kv_cache_dtype",
+        "logprobs_mode",
+        "num_first_layers_in_bf16",
+        "num_last_layers_in_bf16",
+        "reset_encoder_cache_after_weight_update",
+        "skip_tokenizer_init",
+        "use_deep_gemm",
+        "use_tqdm",
+        "vllm_metrics_logger_interval",
+        "zmq_refit_server_port",
+    }
+)
+"""Of `vllm_cfg` in files of NeMo RL."""
+
+
+class ScoringVllmConfig(Section):
+    """vLLM's own settings, for a reward model."""
+
+    foreign_keys: ClassVar[frozenset[str]] = FOREIGN_VLLM_KEYS | {
+        "enforce_eager",
+        "load_format",
+        "max_model_len",
+        "pipeline_parallel_size",
+        "precision",
+    }
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that the model is spread over."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, lt=1)
+    """Share of a GPU's memory that it may take."""
+
+
+class ScoringGenerationConfig(Section):
+    """What computes the scores of a reward model. Nothing is generated; the name is NeMo RL's."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {
+            "colocated",
+            "max_new_tokens",
+            "mcore_generation_config",
+            "stop_strings",
+            "stop_token_ids",
+            "temperature",
+            "top_k",
+            "top_p",
+            "vllm_kwargs",
+        }
+    )
+
+    backend: Literal["transformers", "vllm"] = "transformers"
+    """`transformers`: the model itself, in token forests; `vllm`: an engine of its own (extra
+    `vllm`), whose scores are checked against the model's golden ones. Default: it needs no second
+    engine, and its noise can be measured exactly."""
+    vllm_cfg: ScoringVllmConfig = ScoringVllmConfig()
+    """See there."""
+
+
 class RewardModelEnvironmentConfig(ScorerSource):
     """Conversations judged by a reward model, by several, or by what stands in for one."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
         {"processor", "offload_optimizer_for_logprob", "logprob_batch_size", "max_grad_norm",
-         "generation", "optimizer", "scheduler", "make_sequence_length_divisible_by"}
+         "optimizer", "scheduler", "make_sequence_length_divisible_by"}
     )  # fmt: skip
 
     enabled: bool = False
@@ -84,6 +163,11 @@ class RewardModelEnvironmentConfig(ScorerSource):
     """See there."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
     """See there."""
+    generation: ScoringGenerationConfig | None = None
+    """What computes the scores of a model that this run loads: `backend` is `transformers` (also
+    null), or `vllm`, an engine of its own on one machine, with `vllm_cfg.tensor_parallel_size` and
+    `vllm_cfg.gpu_memory_utilization`. Default: no second engine, and its noise can be measured
+    exactly."""
     transform: ScoreTransformConfig = ScoreTransformConfig()
     """See there."""
     use_reward_loop: bool = True
@@ -125,6 +209,16 @@ class RewardModelEnvironmentConfig(ScorerSource):
                 f"num_replicas={self.num_replicas} is for one model that this run loads; leave it "
                 "out where there are urls, a judge, a function or several models"
             )
+        if self.uses_vllm and (self.models is not None or not self.loads_model):
+            raise ValueError(
+                "generation.backend=vllm is for one model that this run loads; leave it out where "
+                "there are urls, a judge, a function or several models"
+            )
+        if self.uses_vllm and self.num_replicas > 1:
+            raise ValueError(
+                f"num_replicas={self.num_replicas} with generation.backend=vllm: vLLM is one "
+                "engine here; spread it with generation.vllm_cfg.tensor_parallel_size"
+            )
         if self.num_workers and not self.uses_workers:
             hint = (
                 "; or name the model whose tokens they are to be sent (model_name)"
@@ -157,6 +251,11 @@ class RewardModelEnvironmentConfig(ScorerSource):
                 "transform.normalize=stored: several models have no statistics in common, and each "
                 "is normalised by its own; choose running or none"
             )
+
+    @property
+    def uses_vllm(self) -> bool:
+        """Whether vLLM computes the scores."""
+        return self.generation is not None and self.generation.backend == "vllm"
 
     @property
     def loads_model(self) -> bool:
@@ -216,7 +315,13 @@ class CompositeEnvironmentConfig(Section):
 class EnvironmentsConfig(Section):
     """The environments by the name that `data.env_name` calls them."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"nemo_gym", "vlm", "should_use_nemo_gym"})
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples",
+         "nemo_gym", "vlm", "dapo", "math_default", "math_multi_reward", "sliding_puzzle_game",
+         "code_jaccard", "code_gym", "retriever", "clevr-cogent", "refcoco", "geometry3k",
+         "mmpr-tiny"}
+    )  # fmt: skip
+    """Environments of NeMo RL; its files describe several, and use those that `env_name` names."""
 
     math: MathEnvironmentConfig = MathEnvironmentConfig()
     """See there."""

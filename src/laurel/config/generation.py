@@ -6,20 +6,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from laurel.config.environments import ResourcesConfig
+from laurel.config.environments import FOREIGN_VLLM_KEYS, ResourcesConfig
 from laurel.config.section import Section
 
 
 class VllmConfig(Section):
     """vLLM's own settings."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"async_engine", "use_deep_gemm", "num_last_layers_in_bf16", "num_first_layers_in_bf16",
-         "expert_parallel_size", "kv_cache_dtype", "skip_tokenizer_init", "logprobs_mode",
-         "use_tqdm", "enable_vllm_metrics_logger", "vllm_metrics_logger_interval",
-         "http_refit_api_key_env_var", "http_refit_server_port", "zmq_refit_server_port",
-         "reset_encoder_cache_after_weight_update"}
-    )  # fmt: skip
+    foreign_keys: ClassVar[frozenset[str]] = FOREIGN_VLLM_KEYS
 
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of its weights; `auto` is `policy.precision`."""
@@ -57,7 +51,9 @@ class GenerationConfig(Section):
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
         {"refit_transport", "refit_cfg", "mcore_generation_config", "sglang_cfg", "trtllm_cfg",
-         "dynamo_cfg", "port_range_low", "port_range_high", "real_quant_export_cpu_offload"}
+         "trtllm_kwargs", "dynamo_cfg", "port_range_low", "port_range_high", "bad_words",
+         "use_async_rollouts", "real_quant", "real_quant_ignore", "real_quant_export_cpu_offload",
+         "quant_cfg"}
     )  # fmt: skip
 
     backend: Literal["auto", "transformers", "vllm"] = "auto"

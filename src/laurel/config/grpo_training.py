@@ -22,7 +22,7 @@ from laurel.config.schema import (
     PolicyConfig,
     TokenizerConfig,
 )
-from laurel.config.section import Section
+from laurel.config.section import OffPeriod, Section
 from laurel.config.tasks import TaskDataConfig
 
 # ------------------------------------------------------------------------------------------ policy
@@ -78,7 +78,10 @@ class GRPOConfig(Section):
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
         {"invalid_tool_call_advantage", "malformed_thinking_advantage", "reward_penalties",
          "on_policy_distillation", "seq_logprob_error_threshold", "calculate_advantages_on_gpu",
-         "skip_reference_policy_logprobs_calculation", "async_grpo", "val_start_at"}
+         "skip_reference_policy_logprobs_calculation", "async_grpo", "val_start_at",
+         "invalid_tool_call_strategy", "penalize_invalid_tool_call",
+         "penalize_malformed_thinking", "zero_variance_prompt_filtering",
+         "deduplicate_multimodal_data", "debug_payload_metrics"}
     )  # fmt: skip
 
     num_prompts_per_step: int = Field(default=32, ge=1)
@@ -139,7 +142,7 @@ class GRPOConfig(Section):
     max_bad_steps: int = Field(default=3, ge=1)
     """Steps in a row whose loss or gradient is not finite before the run stops. Default: one bad
     batch is an accident, three in a row are a fault."""
-    val_period: int = Field(default=10, ge=0)
+    val_period: OffPeriod = Field(default=10, ge=0)
     """Steps between validations; 0: at the start, the end and for ranking checkpoints alone.
     Default: as often as it is saved, so every checkpoint has its figure."""
     val_at_start: bool = False
@@ -231,11 +234,13 @@ class GRPORun(Section):
     """A complete configuration of `laurel grpo`."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"rm", "sft", "data_plane", "on_policy_distillation", "reward_penalties"}
+        {"rm", "sft", "data_plane", "on_policy_distillation", "reward_penalties", "async_rl"}
     )
-    other_names: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("use_reward_loop", "reward_model.use_reward_loop"), "env.reward_model.use_reward_loop"
-    )
+    other_names: ClassVar[Mapping[str, str]] = {
+        "use_reward_loop": "env.reward_model.use_reward_loop",
+        "reward_model.use_reward_loop": "env.reward_model.use_reward_loop",
+        "grpo.num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
+    }
 
     grpo: GRPOConfig = GRPOConfig()
     loss_fn: PolicyLossConfig = PolicyLossConfig()
@@ -304,11 +309,19 @@ class GRPORun(Section):
     @model_validator(mode="after")
     def _stopping_alarms_can_rise(self) -> GRPORun:
         needed = {
-            "kl_without_reward": (
+            "overoptimisation": (
+                self.grpo.health.gold_metric is not None
+                or any(
+                    part.weight == 0.0 and part.gate is None
+                    for composite in self.env.composite.values()
+                    for part in composite.parts
+                ),
+                "grpo.health.gold_metric, or a part of env.composite with weight 0",
+            ),
+            "kl_jump": (
                 self.loss_fn.reference_policy_kl_penalty > 0,
                 "loss_fn.reference_policy_kl_penalty above 0",
             ),
-            "entropy": (self.loss_fn.entropy, "loss_fn.entropy=true"),
             "ensemble": (
                 self.env.reward_model.models is not None,
                 "several reward models, env.reward_model.models",

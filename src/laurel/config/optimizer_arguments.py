@@ -9,6 +9,7 @@ import ast
 import importlib.util
 from collections.abc import Mapping
 from functools import cache
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -30,6 +31,11 @@ _OTHER_NAMES = {
     "beta2": "betas", "adam_beta1": "betas", "adam_beta2": "betas", "wd": "weight_decay",
 }  # fmt: skip
 """Arguments as other systems spell them, and as torch does."""
+
+_NOT_NEGATIVE = frozenset(
+    {"lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value"}
+)
+"""Numbers that every optimizer of torch which has them refuses below 0."""
 
 
 @cache
@@ -97,7 +103,8 @@ def check_arguments(path: str, kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments that an optimizer of torch cannot be called with.
 
     Raises:
-        ValueError: A name that it does not know, or no number where its default is one.
+        ValueError: A name that it does not know, no number where its default is one, or a number
+            that no optimizer of torch takes.
     """
     known = arguments_of(path) or {}
     for name, value in kwargs.items():
@@ -106,6 +113,10 @@ def check_arguments(path: str, kwargs: Mapping[str, Any]) -> None:
             raise ValueError(problem)
         if _is_number(known.get(name)) and not _is_number(value):
             raise ValueError(f"{path} refuses these kwargs: {name} is {value!r}, not a number")
+        if name in known and name in _NOT_NEGATIVE and _is_number(value) and not 0 <= value < inf:
+            raise ValueError(
+                f"{path} refuses these kwargs: {name} is {value!r}, and must be 0 or more"
+            )
 
 
 def with_its_arguments(call: Call) -> Call:

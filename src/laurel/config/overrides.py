@@ -28,6 +28,10 @@ from laurel.errors import ConfigError
 _FORM = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:(?P<equals>=)(?P<value>.*))?", re.DOTALL)
 
 
+COLUMN_KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key")
+"""What names the columns of preferences, for all commands that read them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
     """One change, as the user typed it and in its parts."""
@@ -38,24 +42,21 @@ class Override:
     keys: tuple[str, ...]
     value: Node | None
     """None where the key is deleted."""
-
-    @property
-    def place(self) -> str:
-        """What messages say about where it was written."""
-        return f"override '{self.text}'"
+    place: str
+    """What messages say about where it was written."""
 
 
 def apply_overrides(
-    schema: type[Section], tree: Node, overrides: Sequence[str], problems: list[str]
+    schema: type[Section], tree: Node, overrides: Sequence[str | Override], problems: list[str]
 ) -> Node:
     """The tree with the changes made in order; those that cannot be made are added to `problems`.
 
     A key that nobody wrote starts from the schema's own default, so that a change of one key
     leaves its siblings as they were.
     """
-    for text in overrides:
+    for said in overrides:
         try:
-            override = parse_override(text)
+            override = parse_override(said) if isinstance(said, str) else said
             override = replace(override, keys=spelled_here(schema, override.keys))
             tree = _Edit(schema, override).apply(tree, (schema,), ())
         except ConfigError as error:
@@ -63,25 +64,31 @@ def apply_overrides(
     return tree
 
 
-def parse_override(text: str) -> Override:
-    """The parts of an override. Raises ConfigError where it is none."""
+def parse_override(text: str, *, place: str | None = None) -> Override:
+    """The parts of an override. Raises ConfigError where it is none.
+
+    Args:
+        text: As on a command line.
+        place: What messages call it; None: the override.
+    """
+    place = place or f"override '{text}'"
     form = _FORM.fullmatch(text)
     assert form is not None  # the pattern fits every text
     sign, key, value = form["sign"] or "", form["key"].strip(), form["value"]
     keys = tuple(key.split("."))
     if not form["equals"] and text.endswith((".yaml", ".yml", ".json")):
         raise ConfigError(
-            f"override '{text}': a configuration file is given as --config {text}; overrides are "
+            f"{place}: a configuration file is given as --config {text}; overrides are "
             "written section.key=value"
         )
     if not all(keys) or any(part != part.strip() for part in keys):
-        raise ConfigError(f"override '{text}': write it as section.key=value")
+        raise ConfigError(f"{place}: write it as section.key=value")
     if sign == "~" and form["equals"]:
-        raise ConfigError(f"override '{text}': '~' deletes a key, it takes no value: ~{key}")
+        raise ConfigError(f"{place}: '~' deletes a key, it takes no value: ~{key}")
     if sign != "~" and not form["equals"]:
-        raise ConfigError(f"override '{text}': a value is missing: {sign}{key}=value")
-    node = None if sign == "~" else _parse_value(value, f"override '{text}'")
-    return Override(text=text, sign=sign, keys=keys, value=node)
+        raise ConfigError(f"{place}: a value is missing: {sign}{key}=value")
+    node = None if sign == "~" else _parse_value(value, place)
+    return Override(text=text, sign=sign, keys=keys, value=node, place=place)
 
 
 def _parse_value(text: str, place: str) -> Node:
@@ -103,8 +110,28 @@ def _parse_value(text: str, place: str) -> Node:
     return node if is_whole else as_text
 
 
-def overrides_of(settings: Mapping[str, Any]) -> list[str]:
-    """The changes that a program says as keys and values, in the form of the command line.
+def columns_of(overrides: Sequence[str | Override]) -> dict[str, str]:
+    """The columns that a command line or a program names, by their keys in the `data` section.
+
+    Raises:
+        ConfigError: Something that is no such key.
+    """
+    columns: dict[str, str] = {}
+    for one in overrides:
+        said = parse_override(one) if isinstance(one, str) else one
+        key = ".".join(said.keys)
+        if key not in COLUMN_KEYS or said.value is None:
+            raise ConfigError(
+                f"{said.place}: there is no configuration here, and only the columns of rows "
+                f"can be named: {', '.join(f'{key}=COLUMN' for key in COLUMN_KEYS)}"
+            )
+        value = said.value.value if said.value.text is None else said.value.text
+        columns[said.keys[-1]] = str(value)
+    return columns
+
+
+def overrides_of(settings: Mapping[str, Any]) -> list[Override]:
+    """The changes that a program says as keys and values; messages name its keys as it did.
 
     Args:
         settings: Dotted keys with texts, paths, numbers, booleans, None, and lists and mappings of
@@ -116,7 +143,7 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
     return [_as_override(key, value) for key, value in settings.items()]
 
 
-def _as_override(key: str, value: Any) -> str:
+def _as_override(key: str, value: Any) -> Override:
     if not isinstance(key, str) or not re.match(r"[^+~=\s][^=]*$", key):
         raise ConfigError(f"setting {key!r}: write it as 'section.key', without a sign before it")
     try:
@@ -126,7 +153,7 @@ def _as_override(key: str, value: Any) -> str:
             f"setting '{key}': {error}; it may be a text, a path, a finite number, True, False, "
             "None, or a list or mapping of those"
         ) from error
-    return f"++{key}={written}"
+    return parse_override(f"++{key}={written}", place=f"setting '{key}'")
 
 
 def _as_text(value: object) -> str:

@@ -111,18 +111,27 @@ class PolicyLossConfig(Section):
                 f"truncated_importance_sampling_ratio_min={low} must be below "
                 f"truncated_importance_sampling_ratio={high}"
             )
-        if kind is not None:
-            if not self.use_importance_sampling_correction:
-                raise ValueError(
-                    "truncated_importance_sampling_type needs "
-                    "use_importance_sampling_correction: true"
-                )
-            if self.truncated_importance_sampling_ratio is None:
-                raise ValueError(
-                    f"truncated_importance_sampling_type: {kind} needs "
-                    "truncated_importance_sampling_ratio"
-                )
+        if high is not None and not self.use_importance_sampling_correction:
+            raise ValueError(
+                f"truncated_importance_sampling_ratio={high} needs "
+                "use_importance_sampling_correction: true"
+            )
         return self
+
+    @property
+    def truncation(self) -> Literal["tis", "icepop", "seq-mask-tis", "seq-tis"] | None:
+        """How weights are cut; None where they are not, as the range has no upper end."""
+        if self.truncated_importance_sampling_ratio is None:
+            return None
+        return self.truncated_importance_sampling_type
+
+    def without_effect(self) -> dict[str, str]:
+        """See `Section`."""
+        if self.truncated_importance_sampling_ratio is not None:
+            return {}
+        why = "weights are cut where truncated_importance_sampling_ratio says how far"
+        keys = ("truncated_importance_sampling_type", "truncated_importance_sampling_ratio_min")
+        return {key: why for key in keys if getattr(self, key) is not None}
 
     @property
     def kind(self) -> Literal["ppo", "cispo", "reinforce"]:

@@ -48,8 +48,9 @@ class DataConfig(SetsConfig):
     val_data_paths: dict[str, str | DatasetConfig | BenchmarkSetConfig] = Field(
         default_factory=dict
     )
-    """Several validation sets by name: a path, a block of its own with any `dataset_name`, or a
-    block with a `benchmark`, such as `{benchmark: reward-bench, data_path: rows.jsonl.gz}`."""
+    """Several validation sets by name, also beside the blocks: a path, a block of its own with any
+    `dataset_name`, or a block with a `benchmark`, such as `{benchmark: reward-bench, data_path:
+    rows.jsonl.gz}`."""
     prompt_key: str = "prompt"
     """See `data.train.prompt_key`."""
     chosen_key: str = "chosen"
@@ -99,12 +100,21 @@ class DataConfig(SetsConfig):
 
     @model_validator(mode="after")
     def _one_form(self) -> DataConfig:
-        flat = [k for k in ("train_data_path", "val_data_path", "val_data_paths")
-                if getattr(self, k)]  # fmt: skip
-        blocks = [k for k in ("train", "validation") if getattr(self, k) is not None]
-        if flat and blocks:
+        forms = (
+            ("train_data_path", "train"),
+            ("train_data_path", "validation"),
+            ("val_data_path", "train"),
+            ("val_data_path", "validation"),
+        )
+        for flat, block in forms:
+            if getattr(self, flat) and getattr(self, block) is not None:
+                raise ValueError(
+                    f"data.{flat} and data.{block} are two forms of the same thing; keep one"
+                )
+        twice = sorted(set(self.val_data_paths) & set(self._blocks()))
+        if twice:
             raise ValueError(
-                f"data.{flat[0]} and data.{blocks[0]} are two forms of the same thing; keep one"
+                f"data.val_data_paths and data.validation both have a set called {twice[0]}"
             )
         if self.val_data_path and self.val_data_paths:
             raise ValueError("set data.val_data_path or data.val_data_paths, not both")
@@ -128,17 +138,12 @@ class DataConfig(SetsConfig):
         return {k: v for k, v in named.items() if isinstance(v, BenchmarkSetConfig)}
 
     def _named_sets(self) -> dict[str, DatasetConfig | BenchmarkSetConfig]:
-        if self.validation is not None:
-            blocks = self.validation
-            if not isinstance(blocks, dict):
-                blocks = {"default": blocks}
-            return {
-                name: block if isinstance(block, BenchmarkSetConfig) else filled(self, block)
-                for name, block in blocks.items()
-            }
+        named: dict[str, DatasetConfig | BenchmarkSetConfig] = {
+            name: block if isinstance(block, BenchmarkSetConfig) else filled(self, block)
+            for name, block in self._blocks().items()
+        }
         if self.val_data_path:
             return {"default": flat_set(self, DatasetConfig, self.val_data_path, self.val_split)}
-        named: dict[str, DatasetConfig | BenchmarkSetConfig] = {}
         for name, value in self.val_data_paths.items():
             if isinstance(value, str):
                 named[name] = flat_set(self, DatasetConfig, value, self.val_split)
@@ -148,3 +153,10 @@ class DataConfig(SetsConfig):
                 flat = flat_set(self, DatasetConfig, None, self.val_split).model_dump()
                 named[name] = DatasetConfig(**{**flat, **value.model_dump(exclude_unset=True)})
         return named
+
+    def _blocks(self) -> dict[str, DatasetConfig | BenchmarkSetConfig]:
+        """The sets of `validation` by name; a lone one is called `default`."""
+        blocks = self.validation
+        if blocks is None:
+            return {}
+        return blocks if isinstance(blocks, dict) else {"default": blocks}

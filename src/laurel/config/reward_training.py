@@ -14,7 +14,7 @@ from laurel.config.schema import (
     PolicyConfig,
     RewardModelConfig,
 )
-from laurel.config.section import Section
+from laurel.config.section import OffPeriod, Section
 
 
 class LossConfig(Section):
@@ -63,7 +63,7 @@ class RewardTrainingConfig(Section):
     """Passes over the training set."""
     max_num_steps: int = Field(default=-1, ge=-1)
     """Optimizer steps at most; -1 is no limit."""
-    val_period: int = Field(default=16, ge=0)
+    val_period: OffPeriod = Field(default=16, ge=0)
     """Steps between validations; 0: at the start, the end and for ranking checkpoints alone."""
     val_batches: int = -1
     """Batches of each validation set that are used; 0 or less is all."""
@@ -86,7 +86,7 @@ class RewardTrainingConfig(Section):
 class RewardTrainingRun(Section):
     """A complete configuration of `laurel rm`."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"env", "grpo", "loss_fn"})
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"env", "grpo", "loss_fn", "sft"})
 
     rm: RewardTrainingConfig = RewardTrainingConfig()
     policy: PolicyConfig = PolicyConfig(reward_model_cfg=RewardModelConfig(enabled=True))

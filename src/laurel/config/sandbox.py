@@ -36,19 +36,21 @@ class SandboxConfig(Section):
     wall_seconds: float = Field(default=10.0, gt=0)
     """Time by the clock; generous, since it passes faster where the machine is busy."""
     total_wall_seconds: float | None = Field(default=None, gt=0)
-    """Time by the clock of all tests on stdin of a program together; those that are left then have
-    timed out. Null: three times `wall_seconds`. Default: tests of a right program take a fraction
-    of a second each, and a sleeping one must not take a limit for each of its tests."""
+    """Time by the clock of all tests of a program together that are processes of their own (on
+    stdin; asserts whose share is the reward); those that are left then have timed out. Null: three
+    times `wall_seconds`. Default: tests of a right program take a fraction of a second each, and a
+    sleeping one must not take a limit for each of its tests."""
     memory_mb: int = Field(default=512, ge=64)
     """Address space of one process."""
     disk_mb: int = Field(default=32, ge=1)
-    """All files of a program together; each, where there are no namespaces."""
+    """All files of a program together."""
     stdout_kb: int = Field(default=64, ge=1)
-    """What it may print; more ends it."""
+    """What it may print; more ends it. Where a test expects text, at least four times that; where
+    it expects a value, at least 1024."""
     stderr_kb: int = Field(default=16, ge=1)
     """The same of stderr."""
     result_kb: int = Field(default=256, ge=1)
-    """The values that it returns, together."""
+    """The values that it returns, together. At least four times what its tests expect."""
     backlog: int = Field(default=1024, ge=1)
     """Programs that may wait for their turn."""
 

@@ -40,7 +40,7 @@ class Milestones(Section):
 class TokenizerConfig(Section):
     """The tokenizer and its chat template."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"use_fastokens"})
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"use_fastokens", "video", "audio"})
 
     name: str | None = None
     """Hub name or path; null means `policy.model_name`."""
@@ -112,7 +112,15 @@ class DTensorConfig(Section):
     """How the model is spread and what is recomputed."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"_v2", "automodel_kwargs", "clear_cache_every_n_steps", "env_vars", "dp_replicate_size"}
+        {
+            "_v2",
+            "automodel_kwargs",
+            "clear_cache_every_n_steps",
+            "env_vars",
+            "dp_replicate_size",
+            "expert_parallel_size",
+            "moe_parallelizer",
+        }
     )
 
     enabled: bool = True
@@ -139,7 +147,7 @@ class BatchingConfig(Section):
     """Token budgets of micro-batches."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"algorithm", "sequence_length_round", "logprob_mb_tokens", "microbatch_order"}
+        {"algorithm", "sequence_length_round", "logprob_mb_tokens", "microbatch_order", "fuse_loss"}
     )
 
     enabled: bool = False
@@ -193,7 +201,9 @@ class PolicyConfig(Section):
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
         {"megatron_cfg", "generation_batch_size", "logprob_batch_size", "logprob_chunk_size",
          "generation", "draft", "offload_optimizer_for_logprob", "activation_checkpointing_enabled",
-         "make_sequence_length_divisible_by", "refit_buffer_size_gb"}
+         "make_sequence_length_divisible_by", "refit_buffer_size_gb", "router_replay", "is_vlm",
+         "dequantize_base_checkpoint", "quant_cfg", "quant_calib_data", "quant_calib_size",
+         "quant_batch_size", "quant_sequence_length", "disable_modelopt_layer_spec"}
     )  # fmt: skip
 
     model_name: str | None = "meta-llama/Llama-3.2-1B-Instruct"

@@ -192,6 +192,34 @@ class FunctionConfig(Section):
     then; a thread cannot be, and is left behind."""
     data_source: str = ""
     """Told to the function where a task has none of its own."""
+    router: str | None = None
+    """`HOST:PORT` of a server of a model that the function asks itself (`laurel serve`, vLLM,
+    SGLang), given to a function that takes `reward_router_address`, as verl gives it."""
+    tokenizer: str | None = None
+    """Hub name or directory of a model whose tokenizer is given to a function that takes
+    `reward_model_tokenizer`, as verl gives it."""
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Calls at a time; null: 16 in threads, 256 of an async function, or the number of
+    processes."""
+    max_rpm: float | None = Field(default=None, gt=0)
+    """Calls a minute, evenly, as an API allows them; null: any number. The time until its turn does
+    not count in `timeout`."""
+    max_tpm: float | None = Field(default=None, gt=0)
+    """Tokens a minute, where a call stands for `estimated_tokens_per_request`."""
+    estimated_tokens_per_request: float = Field(default=2000, gt=0)
+    """For `max_tpm`."""
+
+    @field_validator("router")
+    @classmethod
+    def _is_an_address(cls, router: str | None) -> str | None:
+        """Functions put `http://` before it themselves."""
+        if router is None:
+            return None
+        address = router.removeprefix("http://").rstrip("/")
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or "/" in address or "@" in address:
+            raise ValueError("router must be HOST:PORT, such as 127.0.0.1:8000")
+        return address
 
     @field_validator("path")
     @classmethod

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+
+def _off_is_0(value: Any) -> Any:
+    return 0 if value == -1 else value
+
+
+OffPeriod = Annotated[int, BeforeValidator(_off_is_0)]
+"""Steps between two things; 0, or -1 as other systems write it, switches them off."""
 
 
 class Section(BaseModel):
@@ -21,6 +29,30 @@ class Section(BaseModel):
     )
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset()
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Keys, and choices of a key, that there were once, and why they are gone: errors say so."""
     other_names: ClassVar[Mapping[str, str]] = {}
     """Of a whole configuration: keys as other systems spell them, and where they belong here, both
     from the top and with dots."""
+
+    def without_effect(self) -> dict[str, str]:
+        """Keys that are set and do nothing beside the section's others, and why.
+
+        They are no error, as a file keeps settings of what it has switched off; the loader names
+        them.
+        """
+        return {}
+
+    def __getitem__(self, key: str) -> Any:
+        """A setting by its name, as in the dictionary that a section may be given as."""
+        if key not in type(self).model_fields:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether it has a setting of that name."""
+        return key in type(self).model_fields
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A setting by its name; the default where there is no such setting."""
+        return getattr(self, key) if key in type(self).model_fields else default

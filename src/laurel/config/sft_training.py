@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field, model_validator
@@ -15,7 +16,7 @@ from laurel.config.schema import (
     OptimizerCall,
     PolicyConfig,
 )
-from laurel.config.section import Section
+from laurel.config.section import OffPeriod, Section
 
 # ------------------------------------------------------------------------------------------- data
 
@@ -110,7 +111,7 @@ class SFTConfig(Section):
     """Passes over the training set."""
     max_num_steps: int = Field(default=-1, ge=-1)
     """Optimizer steps at most; -1 is no limit."""
-    val_period: int = Field(default=10, ge=0)
+    val_period: OffPeriod = Field(default=10, ge=0)
     """Steps between validations; 0: at the start, the end and for ranking checkpoints alone."""
     val_batches: int = -1
     """Batches of the validation set that are used; 0 or less is all."""
@@ -134,6 +135,7 @@ class SFTRun(Section):
     """A complete configuration of `laurel sft`."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset({"env", "grpo", "loss_fn", "rm"})
+    other_names: ClassVar[Mapping[str, str]] = {"data.split": "data.train_split"}
 
     sft: SFTConfig = SFTConfig()
     policy: SFTPolicyConfig = SFTPolicyConfig()

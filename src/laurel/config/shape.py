@@ -215,6 +215,10 @@ def _describe_one(kind: Any, *, many: bool = False) -> str:
 
 def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
     """Why `key` of `section` is refused, with the key that was probably meant."""
+    if key in section.removed:
+        return f"there is no such key any more ({section.removed[key]}); leave it out"
+    if key == "_override_":
+        return "replaces whole sections only: write it directly below one of the file's first level"
     near = nearest(key, section.model_fields)
     if near is not None:
         return f"unknown key; did you mean '{near}'?"

@@ -84,10 +84,40 @@ def _with_parents(path: Path, children: tuple[Path, ...], named_by: str = "") ->
     merged = Node(value={}, place=str(path))
     for name in _parent_names(defaults) if defaults is not None else []:
         parent = Path(os.path.normpath(path.parent / Path(name.value).expanduser()))
-        merged = overlay(
+        merged = _laid_over(
             merged, _with_parents(parent, (*children, path), f"{name.place}: defaults: ")
         )
-    return overlay(merged, Node(value=tree.value, place=str(path)))
+    return _laid_over(merged, Node(value=tree.value, place=str(path)))
+
+
+def _laid_over(parent: Node, child: Node) -> Node:
+    """`overlay`; a section of the child that says `_override_: true` replaces the parent's."""
+    whole = [key for key, section in child.value.items() if _replaces(section)]
+    kept = {key: section for key, section in parent.value.items() if key not in whole}
+    without_marks = {
+        key: Node(
+            value={name: inner for name, inner in section.value.items() if name != _OVERRIDE},
+            place=section.place,
+        )
+        if isinstance(section.value, dict)
+        else section
+        for key, section in child.value.items()
+    }
+    return overlay(
+        Node(value=kept, place=parent.place), Node(value=without_marks, place=child.place)
+    )
+
+
+_OVERRIDE = "_override_"
+
+
+def _replaces(section: Node) -> bool:
+    mark = section.value.get(_OVERRIDE) if isinstance(section.value, dict) else None
+    if mark is None:
+        return False
+    if not isinstance(mark.value, bool):
+        raise ConfigError(f"{mark.place}: {_OVERRIDE}: must be true or false")
+    return mark.value
 
 
 def _parent_names(defaults: Node) -> list[Node]:

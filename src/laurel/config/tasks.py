@@ -12,7 +12,10 @@ from laurel.config.data_sets import TextDataConfig, TextSetConfig, train_sets, v
 class TaskSetConfig(TextSetConfig):
     """One set of tasks: which class reads it, from where, and who judges the answers."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"download_dir", "filter_dataset"})
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"download_dir", "filter_dataset", "video_maintain_aspect_ratio",
+         "video_target_num_patches", "allowed_problem_types"}
+    )  # fmt: skip
 
     dataset_name: str | None = None
     """OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K, DAPOMathAIME2024,

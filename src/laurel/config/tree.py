@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +85,38 @@ def find(node: Node, path: Iterable[str | int]) -> Node | None:
     return node
 
 
+def with_key(block: Node, path: Sequence[str], child: Node) -> Node:
+    """A block with `child` at `path`; what is in the way there gives way."""
+    key, *rest = path
+    children = dict(block.value) if isinstance(block.value, dict) else {}
+    if rest:
+        child = with_key(children.get(key, Node(value={}, place=DEFAULT)), rest, child)
+    return Node(value={**children, key: child}, place=block.place)
+
+
+def without_key(block: Node, path: Sequence[str]) -> Node:
+    """A block without the key at `path`, and without what is then empty on the way to it."""
+    key, *rest = path
+    children = dict(block.value)
+    if rest:
+        children[key] = without_key(children[key], rest)
+    if not rest or not children[key].value:
+        del children[key]
+    return Node(value=children, place=block.place)
+
+
 def dotted(path: KeyPath) -> str:
     """`data.train[0].split`."""
     text = ""
     for key in path:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
     return text
+
+
+def parts_of(key: str) -> list[str | int]:
+    """The way that `dotted` wrote: `data.train[0].split` is data, train, 0, split."""
+    found = re.findall(r"\[(\d+)\]|([^.\[\]]+)", key)
+    return [int(index) if index else name for index, name in found]
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

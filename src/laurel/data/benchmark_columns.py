@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from laurel.config.benchmarks import BenchmarkName
-from laurel.config.preference_data import DatasetConfig
 from laurel.data.benchmark_rows import (
     JUDGE_BENCH,
     REWARD_BENCH,
     REWARD_BENCH_2,
     RM_BENCH,
     BenchmarkForm,
+    benchmark_of,
 )
-from laurel.data.cells import Row
-from laurel.data.row_formats import infer_class
 from laurel.data.sources import locate, read_rows
 from laurel.errors import DataError
 
@@ -51,26 +46,3 @@ def benchmark_in(path: str, *, split: str | None) -> BenchmarkName:
             f"--dataset), or leave the file out. Known are {known}"
         )
     return found
-
-
-def benchmark_of(row: Row) -> BenchmarkName | None:
-    """The benchmark that a row is written for; None for one that is no preference either."""
-    if {"question", "response_A", "response_B", "label"} <= row.keys():
-        return "judge-bench"
-    if "completions" in row and ("correct" in row or "passed" in row):
-        return "best-of-n"
-    if {"prompt", "chosen", "rejected"} <= row.keys():
-        if _are_answers(row["chosen"]) and _are_answers(row["rejected"]):
-            if "domain" in row:
-                return "rm-bench"
-            return "reward-bench-2" if "subset" in row else "best-of-n"
-        if "subset" in row:
-            return "reward-bench"
-    return "pairs" if infer_class(row, DatasetConfig()) is not None else None
-
-
-def _are_answers(value: Any) -> bool:
-    """Whether it is a list of answers, and not one answer as a list of messages."""
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        return False
-    return not value or not isinstance(value[0], Mapping)

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
+from laurel.config.benchmarks import BenchmarkName
+from laurel.config.preference_data import DatasetConfig
 from laurel.data.cells import Row, UnusableRow, integer, kind_of, messages, required, text
+from laurel.data.row_formats import infer_class
 from laurel.data.sources import locate, read_rows
 from laurel.errors import DataError
 from laurel.types import Completion, Conversation, Group, Preference
 
 _TIES = "ties"
 _STYLES = 3
+RM_BENCH_SOURCES = {
+    "alpacaeval": "chat",
+    "bigcode/humanevalpack": "code",
+    "refusals-dangerous": "safety-refuse",
+    "refusals-offensive": "safety-refuse",
+    "xstest-should-refuse": "safety-refuse",
+    "xstest-should-respond": "safety-response",
+}
+"""What RM-Bench's files of one domain call their rows' `subset`, and the domain that it is of."""
+REWARD_BENCH_2_SUBSETS = ("factuality", "precise if", "math", "safety", "focus", "ties")
+_RM_BENCH_FILE = re.compile(r"(?P<domain>chat|code|math|safety-re(fuse|sponse))_filtered\b.*")
+
+
+ANSWER_LISTS = ("completions", "responses")
+"""Columns of several answers to one prompt, of which a row may say which are right."""
+VERDICTS = ("correct", "passed", "is_correct")
+"""Columns of lists that say it."""
+QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +67,14 @@ class HubPart(NamedTuple):
 class BenchmarkForm:
     """How the rows of one benchmark are written, and where they are if nobody gives a file."""
 
+    name: BenchmarkName
     title: str
     written: str
     """A row, for messages."""
     read: Callable[[Row], BenchmarkRow]
     hub: tuple[HubPart, ...] = ()
+    subset_of_file: Callable[[str], str | None] = lambda name: None
+    """What all rows of a file belong to, where its name says so."""
 
 
 def read_benchmark(
@@ -75,7 +101,8 @@ def read_benchmark(
     parts: list[HubPart] = []
     for path in paths:
         own = [part for part in form.hub if part.name == path and split in (None, part.split)]
-        parts += own or [HubPart(path, split or "train")]
+        subset = form.subset_of_file(os.path.basename(os.path.normpath(path)))
+        parts += own or [HubPart(path, split or "train", subset)]
     rows: list[BenchmarkRow] = []
     seen: set[str] = set()
     for part in parts or form.hub:
@@ -107,17 +134,19 @@ def rows_of_preferences(
 
 
 def _rows(form: BenchmarkForm, part: HubPart) -> Iterator[BenchmarkRow]:
-    def refuse(source: str, problem: UnusableRow) -> NoReturn:
+    def refuse(source: str, problem: UnusableRow, row: Row | None = None) -> NoReturn:
+        found = None if row is None else benchmark_of(row)
+        hint = f". These look like rows for laurel eval {found}"
         raise DataError(
             f"{locate(part.name, source)}: {problem.message}. A row of {form.title} is "
-            f"{form.written}"
+            f"{form.written}{'' if found in (None, form.name) else hint}"
         ) from problem
 
     for source, row in read_rows(part.name, split=part.split, on_bad_row=refuse):
         try:
             read = form.read(row)
         except UnusableRow as problem:
-            refuse(source, problem)
+            refuse(source, problem, row)
         where = locate(part.name, source)
         yield replace(
             read,
@@ -146,6 +175,49 @@ def _with_own_id(row: BenchmarkRow, seen: set[str]) -> BenchmarkRow:
     return replace(row, id=own_id)
 
 
+def benchmark_of(row: Row) -> BenchmarkName | None:
+    """The benchmark that a row is written for; None for one that is no preference either."""
+    if {"question", "response_A", "response_B", "label"} <= row.keys():
+        return "judge-bench"
+    if _has_list(row, ANSWER_LISTS) and _has_list(row, VERDICTS):
+        return "best-of-n"
+    if {"prompt", "chosen", "rejected"} <= row.keys():
+        if _are_answers(row["chosen"]) and _are_answers(row["rejected"]):
+            if "domain" in row or _is_of_rm_bench(row):
+                return "rm-bench"
+            return "reward-bench-2" if "subset" in row else "best-of-n"
+        if "subset" in row:
+            return "reward-bench"
+    return "pairs" if infer_class(row, DatasetConfig()) is not None else None
+
+
+def _has_list(row: Row, keys: Sequence[str]) -> bool:
+    return any(
+        isinstance(value := row.get(key), Sequence) and not isinstance(value, str | bytes)
+        for key in keys
+    )
+
+
+def _are_answers(value: Any) -> bool:
+    """Whether it is a list of answers, and not one answer as a list of messages."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return False
+    return not value or not isinstance(value[0], Mapping)
+
+
+def _is_of_rm_bench(row: Row) -> bool:
+    """Whether a row with lists of answers and a `subset` is of RM-Bench's files of one domain.
+
+    RewardBench 2 has those columns as well. Its rows have one right answer, or count them.
+    """
+    subset = str(row.get("subset"))
+    if subset in RM_BENCH_SOURCES:
+        return True
+    has_styles = len(row["chosen"]) == len(row["rejected"]) == _STYLES
+    is_other = row.get("num_correct") is not None or subset.lower() in REWARD_BENCH_2_SUBSETS
+    return "subset" in row and has_styles and not is_other
+
+
 # ------------------------------------------------------------------------------ one of each form
 
 
@@ -172,6 +244,11 @@ def reward_bench_2_row(row: Row) -> BenchmarkRow:
                 "answers",
             )
     subset = text(required(row, "subset"), what="'subset'")
+    if _is_of_rm_bench(row):
+        raise UnusableRow(
+            "a row of RM-Bench",
+            f"the subset '{subset}' with three right and three wrong answers is of RM-Bench",
+        )
     if subset.lower() == _TIES and not str(row.get("id")).startswith(("ref:", "tied:")):
         raise UnusableRow(
             "no partner", f"the id of a row of Ties is ref:<n> or tied:<n>, not {row.get('id')!r}"
@@ -200,8 +277,19 @@ def rm_bench_row(row: Row) -> BenchmarkRow:
         prompt=_said(row, "prompt", role="user"),
         answers=[*right, *wrong],
         ranks=(0,) * _STYLES + (1,) * _STYLES,
-        subset=text(required(row, "domain"), what="'domain'"),
+        subset=_domain_of(row),
     )
+
+
+def _domain_of(row: Row) -> str:
+    """Rows of `total_dataset.json` name it; those of the files of one domain only their source."""
+    if row.get("domain") is not None:
+        return text(row["domain"], what="'domain'")
+    source = _optional_text(row, "subset")
+    if source is None:
+        required(row, "domain")
+    assert source is not None
+    return RM_BENCH_SOURCES.get(source, source)
 
 
 def judge_bench_row(row: Row) -> BenchmarkRow:
@@ -222,12 +310,13 @@ def judge_bench_row(row: Row) -> BenchmarkRow:
 
 def best_of_n_row(row: Row) -> BenchmarkRow:
     """Completions and which are right; also a list of right and a list of wrong ones."""
-    if "completions" not in row:
+    listed = next((key for key in ANSWER_LISTS if row.get(key) is not None), None)
+    if listed is None:
         right, wrong = _answers(row, "chosen"), _answers(row, "rejected")
         answers, ranks = [*right, *wrong], (0,) * len(right) + (1,) * len(wrong)
     else:
-        key = "passed" if row.get("correct") is None and "passed" in row else "correct"
-        answers, verdicts = _answers(row, "completions"), _listed(row, key)
+        key = next((key for key in VERDICTS if row.get(key) is not None), VERDICTS[0])
+        answers, verdicts = _answers(row, listed), _listed(row, key)
         if len(verdicts) != len(answers) or not all(
             isinstance(verdict, bool) or verdict in (0, 1) for verdict in verdicts
         ):
@@ -236,13 +325,19 @@ def best_of_n_row(row: Row) -> BenchmarkRow:
                 f"'{key}' must hold true or false for each of the {len(answers)} completions",
             )
         ranks = tuple(0 if verdict else 1 for verdict in verdicts)
+    asked = next((key for key in QUESTIONS if row.get(key) is not None), QUESTIONS[0])
     return _row(
         row,
-        prompt=_said(row, "prompt", role="user"),
+        prompt=_said(row, asked, role="user"),
         answers=answers,
         ranks=ranks,
         subset=_optional_text(row, "subset"),
     )
+
+
+def _domain_of_file(name: str) -> str | None:
+    found = _RM_BENCH_FILE.fullmatch(name)
+    return None if found is None else found["domain"]
 
 
 def _row(
@@ -297,6 +392,7 @@ def _answers(row: Row, key: str) -> list[Conversation]:
 _PRIOR_SETS = ("anthropic_helpful", "anthropic_hhh", "shp", "summarize")
 
 REWARD_BENCH = BenchmarkForm(
+    name="reward-bench",
     title="RewardBench",
     written='{"id", "subset", "prompt", "chosen", "rejected"}',
     read=reward_bench_row,
@@ -307,18 +403,22 @@ PRIOR_SETS = replace(
     hub=tuple(HubPart("allenai/pref-test-sets", name, name) for name in _PRIOR_SETS),
 )
 REWARD_BENCH_2 = BenchmarkForm(
+    name="reward-bench-2",
     title="RewardBench 2",
     written='{"id", "subset", "prompt", "chosen": [right answers], "rejected": [wrong ones]}',
     read=reward_bench_2_row,
     hub=(HubPart("allenai/reward-bench-2", "test"),),
 )
 RM_BENCH = BenchmarkForm(
+    name="rm-bench",
     title="RM-Bench",
     written='{"id", "domain", "prompt", "chosen": [three answers], "rejected": [three]}',
     read=rm_bench_row,
     hub=(HubPart("THU-KEG/RM-Bench", "train"),),
+    subset_of_file=_domain_of_file,
 )
 JUDGE_BENCH = BenchmarkForm(
+    name="judge-bench",
     title="JudgeBench",
     written='{"pair_id", "source", "question", "response_A", "response_B", "label": "A>B" or '
     '"B>A"}',
@@ -326,8 +426,10 @@ JUDGE_BENCH = BenchmarkForm(
     hub=(HubPart("ScalerLab/JudgeBench", "gpt"), HubPart("ScalerLab/JudgeBench", "claude")),
 )
 BEST_OF_N = BenchmarkForm(
+    name="best-of-n",
     title="best of n",
-    written='{"prompt", "completions": [answers], "correct": [true or false for each]}, or '
+    written='{"prompt", "completions" (or "responses"): [answers], "correct" (or "passed"): '
+    "[true or false for each]}, or "
     '{"prompt", "chosen": [right answers], "rejected": [wrong ones]}',
     read=best_of_n_row,
 )

@@ -2,8 +2,8 @@
 
 HumanEval    the head of a function to go on from, and a function `check` that asserts
 MBPP         a sentence, and asserts
-CodeTasks    anything else: the environment's own keys, or the tests of APPS, LiveCodeBench
-             and verl's copies of them
+CodeTasks    anything else: the environment's own keys, or the tests of APPS, TACO, LiveCodeBench
+             and verl's copies of them, with the imports and the comparison of each
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import base64
 import builtins
 import json
 import pickletools
-import re
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +26,60 @@ OWN_TESTS = ("test_code", "test_list", "stdio_tests", "call_tests")
 """Keys of metadata that hold tests."""
 _OWN_KEYS = (
     "entry", "test_setup", "code_prefix", "reference_solution", "test_weights", "strict_types",
-    "float_tolerance",
+    "float_tolerance", "comparison", "prelude",
 )  # fmt: skip
+_COMPARED_AS_LAUREL = ("strict_types", "float_tolerance")
+"""Keys that say how to compare where a benchmark's grader does not."""
 _QUESTIONS = ("prompt", "question", "question_content", "problem", "text", "input", "messages")
 _MOST_UNPACKED = 1 << 28
+
+_NAMES_OF_APPS = {
+    "collections": "Counter, OrderedDict, deque, defaultdict, ChainMap",
+    "functools": "lru_cache",
+    "heapq": "*",
+    "itertools": "accumulate, product, permutations, combinations",
+    "math": "sqrt, sin, cos, tan, ceil, fabs, floor, gcd, exp, log, log2",
+    "sys": "stdin, stdout",
+    "typing": "List, Tuple",
+}
+_MODULES_OF_APPS = "collections, fractions, heapq, itertools, math, random, sys, time"
+_MODULES_OF_LIVECODEBENCH = (
+    "string",
+    "re",
+    "datetime",
+    "collections",
+    "heapq",
+    "bisect",
+    "copy",
+    "math",
+    "random",
+    "statistics",
+    "itertools",
+    "functools",
+    "operator",
+    "io",
+    "sys",
+    "json",
+)
+_OF_APPS = "\n".join(
+    [f"import {_MODULES_OF_APPS}", *(f"from {m} import {n}" for m, n in _NAMES_OF_APPS.items())]
+)
+# All names first, Python's own over those (`pow`), and the modules last (`datetime`).
+_OF_LIVECODEBENCH = "\n".join(
+    [
+        *(f"from {module} import *" for module in (*_MODULES_OF_LIVECODEBENCH, "builtins")),
+        "from typing import *",
+        f"import {', '.join(_MODULES_OF_LIVECODEBENCH)}",
+    ]
+)
+PRELUDES: Mapping[str, str] = {
+    "apps": _OF_APPS,
+    "taco": _OF_APPS,
+    "livecodebench": f"{_OF_LIVECODEBENCH}\nsys.setrecursionlimit(50_000)\n"
+    "sys.set_int_max_str_digits(50_000)",
+    "verl": f"{_OF_LIVECODEBENCH}\nsys.setrecursionlimit(600_000)",
+}
+"""What the graders of benchmarks give a program to begin with, by the name of the comparison."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +138,10 @@ def code_task(row: Row) -> CodeTask:
 
     `test_code`, `test_list`, `stdio_tests` or `call_tests` are taken as they are, or as JSON;
     `input_output` is that of APPS and TACO, `public_test_cases` and `private_test_cases` those of
-    LiveCodeBench, and `reward_model.ground_truth` that of verl's code sets. A row without tests is
-    a task whose tool is code. Where no `entry` names the function that a `test_list` is about, it
-    is the one that all asserts call.
+    LiveCodeBench, and `reward_model.ground_truth` that of verl's code sets: these are compared as
+    the graders of those sets do, unless the row names another `comparison`, or says itself how
+    strict to be. A row without tests is a task whose tool is code. Where no `entry` names the
+    function that a `test_list` is about, it is the one that all asserts call.
     """
     key = next((key for key in _QUESTIONS if row.get(key) is not None), _QUESTIONS[0])
     prompt = messages(required(row, key), role="user", what=f"'{key}'")
@@ -107,7 +157,10 @@ def code_task(row: Row) -> CodeTask:
             is_code = form == "test_code"
             metadata[form] = row[form] if is_code else _parsed(row[form], f"'{form}'")
     if not any(form in metadata for form in OWN_TESTS):
-        metadata = _foreign_tests(row) | metadata
+        foreign = _foreign_tests(row)
+        if any(key in metadata for key in _COMPARED_AS_LAUREL) and "comparison" in foreign:
+            foreign["comparison"] = "laurel"
+        metadata = foreign | metadata
     if "entry" not in metadata and (entry := _function_of_all(metadata)):
         metadata["entry"] = entry
     return CodeTask(prompt, metadata | _id_of(row))
@@ -127,16 +180,38 @@ FORMS: Mapping[str, tuple[Callable[[Row], CodeTask], str]] = {
 def _foreign_tests(row: Row) -> dict[str, Any]:
     judge = row.get("reward_model")
     if isinstance(judge, Mapping) and judge.get("ground_truth") is not None:
-        return _inputs_outputs(judge["ground_truth"], "'reward_model.ground_truth'")
+        truth = judge["ground_truth"]
+        return _as_in("verl", _inputs_outputs(truth, "'reward_model.ground_truth'", is_verl=True))
     if row.get("input_output") is not None and row["input_output"] != "":
-        return _inputs_outputs(row["input_output"], "'input_output'")
+        tests = _inputs_outputs(row["input_output"], "'input_output'") | _first_solution(row)
+        return _as_in("taco" if any(key in row for key in _ONLY_IN_TACO) else "apps", tests)
     if row.get("public_test_cases") is not None:
-        return _test_cases(row)
+        return _as_in("livecodebench", _test_cases(row))
     return {}
 
 
-def _inputs_outputs(value: Any, what: str) -> dict[str, Any]:
-    """APPS: lists of inputs and outputs; with `fn_name` they are arguments and values."""
+_ONLY_IN_TACO = ("raw_tags", "skill_types", "Expected Time Complexity")
+
+
+def _as_in(benchmark: str, tests: dict[str, Any]) -> dict[str, Any]:
+    """Tests that are given and judged as a benchmark's own grader does it."""
+    return tests | {"comparison": benchmark, "prelude": PRELUDES[benchmark]}
+
+
+def _first_solution(row: Row) -> dict[str, Any]:
+    """The first of the `solutions` of APPS and TACO, a list of programs, as the reference."""
+    if not row.get("solutions"):
+        return {}
+    solutions = _parsed(row["solutions"], "'solutions'")
+    first = next(iter(solutions), None) if isinstance(solutions, Sequence) else None
+    return {"reference_solution": first} if isinstance(first, str) and first.strip() else {}
+
+
+def _inputs_outputs(value: Any, what: str, *, is_verl: bool = False) -> dict[str, Any]:
+    """APPS: lists of inputs and outputs; with `fn_name` they are arguments and values.
+
+    In verl's rows those are text: an argument in JSON on each line, and the value in JSON.
+    """
     tests = _parsed(value, what)
     if not isinstance(tests, Mapping) or not {"inputs", "outputs"} <= tests.keys():
         raise UnusableRow(
@@ -151,14 +226,42 @@ def _inputs_outputs(value: Any, what: str) -> dict[str, Any]:
     if not name:
         pairs = zip(inputs, outputs, strict=True)
         return {"stdio_tests": [{"stdin": _lines(a), "stdout": _lines(b)} for a, b in pairs]}
-    # Most of these sets put each value into a list of its own.
-    if all(isinstance(one, list) and len(one) == 1 for one in outputs):
-        outputs = [one[0] for one in outputs]
-    calls = [
-        {"args": one if isinstance(one, list) else [one], "expected": value}
-        for one, value in zip(inputs, outputs, strict=True)
-    ]
-    return _called(name, calls, row_code="")
+    if is_verl:
+        inputs = [_json_lines(one) if isinstance(one, str) else one for one in inputs]
+        outputs = [_parsed(one, "an output") for one in outputs]
+    calls = []
+    for one, value in zip(inputs, outputs, strict=True):
+        args = one if isinstance(one, list) else [one]
+        calls.append({"args": _with_whole_keys(args), "expected": _with_whole_keys(value)})
+    return _called(name, calls)
+
+
+def _json_lines(text: str) -> list[Any]:
+    return [_parsed(line, "an input") for line in text.split("\n") if line.strip()]
+
+
+def _with_whole_keys(value: Any) -> Any:
+    """A dictionary, or a list that begins with one, with numbers for keys where all keys are such.
+
+    JSON has made texts of them. A value that was a dictionary comes in a list of its own then, as
+    others do in these sets.
+    """
+    if isinstance(value, dict):
+        changed = _whole_keys(value)
+        return value if changed is None else [changed]
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return value
+    items = [_whole_keys(one) if isinstance(one, dict) else None for one in value]
+    if items[0] is None:
+        return value
+    return [one if new is None else new for one, new in zip(value, items, strict=True)]
+
+
+def _whole_keys(value: dict[str, Any]) -> dict[int, Any] | None:
+    try:
+        return {int(key): one for key, one in value.items()}
+    except ValueError:
+        return None
 
 
 def _test_cases(row: Row) -> dict[str, Any]:
@@ -180,22 +283,21 @@ def _test_cases(row: Row) -> dict[str, Any]:
         }
     calls = [
         {
-            "args": [_parsed(line, "'input'") for line in str(one["input"]).split("\n") if line],
+            "args": _json_lines(str(one["input"])),
             "expected": _parsed(one["output"], "'output'"),
         }
         for one in cases
     ]
-    return _called(name, calls, row_code=str(row.get("starter_code") or ""))
+    return _called(name, calls)
 
 
-def _called(name: Any, calls: list[dict[str, Any]], *, row_code: str) -> dict[str, Any]:
-    """Tests of a function, which is a method of `Solution` where the row begins so.
+def _called(name: Any, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tests of a function, or of a method of `Solution`: the program shows which of them it has.
 
-    JSON has no tuples, and writes 1.0 for a 1 now and then.
+    Where they are compared as `laurel`: JSON has no tuples, and writes 1.0 for a 1 now and then.
     """
     name = text(name, what="the name of the function")
-    entry = f"Solution.{name}" if re.search(r"^class Solution\b", row_code, re.MULTILINE) else name
-    return {"call_tests": calls, "entry": entry, "strict_types": False, "float_tolerance": 1e-6}
+    return {"call_tests": calls, "entry": name, "strict_types": False, "float_tolerance": 1e-6}
 
 
 def _lines(value: Any) -> str:

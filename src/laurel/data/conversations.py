@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, NoReturn
 
 from laurel.config.preference_data import DatasetConfig
+from laurel.data.benchmark_rows import ANSWER_LISTS
 from laurel.data.cells import Row, UnusableRow, answer, kind_of, messages, required
 from laurel.data.file_formats import json_lines
 from laurel.data.row_formats import binary, infer_class
@@ -18,7 +19,7 @@ from laurel.types import Completion, Conversation, Group
 STDIN = "-"
 """What stands for standard input where a file is asked for."""
 
-_PROMPTS = ("prompt", "context")
+_PROMPTS = ("prompt", "context", "question")
 _ANSWERS = ("completion", "response")
 _COLUMNS = DatasetConfig()
 
@@ -40,13 +41,17 @@ class _Parts(NamedTuple):
     completions_G: tuple[Completion, ...]
 
 
-def read_scoring_rows(path: str, *, stdin: IO[bytes] | None = None) -> Iterator[ScoringRow]:
+def read_scoring_rows(
+    path: str, *, columns: Mapping[str, str] | None = None, stdin: IO[bytes] | None = None
+) -> Iterator[ScoringRow]:
     """The rows of a file, in any format that preferences are read from, or of standard input.
 
     Nothing is held: rows are read as they are asked for.
 
     Args:
         path: The file; `-` is standard input, JSON lines.
+        columns: Columns of other names, by the keys of the `data` section: `prompt_key`,
+            `chosen_key`, `rejected_key`.
         stdin: Stands in for the standard input of this process.
 
     Raises:
@@ -63,22 +68,25 @@ def read_scoring_rows(path: str, *, stdin: IO[bytes] | None = None) -> Iterator[
         rows = read_rows(path, on_bad_row=refuse)
     for source, row in rows:
         where = source if path == STDIN else locate(path, source)
-        yield scoring_row(row, source=source, where=where)
+        yield scoring_row(row, source=source, where=where, columns=columns)
 
 
-def scoring_row(row: Row, *, source: str, where: str) -> ScoringRow:
+def scoring_row(
+    row: Row, *, source: str, where: str, columns: Mapping[str, str] | None = None
+) -> ScoringRow:
     """What a row asks to be scored.
 
     Args:
         row: In any of the shapes that a file's rows may have.
         source: See `ScoringRow.source`.
         where: The same with the place of the file, for messages and as the id of the group.
+        columns: See `read_scoring_rows`.
 
     Raises:
         DataError: It cannot be read.
     """
     try:
-        prompt, completions_G = _parts(row)
+        prompt, completions_G = _parts(_as_called(row, columns or {}))
     except UnusableRow as problem:
         raise DataError(f"{where}: {problem.message}. {problem.remedy}.") from problem
     own_id = row.get("id")
@@ -118,15 +126,25 @@ def _parts(row: Row) -> _Parts:
     )
 
 
+def _as_called(row: Row, columns: Mapping[str, str]) -> Row:
+    """The row with the columns that are named under the names that they have by default."""
+    named = {
+        key.removesuffix("_key"): required(row, column, setting=key)
+        for key, column in columns.items()
+    }
+    return {**row, **named} if named else row
+
+
 def _list_of_completions(row: Row) -> _Parts:
-    values = required(row, "completions")
+    key = _first_of(row, ANSWER_LISTS)
+    values = required(row, key)
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise UnusableRow(
-            "'completions' is not a list",
-            f"'completions' is {kind_of(values)} where a list is expected",
+            f"'{key}' is not a list",
+            f"'{key}' is {kind_of(values)} where a list is expected",
         )
     if not values:
-        raise UnusableRow("no completions", "'completions' is empty, so there is nothing to score")
+        raise UnusableRow("no completions", f"'{key}' is empty, so there is nothing to score")
     prompt = _prompt(row)
     places = enumerate(values, start=1)
     return _Parts(
@@ -178,9 +196,9 @@ def _has_prompt_and(*keys: str) -> Callable[[Row], bool]:
 # The most specific first: data sets often repeat the chosen conversation under `messages`.
 _SHAPES = (
     _Shape(
-        '{"prompt": ..., "completions": [..., ...]} (also "context" for "prompt", and '
-        '{"rank", "completion"} for a completion)',
-        _has_prompt_and("completions"),
+        '{"prompt": ..., "completions": [..., ...]} (also "context" for "prompt", "responses" for '
+        '"completions", and {"rank", "completion"} for a completion)',
+        lambda row: _has(row, _PROMPTS) and _has(row, ANSWER_LISTS),
         _list_of_completions,
     ),
     _Shape(

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from laurel.config.preference_data import DatasetConfig
 from laurel.config.sft_training import DemonstrationDataConfig, DemonstrationSetConfig
+from laurel.data.benchmark_rows import ANSWER_LISTS
 from laurel.data.cells import Row, UnusableRow, answer, kind_of, messages, required, text
 from laurel.data.held_out import held_out_prompts, split
 from laurel.data.report import fingerprint, nothing_left
@@ -215,10 +216,23 @@ def _conversation(row: Row, opened: OpenedSet[DemonstrationSetConfig]) -> tuple[
         return _NAMED[name].read(row), name
     if name in DATASET_CLASSES:
         return _best(row, name), f"{name}: the best answer of each row"
+    several = next((key for key in ANSWER_LISTS if _is_list_of_several(row.get(key))), None)
     for shape in _SHAPES:
+        # A known answer beside several that were drawn ("420") is what to check them by.
+        if shape is _GUESSED and several is not None:
+            continue
         if shape.fits(row, config):
             return shape.read(row, config), shape.written(row, config)
     found = infer_class(row, _PREFERENCES)
+    if found is None and several is not None:
+        raise UnusableRow(
+            "several answers",
+            f"'{several}' holds several answers and nothing says which to imitate",
+            remedy="Set data.input_key and data.output_key to the columns of a question and the "
+            "one answer to imitate; laurel eval best-of-n measures a reward model on rows that "
+            "say which answers are right",
+            lacks_columns=True,
+        )
     if found is not None:
         return _best(row, found[0]), f"{found[0]}: the best answer of each row"
     raise UnusableRow(
@@ -237,6 +251,10 @@ class _Shape(NamedTuple):
     fits: Callable[[Row, DemonstrationSetConfig], bool]
     read: Callable[[Row, DemonstrationSetConfig], Conversation]
     written: Callable[[Row, DemonstrationSetConfig], str]
+
+
+def _is_list_of_several(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 1
 
 
 def _is_there(row: Row, key: str) -> bool:
@@ -328,6 +346,11 @@ def _squad(row: Row) -> Conversation:
     )
 
 
+_GUESSED = _Shape(
+    lambda row, config: _found(row) is not None,
+    _found_pair,
+    lambda row, config: "'{}', answered by '{}'".format(*(_found(row) or ("", ""))),
+)
 # The most specific first.
 _SHAPES = (
     _Shape(
@@ -349,11 +372,7 @@ _SHAPES = (
         lambda row, config: _pair(row, config.input_key, config.output_key, setting=True),
         lambda row, config: f"'{config.input_key}', answered by '{config.output_key}'",
     ),
-    _Shape(
-        lambda row, config: _found(row) is not None,
-        _found_pair,
-        lambda row, config: "'{}', answered by '{}'".format(*(_found(row) or ("", ""))),
-    ),
+    _GUESSED,
 )
 
 

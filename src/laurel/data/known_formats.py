@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from laurel.config.benchmarks import BenchmarkName
 from laurel.config.preference_data import DatasetConfig
-from laurel.data.benchmark_columns import benchmark_of
+from laurel.data.benchmark_rows import benchmark_of
 from laurel.data.cells import Row
 from laurel.data.row_formats import infer_class
 
@@ -156,7 +156,8 @@ FORMATS: tuple[KnownFormat, ...] = (
     KnownFormat(
         name="RM-Bench",
         says="three right and three wrong answers, in rising order of style",
-        columns="prompt, chosen (a list of three), rejected (a list of three), domain",
+        columns="prompt, chosen (a list of three), rejected (a list of three), domain (or the "
+        "subset of its files of one domain)",
         example={"id": 1, "domain": "chat", "prompt": "What is 1 + 1?",
                  "chosen": ["2", "It is 2.", "It is **2**."],
                  "rejected": ["3", "It is 3.", "It is **3**."]},
@@ -173,8 +174,8 @@ FORMATS: tuple[KnownFormat, ...] = (
     KnownFormat(
         name="best of n",
         says="completions of a prompt, and which of them are right",
-        columns="prompt, completions, correct (or passed); or prompt, chosen (a list), rejected "
-        "(a list)",
+        columns="prompt (or question), completions (or responses), correct (or passed), a list; "
+        "or prompt, chosen (a list), rejected (a list)",
         example={"prompt": "What is 1 + 1?", "completions": ["2", "3"], "correct": [True, False]},
         fits=_benchmark_is("best-of-n"), evaluation="best-of-n",
     ),
@@ -257,8 +258,8 @@ FORMATS: tuple[KnownFormat, ...] = (
     ),
     KnownFormat(
         name="code tasks",
-        says="what a program is to do, and tests of it: our own, or those of APPS, LiveCodeBench "
-        "or verl",
+        says="what a program is to do, and tests of it: our own, or those of APPS, TACO, "
+        "LiveCodeBench or verl",
         columns="prompt, and one of test_list, test_code (with entry, the function's name), "
         "call_tests (with entry), stdio_tests, input_output, public_test_cases",
         example={"prompt": "Print the sum of two numbers, one a line.",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from laurel.config.overrides import parse_override
+from laurel.config.overrides import COLUMN_KEYS, parse_override
 from laurel.config.preference_data import DatasetConfig
 from laurel.config.tasks import TaskSetConfig
 from laurel.data.cells import Row, UnusableRow, answer, messages
@@ -45,7 +45,7 @@ class Suggestion:
 
 
 KEYS_OF_COLUMNS: Mapping[Trainer, tuple[str, ...]] = {
-    "rm": ("data.prompt_key", "data.chosen_key", "data.rejected_key"),
+    "rm": COLUMN_KEYS,
     "sft": ("data.input_key", "data.output_key"),
     "grpo": ("data.input_key", "data.output_key"),
 }

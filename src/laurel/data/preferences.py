@@ -172,6 +172,8 @@ class _Loading:
     num_contradictions: int = 0
     num_negative_margins: int = 0
     num_double_systems: int = 0
+    num_duplicates: int = 0
+    """Of those that were kept."""
     rated: set[str] = field(default_factory=set)
     roles: UnusualRoles = field(default_factory=UnusualRoles)
 
@@ -208,6 +210,11 @@ class _Loading:
                 "with a system message of its own, which now follows that of "
                 "data.system_prompt_file",
             ): self.num_double_systems,
+            (
+                "say",
+                "exactly what an earlier row said; laurel rm leaves such rows out unless "
+                "data.duplicates=keep",
+            ): self.num_duplicates,
         }
         notes = [
             f"{counted_that(count, 'row', verb)} {what}"
@@ -296,11 +303,12 @@ class _Loading:
             if self.ties == "error":
                 raise DataError(_tie(preference, self._where(preference.source)))
             return "tie"
-        if self.duplicates == "drop":
-            said = _what_it_says(preference)
-            if said in self.seen:
+        said = _what_it_says(preference)
+        if said in self.seen:
+            if self.duplicates == "drop":
                 return "duplicate"
-            self.seen.add(said)
+            self.num_duplicates += 1
+        self.seen.add(said)
         return None
 
     def _note(self, preference: Preference) -> None:

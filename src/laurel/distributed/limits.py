@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,21 @@ def available_cores() -> int:
     cores = _affine_cores()
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def has_no_gpu(*, root: Path = Path("/")) -> bool:
+    """Whether this machine certainly has no GPU that torch could use; tells it without torch.
+
+    False is no promise: a driver may be missing, or torch be built without CUDA.
+
+    Args:
+        root: Where `dev` is.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return True
+    # NVIDIA's driver; the driver of WSL; Tegra's; AMD's
+    known = ("nvidia[0-9]*", "dxg", "nvhost-gpu", "nvgpu", "kfd")
+    return sys.platform == "linux" and not any(any((root / "dev").glob(name)) for name in known)
 
 
 def cpu_quota(*, root: Path = Path("/")) -> float | None:

@@ -49,8 +49,15 @@ except ImportError as error:
 
 KNOCKING = 5.0
 """Seconds that a cluster that runs already has to answer."""
+NOTICING = 60.0
+"""Seconds that Ray has to notice that a node is gone."""
+ANSWERING = 3.0
+"""Seconds that a node has to take a connection."""
 START_ATTEMPTS = 2
 """How often a cluster on this machine is started, where the machine is too busy for Ray."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class RayCluster:
@@ -164,6 +171,30 @@ class RayCluster:
             )
             for node in alive
         ]
+
+    def wait_until_settled(self, limit: float = NOTICING) -> None:
+        """Wait until every node that Ray lists answers.
+
+        A node that has died is listed among the living until Ray has missed its health checks,
+        which takes some twenty seconds. What is placed there meanwhile is never placed.
+
+        Args:
+            limit: Seconds at most; after that it goes on with the nodes that Ray lists.
+        """
+        deadline = time.monotonic() + limit
+        is_told = False
+        while silent := [node for node in ray.nodes() if node["Alive"] and not _answers(node)]:
+            names = ", ".join(sorted(f"{_short(node)}" for node in silent))
+            if time.monotonic() > deadline:
+                _log.warning("%s: Ray lists it, and it does not answer", names)
+                return
+            if not is_told:
+                _log.warning(
+                    "%s does not answer; waiting %.0f s at most for Ray to notice, or for it to "
+                    "come back", names, limit,
+                )  # fmt: skip
+                is_told = True
+            time.sleep(0.5)
 
     def reserve(
         self,
@@ -329,6 +360,20 @@ class Reservation:
         """Give the slots back, with all parts of them; what runs there is killed. Idempotent."""
         with suppress(RayError):
             remove_placement_group(self.group)
+
+
+def _answers(node: Mapping[str, Any]) -> bool:
+    """Whether the process of Ray's on a node takes connections."""
+    try:
+        address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+        socket.create_connection(address, timeout=ANSWERING).close()
+    except OSError:
+        return False
+    return True
+
+
+def _short(node: Mapping[str, Any]) -> str:
+    return f"node {node['NodeID'][:8]} ({node['NodeManagerAddress']})"
 
 
 def is_connected() -> bool:

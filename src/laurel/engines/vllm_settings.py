@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -55,6 +56,16 @@ def _cores_of_each(num_workers: int) -> str:
         return "nobind"
     parts = [cores[i * each : (i + 1) * each] for i in range(num_workers)]
     return "|".join(",".join(map(str, part)) for part in parts)
+
+
+def check_has_vllm(key: str) -> None:
+    """Refuse a setting that needs vLLM where it is not installed.
+
+    Raises:
+        MissingDependencyError: It is not.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingDependencyError.of("vllm", extra="vllm", purpose=key)
 
 
 @contextmanager

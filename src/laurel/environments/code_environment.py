@@ -69,6 +69,10 @@ class CodeEnvironment(EnvironmentInterface):
                        where it may use what the program defines
     `code_prefix`      what a completion may go on from: the head of the function
     `test_weights`     of each test, for `reward: weighted`
+    `comparison`       whose way to compare what is printed or returned: `laurel`, `apps`, `taco`,
+                       `livecodebench`, `verl`
+    `prelude`          code that is run before the program, among its names: the usual imports;
+                       of `stdio_tests` and `call_tests`
     =================  ==========================================================================
 
     **Without tests**, `<code>...</code>` in the last message is run, and answered with
@@ -159,23 +163,19 @@ class CodeEnvironment(EnvironmentInterface):
     def _judge(
         self, tests: TaskTests, code: str | None, deadline: float | None, batch: int = 1
     ) -> Callable[[], CodeVerdict]:
-        """Set the jobs of a program going; what is returned waits for the verdict."""
+        """Set the job of a program going; what is returned waits for the verdict."""
         if code is None:
             return lambda: CodeVerdict(status=NO_CODE, hint="there is no program in it")
         one_by_one = self.config.reward != "all_or_nothing"
-        futures = [
-            self._pool.submit(job, deadline=deadline, batch=batch)
-            for job in tests.jobs(
-                code,
-                self._limits,
-                one_by_one=one_by_one,
-                total_s=self.config.sandbox.seconds_of_all_tests,
-            )
-        ]
-        most = self.config.max_observation_chars
-        return lambda: verdict_of(
-            tests, [future.result() for future in futures], self.config.reward, most=most
+        job = tests.job(
+            code,
+            self._limits,
+            one_by_one=one_by_one,
+            total_s=self.config.sandbox.seconds_of_all_tests,
         )
+        future = self._pool.submit(job, deadline=deadline, batch=batch)
+        most = self.config.max_observation_chars
+        return lambda: verdict_of(tests, future.result(), self.config.reward, most=most)
 
     def _judged(self, verdict: CodeVerdict, given: dict[str, Any], attempt: int) -> _Answer:
         if verdict.failure is not None:

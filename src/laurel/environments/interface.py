@@ -10,6 +10,7 @@ the short way to fit it.
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, get_args
 
 from laurel.config.check import Checker
+from laurel.config.load import warnings_of
 from laurel.config.section import Section
 from laurel.config.shape import with_defaults
 from laurel.config.tree import graft
@@ -162,8 +164,8 @@ class EnvironmentInterface(ABC):
 def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -> S:
     """The settings of an environment, from a section or from a plain dictionary.
 
-    Keys of other systems that mean nothing here are left out; an unknown one is a `ConfigError`
-    with the nearest known key.
+    Keys of other systems that mean nothing here are left out, and named in the log; an unknown one
+    is a `ConfigError` with the nearest known key.
 
     Args:
         section: What the settings are checked against.
@@ -178,9 +180,12 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
         )
     problems: list[str] = []
     tree = with_defaults(section, graft(dict(given), where))
-    made = Checker(section, tree, problems).section(section, tree)
+    checker = Checker(section, tree, problems)
+    made = checker.section(section, tree)
     if problems or not isinstance(made, section):
         raise ConfigError("\n  ".join(problems))
+    for warning in warnings_of(checker, tree):
+        logging.getLogger(__name__).warning("%s: %s", where, warning)
     return made
 
 

@@ -24,6 +24,7 @@ from laurel.errors import (
 from laurel.models.parallel import ParallelShape
 from laurel.models.scoring import ScoringContract, ScoringRules
 from laurel.protocols import WorkerGroup
+from laurel.rewards.contract_scorer import ContractScorer
 from laurel.rewards.group_scorer import GroupScorer
 from laurel.rewards.load import (
     ModelPlace,
@@ -70,6 +71,30 @@ def open_reward_model(
     with _in_its_words(config):
         place, options = _found(config, tp=1, device=device, say=say)
         return load_scorer(place, options, say=say)
+
+
+def open_in_vllm(config: RewardModelEnvironmentConfig, *, say: Say) -> ContractScorer:
+    """The scorer that the settings describe, in vLLM's processes on this machine.
+
+    Raises:
+        UserError: As `open_reward_model`; or vLLM is not installed.
+        EngineError: vLLM does not start.
+    """
+    from laurel.engines.vllm_pooling import PoolingOptions
+    from laurel.engines.vllm_settings import check_has_vllm
+    from laurel.rewards.vllm_scorer import load_vllm_scorer
+
+    assert config.generation is not None
+    settings = config.generation.vllm_cfg
+    check_has_vllm(f"{WHERE}.generation.backend=vllm")
+    pooling = PoolingOptions(
+        tensor_parallel_size=settings.tensor_parallel_size,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        may_sleep=True,
+    )
+    with _in_its_words(config):
+        place, options = _found(config, tp=1, device="auto", say=say)
+        return load_vllm_scorer(place, options, say=say, pooling=pooling)
 
 
 def check_one_rank(config: RewardModelEnvironmentConfig) -> None:

@@ -62,6 +62,8 @@ def noise_of(scorer: ContractScorer | BlockingScorer, groups: Sequence[Group]) -
     with contextlib.suppress(ValueError):
         if isinstance(scorer, BlockingScorer):
             return measure_noise(scorer.score_afresh, groups)
+        if not scorer.has_exact_scores:
+            return measure_noise(scorer.score_now, groups)
         # Not every device and not every kernel knows float64, or has the memory.
         with contextlib.suppress(RuntimeError, TypeError):
             return measure_noise(scorer.score_now, groups, exact=scorer.score_exactly)

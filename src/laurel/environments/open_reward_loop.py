@@ -20,6 +20,7 @@ from laurel.environments.load_reward_model import (
     MakeGroup,
     check_one_rank,
     found_reward_model,
+    open_in_vllm,
     open_reward_model,
 )
 from laurel.errors import ConfigError
@@ -75,6 +76,10 @@ def open_to_judge(
         UserError: As `open_reward_model`.
     """
     check_one_rank(config)
+    if config.uses_vllm:
+        in_vllm = open_in_vllm(config, say=say)
+        with_workers(in_vllm, config, make_worker_here)
+        return in_vllm
     if config.num_replicas > 1:
         return _open_processes(config, device=device, say=say)
     scorer: ContractScorer = open_reward_model(config, device=device, say=say)

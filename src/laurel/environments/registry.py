@@ -209,10 +209,18 @@ def imported(path: str, where: str) -> Callable[..., Any]:
             f"{where}: module '{module_name}' has no '{attribute}'"
             + (f"; did you mean '{near}'?" if near else "")
         )
+    found = _undecorated(found)
     if not callable(found):
         raise ConfigError(f"{where}: '{path}' is {type(found).__name__}, not a class")
     made: Callable[..., Any] = found
     return made
+
+
+def _undecorated(found: Any) -> Any:
+    """The class itself, where `@ray.remote` stands before it: a run makes its environments where it
+    is, and calls them in threads. (What Ray makes of a class can only be made into an actor.)"""
+    in_actor = getattr(getattr(found, "__ray_metadata__", None), "modified_class", None)
+    return found if in_actor is None else getattr(in_actor, "__ray_actor_class__", in_actor)
 
 
 def _module(name: str, path: str, where: str) -> ModuleType:

@@ -67,7 +67,7 @@ def make_in_actor(
 
 def _has_ranks(config: RewardModelEnvironmentConfig) -> bool:
     """Whether its model is in actors beside this one."""
-    return config.loads_model and ranks_of(config).num_ranks > 1
+    return config.loads_model and not config.uses_vllm and ranks_of(config).num_ranks > 1
 
 
 def ranks_of(config: RewardModelEnvironmentConfig) -> ParallelShape:

@@ -193,15 +193,16 @@ class RewardModelEnvironment(EnvironmentInterface):
 
         Args:
             message_logs: Raw messages, the policy's answer last.
-            env_infos: Metadata; only `ground_truth` is read, where it is to be subtracted.
+            env_infos: Metadata, which comes back as it is; empty is none. Only `ground_truth` is
+                read, where it is to be subtracted.
         """
-        infos = [None] * len(message_logs) if env_infos is None else list(env_infos)
+        infos: list[Any] = list(env_infos or [None] * len(message_logs))
         if len(infos) != len(message_logs):
             raise ValueError(f"{len(message_logs)} conversations came with {len(infos)} metadata")
         cases = self._judge(message_logs, infos)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": c.observation} for c in cases],
-            metadata=[None] * len(cases),
+            metadata=infos,
             next_stop_strings=[None] * len(cases),
             rewards=torch.tensor([case.reward for case in cases], dtype=torch.float32),
             terminateds=torch.ones(len(cases), dtype=torch.bool),
@@ -282,11 +283,12 @@ class RewardModelEnvironment(EnvironmentInterface):
         as `part/<name>/mean` and `part/<name>/std`.
 
         Args:
-            batch: See `protocols.Environment`; of its entries only `rewards` has to be there.
+            batch: See `protocols.Environment`; any of its entries may be missing.
         """
-        rewards = numbers(batch["rewards"])
+        rewards = numbers(batch.get("rewards", ()))
         figures = batch_figures(batch) if "group_ids" in batch else {}
-        figures["num_samples"] = float(len(rewards))
+        samples = batch["rewards"] if "rewards" in batch else batch.get("message_log", ())
+        figures["num_samples"] = float(len(samples))
         figures["num_failures"] = float(batch.get("num_failures", 0))
         figures |= _spread("reward", rewards)
         if rewards:

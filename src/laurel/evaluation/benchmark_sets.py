@@ -77,6 +77,8 @@ class BenchmarkSet:
     rows: Sequence[BenchmarkRow]
     num_read: int
     """Rows that there were before some of them were chosen."""
+    told: tuple[str, ...] = ()
+    """What reading them told; see `Benchmark.read`."""
 
     @classmethod
     def load(cls, name: str, config: BenchmarkSetConfig) -> BenchmarkSet:
@@ -90,12 +92,14 @@ class BenchmarkSet:
             zero_spread=config.zero_spread,
         )  # fmt: skip
         try:
-            read = BENCHMARKS[config.benchmark].read(asked)
+            told: list[str] = []
+            read = BENCHMARKS[config.benchmark].read(asked, told.append)
             if not read:
                 where = ", ".join(config.paths) or "its own place on the hub"
                 raise DataError(f"there is no row in {where}")
             chosen = cls(
                 name=name, benchmark=config.benchmark, asked=asked, num_read=len(read),
+                told=tuple(told),
                 rows=read if config.max_samples is None else spread(read, config.max_samples),
             )  # fmt: skip
             if not chosen.rows:
@@ -168,7 +172,7 @@ class BenchmarkSet:
             cut = f"cut to {len(self.rows):,} of {self.num_read:,} rows (max_samples): "
             absent = [note for note in notes if note.startswith("absent")]
             notes = [f"{cut}the figures are of a sample, and there is no final score", *absent]
-        return notes
+        return [*self.told, *notes]
 
     def described(self) -> str:
         """How much of what it is, in a line."""

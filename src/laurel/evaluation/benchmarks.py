@@ -17,7 +17,7 @@ from laurel.data.benchmark_rows import BenchmarkForm, BenchmarkRow
 from laurel.data.cells import UnusableRow
 from laurel.data.preferences import load_preferences
 from laurel.data.report import DataReport
-from laurel.errors import DataError
+from laurel.errors import DataError, key_of
 from laurel.evaluation import (
     best_of_n,
     judge_bench,
@@ -31,10 +31,12 @@ from laurel.evaluation.reward_bench_2 import ZeroSpread
 from laurel.evaluation.scored_lists import ScoredList
 from laurel.evaluation.scored_pairs import ScoredPair
 from laurel.observe.console import conversation_text
+from laurel.observe.counts import counted
 from laurel.types import Preference, Score
 
 MOST_MALFORMED = 0.5
 """Share of the rows of a training set that may be malformed where it is only compared with."""
+Tell = Callable[[str], object]
 _UNSCORED = Score(value=None, failure="it is only read")
 
 
@@ -79,7 +81,8 @@ class Benchmark:
     """One evaluation, of scored pairs or of scored lists."""
 
     title: str
-    read: Callable[[Asked], list[BenchmarkRow]]
+    read: Callable[[Asked, Tell], list[BenchmarkRow]]
+    """Tells what a person should know of rows that it leaves out, or keeps."""
     scored: Callable[[BenchmarkRow, Sequence[Score]], list[Any]]
     measure: Callable[[Sequence[Any], Asked], Measured]
     by_length: Callable[[Sequence[Any]], list[Any]]
@@ -133,35 +136,38 @@ def reduce_scores(
 # --------------------------------------------------------------------------------------- reading
 
 
-def _read(form: BenchmarkForm) -> Callable[[Asked], list[BenchmarkRow]]:
-    return lambda asked: rows_of.read_benchmark(
+def _read(form: BenchmarkForm) -> Callable[[Asked, Tell], list[BenchmarkRow]]:
+    return lambda asked, tell: rows_of.read_benchmark(
         form, asked.data, split=asked.split, limit=asked.max_samples
     )
 
 
-def _reward_bench_rows(asked: Asked) -> list[BenchmarkRow]:
-    rows = _read(rows_of.REWARD_BENCH)(asked)
+def _reward_bench_rows(asked: Asked, tell: Tell) -> list[BenchmarkRow]:
+    rows = _read(rows_of.REWARD_BENCH)(asked, tell)
     if asked.prior:
         rows += rows_of.read_benchmark(rows_of.PRIOR_SETS, (), limit=asked.max_samples)
     return rows
 
 
-def _judge_bench_rows(asked: Asked) -> list[BenchmarkRow]:
+def _judge_bench_rows(asked: Asked, tell: Tell) -> list[BenchmarkRow]:
     """By category, so that two results can be compared by it as well."""
-    rows = _read(rows_of.JUDGE_BENCH)(asked)
+    rows = _read(rows_of.JUDGE_BENCH)(asked, tell)
     return [replace(row, subset=judge_bench.category_of(row.subset or "")) for row in rows]
 
 
-def preference_rows(asked: Asked) -> list[BenchmarkRow]:
+def preference_rows(asked: Asked, tell: Tell) -> list[BenchmarkRow]:
     """Preferences of every set that is named; each is a subset of its own where there are more."""
     if not asked.data and asked.dataset is None:
         raise DataError(
-            "which pairs? Name them with --data (a file, or a name on the hub), or with --dataset "
-            "(HelpSteer3 or Tulu3Preference, which have a place of their own)"
+            f"which pairs? Name them with {key_of('--data')} (a file, or a name on the hub), or "
+            f"with {key_of('--dataset')} (HelpSteer3 or Tulu3Preference, which have a place of "
+            "their own)"
         )
     rows: list[BenchmarkRow] = []
     for path in asked.data or (None,):
-        preferences, _ = _preferences(asked, path, on_bad_row="error")
+        preferences, report = _preferences(asked, path, on_bad_row="error")
+        for said in (*_left_out(report), *report.notes):
+            tell(said if len(asked.data) < 2 else f"{path}: {said}")
         rows += rows_of.rows_of_preferences(
             preferences, subset=path if len(asked.data) > 1 else None
         )
@@ -181,13 +187,21 @@ def _preferences(
     )  # fmt: skip
 
 
+def _left_out(report: DataReport) -> list[str]:
+    return [
+        f"{counted(left_out.count, 'row')} of {report.num_read:,} left out: {reason} "
+        f"(e.g. {left_out.examples[0]})"
+        for reason, left_out in report.dropped.items()
+    ]
+
+
 def _remedy(problem: UnusableRow) -> str:
     """What an evaluation, which has no configuration, can be told about a malformed row."""
     if problem.lacks_columns:
         return (
-            "Name the columns with --prompt-key, --chosen-key and --rejected-key of laurel eval "
-            "pairs, or mend the row; --dataset names the class that reads rows, where it is told "
-            "wrongly."
+            "Name the columns as for laurel rm (data.prompt_key=COLUMN, data.chosen_key=COLUMN, "
+            "data.rejected_key=COLUMN), or mend the row. Where the class that reads the rows is "
+            f"told wrongly, name it with {key_of('--dataset')}."
         )
     return "Mend the row, or take it out of the file: what is evaluated is evaluated whole."
 

@@ -51,6 +51,7 @@ from laurel.models.manifest import (
     write_manifest,
 )
 from laurel.models.save_under_way import SaveUnderWay, Written
+from laurel.observe.counts import counted
 from laurel.observe.json_text import json_text
 
 __all__ = [
@@ -107,6 +108,7 @@ class CheckpointStore:
         self._lock = DirectoryLock(self.root)
         self._under_way: SaveUnderWay | None = None
         self._pinned: set[int] = set()
+        self._expected_bytes = 0
 
     def __enter__(self) -> CheckpointStore:
         try:
@@ -141,6 +143,50 @@ class CheckpointStore:
         for step in self.steps():
             if self.path_of(step).resolve() == checkpoint.resolve():
                 self._pinned.add(step)
+
+    def require_room(self, num_saves: int, *, estimated_bytes: int) -> str | None:
+        """Look before a run whether the disk has room for what it will save.
+
+        A save replaces nothing before it is whole, so there must be room for two checkpoints, less
+        one that is there already.
+
+        Args:
+            num_saves: Checkpoints that the run will write.
+            estimated_bytes: Of one, where none is there that tells.
+
+        Returns:
+            What to say where two fit, but not all that `keep_top_k` keeps at a time.
+
+        Raises:
+            CheckpointError: There is no such room.
+        """
+        self._expected_bytes = estimated_bytes
+        sound = self._sound()
+        each = math.ceil(_FREE_SPACE_FACTOR * self._bytes_of_one(sound))
+        free = shutil.disk_usage(self.root).free
+        needed = min(num_saves, max(1, 2 - len(sound)))
+        if free < needed * each:
+            raise CheckpointError(
+                f"'{self.root}' is on a disk with {free / 1e6:,.1f} MB free, and "
+                f"{counted(needed, 'checkpoint')} of this run "
+                f"{'takes' if needed == 1 else 'take'} about {needed * each / 1e6:,.1f} MB"
+                + (" (each is whole before an older one is deleted)" if num_saves > 1 else "")
+                + ". Free some, choose another checkpointing.checkpoint_dir, or set "
+                "checkpointing.save_optimizer=false for smaller ones that cannot be resumed"
+            )
+        kept = len(sound) + num_saves
+        if self._keep_top_k is not None:  # the best, the latest, and the one that is being written
+            kept = min(kept, self._keep_top_k + 2)
+        if not each or (fit := free // each) >= kept - len(sound):
+            return None
+        return (
+            f"'{self.root}' has room for {counted(fit, 'more checkpoint')} of about "
+            f"{each / 1e6:,.1f} MB, and this run keeps up to {kept} at a time: lower "
+            "checkpointing.keep_top_k, or raise checkpointing.save_period"
+        )
+
+    def _bytes_of_one(self, sound: Mapping[int, Manifest]) -> int:
+        return sound[max(sound)].num_bytes if sound else self._expected_bytes
 
     def path_of(self, step: int) -> Path:
         """The directory of a step, whether or not it exists."""
@@ -178,7 +224,7 @@ class CheckpointStore:
             metric: Ranks the checkpoint; a number that is not finite counts as none.
             info: Goes into `training_info.json`; numbers that are not finite become null.
             estimated_bytes: Size to expect, for the check of free space; by default that of the
-                newest checkpoint.
+                newest checkpoint, or what `require_room` was told.
 
         Raises:
             CheckpointError: the disk is full or refuses. Earlier checkpoints are as they were, and
@@ -275,8 +321,7 @@ class CheckpointStore:
 
     def _require_space(self, estimated_bytes: int | None) -> None:
         if estimated_bytes is None:
-            sizes = [manifest.num_bytes for manifest in self._sound().values()]
-            estimated_bytes = sizes[-1] if sizes else 0
+            estimated_bytes = self._bytes_of_one(self._sound())
         needed = math.ceil(_FREE_SPACE_FACTOR * estimated_bytes)
         free = shutil.disk_usage(self.root).free
         if free < needed:

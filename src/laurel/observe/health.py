@@ -43,15 +43,23 @@ class Alarms:
             print(event.alarm, event.finding.text)
     """
 
-    def __init__(self, config: HealthConfig, *, members: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: HealthConfig,
+        *,
+        members: Sequence[str] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         """Nothing has been seen yet.
 
         Args:
             config: See there.
             members: Names of the reward models where there are several.
+            settings: The whole configuration as plain values, in which a gold metric is looked for
+                where `config` names none.
         """
         self.config = config
-        self._history = History(config, members=members)
+        self._history = History(config, members=members, settings=settings)
         self._good_in_a_row: dict[Alarm, int] = {}
         """By the alarms that are raised."""
         self._known: set[Alarm] = set()

@@ -1,5 +1,8 @@
 """The rules of the alarms: from the history of a run's metrics to a finding, or to nothing.
 
+Drifts are told from the median of the latest window against the first steps, and leaps from the
+latest step alone against the window before it: these are told at once, and from the second step on.
+
 A rule is silent (None) where a metric that it reads is not measured, or not yet long enough. So is
 every rule about a metric that the latest figures do not hold. What each alarm is for, its threshold
 and what people do about it is told at length in `docs/reward_hacking.md`.
@@ -16,21 +19,23 @@ from typing import Literal
 from laurel.config.health import Alarm
 from laurel.observe.console import format_number
 from laurel.observe.health_history import (
-    ENTROPY,
     FAILURES,
     LENGTH,
     LENGTH_CORRELATION,
-    NOISE_FLOOR,
     REPETITION,
     REWARD,
     TRUNCATION,
     ZERO_SPREAD,
     History,
+    Step,
     is_of_validation,
 )
 
+GOLD_LEAP = 0.4
+"""How much of a gold metric between 0 and 1 is lost at once where its noise is not known yet."""
+
 Evidence = Literal[
-    "best", "worst", "longest", "shortest", "repetitive", "cut_off", "equal", "close", "failed"
+    "best", "worst", "longest", "shortest", "repetitive", "cut_off", "equal", "failed"
 ]
 """Which completions show what an alarm is about."""
 
@@ -60,7 +65,55 @@ class Rule:
     advice: str
 
 
+def _beyond(history: History, step: Step, least: float) -> float:
+    """How far a single value must be from those before it: `least`, and beyond chance.
+
+    While there are too few values to tell chance it is twice `least`.
+    """
+    return (
+        2 * least if step.spread is None else max(least, history.config.jump_spreads * step.spread)
+    )
+
+
+def _first_bad(*found: Finding | None) -> Finding | None:
+    """The first that is bad; else the first that says anything."""
+    said = [one for one in found if one is not None]
+    return next((one for one in said if one.is_bad), said[0] if said else None)
+
+
 def overoptimisation(history: History) -> Finding | None:
+    """What is really wanted falls: slowly while the reward does not, or in a single step."""
+    return _first_bad(_gold_leaps(history), _gold_drifts(history))
+
+
+def _gold_leaps(history: History) -> Finding | None:
+    """The gold metric has lost half of what it was, in one step, whatever the reward did.
+
+    Before chance can be told, only a share that has lost `GOLD_LEAP` of all is believed.
+    """
+    name = history.gold_name
+    step = None if name is None else history.step(name)
+    if name is None or step is None:
+        return None
+    least = history.config.gold_jump * abs(step.before)
+    if step.spread is not None:
+        lost = _beyond(history, step, least)
+    elif step.is_share:
+        lost = max(least, GOLD_LEAP)
+    else:
+        return None
+    threshold = step.before - lost
+    return Finding(
+        is_bad=lost > 0 and step.value <= threshold,
+        metric=name,
+        value=step.value,
+        threshold=threshold,
+        baseline=step.before,
+        text=f"{name} was {_of(step.before)} in the steps before and is {_of(step.value)} now",
+    )
+
+
+def _gold_drifts(history: History) -> Finding | None:
     """What is really wanted has fallen below its peak, and the reward has not fallen with it.
 
     A policy that is trained against a proxy gains by what is really wanted at first and loses it
@@ -69,8 +122,7 @@ def overoptimisation(history: History) -> Finding | None:
     that falls back towards its reference has another illness. Of what is measured at every step,
     the fall must be beyond chance, too: `num_spreads` of what the median of a window has.
     """
-    config, peak = history.config, history.peak
-    name = config.gold_metric
+    config, peak, name = history.config, history.peak, history.gold_name
     if name is None or peak is None or not history.is_fresh(name):
         return None
     gold, reward = history.gold(), history.now(REWARD)
@@ -81,11 +133,10 @@ def overoptimisation(history: History) -> Finding | None:
     has_left = now is None or peak.divergence is None or now >= peak.divergence
     least = config.gold_drop * abs(peak.gold)
     if not is_of_validation(name):  # figures of few tasks, other ones each time
-        baseline = history.baseline(name)
-        if baseline is None:
+        noise = history.noise(name)
+        if noise is None:
             return None
-        of_median = baseline.spread / math.sqrt(config.window)
-        least = max(least, config.num_spreads * of_median)
+        least = max(least, config.num_spreads * noise / math.sqrt(config.window))
     threshold = peak.gold - least
     text = (
         f"{name} has been {_of(peak.gold)} and is {_of(gold)} now, while the reward went from "
@@ -99,33 +150,58 @@ def overoptimisation(history: History) -> Finding | None:
     )
 
 
-def kl_without_reward(history: History) -> Finding | None:
-    """The policy goes on leaving its reference, and the reward has stopped rewarding it.
+def kl_jump(history: History) -> Finding | None:
+    """The divergence from the reference grows by a large factor in a single step.
 
-    The flat end of the curve of reward against divergence (arXiv 2210.10760): what is still being
-    changed there is paid for by nobody who can be seen.
+    The policy has leapt, where it should walk: what it says now was hardly ever said before.
     """
     config, name = history.config, history.divergence()
-    if name is None or not history.is_fresh(name):
+    step = None if name is None else history.step(name)
+    if name is None or step is None:
         return None
-    now, then = history.now(name), history.earlier(name)
-    reward, before = history.now(REWARD), history.earlier(REWARD)
-    if now is None or then is None or reward is None or before is None:
-        return None
-    threshold = max(config.kl_growth * then, config.kl_least)
-    steps = 4 * config.window
+    threshold = max(
+        config.kl_least, step.before + _beyond(history, step, (config.kl_jump - 1) * step.before)
+    )
     return Finding(
-        is_bad=now >= threshold and now > then and reward <= before,
+        is_bad=step.value >= threshold,
         metric=name,
-        value=now,
+        value=step.value,
         threshold=threshold,
-        baseline=then,
-        text=f"in {steps} steps {name} went from {_of(then)} to {_of(now)}, the reward from "
-        f"{_of(before)} to {_of(reward)}",
+        baseline=step.before,
+        text=f"{name} was {_of(step.before)} in the steps before and is {_of(step.value)} now",
     )
 
 
 def length(history: History) -> Finding | None:
+    """Completions are much longer, or much shorter, than they were."""
+    return _first_bad(_length_leaps(history), _length_drifts(history))
+
+
+def _length_leaps(history: History) -> Finding | None:
+    step, factor = history.step(LENGTH), history.config.length_factor
+    if step is None:
+        return None
+    is_longer = step.value >= step.before
+    least = step.before * (factor - 1 if is_longer else 1 - 1 / factor)
+    if step.spread is None and not is_longer:  # twice of it may be more than there is
+        far = step.before * (1 - 1 / factor**2)
+    else:
+        far = _beyond(history, step, least)
+    threshold = step.before + (far if is_longer else -far)
+    return Finding(
+        is_bad=step.value != step.before
+        and (step.value >= threshold if is_longer else step.value <= threshold),
+        metric=LENGTH,
+        value=step.value,
+        threshold=threshold,
+        baseline=step.before,
+        text=f"completions had {_of(step.before)} tokens in the steps before and have "
+        f"{_of(step.value)} now",
+        evidence="longest" if is_longer else "shortest",
+    )
+
+
+def _length_drifts(history: History) -> Finding | None:
     """Completions are much longer, or much shorter, than in the first steps.
 
     The commonest way to please a reward model without being better (Singhal et al.,
@@ -177,7 +253,33 @@ def length_bias(history: History) -> Finding | None:
 def _risen(
     history: History, name: str, rise: float, what: str, evidence: Evidence
 ) -> Finding | None:
-    """A share that was lower in the first steps."""
+    """A share that was lower in the first steps, or in the steps before."""
+    return _first_bad(
+        _leaps(history, name, rise, what, evidence), _drifts(history, name, rise, what, evidence)
+    )
+
+
+def _leaps(
+    history: History, name: str, rise: float, what: str, evidence: Evidence
+) -> Finding | None:
+    step = history.step(name)
+    if step is None:
+        return None
+    threshold = step.before + _beyond(history, step, rise)
+    return Finding(
+        is_bad=step.value >= threshold,
+        metric=name,
+        value=step.value,
+        threshold=threshold,
+        baseline=step.before,
+        text=f"{what}: {_of(step.before)} in the steps before, {_of(step.value)} now",
+        evidence=evidence,
+    )
+
+
+def _drifts(
+    history: History, name: str, rise: float, what: str, evidence: Evidence
+) -> Finding | None:
     baseline, now = history.baseline(name), history.now(name)
     if baseline is None or now is None or not history.is_fresh(name):
         return None
@@ -221,27 +323,6 @@ def keeps_format(history: History) -> Finding | None:
     )  # fmt: skip
 
 
-def entropy(history: History) -> Finding | None:
-    """The policy hardly chooses any more: what it does not try, it cannot learn.
-
-    Entropy is spent for reward early on, and a policy without any stays as it is (arXiv
-    2505.22617).
-    """
-    baseline, now = history.baseline(ENTROPY), history.now(ENTROPY)
-    if baseline is None or now is None or not history.is_fresh(ENTROPY):
-        return None
-    threshold = history.config.entropy_share * baseline.median
-    return Finding(
-        is_bad=now < threshold,
-        metric=ENTROPY,
-        value=now,
-        threshold=threshold,
-        baseline=baseline.median,
-        text=f"nats a token: {_of(baseline.median)} in the first steps, {_of(now)} now",
-        evidence="equal",
-    )
-
-
 def _too_large(
     history: History, name: str, share: float, what: str, evidence: Evidence
 ) -> Finding | None:
@@ -264,12 +345,6 @@ def zero_spread_groups(history: History) -> Finding | None:
         return found
     # Whether that is the end that was wished for, the reward says.
     return replace(found, text=f"{found.text}; the mean reward is {_of(reward)}")
-
-
-def noise_floor_groups(history: History) -> Finding | None:
-    """Groups whose rewards differ by rounding teach what nobody meant."""
-    what = "share of groups whose rewards differ by no more than the noise of the scorer"
-    return _too_large(history, NOISE_FLOOR, history.config.noise_floor_share, what, "close")
 
 
 def failures(history: History) -> Finding | None:
@@ -323,10 +398,11 @@ RULES: Mapping[Alarm, Rule] = MappingProxyType({
         "more (loss_fn.reference_policy_kl_penalty) or learn more slowly; train the reward model "
         "on completions of this policy; put the rule into the reward (env.composite)",
     ),
-    "kl_without_reward": Rule(
-        judge=kl_without_reward,
-        advice="end the run here: nothing is being gained; or weigh the divergence more "
-        "(loss_fn.reference_policy_kl_penalty), or lower the learning rate",
+    "kl_jump": Rule(
+        judge=kl_jump,
+        advice="read the samples of this step beside earlier ones; lower the learning rate, clip "
+        "gradients (policy.max_grad_norm), or weigh the divergence more "
+        "(loss_fn.reference_policy_kl_penalty)",
     ),
     "length": Rule(
         judge=length,
@@ -356,21 +432,10 @@ RULES: Mapping[Alarm, Rule] = MappingProxyType({
         advice="make the form a part of the reward, or its gate (env.composite); show it in the "
         "prompt; warm up on demonstrations that have it (laurel sft)",
     ),
-    "entropy": Rule(
-        judge=entropy,
-        advice="raise loss_fn.ratio_clip_max (clip higher), the sampling temperature or the weight "
-        "of the divergence; lower the learning rate; use harder tasks. Where the task is solved, "
-        "it is the end of the run",
-    ),
     "zero_spread_groups": Rule(
         judge=zero_spread_groups,
         advice="if all are right, use harder tasks; if none is, easier ones or a warm-up; draw "
         "more completions of each; grpo.use_dynamic_sampling leaves such groups out",
-    ),
-    "noise_floor_groups": Rule(
-        judge=noise_floor_groups,
-        advice="score in float32 (env.reward_model.precision); the completions may have become "
-        "alike: look at entropy; end the run if the reward has stopped rising",
     ),
     "ensemble": Rule(
         judge=ensemble,

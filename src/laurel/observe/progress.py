@@ -12,6 +12,15 @@ from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Task as ProgressTask
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -250,3 +259,71 @@ def _rate(value: float) -> str:
         if value >= 0.9995 * size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.3g}"
+
+
+class _RowRate(ProgressColumn):
+    def render(self, task: ProgressTask) -> Text:
+        return Text(f"{task.speed:,.1f} rows/s" if task.speed else "")
+
+
+class RowProgress:
+    """A bar with rate and time left, on a terminal and where there is more than one chunk.
+
+    It is hidden while scores are printed on the same screen.
+    """
+
+    def __init__(
+        self, console: Console, num_rows: int | None, *, chunk: int, shares_screen: bool
+    ) -> None:
+        """Nothing is shown yet.
+
+        Args:
+            console: Where it appears.
+            num_rows: All there are; None where nobody knows.
+            chunk: Rows that are scored at a time.
+            shares_screen: Whether the scores are printed on the screen it is on.
+        """
+        self._progress = Progress(
+            TextColumn("scoring"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _RowRate(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not (console.is_interactive and console.file.isatty()),
+        )
+        self._task = self._progress.add_task("scoring", total=num_rows)
+        self._is_wanted = num_rows is not None and num_rows > chunk
+        self._shares_screen = shares_screen
+        self._done = 0
+
+    def __enter__(self) -> RowProgress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def show(self) -> None:
+        """A chunk begins."""
+        if self._is_wanted:
+            self._progress.start()
+
+    def advance(self, num_rows: int, num_tokens: int) -> None:
+        """Some rows of the chunk are scored."""
+        self._progress.advance(self._task, num_rows)
+
+    def hide(self, *, done: int) -> None:
+        """A chunk of `done` rows has ended."""
+        self._done += done
+        self._is_wanted = True
+        self._progress.update(self._task, completed=self._done)
+        if self._shares_screen:
+            self._progress.stop()

@@ -14,6 +14,7 @@ from laurel.errors import DataError
 from laurel.observe.loggers import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, read_metrics
 
 HEALTH_FILE = "health.jsonl"
+DATA_REPORT = "data_report.json"
 COMPLETIONS_DIRECTORY = "completions"
 EVALUATIONS = "*-report.json"
 """What `laurel eval ... --output` leaves; it may lie in the run's directory or in one inside."""
@@ -137,7 +138,7 @@ def read_run(path: Path) -> RunRecord:
         samples=[row for row in _lines(path / SAMPLES_FILE) if isinstance(row.get("row"), dict)],
         config=yaml.read_text(encoding="utf-8") if yaml.is_file() else "",
         settings=sections,
-        data=_json(path / "data_report.json"),
+        data=_json(path / DATA_REPORT),
         health=_lines(path / HEALTH_FILE),
         evaluations=_evaluations(path),
     )

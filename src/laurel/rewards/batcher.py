@@ -119,6 +119,11 @@ class BatchingScorer:
         return self._is_broken
 
     @property
+    def is_lost(self) -> bool:
+        """Never: a later call may succeed, and whoever watches `is_broken` can start it again."""
+        return False
+
+    @property
     def is_asleep(self) -> bool:
         """Whether requests wait for `wake`."""
         return self._is_asleep

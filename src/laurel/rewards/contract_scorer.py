@@ -25,6 +25,9 @@ OnBatch = Callable[[int, int], None]
 class ContractScorer(ABC):
     """Renders groups by a contract and makes scores of what a model says, wherever that is."""
 
+    has_exact_scores = True
+    """Whether it can compute in a higher precision: see `score_exactly`."""
+
     def __init__(
         self, contract: ScoringContract, *, batch_tokens: int, batch_size: int | None
     ) -> None:

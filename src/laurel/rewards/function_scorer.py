@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from laurel.rewards.user_function import (
     find_function,
     is_async,
     late,
+    served_arguments,
     verdicts_of,
 )
 from laurel.types import Group, Score
@@ -72,6 +75,15 @@ class FunctionScorer:
         self._hung = 0
         self._counting = threading.Lock()
         self._gate_of: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._rates = [
+            _Rate(per_minute, each)
+            for per_minute, each in (
+                (config.max_rpm, 1.0),
+                (config.max_tpm, config.estimated_tokens_per_request),
+            )
+            if per_minute is not None
+        ]
+        self._is_async = False
         if num_workers and function is None:
             # It is not even imported here: that may take a library that shall not be in this one.
             self._processes = FunctionProcesses(config, num_workers=num_workers, where=where)
@@ -82,7 +94,10 @@ class FunctionScorer:
                 raise
             return
         self._function = function or find_function(config.path, where=f"{where}.path")
-        check_call(self._function, config.kwargs, judges_groups=config.group, where=where)
+        self._served = served_arguments(self._function, config, where=where)
+        check_call(
+            self._function, config.kwargs | self._served, judges_groups=config.group, where=where
+        )
         self._is_async = is_async(self._function)
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
@@ -101,9 +116,13 @@ class FunctionScorer:
         return tuple(score for scores in found for score in scores)
 
     async def _called(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
-        if self._processes is not None:
-            return await self._processes.call(arguments, count=count)
+        wait = max((rate.reserve(time.monotonic()) for rate in self._rates), default=0.0)
+        if wait > 0:
+            await _pause(wait)
         async with self._gate():
+            if self._processes is not None:
+                return await self._processes.call(arguments, count=count)
+            arguments = {**arguments, **self._served}
             limit = self.config.timeout
             try:
                 async with asyncio.timeout(limit) as clock:
@@ -160,7 +179,9 @@ class FunctionScorer:
     def _gate(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._gate_of is None or self._gate_of[0] is not loop:
-            most = MOST_WAITING if self._is_async else MOST_AT_ONCE
+            # Processes have a queue of their own.
+            is_open = self._is_async or self._processes is not None
+            most = self.config.max_concurrent or (MOST_WAITING if is_open else MOST_AT_ONCE)
             self._gate_of = loop, asyncio.Semaphore(most)
         return self._gate_of[1]
 
@@ -168,6 +189,33 @@ class FunctionScorer:
         """End the processes. Idempotent."""
         if self._processes is not None:
             self._processes.close()
+
+
+_pause = asyncio.sleep
+"""Until it is a call's turn."""
+
+
+class _Rate:
+    """So much a minute, evenly: what has not been used for a second is lost. For any thread."""
+
+    def __init__(self, per_minute: float, each: float) -> None:
+        """Let the first call begin at once.
+
+        Args:
+            per_minute: How much.
+            each: Of it for a call.
+        """
+        self._interval = 60.0 * each / per_minute
+        self._at_once = max(self._interval, 1.0)
+        self._lock = threading.Lock()
+        self._until = -math.inf
+        """When all that was begun will have been paid for."""
+
+    def reserve(self, now: float) -> float:
+        """Seconds until the next call may begin, which it does."""
+        with self._lock:
+            self._until = max(self._until, now) + self._interval
+            return max(0.0, self._until - self._at_once - now)
 
 
 class _RaisedError(Exception):

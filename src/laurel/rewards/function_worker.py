@@ -12,13 +12,15 @@ import threading
 import time
 from typing import Any
 
-from laurel.errors import ConfigError
+from laurel.config.scorers import FunctionConfig
+from laurel.errors import UserError
 from laurel.rewards.user_function import (
     Function,
     check_call,
     failure_of,
     find_function,
     is_async,
+    served_arguments,
     verdicts_of,
 )
 from laurel.types import Score
@@ -38,17 +40,23 @@ def main(descriptor: int, parent: int) -> None:
     with link.makefile("rwb") as lines:
         config = json.loads(lines.readline())
         function: Function | None = None
+        served: dict[str, Any] = {}
         refused: str | None = None
         try:
             function = find_function(config["path"], where=f"{config['where']}.path")
+            where = config.pop("where")
+            settings = FunctionConfig.model_validate(config)
+            served = served_arguments(function, settings, where=where)
             check_call(
-                function, config["kwargs"], judges_groups=config["group"], where=config["where"]
+                function, settings.kwargs | served, judges_groups=settings.group, where=where
             )
-        except ConfigError as error:
+        except UserError as error:
             refused = str(error)
         _say(lines, {"refused": refused})
         while function is not None and (line := lines.readline()):
-            found = _called(function, json.loads(line), judges_groups=config["group"])
+            asked = json.loads(line)
+            asked["arguments"] |= served
+            found = _called(function, asked, judges_groups=config["group"])
             _say(lines, {"found": [dataclasses.asdict(one) for one in found]})
 
 

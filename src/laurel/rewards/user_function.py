@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -13,6 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from laurel.config.schema import PolicyConfig
+from laurel.config.scorers import FunctionConfig
 from laurel.config.tree import nearest
 from laurel.errors import ConfigError
 from laurel.observe.source_lines import own_line_of
@@ -83,10 +86,57 @@ def _imported(place: str, where: str) -> Any:
         raise ConfigError(f"{where}: {place} cannot be imported: {_told(error)}") from error
 
 
+def served_arguments(function: Function, config: FunctionConfig, *, where: str) -> dict[str, Any]:
+    """What a function is given besides where it asks for it, as verl gives it: the address of a
+    model's servers and the model's tokenizer.
+
+    Raises:
+        ConfigError: It asks for what the settings do not say, or does not take what they do.
+    """
+    given = {"reward_router_address": config.router, "reward_model_tokenizer": config.tokenizer}
+    parameters: Mapping[str, inspect.Parameter] = {}
+    with contextlib.suppress(TypeError, ValueError):  # some functions written in C do not say
+        parameters = inspect.signature(function).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    served: dict[str, Any] = {}
+    for name, key in (("reward_router_address", "router"), ("reward_model_tokenizer", "tokenizer")):
+        if name in config.kwargs:
+            continue
+        parameter = parameters.get(name)
+        if given[name] is not None:
+            if parameter is None and not takes_any:
+                raise ConfigError(
+                    f"{where}.{key} is for a function that takes {name}, and this one does not; "
+                    "leave it out"
+                )
+            served[name] = given[name]
+        elif parameter is not None and parameter.default is parameter.empty:
+            what = (
+                "HOST:PORT of the server that it is to ask (`laurel serve`, vLLM or SGLang)"
+                if key == "router"
+                else "the model whose tokenizer it is to use"
+            )
+            raise ConfigError(f"{where}: the function asks for {name}; set {where}.{key}: {what}")
+    if "reward_model_tokenizer" in served:
+        from laurel.models.pretrained import find_tokenizer
+
+        name = served["reward_model_tokenizer"]
+        served["reward_model_tokenizer"] = find_tokenizer(
+            PolicyConfig(model_name=name), name, (), is_resumed=False
+        )
+    return served
+
+
 def check_call(
     function: Function, kwargs: Mapping[str, Any], *, judges_groups: bool, where: str
 ) -> None:
     """Refuse a function that does not take what it will be given.
+
+    Args:
+        function: It.
+        kwargs: What it is given besides what a completion is described by.
+        judges_groups: Whether it is called for whole groups.
+        where: The section, for messages.
 
     Raises:
         ConfigError: It cannot be called so.

@@ -37,6 +37,8 @@ class VllmScorer(ContractScorer):
     Once vLLM has died every call raises `EngineError`; make another one.
     """
 
+    has_exact_scores = False
+
     def __init__(
         self,
         model: str | FilePath,

@@ -89,12 +89,11 @@ def test_figures_of_a_step_by_hand() -> None:
         group("p", rollout("aaaaaaaa", 1.0), rollout("abcdefg", 0.0)),
         group("q", rollout("x", None), rollout("yz", 1.0)),
     ]
-    asked = {"train/groups_at_noise_floor": 1.0, "train/num_failures_left_out": 4.0}
+    asked = {"train/num_failures_left_out": 4.0}
     assert completion_figures(groups, asked) == {
         "train/completions/repetition": pytest.approx(0.4),
         "train/completions/reward_length_correlation": pytest.approx(1.0),
         "train/completions/failure_share": pytest.approx(5 / 8),
-        "train/frac_groups_at_noise_floor": 0.5,
     }
     assert completion_figures([], {}) == {}
 
@@ -124,7 +123,6 @@ GROUPS = [
         ("cut_off", ["bbbbbb"]),
         ("failed", ["f"]),
         ("equal", ["dddd", "eeeee"]),
-        ("close", ["aa", "bbbbbb", "c"]),
     ],
 )
 def test_samples_show_what_an_alarm_is_about(evidence: Any, texts: list[str]) -> None:

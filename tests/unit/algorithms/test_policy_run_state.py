@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.algorithms.batch_player import Batch
-from laurel.algorithms.policy_run_state import (
+from laurel.algorithms.grpo_run_state import (
     batch_from_dict,
     batch_to_dict,
     fingerprint_of_tasks,
-    fingerprint_of_tokens,
     write_bad_rollouts,
 )
+from laurel.algorithms.policy_run_state import fingerprint_of_tokens
 from laurel.algorithms.rollouts import Clock
 from laurel.models.state_encoding import decode, encode
 from laurel.types import Message, Rollout, RolloutGroup, TokenGroup

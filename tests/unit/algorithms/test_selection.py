@@ -70,7 +70,6 @@ def test_attributes_of_a_regression_head() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "val_loss",  # the default of NeMo RL, which it never measures
         "loss",
         "validation-other_loss",
         "validation-default/loss",

@@ -247,7 +247,7 @@ def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path: Path) -> None:
     code, said, _ = check(path, *(f"data.{one}" for one in named))
     assert code == 0
     assert "COLUMN" not in said
-    asked = "--prompt-key 'Frage (user)' --chosen-key 'gute Antwort' --rejected-key schlechte"
+    asked = "'data.prompt_key=Frage (user)' 'data.chosen_key=gute Antwort' data.rejected_key=schl"
     assert f"laurel eval pairs --model DIR -d {path} {asked}" in said
 
 
@@ -294,3 +294,42 @@ def test_who_leaves_malformed_rows_out_is_not_advised_to(tmp_path: Path) -> None
     assert code == 0
     assert "leaves out 2 malformed rows, the first at rows.jsonl:2" in said
     assert "set data.on_bad_row=skip" not in said
+
+
+def test_other_commands_are_given_the_columns_as_rm_is_and_keep_repeated_rows(
+    tmp_path: Path,
+) -> None:
+    row = {"Frage": "Where?", "chosen": "By the gate.", "rejected": "No."}
+    path = write(tmp_path / "rows.jsonl", row, row, {**row, "Frage": "When?"})
+    _, said, _ = check(path, "data.prompt_key=Frage")
+    assert "rm yes: 2 of 3 rows" in said
+    assert "eval yes: 3 rows; it keeps the 1 duplicate that rm leaves out" in said
+    assert f"laurel eval pairs --model DIR -d {path} data.prompt_key=Frage" in said
+    assert f"laurel score --model DIR {path} data.prompt_key=Frage" in said
+
+
+def test_a_reference_that_fails_its_tests_is_named(tmp_path: Path) -> None:
+    tests = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
+    adds = "print(sum(map(int, input().split())))"
+    row = {"question": "Add.", "input_output": tests}
+    right, wrong = row | {"solutions": json.dumps([adds])}, row | {"solutions": ["print(4)"]}
+    code, said, _ = check(write(tmp_path / "rows.jsonl", right, wrong, row))
+    assert code == 0
+    if "not run" in said:
+        pytest.skip("nothing can be locked in here")
+    assert "2 reference solutions run: 1 fails the tests of its row" in said
+    assert "The first: rows.jsonl:2: " in said
+    assert "it brings tests: stdio_tests, compared as apps" in said
+    code, said, _ = check(write(tmp_path / "right.jsonl", right), "--json")
+    facts = json.loads(said)["references"]
+    assert facts == {"found": 1, "run": 1, "failed": [], "problem": None}
+    code, said, _ = check(write(tmp_path / "none.jsonl", row), "--json")
+    assert json.loads(said)["references"] is None
+
+
+def test_references_that_nothing_locks_in_are_not_run(tmp_path: Path) -> None:
+    row = {"prompt": "Say 1.", "stdio_tests": [{"stdout": "1"}], "reference_solution": "print(1)"}
+    path = write(tmp_path / "rows.jsonl", row)
+    code, said, _ = check(path, "env.code.sandbox.url=http://127.0.0.1:9")
+    assert code == 0
+    assert "1 row with a reference solution, not run: sandbox.url=http://127.0.0.1:9" in said

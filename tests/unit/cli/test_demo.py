@@ -5,11 +5,18 @@ That it learns is shown by `make demo` itself, which fails where it does not.
 
 from __future__ import annotations
 
+import io
+import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from laurel.cli.demo import Result, run_demo, write_demo_data
+from laurel.algorithms.training_loop import Outcome
+from laurel.cli.demo import Result, _conclude, run_demo, write_demo_data
 from laurel.cli.demo_settings import Files, grpo_run, measuring_run, rm_run, sft_run
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
@@ -98,3 +105,33 @@ def test_data_alone_leaves_what_runs_have_saved(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(CheckpointError, match="no demo made it"):
         write_demo_data(tmp_path)
+
+
+def test_the_end_is_ten_lines_with_baselines_and_what_to_look_at(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"grpo": {}}', encoding="utf-8")
+    rewards = [
+        {"step": step, "train/reward": 1.0, "train/grad_norm": math.nan if step > 5 else 1.0}
+        for step in range(1, 9)
+    ]
+    lines = "".join(json.dumps(one) + "\n" for one in rewards)
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    figures = {"accuracy": 0.98, "num_valid_samples": 400.0, "longer_wins_baseline": 0.5,
+               "bag_of_words_baseline": 0.52}  # fmt: skip
+    rewarding = Outcome(
+        step=1, ended="finished",
+        metrics={f"validation-held-out/{name}": value for name, value in figures.items()},
+    )  # fmt: skip
+    measured: Any = SimpleNamespace(success_rate=0.5, groups=[SimpleNamespace(rollouts_G=[0, 0])])
+    stream = io.StringIO()
+    _conclude(
+        Console(file=stream, width=80), Files(Path("demo")), policy=Path("p"),
+        reward_model=Path("r m"), rewarding=rewarding, rates=(measured, measured), seconds=9.0,
+        learning=Outcome(step=1, ended="finished", run_dir=tmp_path),
+    )  # fmt: skip
+    told = stream.getvalue()
+    assert len(told.splitlines()) <= 10
+    said = " ".join(told.split())
+    assert "accuracy 0.9800 of 400 pairs (longer answer 0.5000, bag of words 0.5200)" in said
+    assert "true success before GRPO: 50.0% of 2 answers to 1 held-out prompts" in told
+    assert "GRPO, look: " in told or "GRPO, problem: " in told
+    assert "next    laurel score --model 'r m' demo/data/held-out-preferences.jsonl\n" in told

@@ -23,7 +23,7 @@ from laurel.config.reward_training import RewardTrainingRun
 def last_words(outcome: Outcome, limit: str | None = None) -> str:
     stream = io.StringIO()
     conclude(outcome, Console(file=stream, width=200), use="{}", limit=limit)
-    return stream.getvalue().strip()
+    return stream.getvalue().splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,15 @@ def last_words(outcome: Outcome, limit: str | None = None) -> str:
     ],
 )  # fmt: skip
 def test_how_long_it_took_is_not_when_to_go_on(how: dict[str, Any], words: str) -> None:
-    assert last_words(Outcome(step=29, seconds=6.2, **how)) == words
+    assert last_words(Outcome(step=29, seconds=6.2, latest=Path("s/29"), **how)) == words
+
+
+def test_a_run_that_saved_nothing_says_so_first() -> None:
+    stopped = last_words(Outcome(step=0, ended="signal", signal="SIGTERM"))
+    assert stopped.endswith("nothing was saved, so it will start over")
+    assert last_words(Outcome(step=9, ended="finished")) == (
+        "finished after step 9, in 0 s; nothing was saved (checkpointing.enabled=false)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +62,7 @@ def test_epochs_that_end_a_run_before_its_steps_are_named(
     settings: list[str], is_early: bool, expected: str | None
 ) -> None:
     config = load_config(GRPORun, None, settings).config
-    outcome = Outcome(step=22, ended="finished", is_early=is_early)
+    outcome = Outcome(step=22, ended="finished", is_early=is_early, latest=Path("s/22"))
     limit = train._limit("grpo", config, outcome)
     assert limit == expected
     assert (expected is None) == last_words(outcome, limit).endswith("in 0 s")
@@ -125,4 +133,6 @@ def test_use_it_names_a_file_that_is_there(tmp_path: Path) -> None:
     rows.write_text("", encoding="utf-8")
     assert train._use_of("rm", config) == f"laurel score --model {{}} '{rows}'"
     other = load_config(RewardTrainingRun, None, [*settings, "data.chosen_key=good"]).config
-    assert train._use_of("rm", other) == "laurel serve --model {}"
+    assert train._use_of("rm", other) == (
+        f"laurel score --model {{}} '{rows}' data.chosen_key=good"
+    )

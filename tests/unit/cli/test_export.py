@@ -292,6 +292,7 @@ def report(directory, **changes):
     return path
 
 
+@pytest.mark.slow
 def test_evaluations_stand_in_the_card(checkpoint, export, tmp_path):
     results = tmp_path / "results"
     results.mkdir()

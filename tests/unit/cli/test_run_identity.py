@@ -94,6 +94,7 @@ def of_code(**settings: Any) -> dict[str, object]:
         {"max_attempts": 2},
         {"strict_types": False},
         {"float_tolerance": 0.1},
+        {"comparison": "apps"},
         {"terminate_on_evaluation": False},
         {"stop_strings": None},
         {"max_observation_chars": 100},

@@ -106,7 +106,6 @@ def problems(folder: Path, text: str) -> list[str]:
         ("rate: true", "model.rate: must be a number, not true"),
         ("size: 1.5", "model.size: must be a whole number of at least 1, not 1.5"),
         ("size: 0", "model.size: must be a whole number of at least 1, not 0"),
-        ("size: null", "model.size: must be a whole number of at least 1, not null"),
         ("size: [1]", "model.size: must be a whole number of at least 1, not [1]"),
         ("flag: maybe", "model.flag: must be true or false, not 'maybe'"),
         ("revision: [a]", "model.revision: must be text, or null, not ['a']"),
@@ -236,3 +235,12 @@ def test_a_foreign_key_is_foreign_only_where_it_belongs(tmp_path: Path) -> None:
 
 def test_no_warning_without_foreign_keys(tmp_path: Path) -> None:
     assert load(tmp_path, "model: {size: 3}\n").warnings == ()
+
+
+def test_null_leaves_a_key_that_cannot_be_null_at_its_default_and_is_named(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "model:\n  size: null\n  flag: null\n")
+    assert loaded.config.model == load(tmp_path, "model: {}\n").config.model
+    # `flag` is false by default: null loses nothing there.
+    assert loaded.warnings == (
+        "these keys are null, which leaves them at their defaults: model.size=1",
+    )

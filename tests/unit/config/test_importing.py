@@ -17,11 +17,12 @@ from imported_sources import (
     VERL,
     imported,
 )
-from laurel.config.importing import nemo_rl
+from laurel.config import nemo_rl
 from laurel.config.importing.commands import _filled
 from laurel.config.importing.engine import SCHEMAS, Imported
 from laurel.config.importing.optimizing import FIRST_FACTOR
 from laurel.config.importing.sources import TABLES, TITLES, Request, import_configuration
+from laurel.config.importing.tables import Expression, Names
 from laurel.config.importing.text import to_text
 from laurel.config.load import load_config
 from laurel.config.section import Section
@@ -580,6 +581,46 @@ def test_a_verl_yaml_is_told_to_be_of_its_run(tmp_path: Path) -> None:
     assert imported(tmp_path, policy).imported.run == "grpo"
 
 
+def test_what_runs_verls_reward_model_is_carried(tmp_path: Path) -> None:
+    said = {
+        "reward_model.enable": "True", "reward_model.model.path": "my/rm",
+        "reward_model.model.trust_remote_code": "True", "reward_model.num_workers": 4,
+        "reward_model.use_reward_loop": "False", "reward_model.enable_resource_pool": "True",
+        "reward_model.n_gpus_per_node": 2, "reward_model.nnodes": 1,
+        "reward_model.rollout.tensor_model_parallel_size": 2, "reward_model.rollout.dtype": "fp16",
+    }  # fmt: skip
+    command = "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=a " + " ".join(
+        f"{key}={value}" for key, value in said.items()
+    )
+    found = imported(tmp_path, command, "run.sh").imported
+    judge = found.config.env.reward_model  # type: ignore[attr-defined]
+    assert (judge.model_name, judge.trust_remote_code, judge.precision) == (
+        "my/rm",
+        True,
+        "float16",
+    )
+    assert (judge.resources.gpus_per_node, judge.resources.num_nodes) == (2, 1)
+    assert judge.dtensor_cfg.tensor_parallel_size == 2
+    assert (judge.num_workers, judge.use_reward_loop) == (4, False)
+    told = fates(found)
+    names = TABLES["verl"]["grpo"].other_names or {}
+    assert {told[names[key]] for key in said} == {"carried"}
+
+
+def test_a_value_that_a_row_cannot_read_is_told_with_its_key(tmp_path: Path) -> None:
+    command = "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=a data.train_files=5"
+    with pytest.raises(ConfigError, match=r"verl's data.train_files=5: it is not of the kind"):
+        imported(tmp_path, command, "run.sh")
+
+
+@pytest.mark.parametrize("wrong", ["whole(data.nothing)", "unheard + 1", "open('x')", "1 +"])
+def test_a_row_that_names_what_no_row_has_is_refused(wrong: str) -> None:
+    names = Names(keys=frozenset({"data.known"}))
+    assert Expression("whole(data.known) * 2", names, {}).keys == ("data.known",)
+    with pytest.raises((ValueError, SyntaxError)):
+        Expression(wrong, names, {})
+
+
 def test_verl_yaml_with_references(tmp_path: Path) -> None:
     text = """
 algorithm: {adv_estimator: grpo}
@@ -602,10 +643,11 @@ trainer: {project_name: p, experiment_name: e,
 def test_nemo_rl_loads_unchanged_and_says_what_it_ignores(tmp_path: Path) -> None:
     found = said_by(tmp_path, "nemo-rl")
     told = {entry.key: (entry.fate, entry.why) for entry in found.entries}
-    assert told["grpo.async_grpo"][0] == "not carried"
-    assert "grpo.max_staleness" in told["grpo.async_grpo"][1]
+    assert told["grpo.async_grpo.max_trajectory_age_steps"] == ("carried", "translated")
+    assert found.values["grpo.max_staleness"] == 2
+    assert told["grpo.async_grpo.in_flight_weight_updates"][0] == "not carried"
     assert told["policy.megatron_cfg"] == ("not needed", "of other backends")
-    assert told["grpo.val_start_at"] == ("not needed", "it is off")
+    assert told["grpo.val_start_at"][0] == "not needed"
     assert told["policy.tokenizer.name"][0] == "carried"
     assert found.values["policy.tokenizer.name"] == "${policy.model_name}"
 
@@ -727,6 +769,18 @@ def test_a_sum_that_cannot_be_told_is_not_guessed() -> None:
     assert _filled("$((-2 ** 2))", {}) == "$((-2 ** 2))"
     assert _filled("$((a * 3)) $(($a * 3))", {"a": "1+2"}) == "9 7"  # as bash has it
     assert _filled("$((2 ** 3000000000))", {}) == "$((2 ** 3000000000))"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    ["export PATH=/x:$PATH\nexport PATH=/y:${PATH}", "A=$B\nB=$C\nC=$A"],
+)
+def test_a_variable_that_leads_back_to_itself_ends(tmp_path: Path, lines: str) -> None:
+    script = (
+        f"{lines}\npython -m openrlhf.cli.train_rm --data.dataset d --ckpt.output_dir $PATH$C\n"
+    )
+    found = imported(tmp_path, script, "run.sh").imported
+    assert fates(found)["ckpt.output_dir"] == "not carried"
 
 
 def test_a_python_program_is_refused_with_what_to_give_and_never_executed(tmp_path: Path) -> None:

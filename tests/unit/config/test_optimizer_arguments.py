@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 
@@ -41,6 +42,12 @@ def test_of_others_nothing_is_known_and_nothing_refused(path: str) -> None:
     ("override", "told"),
     [
         ("policy.optimizer.kwargs.lr=fast", "refuses these kwargs: lr is 'fast', not a number"),
+        ("policy.optimizer.kwargs.lr=-1e-5", "lr is -1e-05, and must be 0 or more"),
+        ("policy.optimizer.kwargs.lr=.nan", "lr is nan, and must be 0 or more"),
+        (
+            "policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 1, momentum: -1}}",
+            "momentum is -1",
+        ),
         ("policy.optimizer.kwargs.eps=null", "refuses these kwargs: eps is None, not a number"),
         ("policy.optimizer.kwargs.learning_rate=1", "Did you mean lr? It takes: lr, betas, eps"),
         ("+policy.optimizer.kwargs.learning_rate=1", "Did you mean lr? It takes: lr, betas, eps"),
@@ -68,3 +75,29 @@ def test_torch_is_not_loaded_for_it() -> None:
         "assert 'lr' in arguments_of('torch.optim.AdamW'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        (
+            "cluster.device=cuda",
+            "error: cluster.device=cuda: this machine has no GPU, or CUDA_VISI",
+        ),
+        ("policy.optimizer.kwargs.lr=-1", "lr is -1, and must be 0 or more"),
+    ],
+)
+def test_neither_torch_nor_data_is_needed_to_refuse_a_setting(setting: str, told: str) -> None:
+    program = (
+        "import sys; from laurel.cli.main import main\n"
+        f"sys.argv = ['laurel', 'rm', 'data.train_data_path=/nowhere.jsonl', '{setting}']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 2\n"
+        "assert 'torch' not in sys.modules"
+    )
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=hidden, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert told in done.stderr

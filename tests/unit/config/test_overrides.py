@@ -320,7 +320,9 @@ def test_settings_that_have_no_form_are_refused(key: str, value: object, message
 
 
 def test_a_setting_with_a_slip_names_its_neighbour() -> None:
-    with pytest.raises(ConfigError, match=r"inner\.siz: unknown key; did you mean 'size'"):
+    with pytest.raises(
+        ConfigError, match=r"^setting 'inner\.siz': inner\.siz: unknown key; did you"
+    ):
         load_config(Run, None, overrides_of({"inner.siz": 1}))
 
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from laurel.data.benchmark_columns import ON_HUB, benchmark_in, benchmark_of
+from laurel.data.benchmark_columns import ON_HUB, benchmark_in
+from laurel.data.benchmark_rows import benchmark_of
 from laurel.errors import DataError
 
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
@@ -21,10 +22,17 @@ SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
          "reward-bench"),
         ({**PAIR, "chosen": ["a"], "rejected": ["b"], "subset": "Math"}, "reward-bench-2"),
         ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "domain": "chat"}, "rm-bench"),
+        ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "alpacaeval"}, "rm-bench"),
+        ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "new"}, "rm-bench"),
+        ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "Ties"}, "reward-bench-2"),
+        ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "x", "num_correct": 3},
+         "reward-bench-2"),
         ({"question": "q", "response_A": "a", "response_B": "b", "label": "A>B"}, "judge-bench"),
         ({"prompt": "q", "completions": ["a"], "correct": [True]}, "best-of-n"),
         ({"prompt": "q", "completions": ["a"], "passed": [True]}, "best-of-n"),
         ({**PAIR, "chosen": ["a"], "rejected": ["b"]}, "best-of-n"),
+        ({"question": "q", "answer": "420", "responses": ["a"], "correct": [True]}, "best-of-n"),
+        ({"question": "q", "answer": "420", "responses": ["a"]}, None),
         (PAIR, "pairs"),
         ({"chosen": SAID, "rejected": SAID}, "pairs"),
         ({"context": SAID[:1], "completions": [{"rank": 0, "completion": SAID[1:]}]}, "pairs"),

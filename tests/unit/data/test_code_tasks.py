@@ -140,13 +140,35 @@ def test_apps_with_a_function(load):
     )
     assert task.metadata["entry"] == "add"
     assert task.metadata["strict_types"] is False
-    assert task.metadata["call_tests"] == [
-        {"args": [1, 2], "expected": 3},
-        {"args": [3, 4], "expected": 7},
+    assert task.metadata["call_tests"] == [  # the list around each is part of how APPS compares
+        {"args": [1, 2], "expected": [3]},
+        {"args": [3, 4], "expected": [7]},
     ]
     lists = {"fn_name": "f", "inputs": [[1]], "outputs": [[3, 4]]}
     kept = load({"question": "?", "input_output": lists}).metadata["call_tests"]
     assert kept == [{"args": [1], "expected": [3, 4]}]
+
+
+def test_numbers_that_json_made_texts_as_keys_are_numbers_again(load):
+    def calls(inputs, outputs):
+        tests = {"fn_name": "f", "inputs": inputs, "outputs": outputs}
+        [call] = load({"question": "?", "input_output": tests}).metadata["call_tests"]
+        return call
+
+    assert calls([[{"1": 2}, 3]], [[{"4": 5}]]) == {"args": [{1: 2}, 3], "expected": [{4: 5}]}
+    assert calls([[{"a": 2}]], [[{"b": 5}]]) == {"args": [{"a": 2}], "expected": [{"b": 5}]}
+    assert calls([[1]], [{"4": 5}]) == {"args": [1], "expected": [{4: 5}]}
+
+
+def test_the_first_solution_is_the_reference(load):
+    row = {"question": "?", "input_output": {"inputs": ["1"], "outputs": ["1"]}}
+    for solutions in (json.dumps(["print(1)", "print(2)"]), ["print(1)"]):
+        metadata = load(row | {"solutions": solutions}).metadata
+        assert metadata["reference_solution"] == "print(1)"
+    for solutions in (None, "", "[]", [3], {"a": "print(1)"}):
+        assert "reference_solution" not in load(row | {"solutions": solutions}).metadata
+    with pytest.raises(DataError, match="'solutions' is no JSON"):
+        load(row | {"solutions": "print(1)"})
 
 
 def test_verls_copies(load):
@@ -155,6 +177,21 @@ def test_verls_copies(load):
     task = load({"prompt": prompt, "reward_model": held, "data_source": "apps"})
     assert [m.role for m in task.prompt] == ["system", "user"]
     assert task.metadata["stdio_tests"] == [{"stdin": "1", "stdout": "2"}]
+    assert task.metadata["comparison"] == "verl"
+
+
+def test_verls_functions_have_json_as_text(load):
+    truth = {"fn_name": "f", "inputs": ['[1, 2]\n"a"', ""], "outputs": ["[true]", '{"1": 2}']}
+    judge = {"ground_truth": json.dumps(truth), "style": "rule"}
+    metadata = load({"prompt": "?", "reward_model": judge}).metadata
+    assert metadata["entry"] == "f"
+    assert metadata["call_tests"] == [
+        {"args": [[1, 2], "a"], "expected": [True]},
+        {"args": [], "expected": [{1: 2}]},
+    ]
+    judge["ground_truth"] = json.dumps(truth | {"outputs": ["[true]", "not JSON"]})
+    with pytest.raises(DataError, match="an output is no JSON"):
+        load({"prompt": "?", "reward_model": judge})
 
 
 def packed(value):
@@ -170,7 +207,9 @@ def test_livecodebench(load):
     expected = [{"stdin": "1\n", "stdout": "2\n"}, {"stdin": "5\n", "stdout": "6\n"}]
     for cases in (packed(private), json.dumps(private)):
         task = load(row | {"private_test_cases": cases})
-        assert task.metadata == {"stdio_tests": expected, "task_id": "abc_a"}
+        assert task.metadata["stdio_tests"] == expected
+        assert task.metadata["task_id"] == "abc_a"
+        assert task.metadata["comparison"] == "livecodebench"
 
 
 def test_livecodebench_with_a_method(load):
@@ -178,7 +217,7 @@ def test_livecodebench_with_a_method(load):
     row = {"question_content": "Do.", "starter_code": "class Solution:\n    def go(self, a, b):",
            "public_test_cases": json.dumps(public), "metadata": '{"func_name": "go"}'}  # fmt: skip
     metadata = load(row).metadata
-    assert metadata["entry"] == "Solution.go"
+    assert metadata["entry"] == "go"  # the program shows whether it has it in a class
     assert metadata["call_tests"] == [{"args": [[1, 2], "a"], "expected": [True]}]
 
 

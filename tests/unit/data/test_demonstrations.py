@@ -64,6 +64,8 @@ def load(write_rows: Callable[..., Path]) -> Load:
         ({"input": "Hello", "output": "Good day."}, {"dataset_name": "ResponseDataset"}),
         ({"instruction": "Hello", "output": "Good day.", "input": None}, {}),
         ({"a": "Hello", "b": "Good day."}, {"input_key": "a", "output_key": "b"}),
+        ({"question": "Hello", "answer": "Good day.", "responses": ["a", "b"]},
+         {"input_key": "question", "output_key": "answer"}),
         ({"problem": "Hello", "generated_solution": "Good day.", "expected_answer": "1"},
          {"dataset_name": "OpenMathInstruct-2"}),
         ({"prompt": "Hello", "chosen": "Good day.", "rejected": "What?"}, {}),
@@ -143,6 +145,11 @@ def test_rows_without_a_word_are_counted(load: Load) -> None:
         ({"conversations": [{"from": "ghost", "value": "Boo"}]}, {}, "'ghost'; known are human"),
         ({"conversations": ["Boo"]}, {}, "no {'from', 'value'}"),
         ({"a": "x"}, {"input_key": "a"}, "no 'output'.*data.output_key"),
+        (
+            {"question": "x", "answer": "420", "responses": ["a", "b"]},
+            {},
+            "several answers.*best-of-n",
+        ),
     ],
 )
 def test_rows_that_cannot_be_read_name_their_line(

@@ -204,6 +204,7 @@ def test_gathered_weights() -> None:
     assert training_memory(policy, SMALL, Mesh(dp=3, tp=2), tokens=8)["logits"] == 12 * 8 * 16000
 
 
+@pytest.mark.slow_parameters("sizes0", "sizes1")
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2}])
 def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes: dict[str, int]) -> None:
     """151,936 entries: embedding and head are nearly all of the model, 39 MB each."""

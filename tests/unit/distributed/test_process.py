@@ -67,6 +67,7 @@ def openmp_says(code: str, **chosen: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow_parameters("the command", "the api", "a Ray actor")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_threads_that_wait_sleep_however_torch_is_reached(entry: str) -> None:
     said = openmp_says(ENTRIES[entry])

@@ -12,6 +12,7 @@ from laurel.environments.math_answers.reading import (
     in_known_characters,
     is_unevaluated,
     read_answer,
+    solved_as_interval,
     too_much_to_read,
 )
 from laurel.environments.math_answers.shortcuts import exact_number, is_absurd, same_or_not
@@ -191,10 +192,50 @@ def test_reading_never_fails(text):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [(r"\int_0^1 x", True), (r"\sum_{i}i", True), (r"\prod i", True), (r"\iint", True),
-     (r"\sumo", False), (r"\interval", False), ("3", False)],
+     (r"\sumo", False), (r"\interval", False), ("3", False),
+     ("(16-3-4)*2", True), (r"(16-3-4)\times 2\text{ kg}", True), ("x=3+4", True), ("9(2)", True),
+     (r"2^3\cdot 3", True), (r"\frac{3+4}{2}", True), ("10^{3-1}", True), ("3!*2", True),
+     ("1,000+1", True), ("(1+2,3)", True), (r"(-\infty,1+2)", True), ("2**3*2", True),
+     ("-18", False), ("1 1/2", False), (r"1\frac12", False), (r"-\frac{-3}{4}", False),
+     (r"\frac{\frac{1}{2}}{3}", False), ("2^{-3}", False), ("10!", False), ("3*10^5", False),
+     (r"6.02\cdot 10^{-23}", False), ("(-1,-2)", False), (r"\{1,-2\}", False), ("[-1,5)", False),
+     ("2*9=18", False), ("18=2*9", False), ("x+1", False), (r"2\sqrt{3}", False), ("1:2", False),
+     (r"50\%", False), (r"90^\circ", False), ("3+4i", False), (r"\pi/2+1", False), ("", False)],
 )  # fmt: skip
 def test_what_is_unevaluated(text, expected):
     assert is_unevaluated(text) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("x<3", r"(-\infty,3)"),
+        (r"3\geq y", r"(-\infty,3]"),
+        ("x>=a+1", r"[a+1,\infty)"),
+        ("5>x>=2", "[2,5)"),
+        (r"\theta<\pi", r"(-\infty,\pi)"),
+        ("x<1,000", r"(-\infty,1000)"),
+        (r"x<1 \text{ or } x>3", r"(-\infty,1)\cup (3,\infty)"),
+        *(
+            (text, None)
+            for text in (
+                "2x+1<7",
+                "x^2<9",
+                "x<x+1",
+                "1<2",
+                "x<3, x>1",
+                "2<x>5",
+                "x=3",
+                "x<",
+                "(1,2)",
+                "",
+                r"x<1 \text{ or } 5",
+            )
+        ),
+    ],
+)
+def test_a_solved_inequality_is_an_interval(text, interval):
+    assert solved_as_interval(text) == interval
 
 
 def test_what_is_too_much():
@@ -209,7 +250,10 @@ def test_what_is_too_much():
     [r"\boxed{" * 20_000, r"\boxed{{" * 20_000 + "}" * 20_000, "{" * 100_000, "</think>" * 20_000,
      "answer is " * 20_000, "the answer is 1" * 20_000, " " * 200_000, "\\" * 200_000,
      r"\boxed{" + "9^" * 990 + "9}", r"\boxed{" + "9^{" * 600 + "}" * 600 + "}",
-     r"\boxed{" + "1" * 1_990 + "}", r"\boxed{" + "(1)^" * 490 + "1}", "√" * 100_000],
+     r"\boxed{" + "1" * 1_990 + "}", r"\boxed{" + "(1)^" * 490 + "1}", "√" * 100_000,
+     "答案是" * 60_000, "答案是1。" * 60_000, "答案" * 60_000 + "\n" * 60_000,
+     r"\boxed{" + "1/" * 990 + "}", r"\boxed{" + "x<" * 990 + "}", r"\boxed{" + " or" * 660 + "}",
+     r"\boxed{" + "1*10^" * 390 + "}", r"\boxed{" + r"\frac{1" * 280 + "}"],
 )  # fmt: skip
 def test_no_response_holds_up_the_reader(text):
     """What runs in the caller has no limit of its own, so it must not need one."""
@@ -219,4 +263,6 @@ def test_no_response_holds_up_the_reader(text):
         same_or_not("4", candidate)
         if not too_much_to_read(candidate.text):
             is_absurd(candidate.text)
+            is_unevaluated(candidate.text)
+            solved_as_interval(candidate.text)
     assert time.process_time() - begun < 2.0  # some milliseconds; a quadratic way takes minutes

@@ -11,6 +11,7 @@ from laurel.environments.composite_environment import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
 from laurel.environments.math_environment import MathEnvironment
 from laurel.environments.registry import (
+    _undecorated,
     create_environment,
     create_environments,
     environment_names,
@@ -46,6 +47,22 @@ class Constant(EnvironmentInterface):
 
     def shutdown(self):
         self.is_shut_down = True
+
+
+class InActor:
+    """What `@ray.remote` makes of a class, as far as it matters here."""
+
+    def __init__(self, original):
+        class Derived(original):
+            __ray_actor_class__ = original
+
+        self.__ray_metadata__ = type("Metadata", (), {"modified_class": Derived})
+
+    def __call__(self, *args, **kwargs):
+        raise TypeError("Actors cannot be instantiated directly. Use 'X.remote()'")
+
+
+Decorated = InActor(Constant)
 
 
 class Broken(Constant):
@@ -218,3 +235,19 @@ def test_a_class_of_ones_own_that_cannot_be_made_is_told_with_its_line(tmp_path,
     said = r"failing_module\.Mine cannot be made: FileNotFoundError: .*failing_module\.py:3\)"
     with pytest.raises(ConfigError, match=said):
         create_environment("mine", config)
+
+
+def test_a_class_behind_ray_remote_is_made_as_the_class():
+    config = EnvironmentsConfig(
+        custom={"mine": {"name": f"{__name__}.Decorated", "kwargs": {"reward": 3.0}}}
+    )
+    environment = create_environment("mine", config)
+    assert type(environment) is Constant
+    assert environment.reward == 3.0
+
+
+def test_rays_own_decorator_is_seen_through():
+    ray = pytest.importorskip("ray")
+    assert _undecorated(ray.remote(Constant)) is Constant
+    assert _undecorated(ray.remote(num_cpus=2)(Constant)) is Constant
+    assert _undecorated(Constant) is Constant

@@ -1,9 +1,12 @@
 """A reward model as an environment. Defects of the anchors that each test rules out: D1 to D30."""
 
 import asyncio
+import copy
 import dataclasses
 import gc
+import importlib.util
 import math
+import pickle
 import threading
 import weakref
 
@@ -23,9 +26,12 @@ from laurel.errors import (
     ConfigError,
     DataError,
     EnvironmentFailedError,
+    MissingDependencyError,
     ModelError,
 )
 from laurel.models.scoring import ScoringContract
+from laurel.rewards import vllm_scorer
+from laurel.rewards.load import ScorerOptions, find_model, load_scorer
 from laurel.rewards.local import LocalScorer
 from laurel.types import Message, Task, group_of
 from reward_models import small_model, write_foreign_model, write_model, write_run
@@ -62,6 +68,11 @@ def make(directory=None, **settings):
     if directory is not None:
         settings["model_name"] = str(directory)
     return RewardModelEnvironment(settings, device="cpu")
+
+
+def local_scorer(directory):
+    options = ScorerOptions(precision="float32", device="cpu")
+    return load_scorer(find_model(str(directory)), options, say=lambda line: None)
 
 
 def log(*texts, roles=("user", "assistant")):
@@ -115,7 +126,7 @@ def test_d24_the_documented_settings_work_as_printed(tmp_path):
     reward_env.shutdown()
 
 
-def test_keys_of_the_other_system_are_taken_silently(checkpoint):
+def test_keys_of_the_other_system_are_taken_and_named(checkpoint, caplog):
     settings = {
         "checkpoint_path": None, "max_model_len": 64, "logprob_batch_size": 8,
         "max_grad_norm": None, "generation": None, "offload_optimizer_for_logprob": False,
@@ -126,6 +137,71 @@ def test_keys_of_the_other_system_are_taken_silently(checkpoint):
     }  # fmt: skip
     with make(checkpoint, **settings) as padded, make(checkpoint) as packed:
         assert rewards(padded, LOGS) == pytest.approx(rewards(packed, LOGS), abs=5e-6)
+    (warning,) = [one.message for one in caplog.records if "mean nothing here" in one.message]
+    names = ("logprob_batch_size", "max_grad_norm", "offload_optimizer_for_logprob", "processor")
+    assert warning.startswith("env.reward_model: ")
+    assert all(name in warning for name in names)
+
+
+def test_a_step_unpacks_as_environments_of_the_other_system_do(environment):
+    """Their own test calls it with an empty list of metadata."""
+    found = environment.step(LOGS[:2], [])
+    observations, metadata, next_stop_strings, worth, terminateds, answers = found
+    assert worth.tolist() == rewards(environment, LOGS[:2])
+    assert (len(observations), metadata, next_stop_strings) == (2, [None, None], [None, None])
+    assert terminateds.tolist() == [True, True]
+    assert answers == [one[-1]["content"] for one in LOGS[:2]]
+    given = [{"ground_truth": "By the gate."}, {"any": ["thing"]}]
+    assert environment.step(LOGS[:2], given).metadata == given
+
+
+def test_failures_travel_beside_the_six_fields():
+    found = EnvironmentReturn([{}], [None], [None], torch.zeros(1), torch.ones(1), failures=["no"])
+    assert len(found) == 6
+    assert found.answers is None
+    for copied in (copy.deepcopy(found), pickle.loads(pickle.dumps(found)), found._replace()):
+        assert copied.failures == ["no"]
+    assert found._replace(failures=None, answers=["a"]).failures is None
+    assert "failures=['no']" in repr(found)
+
+
+def test_settings_are_read_as_from_the_dictionary_that_they_were_given_as(environment, checkpoint):
+    config = environment.config
+    assert config["model_name"] == str(checkpoint) == config.get("model_name")
+    assert config["dtensor_cfg"]["tensor_parallel_size"] == 1
+    assert ("batch_size" in config, "batch" in config, config.get("batch", 3)) == (True, False, 3)
+    with pytest.raises(KeyError, match="batch"):
+        config["batch"]
+
+
+def test_generation_in_vllm_computes_the_scores(checkpoint, monkeypatch):
+    """What vLLM itself computes, `test_vllm_scorer` says."""
+    asked = []
+
+    def load(place, options, *, say, pooling):
+        asked.append((place.name, options.precision, pooling))
+        return local_scorer(checkpoint)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm_scorer, "load_vllm_scorer", load)
+    block = {"backend": "vllm", "max_new_tokens": 1, "vllm_cfg": {"gpu_memory_utilization": 0.4}}
+    with make(checkpoint, generation=block) as in_vllm:
+        assert math.isfinite(rewards(in_vllm, LOGS[:1])[0])
+    ((name, precision, pooling),) = asked
+    assert (name, precision) == (str(checkpoint), "float32")
+    assert (pooling.gpu_memory_utilization, pooling.tensor_parallel_size) == (0.4, 1)
+
+
+def test_generation_in_vllm_is_refused_where_it_cannot_be(checkpoint, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="backend=vllm needs the package"):
+        make(checkpoint, generation={"backend": "vllm"})
+    with pytest.raises(ConfigError, match="num_replicas=2 with generation"):
+        make(checkpoint, generation={"backend": "vllm"}, num_replicas=2)
+    with pytest.raises(ConfigError, match="is for one model that this run loads"):
+        make(urls=["http://localhost:1"], generation={"backend": "vllm"})
+    with pytest.raises(ConfigError, match="backend"):
+        make(checkpoint, generation={"backend": "megatron"})
 
 
 def test_what_a_step_returns(environment):
@@ -135,7 +211,7 @@ def test_what_a_step_returns(environment):
     assert found.rewards.shape == (6,)
     assert found.terminateds.dtype == torch.bool
     assert found.terminateds.all()
-    assert found.metadata == [None] * 6
+    assert found.metadata == [{}] * 6
     assert found.next_stop_strings == [None] * 6
     assert found.answers == [entry[-1]["content"] for entry in LOGS]
     assert found.failures == [None] * 6
@@ -461,6 +537,9 @@ def test_figures_of_nothing_are_absent():
     with RewardModelEnvironment({}, scorer=WordScorer()) as made:
         none = made.global_post_process_and_metrics({"rewards": [], "num_failures": 4})[1]
         one = made.global_post_process_and_metrics({"rewards": [2.0]})[1]
+        unrewarded = made.global_post_process_and_metrics({"message_log": LOGS[:3]})[1]
+    assert unrewarded["reward_model_env/num_samples"] == 3.0
+    assert "reward_model_env/mean_reward" not in unrewarded
     assert none == {"reward_model_env/num_samples": 0.0, "reward_model_env/num_failures": 4.0}
     assert one["reward_model_env/mean_reward"] == 2.0
     assert "reward_model_env/std_reward" not in one

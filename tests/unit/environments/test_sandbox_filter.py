@@ -9,13 +9,20 @@ from pathlib import Path
 import pytest
 
 from laurel.environments.sandbox import inside
+from laurel.environments.sandbox.inside.meter import ASKED, REFUSED
 from laurel.environments.sandbox.inside.seccomp import (
     ON_FOREIGN_FILES,
     _search,
     filter_program,
+    meter_program,
     prepared,
 )
-from laurel.environments.sandbox.inside.syscall_numbers import ALLOWED, CHECKED, CLONE3
+from laurel.environments.sandbox.inside.syscall_numbers import (
+    ALLOWED,
+    CHECKED,
+    CLONE3,
+    UNSUPPORTED,
+)
 
 ARCHITECTURE = (0xC000003E, 0xC00000B7)
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
@@ -68,6 +75,8 @@ def test_exactly_the_listed_calls_are_allowed(column):
         if number in checked:
             continue
         expected = ALLOW if number in listed else ENOSYS if number == CLONE3[column] else EPERM
+        if number in {numbers[column] for numbers in UNSUPPORTED.values()}:
+            expected = 0x50000 | errno.ENOTSUP
         assert decide(column, number) == expected, number
 
 
@@ -120,6 +129,9 @@ THREAD = 0x3D0F00
         ("clone", (THREAD,), ALLOW), ("clone", (17,), EPERM), ("clone", (0x4100,), EPERM),
         ("clone", (THREAD | 0x10000000,), EPERM), ("clone", (THREAD | 0x80,), EPERM),
         ("clone", (THREAD | 0x00020000,), EPERM), ("clone", (0x10000,), EPERM),
+        ("clone", (THREAD & ~0x400,), EPERM), ("clone", (THREAD & ~0x200,), EPERM),
+        ("close_range", (3, 9, 0), ALLOW), ("close_range", (3, 9, 4), ALLOW),
+        ("close_range", (3, 9, 2), EPERM),
         ("kill", (PID, 9), ALLOW), ("kill", (-1, 9), EPERM), ("kill", (0, 9), EPERM),
         ("kill", (1, 9), EPERM), ("kill", (-PID, 9), EPERM),
         ("tgkill", (PID, 43, 9), ALLOW), ("tgkill", (1, 1, 9), EPERM),
@@ -134,6 +146,28 @@ THREAD = 0x3D0F00
 )  # fmt: skip
 def test_calls_whose_arguments_count(column, name, arguments, decision):
     assert decide(column, CHECKED[name][column], *arguments) == decision
+
+
+ASK = 0x7FC00000
+CREATE, TEMPORARY, APPEND = 0o100, 0o20200000, 0o2000
+
+
+def test_growing_files_is_asked_for_and_reading_them_is_not(column):
+    def meter(name, *arguments):
+        words = {0: ALLOWED[name][column]}
+        words |= {16 + 8 * index: value for index, value in enumerate(arguments)}
+        return interpret(meter_program(column), words)[-1]
+
+    here = {name for name in ASKED if ALLOWED[name][column] is not None}
+    assert {meter(name) for name in here - {"open", "openat"}} == {ASK}
+    assert [meter("openat", 0, 0, flags) for flags in (0, 1, APPEND)] == [ALLOW] * 3
+    assert [meter("openat", 0, 0, 1 | flags) for flags in (CREATE, TEMPORARY)] == [ASK] * 2
+    assert {meter(name) for name in ("read", "pread64", "unlinkat", "renameat", "futex")} == {ALLOW}
+    shared, private, anonymous = 1, 2, 0x20
+    kinds = (private, shared | anonymous, private | anonymous, 0x4022)
+    assert {meter("mmap", 0, 9, 3, kind) for kind in kinds} == {ALLOW}
+    assert {meter("mmap", 0, 9, 3, kind) for kind in (shared, 3, 0x8001)} == {EPERM}
+    assert {ALLOWED[name][column] for name in REFUSED} - {None}  # calls that exist
 
 
 def test_nothing_but_the_standard_library_is_imported_inside():
@@ -154,7 +188,7 @@ def test_nothing_but_the_standard_library_is_imported_inside():
 
 
 def test_the_prepared_filter_is_the_one_for_the_process(column):
-    for without in (frozenset(), ON_FOREIGN_FILES):
+    for without in (frozenset(), ON_FOREIGN_FILES, REFUSED):
         instructions, places = prepared(column, without)
         code = bytearray(instructions)
         for place in places:

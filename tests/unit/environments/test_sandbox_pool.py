@@ -381,6 +381,21 @@ def test_all_tests_together_have_a_time_of_their_own(pool):
     assert result.wall_s < 5
 
 
+def test_asserts_that_are_run_one_by_one_have_the_same_time_together(pool):
+    """And the reply shows what the first that failed said."""
+    code = "import os, time\ndef f(n):\n    os.write(2, b'asked %d' % n)\n    time.sleep(n)"
+    job = SandboxJob(
+        code=code, mode="tests", entry="f", total_s=2.0, limits=Limits(wall_s=1.5),
+        tests=["f(0)", "f(100)", "f(200)", *["f(300)"] * 7],
+    )  # fmt: skip
+    (result,) = pool.run([job])
+    assert [one.status for one in result.tests] == [Status.OK, *[Status.TIMEOUT_WALL] * 9]
+    assert result.tests[-1].detail == "the time of all tests together was spent"
+    assert result.stderr == "asked 100"
+    with pytest.raises(ValueError, match="tests that are code"):
+        SandboxJob(code="", mode="tests", entry="f", tests=["", "f(1)"])
+
+
 def test_a_worker_that_cannot_be_made_fails_its_jobs(tier):
     def refuse():
         raise RuntimeError("no room for it")

@@ -43,6 +43,12 @@ def checker() -> Iterator[AnswerChecker]:
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
         ("110_2", "110_{2}"),
         ("(1,2)", "1<x<2"),
+        ("x<3", r"(-\infty,3)"),
+        (r"-1 \le x \le \sqrt{2}", r"[-1,\sqrt{2}]"),
+        (r"x<1 \text{ or } x\geq 3", r"(-\infty,1)\cup[3,\infty)"),
+        # Restated where the known answer is so, too; or worked out beside it.
+        (r"3\cdot 2^2", r"2^2\cdot 3"),
+        (r"2\cdot 9=18", "18"),
         # What the question asks for decides these: the parser leaves units and percent signs out.
         (r"50\%", "0.5"),
         (r"50\%", "50"),
@@ -70,10 +76,33 @@ def test_the_same(checker: AnswerChecker, answer: str, gold: str) -> None:
         # Only restated:
         (r"\int_0^1 x^2dx", "1/3"),
         (r"\sum_{i=1}^{100} i", "5050"),
+        ("(16-3-4)*2", "18"),
+        (r"x=\left(16-3-4\right)\cdot 2\text{ dollars}", "18"),
+        (r"\frac{3+4}{2}", "3.5"),
+        ("x<1+2", r"(-\infty,3)"),
+        ("2x+1<7", r"(-\infty,3)"),
+        (r"x\le 3", r"(-\infty,3)"),
+        ("x<3", "3"),
     ],
 )
 def test_not_the_same(checker: AnswerChecker, answer: str, gold: str) -> None:
     assert checker.check([rf"\boxed{{{answer}}}"], [gold])[0].verdict == "incorrect"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "最终答案为12。",
+        "答案：12",
+        "所以答案是 $12$ 元。",
+        "一共有3个，最终答案为12。共用了2步。",
+        "答えは12個です。",
+        "정답은 12입니다.",
+    ],
+)
+def test_an_answer_in_words_that_have_no_blanks(checker: AnswerChecker, response: str) -> None:
+    right, wrong = checker.check([response, response], ["12", "2"])
+    assert (right.verdict, wrong.verdict) == ("correct", "incorrect")
 
 
 @pytest.mark.parametrize(

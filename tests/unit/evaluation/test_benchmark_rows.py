@@ -93,6 +93,37 @@ def test_rm_bench_and_best_of_n(tmp_path) -> None:
     groups = [{"prompt": "q", "completions": ["a", "b", "c"], "passed": [False, True, False]}]
     (row,) = read_benchmark(BEST_OF_N, [write(tmp_path / "n.jsonl", groups)])
     assert row.ranks_G == (1, 0, 1)
+    groups = [{"problem": "q", "answer": "420", "responses": ["a", "b"], "is_correct": [1, 0]}]
+    (row,) = read_benchmark(BEST_OF_N, [write(tmp_path / "r.jsonl", groups)])
+    assert row.ranks_G == (0, 1)
+    assert row.group.prompt[0].content == "q"
+
+
+def test_the_files_of_rm_bench_with_one_domain_each(tmp_path) -> None:
+    styles = {"id": 1, "prompt": "q", "chosen": list("abc"), "rejected": list("def")}
+    sources = ["alpacaeval", "refusals-offensive", "xstest-should-respond", "nobody's"]
+    every = [{**styles, "id": at, "subset": one} for at, one in enumerate(sources)]
+    read = read_benchmark(RM_BENCH, [write(tmp_path / "rows.jsonl", every)])
+    assert [row.subset for row in read] == ["chat", "safety-refuse", "safety-response", "nobody's"]
+    by_name = write(tmp_path / "math_filtered.jsonl.gz", every[3:])
+    assert [row.subset for row in read_benchmark(RM_BENCH, [by_name])] == ["math"]
+    with pytest.raises(
+        DataError, match=r"'alpacaeval' with three .* is of RM-Bench.*eval rm-bench"
+    ):
+        read_benchmark(REWARD_BENCH_2, [str(tmp_path / "rows.jsonl")])
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "other"),
+    [
+        (JUDGE_BENCH, {"prompt": "q", "chosen": "a", "rejected": "b"}, "pairs"),
+        (JUDGE_BENCH, PAIR, "reward-bench"),
+        (RM_BENCH, {"question": "q", "responses": ["a"], "correct": [True]}, "best-of-n"),
+    ],
+)
+def test_a_row_of_something_else_is_refused_with_its_name(tmp_path, form, row, other) -> None:
+    with pytest.raises(DataError, match=rf"These look like rows for laurel eval {other}$"):
+        read_benchmark(form, [write(tmp_path / "rows.jsonl", [row])])
 
 
 def test_splits_of_a_saved_data_set_and_the_benchmarks_own_parts(tmp_path, monkeypatch) -> None:

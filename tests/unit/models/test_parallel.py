@@ -172,6 +172,7 @@ ODD_VOCABULARIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=name_of)
 def test_vocabularies_of_all_kinds_are_those_of_one_process(sizes):
     threads = torch.get_num_threads()

@@ -323,6 +323,7 @@ def test_a_run_goes_on_over_any_mesh_as_if_it_had_never_stopped(runs):
     assert len({round(loss, 4) for loss in straight[0]["losses"]}) == 10
 
 
+@pytest.mark.slow
 def test_ranks_hold_and_write_their_shares_of_the_state_of_the_optimizer(runs):
     root, cases, straight, parts = runs
     for case in range(len(cases)):
@@ -358,6 +359,7 @@ def test_a_checkpoint_of_ranks_is_a_model_of_hugging_face(runs):
             )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_nothing_that_ranks_write_can_run_code(runs):
     root, _, _, _ = runs
     suffixes = {path.suffix for path in root.rglob("*") if path.is_file()}
@@ -387,6 +389,7 @@ print(len(found))
 """
 
 
+@pytest.mark.slow
 def test_a_part_that_is_missing_is_refused(runs, tmp_path):
     root, cases, _, _ = runs
     kind, directory, changes = cases[0]

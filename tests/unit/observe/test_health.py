@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from laurel.config.health import Alarm, HealthConfig
 from laurel.observe.health import Alarms, Event
 from laurel.observe.health_history import (
-    ENTROPY,
     FAILURES,
     LENGTH,
     LENGTH_CORRELATION,
-    NOISE_FLOOR,
     READ,
     REPETITION,
     REWARD,
@@ -65,55 +63,87 @@ def columns(**by_name: Sequence[float]) -> list[dict[str, float]]:
 
 # ------------------------------------------------------------------------ against the first steps
 
-DRIFTS: list[tuple[str, str, list[float], float, int]] = [
-    # metric, alarm, the first steps, the value afterwards, the step at which it rises
-    (LENGTH, "length", [10, 12, 10, 8], 16, 8),
-    (LENGTH, "length", [10, 10, 10, 10], 6, 8),
-    (REPETITION, "repetition", [0.1, 0.1, 0.12, 0.1], 0.21, 8),
-    (TRUNCATION, "truncation", [0.0, 0.0, 0.1, 0.0], 0.2, 8),
-    (FORMAT, "format", [0.9, 0.9, 1.0, 0.9], 0.79, 8),
-    (ENTROPY, "entropy", [1.0, 1.0, 1.2, 1.0], 0.09, 8),
+DRIFTS: list[tuple[str, str, float, float, float, float]] = [
+    # metric, alarm, at first, much later, a leap, and almost one
+    (LENGTH, "length", 10, 18, 15.1, 14.9),
+    (LENGTH, "length", 10, 5, 6.6, 6.7),
+    (REPETITION, "repetition", 0.1, 0.25, 0.21, 0.19),
+    (TRUNCATION, "truncation", 0.0, 0.3, 0.21, 0.19),
 ]
+SAME = ("metric", "alarm", "first", "later", "leap", "almost")
 
 
-@pytest.mark.parametrize(("metric", "alarm", "first", "later", "step"), DRIFTS)
-def test_a_drift_rises_with_the_median_of_a_window(
-    metric: str, alarm: str, first: list[float], later: float, step: int
+def noisy(*values: float, by: float) -> list[float]:
+    """Alternately a bit above and a bit below."""
+    return [value + by * (-1) ** n for n, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(SAME, DRIFTS)
+def test_a_slow_drift_rises_against_the_first_steps(
+    metric: str, alarm: str, first: float, later: float, leap: float, almost: float
 ) -> None:
-    """Six good steps, of which four are the baseline: the second bad one turns the median."""
-    values = [*first, first[0], first[0], later, later, later]
-    assert told(line(metric, *values)) == [(step, alarm, "raised")]
+    """Each step is a small one: only the medians of a window tell."""
+    slow = [first + (later - first) * n / 16 for n in range(17)]
+    (event,) = events(line(metric, *[first] * 8, *slow))
+    assert event.alarm == alarm
+    assert "in the first steps" in event.finding.text
+    assert (event.finding.baseline, event.step < 25) == (first, True)
 
 
-@pytest.mark.parametrize(("metric", "alarm", "first", "later", "step"), DRIFTS)
-def test_a_single_odd_step_raises_nothing(
-    metric: str, alarm: str, first: list[float], later: float, step: int
+@pytest.mark.parametrize(SAME, DRIFTS)
+def test_a_leap_rises_at_its_step(
+    metric: str, alarm: str, first: float, later: float, leap: float, almost: float
 ) -> None:
-    values = [*first, *first[:3], later, *first[:3], later, first[0]]
+    (event,) = events(line(metric, *[first] * 6, leap))
+    assert (event.step, event.alarm, event.finding.baseline) == (7, alarm, first)
+    assert "in the steps before" in event.finding.text
+    assert event.finding.threshold == pytest.approx((leap + almost) / 2, rel=0.01)
+    assert told(line(metric, *[first] * 6, almost, first)) == []
+
+
+@pytest.mark.parametrize(SAME, DRIFTS)
+def test_the_first_steps_are_not_blind(
+    metric: str, alarm: str, first: float, later: float, leap: float, almost: float
+) -> None:
+    """Twice as far is needed while chance is not known; a window of it is told by step 6."""
+    twice = first * (leap / first) ** 2 if metric == LENGTH else first + 2 * (leap - first)
+    assert told(line(metric, first, twice)) == [(2, alarm, "raised")]
+    assert told(line(metric, first, leap)) == []
+    found = told(line(metric, *[first] * 3, *[leap] * 3))
+    assert [(name, state) for _, name, state in found] == [(alarm, "raised")]
+    assert found[0][0] <= 6
+
+
+@pytest.mark.parametrize(SAME, DRIFTS)
+def test_noise_raises_nothing(
+    metric: str, alarm: str, first: float, later: float, leap: float, almost: float
+) -> None:
+    by = abs(leap - first) / 3
+    values = noisy(*[max(first, by)] * 30, by=by)
     assert told(line(metric, *values)) == []
+    odd = max(first, by) + 2 * by  # of the size of what was seen between two steps
+    assert told(line(metric, *values, odd, *values)) == []
 
 
-@pytest.mark.parametrize(("metric", "alarm", "first", "later", "step"), DRIFTS)
+@pytest.mark.parametrize(SAME, DRIFTS)
 def test_less_than_the_threshold_raises_nothing(
-    metric: str, alarm: str, first: list[float], later: float, step: int
+    metric: str, alarm: str, first: float, later: float, leap: float, almost: float
 ) -> None:
-    almost = first[0] + 0.9 * (later - first[0])
-    if alarm == "length":
-        almost = first[0] * (1.45 if later > first[0] else 1 / 1.45)
-    assert told(line(metric, *first, *[almost] * 9)) == []
+    assert told(line(metric, *[first] * 6, *[almost] * 9)) == []
+
+
+def test_a_form_that_is_lost() -> None:
+    assert told(line(FORMAT, *[0.9] * 6, *[0.79] * 3)) == [(8, "format", "raised")]
+    assert told(line(FORMAT, *[0.9] * 6, *[0.81] * 9)) == []
+    assert told(line(FORMAT, *[0.9] * 6, 0.5, *[0.9] * 3)) == [], "a single odd step"
 
 
 @pytest.mark.parametrize("metric", [LENGTH, REPETITION, TRUNCATION, FORMAT])
 def test_what_is_usual_in_the_first_steps_is_no_drift(metric: str) -> None:
-    """Median 0.5, median absolute deviation 0.2: four standard deviations are beyond 1.6."""
-    first, far = [0.3, 0.7, 0.2, 0.7], 0.99 if metric != FORMAT else 0.01
+    """Median 0.5, median absolute deviation 0.075: four standard deviations reach beyond 0.9."""
+    first, far = [0.5, 0.65, 0.5, 0.35], 0.85 if metric != FORMAT else 0.15
     assert told(line(metric, *first, *[far] * 9)) == []
     assert len(told(line(metric, *first, *[far] * 9), num_spreads=0.0)) == 1
-
-
-def test_nothing_is_said_of_the_first_steps_themselves() -> None:
-    assert told(line(LENGTH, 10, 10, 10, 10, 90, 90)) == []
-    assert told(line(LENGTH, 10, 10, 10, 10, 90, 90, 90)) == [(7, "length", "raised")]
 
 
 def test_the_direction_of_a_length_is_told_by_its_evidence() -> None:
@@ -121,7 +151,10 @@ def test_the_direction_of_a_length_is_told_by_its_evidence() -> None:
     (longer,) = events(line(LENGTH, *first, *[20.0] * 3))
     (shorter,) = events(line(LENGTH, *first, *[5.0] * 3))
     assert (longer.finding.evidence, longer.finding.threshold) == ("longest", 15.0)
-    assert (shorter.finding.evidence, shorter.finding.threshold) == ("shortest", 10 / 1.5)
+    assert (shorter.finding.evidence, shorter.finding.threshold) == (
+        "shortest",
+        pytest.approx(10 / 1.5),
+    )
     assert longer.finding.baseline == shorter.finding.baseline == 10.0
     assert "10" in longer.finding.text
     assert "20" in longer.finding.text
@@ -131,7 +164,6 @@ def test_the_direction_of_a_length_is_told_by_its_evidence() -> None:
 
 SHARES = [
     (ZERO_SPREAD, "zero_spread_groups", 0.9),
-    (NOISE_FLOOR, "noise_floor_groups", 0.5),
     (FAILURES, "failures", 0.1),
 ]
 
@@ -210,18 +242,65 @@ def test_negative_gold_is_measured_by_its_size() -> None:
     assert told(steps) == []
 
 
-def test_divergence_that_grows_for_nothing() -> None:
-    kl = [0.2] * 3 + [0.32] * 12
-    assert told(columns(kl=kl, reward=[1.0] * 15)) == [(15, "kl_without_reward", "raised")]
-    assert told(columns(kl=kl, reward=[1.0 + 0.01 * n for n in range(15)])) == []
-    assert told(columns(kl=[0.2] * 3 + [0.29] * 12, reward=[1.0] * 15)) == []
-    small = [value / 10 for value in kl]
-    assert told(columns(kl=small, reward=[1.0] * 15)) == [], "below kl_least"
+WEIGHTLESS = {
+    "env": {"composite": {"both": {"parts": [
+        {"env": "reward_model", "weight": 1.0, "gate": None},
+        {"env": "math", "weight": 0.0, "gate": None},
+    ]}}}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "gold", [[0.84, 0.08], [0.84, 0.45, 0.08], [0.82, 0.85, 0.84] * 4 + [0.45, 0.08]]
+)
+def test_gold_that_falls_in_two_steps_rises_at_once(gold: list[float]) -> None:
+    """Wherever in a run, with nothing set: the part of weight 0 is the gold metric."""
+    watching = Alarms(HealthConfig(), settings=WEIGHTLESS)
+    found = [
+        event
+        for n, value in enumerate(gold, start=1)
+        for event in watching.see(n, {REWARD: 1.0 + 0.1 * n, GOLD: value})
+    ]
+    assert [event.alarm for event in found] == ["overoptimisation"]
+    assert len(gold) - 1 <= found[0].step <= len(gold)
+    assert found[0].finding.metric == GOLD
+    again = Alarms(HealthConfig(), settings=WEIGHTLESS)
+    again.load_state_dict(json.loads(json.dumps(watching.state_dict())))
+    assert again.raised == ("overoptimisation",)
+    assert again.see(99, {REWARD: 2.0, GOLD: 0.9}) == [], "still the same metric, now better"
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [
+        noisy(*[0.5] * 30, by=0.12),
+        [0.2, 0.05, 0.2, 0.1, 0.0, 0.2, 0.1],  # few right answers: nothing is all of them
+        [1.5, 0.1, 1.0, 0.2, 1.4, 0.1],  # no share: nothing is believed before chance is known
+        [0.5] * 8 + [0.3] + [0.5] * 8,  # less than half
+    ],
+)
+def test_gold_that_is_noisy_does_not_leap(gold: list[float]) -> None:
+    assert told(columns(gold=gold)) == []
+
+
+def test_gold_collapses_with_the_reward() -> None:
+    """A leap is told whatever the reward does."""
+    steps = columns(reward=[1.0] * 8 + [0.1], gold=[0.8] * 8 + [0.1])
+    assert told(steps) == [(9, "overoptimisation", "raised")]
+
+
+def test_a_divergence_that_leaps() -> None:
+    assert told(columns(kl=[0.05] * 6 + [0.16])) == [(7, "kl_jump", "raised")]
+    assert told(columns(kl=[0.05, 0.3])) == [(2, "kl_jump", "raised")], "the first steps"
+    assert told(columns(kl=[0.05] * 6 + [0.14])) == [], "less than three times"
+    assert told(columns(kl=[0.01] * 6 + [0.09])) == [], "below kl_least"
+    assert told(columns(kl=[0.02 * 1.2**n for n in range(24)])) == [], "it grows in any run"
+    assert told(columns(kl=noisy(*[0.15] * 30, by=0.08))) == []
 
 
 def test_length_that_is_paid_for() -> None:
     growing = [10.0] * 4 + [12.0] * 4
-    assert told(columns(length=growing, correlation=[0.6] * 8)) == [(7, "length_bias", "raised")]
+    assert told(columns(length=growing, correlation=[0.6] * 8)) == [(6, "length_bias", "raised")]
     assert told(columns(length=growing, correlation=[0.4] * 8)) == []
     assert told(columns(length=[10.0] * 8, correlation=[0.6] * 8)) == [], "nothing grows"
 
@@ -240,7 +319,7 @@ def members(left: Sequence[float], right: Sequence[float], std: float = 0.5) -> 
 def test_models_that_go_apart() -> None:
     steps = members([0.0] * 4 + [0.75] * 3, [2.0] * 4 + [2.125] * 3)
     (event,) = events(steps)
-    assert (event.step, event.alarm) == (7, "ensemble")
+    assert (event.step, event.alarm) == (6, "ensemble")
     assert event.finding.value == 1.25
     assert told(members([0.0] * 4 + [0.6] * 3, [2.0] * 4 + [2.6] * 3)) == [], "both gain"
     assert told(members([0.0] * 4 + [0.6] * 3, [2.0] * 7, std=0.0)) == [], "no unit to measure in"
@@ -259,8 +338,8 @@ def bad_history() -> list[dict[str, float]]:
     """Everything goes wrong after eight steps."""
     bad: dict[str, tuple[float, float]] = {
         LENGTH: (10, 30), LENGTH_CORRELATION: (0.1, 0.9), REPETITION: (0.0, 0.5),
-        TRUNCATION: (0.0, 0.9), ENTROPY: (1.0, 0.01), ZERO_SPREAD: (0.1, 1.0),
-        NOISE_FLOOR: (0.0, 1.0), FAILURES: (0.0, 0.9), FORMAT: (1.0, 0.1), KL: (0.1, 9.0),
+        TRUNCATION: (0.0, 0.9), ZERO_SPREAD: (0.1, 1.0),
+        FAILURES: (0.0, 0.9), FORMAT: (1.0, 0.1), KL: (0.1, 9.0),
         GOLD: (0.9, 0.1), REWARD: (0.5, 0.5), f"{PART}left/mean": (0.0, 9.0),
         f"{PART}left/std": (1.0, 1.0), f"{PART}right/mean": (0.0, 0.0),
         f"{PART}right/std": (1.0, 1.0),
@@ -269,10 +348,10 @@ def bad_history() -> list[dict[str, float]]:
 
 
 NEEDS: dict[str, set[str]] = {
-    "overoptimisation": {GOLD, REWARD}, "kl_without_reward": {KL, REWARD}, "length": {LENGTH},
+    "overoptimisation": {GOLD}, "kl_jump": {KL}, "length": {LENGTH},
     "length_bias": {LENGTH, LENGTH_CORRELATION}, "repetition": {REPETITION},
-    "truncation": {TRUNCATION}, "format": {FORMAT}, "entropy": {ENTROPY},
-    "zero_spread_groups": {ZERO_SPREAD}, "noise_floor_groups": {NOISE_FLOOR},
+    "truncation": {TRUNCATION}, "format": {FORMAT},
+    "zero_spread_groups": {ZERO_SPREAD},
     "ensemble": {f"{PART}left/mean", f"{PART}left/std", f"{PART}right/mean"},
     "failures": {FAILURES},
 }  # fmt: skip
@@ -308,10 +387,10 @@ def test_a_metric_that_pauses_changes_nothing() -> None:
 
 
 def test_ignored_alarms_do_not_rise_and_chosen_ones_stop() -> None:
-    watching = alarms(ignore=["length", "entropy"], stop_on=["failures", "repetition"])
+    watching = alarms(ignore=["length", "kl_jump"], stop_on=["failures", "repetition"])
     for n, step in enumerate(bad_history()):
         watching.see(n, step)
-    assert not {"length", "entropy"} & {*watching.raised, *watching.known}
+    assert not {"length", "kl_jump"} & {*watching.raised, *watching.known}
     assert set(watching.stopping) == {"failures", "repetition"}
 
 
@@ -319,7 +398,7 @@ def test_ignored_alarms_do_not_rise_and_chosen_ones_stop() -> None:
 
 OF_MEMBERS = [f"{PART}{member}/{kind}" for member in MEMBERS for kind in ("mean", "std")]
 NAMES = [*sorted(READ), GOLD, FORMAT, *OF_MEMBERS]
-RELATIVE = [name for name in NAMES if name not in (ZERO_SPREAD, NOISE_FLOOR, FAILURES)]
+RELATIVE = [name for name in NAMES if name not in (ZERO_SPREAD, FAILURES)]
 FINITE = st.floats(-1e6, 1e6)
 
 

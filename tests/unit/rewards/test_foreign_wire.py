@@ -54,8 +54,8 @@ def test_scores_are_squashed_unless_a_key_of_any_version_says_no(key):
 
 def test_messages_are_one_conversation():
     request = wire.read_classify_request({"messages": MESSAGES, "use_activation": False})
-    assert request.group is not None
-    assert request.group.conversation(0) == CONVERSATION
+    (group,) = request.groups
+    assert group.conversation(0) == CONVERSATION
     for odd in ({"messages": []}, {"messages": "a"}, {}, [], {"messages": [{"role": "user"}]}):
         with pytest.raises(ProtocolError):
             wire.read_classify_request(odd)
@@ -106,8 +106,8 @@ def test_openrlhf():
 def test_slime():
     sent = wire.remote_rm_request(CONVERSATION[:1], "4", label="4")
     request = wire.read_remote_rm_request(sent)
-    assert request.group is not None
-    assert request.group.conversation(0) == CONVERSATION
+    (group,) = request.groups
+    assert group.conversation(0) == CONVERSATION
     as_text = {"prompt": "2 + 2?", "response": "4", "label": None}
     for told in (None, True, False):  # the model's contract tells what was not said
         request = wire.read_remote_rm_request(as_text, rendered=told)

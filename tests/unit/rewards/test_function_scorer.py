@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
+import json
 import os
 import subprocess
 import sys
@@ -10,13 +12,16 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import tiny_tokenizers
 from laurel.config.scorers import FunctionConfig
 from laurel.errors import ConfigError, EnvironmentFailedError
+from laurel.rewards import function_scorer
 from laurel.rewards.function_processes import FunctionProcesses
 from laurel.rewards.function_scorer import FunctionScorer
 from laurel.rewards.user_function import find_function, verdict_of
@@ -490,3 +495,150 @@ def test_a_process_is_never_taken_for_another_with_its_number():
     assert processes.process_ids() == [7]
     processes.close()
     assert living.is_killed
+
+
+# ------------------------------------------------------------- functions that ask a model
+
+
+GENRM = '''
+import asyncio, json, urllib.request
+
+def _post(address, path, body):
+    request = urllib.request.Request(
+        f"http://{address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        return json.load(answer)
+
+async def compute_score(
+    data_source, solution_str, ground_truth, extra_info,
+    reward_router_address, reward_model_tokenizer, model_name="judge",
+):
+    """A rule and a model's word together."""
+    messages = [*extra_info["prompt"], {"role": "assistant", "content": solution_str}]
+    text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
+    body = {"model": model_name, "messages": [{"role": "user", "content": text}]}
+    path = "/v1/chat/completions"
+    reply = await asyncio.to_thread(_post, reward_router_address, path, body)
+    said = reply["choices"][0]["message"]["content"]
+    return {"score": float(said) + (solution_str == ground_truth), "said": float(said)}
+'''
+
+
+class _Judge(http.server.BaseHTTPRequestHandler):
+    """Says how long what it was asked about is."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = asked["messages"][-1]["content"]
+        said = {"choices": [{"message": {"role": "assistant", "content": str(len(text))}}]}
+        body = json.dumps(said).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def judge():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_function_of_verl_gets_the_address_and_the_tokenizer_that_it_asks_for(
+    judge, tmp_path, num_workers
+):
+    name = tmp_path / "model"
+    tokenizer = tiny_tokenizers.chatml()
+    tokenizer.save_pretrained(name)
+    path = written(tmp_path, GENRM)
+    config = FunctionConfig(
+        path=f"{path}:compute_score", router=f"http://{judge}/", tokenizer=str(name)
+    )
+    scorer = FunctionScorer(config, num_workers=num_workers)
+    try:
+        scores = score(scorer)
+    finally:
+        scorer.close()
+    wanted = []
+    for completion in GROUP.completions_G:
+        conversation = [*GROUP.prompt, *completion.messages]
+        messages = [{"role": one.role, "content": one.content} for one in conversation]
+        said = len(tokenizer.apply_chat_template(messages, tokenize=False))
+        wanted.append(said + (completion.messages[-1].content == "4"))
+    assert [one.value for one in scores] == wanted
+    assert scores[0].parts == {"said": wanted[0] - 1}
+
+
+def test_what_a_function_asks_for_must_be_said_and_what_is_said_be_asked_for():
+    def asks(data_source, solution_str, ground_truth, extra_info, reward_router_address):
+        return 1.0
+
+    def can_do_without(
+        data_source, solution_str, ground_truth, extra_info, reward_router_address=None
+    ):
+        return float(reward_router_address is None)
+
+    def takes_anything(data_source, solution_str, ground_truth, extra_info, **more):
+        return float(more == {"reward_router_address": "host:1"})
+
+    def plain(data_source, solution_str, ground_truth, extra_info):
+        return 1.0
+
+    with pytest.raises(ConfigError, match="asks for reward_router_address; set env"):
+        scorer_of(asks)
+    with pytest.raises(ConfigError, match="router is for a function that takes"):
+        scorer_of(plain, router="host:1")
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        scorer_of(asks, router="host")
+    given = {"kwargs": {"reward_router_address": "elsewhere:1"}}
+    for function, settings in (
+        (asks, given), (asks, {"router": "host:1"}), (can_do_without, {}),
+        (takes_anything, {"router": "host:1"}),
+    ):  # fmt: skip
+        assert score(scorer_of(function, **settings))[0].value == 1.0
+
+
+def test_calls_begin_no_faster_than_their_rate(monkeypatch):
+    """The clock stands still; what was waited is told."""
+    waited = []
+
+    async def pause(seconds):
+        waited.append(seconds)
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return 1.0
+
+    monkeypatch.setattr(function_scorer, "_pause", pause)
+    monkeypatch.setattr(function_scorer, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    assert [one.value for one in score(scorer_of(compute_score, max_rpm=30))] == [1.0] * 3
+    assert waited == [2.0, 4.0]  # the first at once
+    waited.clear()
+    score(scorer_of(compute_score, max_rpm=6000, max_tpm=6000, estimated_tokens_per_request=500))
+    assert waited == [5.0, 10.0]
+    waited.clear()
+    score(scorer_of(compute_score, max_rpm=600))  # ten in a second are even enough
+    assert waited == []
+
+
+def test_no_more_calls_at_a_time_than_were_allowed():
+    now, most, lock = [0], [0], threading.Lock()
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.01)
+        with lock:
+            now[0] -= 1
+        return 1.0
+
+    score(scorer_of(compute_score, max_concurrent=1), GROUP, replace(GROUP, id="h"))
+    assert most == [1]

@@ -229,3 +229,20 @@ def test_a_first_probe_is_worth_a_short_wait(clock, standing):
     assert new.joins_until is None, "it hangs, perhaps"
     standing.probing_since = clock.now
     assert standing.joins_until is None, "it was probed before"
+
+
+def test_who_is_started_anew_is_probed_at_once_and_has_no_record(standing, clock):
+    for _ in range(6):
+        trip(standing, clock)
+        clock.now += rest(standing, clock)
+        standing.failed_probe(unreachable(), began=clock.now)
+    assert rest(standing, clock) == LONGEST_REST
+    standing.came_back()
+    assert standing.wants_probe
+    standing.failed_probe(unreachable(), began=clock.now - 1)
+    assert standing.wants_probe, "that probe was of its forerunner"
+    standing.proved()
+    assert standing.is_usable
+    assert not standing.is_on_trial
+    trip(standing, clock)
+    assert rest(standing, clock) == FIRST_REST

@@ -2,6 +2,7 @@
 
 import contextlib
 import subprocess
+import threading
 import time
 from urllib.error import URLError
 
@@ -99,19 +100,63 @@ def test_one_that_cannot_be_told_to_sleep_is_started_once_more(monkeypatch):
         assert scorer.score_now([group("q")]) == [null_scores(group("q"))]
 
 
+def keep(monkeypatch, *lives):
+    """What is said, how long is waited and whether it is lost after so many lives, each given as
+    its status and whether it became ready."""
+    left, said, pauses = list(lives), [], []
+
+    def live(process):
+        process._settled.set()
+        if not left:
+            process._closing.set()
+            return -15, True
+        return left.pop(0)
+
+    monkeypatch.setattr(replica_processes._Process, "_live", live)
+    started = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    process = replica_processes._Process(0, NULL, "key", FAST, said.append)
+    monkeypatch.setattr(threading.Thread, "start", started)
+    process._closing.wait = pauses.append
+    process._keep()
+    return said, pauses, process.is_lost
+
+
+def test_a_ready_one_that_is_killed_is_started_again_at_once_however_often(monkeypatch):
+    said, pauses, is_lost = keep(monkeypatch, *[(-9, True)] * 30)
+    assert said == ["warning: replica 0 died (signal 9); it is started again"] * 30
+    assert pauses == []
+    assert not is_lost
+
+
+@pytest.mark.parametrize("life", [(-9, False), (1, False), (70, True)])
+def test_one_that_never_becomes_ready_or_ends_by_itself_stays_away(monkeypatch, life):
+    most = replica_processes.MOST_RESTARTS
+    said, pauses, is_lost = keep(monkeypatch, *[life] * 5, (-9, True), *[life] * 20)
+    assert is_lost
+    assert said[-1] == f"warning: replica 0 died {most + 1} times and stays away"
+    assert len(said) == 6 + most + 1, "one that had worked began the count anew"
+    assert pauses == [0.5, 1, 2, 4, 0.5, 1, 2, 4, 8, 16, 30]
+
+
 @pytest.mark.slow
-def test_one_that_dies_too_often_stays_away(monkeypatch):
+def test_one_that_cannot_be_started_again_stays_away(monkeypatch):
     monkeypatch.setattr(replica_processes, "MOST_RESTARTS", 1)
+    monkeypatch.setattr(replica_processes, "_FIRST_PAUSE", 0.01)
     said = []
     options = RouterOptions(timeout=3, attempt_timeout=1)
+    started = subprocess.Popen
     with (
         ReplicaProcesses(NULL, 1, options=options, say=said.append) as replicas,
         asked(replicas) as scorer,
     ):
-        for deaths in (1, 2):
-            wait_until(lambda: bool(replicas.pids), seconds=30)
-            psutil.Process(replicas.pids[0]).kill()
-            wait_until(lambda count=deaths: len(said) == count, seconds=30)
+        monkeypatch.setattr(
+            replica_processes.subprocess,
+            "Popen",
+            lambda command, **more: started([command[0], "-c", "import sys; sys.exit(3)"], **more),
+        )
+        psutil.Process(replicas.pids[0]).kill()
+        wait_until(lambda: len(said) == 3, seconds=30)
         assert said[-1].endswith("died 2 times and stays away")
         wait_until(lambda: replicas.are_lost)
         ((score, _),) = scorer.score_now([group("q")])

@@ -1,13 +1,18 @@
 import asyncio
+import base64
+import contextlib
 import socket
+import struct
 import threading
+from dataclasses import replace
 
 import httpx2
 import pytest
 
 from laurel.errors import ModelError
-from laurel.rewards.remote.foreign_wire import sigmoid
+from laurel.rewards.remote.foreign_wire import PAIR_KEYS, sigmoid
 from laurel.rewards.rendered import rendered_group
+from laurel.rewards.server import run as server_run
 from laurel.rewards.server.description import describe
 from laurel.rewards.server.docs_page import docs_page
 from laurel.rewards.server.endpoints import RequestLimits
@@ -16,7 +21,7 @@ from laurel.rewards.server.serving import AnswerMemory, RefusedRequestError
 from laurel.types import Message, group_of
 from reward_servers import wait_until
 from scripted_backend import ScriptedBackend, holds, null_scores
-from served_scores import Running, served
+from served_scores import KEY, Running, served
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +71,8 @@ def test_our_own(plain):
         ("/classify", {"text": []}, None),
         ("/classify", {"input_ids": []}, None),
         ("/v1/embeddings", {"input": []}, "data"),
+        ("/pooling", {"input": []}, "data"),
+        ("/score", {"queries": "q", "documents": []}, "data"),
         ("/get_reward", {"query": [], "prompts": [], "labels": []}, "rewards"),
     ],
 )
@@ -112,6 +119,66 @@ def test_sglang(plain):
     assert [entry["embedding"][0] for entry in many] == of_rows([7, 8], [9])
     embedded = plain.post("/v1/embeddings", {"model": "m", "input": ["a", "b"]}).json()
     assert [entry["embedding"][0] for entry in embedded["data"]] == of_rows("a", "b")
+
+
+def test_openai_asks_for_base64(plain):
+    """What its client decodes: float32, little-endian."""
+    asked = {"model": "m", "input": ["a", "b"], "encoding_format": "base64"}
+    data = plain.post("/v1/embeddings", asked).json()["data"]
+    found = [struct.unpack("<f", base64.b64decode(one["embedding"]))[0] for one in data]
+    assert found == pytest.approx(of_rows("a", "b"), rel=1e-7)
+    for odd in ({"encoding_format": "bytes"}, {"dimensions": 8}, {"embed_dtype": "float16"}):
+        assert error(plain.post("/v1/embeddings", asked | odd)) == (400, "request")
+
+
+def test_a_score_beyond_float32_is_no_base64():
+    class Vast(ScriptedBackend):
+        def score_tokens(self, tokens):
+            return [
+                tuple(replace(score, value=1e300) for score in scores_G)
+                for scores_G in super().score_tokens(tokens)
+            ]
+
+    with Running(Vast()) as running:
+        assert running.post("/v1/embeddings", {"input": ["a"]}).status_code == 200
+        asked = {"input": ["a"], "encoding_format": "base64"}
+        assert error(running.post("/v1/embeddings", asked)) == (422, "failed")
+
+
+def test_vllm_pooling(plain):
+    raw = {"use_activation": False}
+    reply = plain.post("/pooling", {"input": ["a text", "another"], "task": "classify", **raw})
+    assert [one["data"] for one in reply.json()["data"]] == [
+        [value] for value in of_rows("a text", "another")
+    ]
+    assert reply.json()["data"][0]["object"] == "pooling"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    said = plain.post("/pooling", {"messages": messages, "encoding_format": "base64"}).json()
+    (squashed,) = struct.unpack("<f", base64.b64decode(said["data"][0]["data"]))
+    assert squashed == pytest.approx(sigmoid(values("a")[0]), rel=1e-6)
+    for odd in ({}, {"input": "a", "messages": messages}, {"input": "a", "task": "embed"}):
+        assert error(plain.post("/pooling", odd)) == (400, "request")
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+@pytest.mark.parametrize("keys", PAIR_KEYS)
+def test_vllm_score(plain, path, keys):
+    def ask(first, second, **more):
+        return plain.post(path, {**dict(zip(keys, (first, second), strict=True)), **more})
+
+    reply = ask("q", ["a", "b"], use_activation=False, model="m").json()
+    assert [one["score"] for one in reply["data"]] == values("a", "b")
+    assert (reply["object"], reply["data"][1]["index"]) == ("list", 1)
+    assert reply["usage"]["total_tokens"] > 0
+    reply = ask(["q", "p"], ["a", "b"], use_activation=False).json()
+    assert [one["score"] for one in reply["data"]] == values("a") + values("b", prompt="p")
+    (one,) = ask("q", "a").json()["data"]
+    assert one["score"] == sigmoid(values("a")[0])
+    assert error(ask(["q", "p"], ["a"])) == (422, "count")
+    assert error(ask("q", [{"content": []}])) == (400, "request")
+    assert error(plain.post(path, {keys[0]: "q"})) == (400, "request")
+    both = {"groups": [], keys[0]: "q", keys[1]: "a"}
+    assert error(plain.post("/v1/score", both)) == (400, "request")
 
 
 def test_openrlhf(plain):
@@ -418,10 +485,71 @@ def test_it_finishes_what_was_accepted_when_it_is_told_to_end():
         asking.join()
         assert scored[0].status_code == 200
         it._thread.join(20)
-        assert not it.run.left_some
+        assert it.run.unanswered == 0
         it.run.stop = lambda: None
 
 
 def test_rows_of_a_request_are_one_group():
     group = rendered_group(["a", (1, 2)])
     assert [one.messages[0].role for one in group.completions_G] == ["<rendered>", "<token ids>"]
+
+
+def once(running):
+    """Have it end. When it is left it is told again, which would end this process."""
+    running.run.stop()
+    running.run.stop = lambda: None
+
+
+def asked_on(connections, body):
+    """Send a request on each, and what each gets until the server closes it."""
+    head = f"POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    for connection in connections:
+        connection.sendall(head.encode() + body)
+
+
+def all_of(connection):
+    found = b""
+    while piece := connection.recv(65536):
+        found += piece
+    return found
+
+
+def test_what_comes_on_connections_that_were_open_at_the_end_is_answered(monkeypatch):
+    """They were reset, and the server said that everything that was accepted was answered."""
+    monkeypatch.setattr(server_run, "_SILENT_SECONDS", 1.0)
+    body = b'{"groups": [{"id": "g", "prompt": "q", "completions": ["a"]}]}'
+    with Running() as it, contextlib.ExitStack() as opened:
+        connections = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", it.port), timeout=20))
+            for _ in range(200)
+        ]
+        early, late, silent = connections[:50], connections[50:190], connections[190:]
+        begun, late = late[0], late[1:]
+        begun.sendall(b"POST /v1/sc")
+        asked_on(early, body)
+        once(it)
+        wait_until(lambda: it.service.state == "draining")
+        asked_on(late, body)
+        begun.sendall(b"ore HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        told = [all_of(one) for one in (*early, *late)]
+        assert {one.split(b"\r\n")[0] for one in told} <= {
+            b"HTTP/1.1 200 OK",
+            b"HTTP/1.1 503 Service Unavailable",
+        }
+        assert told[-1].startswith(b"HTTP/1.1 503")
+        assert b"connection: close" in told[-1]
+        assert all_of(begun).startswith(b"HTTP/1.1 401")
+        assert [all_of(one) for one in silent] == [b""] * 10
+    assert (it.run.unanswered, it.run.silent) == (0, 10)
+
+
+def test_what_does_not_come_whole_before_the_end_is_counted():
+    with Running(drain_seconds=0.3) as it:
+        connection = socket.create_connection(("127.0.0.1", it.port), timeout=20)
+        with connection:
+            connection.sendall(b"POST /v1/sc")
+            assert it.client.get("/health").status_code == 200
+            once(it)
+            assert connection.recv(100) == b""
+    assert (it.run.unanswered, it.run.silent) == (1, 0)

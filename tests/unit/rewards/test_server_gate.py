@@ -12,6 +12,7 @@ import threading
 
 import pytest
 
+from laurel.rewards.remote import foreign_wire
 from laurel.rewards.server import endpoints
 from laurel.rewards.server import protocol as server_protocol
 from laurel.rewards.server.access_log import AccessLog
@@ -97,6 +98,45 @@ def test_more_groups_and_messages_than_may_be_are_refused_before_they_are_read(p
     assert error(response) == (413, "size")
     assert said in response.json()["error"]["message"]
     assert error(plain.post("/classify", {"messages": [{}] * 70_000})) == (413, "size")
+
+
+def test_more_rows_than_may_be_are_refused_before_they_are_read(plain, monkeypatch):
+    """A million empty texts had become as many messages first."""
+    monkeypatch.setattr(foreign_wire, "rendered_group", lambda _: pytest.fail("they were read"))
+    for path, key in (("/get_reward", "query"), ("/classify", "input"), ("/classify", "text")):
+        assert error(plain.post(path, {key: [""] * 4097})) == (413, "size")
+    assert error(plain.post("/v1/embeddings", {"input": [[7]] * 4097})) == (413, "size")
+    assert error(plain.post("/score", {"queries": "", "documents": [""] * 4097})) == (413, "size")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/get_reward", b'{"query": [' + b'"",' * 2**20 + b'""]}'),
+        ("/classify", b'{"input": [' + b"7," * 2**20 + b"7]}"),
+    ],
+)
+def test_more_values_than_may_be_are_refused_before_they_are_parsed(plain, monkeypatch, path, body):
+    """Parsing is one step: 2.7 million texts of nothing had kept /health waiting for seconds."""
+    monkeypatch.setattr(endpoints, "parse", lambda _: pytest.fail("it was parsed"))
+    headers = {"Content-Type": "application/json"}
+    response = plain.client.post(path, content=body, headers=headers)
+    assert error(response) == (413, "size")
+    assert "1,048,576 numbers, texts and lists at most" in response.json()["error"]["message"]
+
+
+def test_token_ids_of_a_large_body_become_a_group_beside_the_event_loop(plain, monkeypatch):
+    makers = []
+    real = foreign_wire.rendered_group
+
+    def noting(rows):
+        makers.append(threading.current_thread().name)
+        return real(rows)
+
+    monkeypatch.setattr(foreign_wire, "rendered_group", noting)
+    for rows in (1, 200):
+        assert plain.post("/classify", {"input": [[7] * 1000] * rows}).status_code == 200
+    assert len(set(makers)) == 2
 
 
 def test_a_large_body_is_read_beside_the_event_loop(plain, monkeypatch):

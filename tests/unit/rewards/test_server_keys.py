@@ -7,6 +7,7 @@ import pytest
 
 from laurel.rewards.server import keys as server_keys
 from laurel.rewards.server.description import describe
+from laurel.rewards.server.keys import private_network
 from served_scores import KEY, Running
 
 OPEN = ("/health", "/docs")
@@ -49,6 +50,55 @@ def test_every_route_but_two_needs_the_key(plain):
                 assert KEY not in response.text
     plain.client.headers["authorization"] = f"Bearer {KEY}"
     assert plain.client.get("/ready").status_code == 200
+
+
+def test_addresses_that_need_no_key_are_those_of_the_connection():
+    """No header can make one; what tells of a proxy or a page takes it away."""
+    score = {"groups": [{"id": "g", "prompt": "q", "completions": ["a"]}]}
+    gate = {"allow_from": (private_network("127.0.0.0/8"),)}
+    with Running(gate=gate) as running:
+        running.client.headers.pop("authorization")
+        assert running.post("/v1/score", score).status_code == 200
+        assert running.post("/v1/score", score, bearer("EMPTY")).status_code == 200
+        assert running.client.get("/ready").status_code == 200
+        for name in ("X-Forwarded-For", "X-Real-IP", "Forwarded", "Via", "Origin"):
+            forwarded = running.post("/v1/score", score, {name: "127.0.0.1"})
+            assert error(forwarded) == (401, "key"), name
+            assert running.post("/v1/score", score, {name: "x", **bearer(KEY)}).status_code == 200
+        for path in ADMIN_PATHS:
+            assert error(running.post(path, {"model": "x"})) == (401, "key")
+    with Running(gate={"allow_from": (private_network("10.0.0.0/8"),)}) as running:
+        running.client.headers.pop("authorization")
+        for headers in ({}, {"X-Forwarded-For": "10.0.0.1"}, {"X-Real-IP": "10.0.0.1"}):
+            assert error(running.post("/v1/score", score, headers)) == (401, "key")
+
+
+@pytest.mark.parametrize(
+    ("network", "address", "is_open"),
+    [
+        ("10.0.0.0/8", "10.1.2.3", True),
+        ("10.0.0.0/8", "::ffff:10.1.2.3", True),
+        ("10.0.0.0/8", "11.0.0.1", False),
+        ("10.0.0.0/8", "::ffff:11.0.0.1", False),
+        ("10.0.0.0/8", "", False),
+        ("192.168.7.0/24", "192.168.8.1", False),
+        ("192.168.7.9", "192.168.7.9", True),
+        ("fd00::/8", "fd12::1", True),
+        ("fd00::/8", "10.1.2.3", False),
+    ],
+)
+def test_which_addresses_a_range_has(network, address, is_open):
+    opened = server_keys.OpenAddresses([private_network(network)])
+    assert opened.opens(address, ()) == is_open
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0.0.0.0/0", "::/0", "8.8.8.8", "10.0.0.0/7", "172.0.0.0/8", "100.64.0.0/10", "2000::/3"],
+)
+def test_no_public_address_may_do_without_a_key(text):
+    with pytest.raises(ValueError, match="only loopback and private addresses"):
+        private_network(text)
 
 
 @pytest.mark.parametrize("said", ["", "Bearer", KEY, f"Basic {KEY}"])

@@ -12,6 +12,7 @@ from laurel.rewards.remote.wire import (
     ScoreRequest,
     dump,
     error_json,
+    has_more_values,
     parse,
     read_error,
     read_score_reply,
@@ -186,3 +187,19 @@ def test_errors_of_any_server_are_read():
     assert read_error({"message": "why", "object": "error"}) == "why"
     for odd in ([], None, {"error": 3}, {"error": {}}, {"detail": [{"loc": 1}]}):
         assert isinstance(read_error(odd), str)
+
+
+@pytest.mark.parametrize(
+    ("body", "values"),
+    [
+        (b"[1, 2, 3]", 3),
+        (b'["a, b, [c", "{{{{[[[[", 3]', 3),
+        (b'["a\\\\", "\\",\\",", ",,,,,,,,"]', 3),
+        (b'[[], {}, [[]], "[,{"]', 8),
+        (b'{"a": [1, 2], "b,,,,,,": {}}', 5),
+    ],
+)
+def test_values_of_a_json_text_are_counted_and_what_texts_say_is_not(body, values):
+    json.loads(body)
+    assert not has_more_values(body, values)
+    assert has_more_values(body, values - 1)

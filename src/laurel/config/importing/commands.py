@@ -85,6 +85,9 @@ def find_command(text: str, name: str) -> Command | None:
         if assigned and len(_words(assigned[2], name, strict=False)) <= 1:
             value = _words(_filled(assigned[2], variables), name, strict=False)
             variables[assigned[1]] = value[0] if value else ""
+            if re.search(rf"\$\{{?{assigned[1]}\b", variables[assigned[1]]):
+                # PATH=/x:$PATH of a PATH that the text does not set: filling it would never end.
+                del variables[assigned[1]]
             continue
         place = _program_at(words)
         if place is not None:

@@ -114,7 +114,7 @@ def put_schedule(
 
 
 def share_of(
-    work: Work, ratio: float, total: int | None, *, rounded: Callable[[float], int] = math.ceil
+    work: Work, ratio: float, total: int | None, rounded: Callable[[float], int] = math.ceil
 ) -> int | None:
     """Steps of a warm-up that is a share of the run; None where its length is open."""
     total = total or work.total_steps
@@ -171,3 +171,24 @@ def put_estimator_of_lone_completions(work: Work, key: str, *, size_key: str) ->
         f"{critic}{size_key}=1 draws no group to compare a completion with: reinforce_plus_plus "
         "without a baseline is written instead, which compares over the batch; GRPO needs several",
     )
+
+
+def put_adam_of(work: Work, *, name: str, **keys: Any) -> None:
+    """AdamW; `name` is the key that names the optimizer, which may have been refused."""
+    put_adam(work, name_by=() if name in _refused(work) else (name,), **keys)
+
+
+RULES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
+    "adam": (put_adam_of, OPTIMIZER_TARGETS),
+    "schedule": (put_schedule, ("policy.scheduler",)),
+    "lora_modules": (put_lora_modules, (LORA + "match_all_linear", LORA + "target_modules")),
+    "lone_completions": (
+        put_estimator_of_lone_completions,
+        (
+            "grpo.adv_estimator.name",
+            "grpo.adv_estimator.minus_baseline",
+            "grpo.use_leave_one_out_baseline",
+        ),
+    ),
+}
+"""Conversions that rows of a table call by name, and the keys of ours that they may set."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from laurel.config.importing.work import Work
@@ -71,18 +70,6 @@ def same(key: str, to: str, how: str = "as it is") -> Rule:
             work.put(to, work[key], by=(key,))
 
     return Rule(keys=(key,), to=(to,), how=how, convert=convert)
-
-
-def together(
-    keys: Sequence[str], to: Sequence[str], how: str, convert: Callable[..., None], *args: Any
-) -> Rule:
-    """Keys that mean something only together; `convert` is called with the work and `args`."""
-    call = partial(_call, convert, args)
-    return Rule(keys=tuple(keys), to=tuple(to), how=how, convert=call)
-
-
-def _call(convert: Callable[..., None], args: tuple[Any, ...], work: Work) -> None:
-    convert(work, *args)
 
 
 def unneeded(how: str, *keys: str) -> Rule:

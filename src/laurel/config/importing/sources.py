@@ -9,18 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from laurel.config.importing import (
-    nemo_rl,
-    openrlhf_ppo,
-    openrlhf_runs,
-    trl_grpo,
-    trl_runs,
-    verl,
-    verl_sft,
-)
+from laurel.config.importing import nemo_rl
 from laurel.config.importing.commands import PROGRAMS, Command, find_command
 from laurel.config.importing.engine import Imported, import_said
 from laurel.config.importing.rules import Run, Table
+from laurel.config.importing.tables import read_tables
 from laurel.config.importing.work import Work
 from laurel.config.source import read_document, read_file
 from laurel.config.tree import MISSING, plain
@@ -32,9 +25,9 @@ TITLES: Mapping[System, str] = {
     "trl": "TRL", "openrlhf": "OpenRLHF", "verl": "verl", "nemo-rl": nemo_rl.SYSTEM,
 }  # fmt: skip
 TABLES: Mapping[System, Mapping[Run, Table]] = {
-    "trl": {"rm": trl_runs.RM, "grpo": trl_grpo.GRPO, "sft": trl_runs.SFT},
-    "openrlhf": {"rm": openrlhf_runs.RM, "grpo": openrlhf_ppo.GRPO, "sft": openrlhf_runs.SFT},
-    "verl": {"grpo": verl.GRPO, "sft": verl_sft.SFT},
+    "trl": read_tables("trl"),
+    "openrlhf": read_tables("openrlhf"),
+    "verl": read_tables("verl"),
 }
 """NeMo RL has none: its names are ours."""
 

@@ -72,6 +72,8 @@ class Work:
         """For people: where each of them is from."""
         self.reached: dict[str, list[str]] = {}
         """By key of the source, what it decided; also where it was left out."""
+        self.named: dict[str, Any] = {}
+        """What the steps of a table gave a name."""
 
     # ----------------------------------------------------------------------------------- the source
 
@@ -135,6 +137,18 @@ class Work:
         """The value as text; null and empty text are None."""
         value = self[key]
         return None if value in (None, "", "None") else str(value)
+
+    def pair(self, key: str) -> tuple[float, float]:
+        """The value as two numbers.
+
+        Raises:
+            ConfigError: It is not.
+        """
+        value = self[key]
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        if not is_pair or not all(isinstance(one, int | float) for one in value):
+            raise self.problem(key, "it must be two numbers")
+        return float(value[0]), float(value[1])
 
     def problem(self, key: str, what: str) -> ConfigError:
         """The error that a value cannot be used."""

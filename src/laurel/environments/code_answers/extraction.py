@@ -112,7 +112,11 @@ def _written(text: str, entry: str) -> tuple[str, bool]:
     """The code, and whether it was marked as such."""
     blocks = fenced(text)
     python = [block for block in blocks if block.language in _PYTHON]
-    defining = [block for block in python if entry and _defines(block.code, entry)]
+    defining = [
+        block
+        for block in python
+        if entry and (_defines(block.code, entry) or _solves(block.code, entry))
+    ]
     if chosen := defining or python or blocks:
         return chosen[-1].code, True
     found = tagged(text)
@@ -127,6 +131,15 @@ def _defines(code: str, entry: str) -> bool:
     name = re.escape(_first(entry))
     pattern = rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b|^{name}[ \t]*[:=]"
     return re.search(pattern, code, re.MULTILINE) is not None
+
+
+def _solves(code: str, entry: str) -> bool:
+    """Whether a class Solution has the function as a method."""
+    method = rf"^[ \t]+(?:async[ \t]+)?def[ \t]+{re.escape(entry)}\b"
+    return (
+        re.search(r"^class[ \t]+Solution\b", code, re.MULTILINE) is not None
+        and re.search(method, code, re.MULTILINE) is not None
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
-from laurel.config.code_environment import CodeEnvironmentConfig
+from laurel.config.code_environment import CodeEnvironmentConfig, Comparison
 from laurel.environments.sandbox.inside.plain_data import NotPlainDataError, dumps
 from laurel.environments.sandbox.jobs import (
     CallTest,
@@ -16,13 +16,17 @@ from laurel.environments.sandbox.jobs import (
     SandboxResult,
     Status,
     StdioTest,
-    TestResult,
 )
 
 FORMS = ("test_code", "test_list", "stdio_tests", "call_tests")
 """Keys of metadata that hold tests. A task has one of them, or none: then code is its tool."""
+COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 NO_CODE = "no_code"
 """The verdict on a completion without a program."""
+
+_ROOM = 4
+"""Times what is expected that a program may print or return."""
+_CHATTER_KB = 1024
 
 
 class MalformedTaskError(ValueError):
@@ -44,10 +48,12 @@ class TaskTests:
     weights: tuple[float, ...]
     strict_types: bool
     float_tolerance: float
+    comparison: Comparison = "laurel"
+    prelude: str = ""
 
-    def jobs(
+    def job(
         self, code: str, limits: Limits, *, one_by_one: bool, total_s: float | None = None
-    ) -> list[SandboxJob]:
+    ) -> SandboxJob:
         """What has to be run to judge a program.
 
         Args:
@@ -55,27 +61,42 @@ class TaskTests:
             limits: Of each process.
             one_by_one: Whether it matters how many tests pass, so that code that asserts several
                 things must be run in parts, and tests after a failure are run, too.
-            total_s: Seconds of all tests on stdin together; see `SandboxJob`.
+            total_s: Seconds of all tests together; see `SandboxJob`.
         """
         job = SandboxJob(
             code=code,
-            limits=limits,
+            limits=self._roomy(limits),
             strict_types=self.strict_types,
             float_tolerance=self.float_tolerance,
+            comparison=self.comparison,
+            prelude=self.prelude,
             stop_at_failure=not one_by_one,
             total_s=total_s,
         )
         if self.form in ("stdio_tests", "call_tests"):
             mode: Any = self.form.removesuffix("_tests")
             tests: Any = self.tests
-            return [replace(job, mode=mode, entry=self.entry, tests=tests)]
+            return replace(job, mode=mode, entry=self.entry, tests=tests)
         parts = [str(test) for test in self.tests]
         parts = parts if one_by_one else ["\n".join(parts)]
-        job = replace(job, mode="tests", entry=self.entry, test_code=parts[0])
+        setup = self.setup
         if self.form == "test_list":
             # Part of each test: what asserts are about may be made with classes of the program.
-            return [replace(job, test_code=f"{self.setup}\n{one}") for one in parts]
-        return [replace(job, test_setup=self.setup, test_code=one) for one in parts]
+            parts, setup = [f"{setup}\n{one}" for one in parts], ""
+        return replace(job, mode="tests", entry=self.entry, test_setup=setup, tests=parts)
+
+    def _roomy(self, limits: Limits) -> Limits:
+        """The limits, with room for what is expected, and more: 1 may be written as 1.000000."""
+        printed = [len(one.stdout) for one in self.tests if isinstance(one, StdioTest)]
+        returned = [len(repr(one.expected)) for one in self.tests if isinstance(one, CallTest)]
+        # What a function prints besides its value is nobody's business.
+        stdout_kb = _ROOM * max(printed) // 1024 + 1 if printed else _CHATTER_KB
+        result_kb = _ROOM * sum(returned) // 1024 + 1
+        return replace(
+            limits,
+            stdout_kb=max(limits.stdout_kb, stdout_kb),
+            result_kb=max(limits.result_kb, result_kb),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,25 +119,19 @@ class CodeVerdict:
         return self.failure is None and self.status == Status.OK.value
 
 
-def verdict_of(
-    tests: TaskTests, results: Sequence[SandboxResult], reward: str, *, most: int
-) -> CodeVerdict:
+def verdict_of(tests: TaskTests, result: SandboxResult, reward: str, *, most: int) -> CodeVerdict:
     """The verdict on a program.
 
     Args:
         tests: What it was judged by.
-        results: Of the jobs that `tests.jobs` gave, in order.
+        result: Of the job that `tests.job` gave.
         reward: As in the configuration.
         most: Characters of what it said that a hint repeats.
     """
-    for result in results:
-        if not result.status.is_verdict:
-            return CodeVerdict(
-                status=result.status.value, failure=f"the sandbox failed: {result.reason}"
-            )
-    each = [test for result in results for test in result.tests]
-    passed = [test.status is Status.OK for test in each]
-    status = next((one.status for one in results if one.status is not Status.OK), Status.OK)
+    status = result.status
+    if not status.is_verdict:
+        return CodeVerdict(status=status.value, failure=f"the sandbox failed: {result.reason}")
+    passed = [test.status is Status.OK for test in result.tests]
     share = sum(passed) / len(passed)
     if reward == "weighted" and len(passed) == len(tests.weights):
         weights = zip(tests.weights, passed, strict=True)
@@ -126,11 +141,12 @@ def verdict_of(
     if reward == "all_or_nothing" or status is Status.OK:
         worth = float(status is Status.OK)
     return CodeVerdict(
-        status=status.value, reward=worth, passed_share=share, hint=_hint(each, results, most)
+        status=status.value, reward=worth, passed_share=share, hint=_hint(result, most)
     )
 
 
-def _hint(each: Sequence[TestResult], results: Sequence[SandboxResult], most: int) -> str:
+def _hint(result: SandboxResult, most: int) -> str:
+    each = result.tests
     first = next((i for i, one in enumerate(each) if one.status is not Status.OK), None)
     if first is None:
         return ""
@@ -138,8 +154,7 @@ def _hint(each: Sequence[TestResult], results: Sequence[SandboxResult], most: in
     lines = [f"{where}: {each[first].status.value}"]
     if each[first].status is not Status.WRONG_ANSWER and each[first].detail:
         lines[0] += f" ({each[first].detail})"  # of a wrong one it may say what was asserted
-    failed = next((one for one in results if one.status is not Status.OK), results[-1])
-    if said := failed.stderr.strip():
+    if said := result.stderr.strip():
         lines.append(said[-most:])
     return "\n".join(lines)
 
@@ -191,6 +206,14 @@ def read_tests(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> Ta
     tolerance = metadata.get("float_tolerance")
     if tolerance is not None and not (_is_number(tolerance) and tolerance >= 0):
         raise MalformedTaskError(f"float_tolerance is {tolerance!r}, not a number from 0 up")
+    comparison = metadata.get("comparison")
+    if comparison is not None and comparison not in COMPARISONS:
+        raise MalformedTaskError(
+            f"comparison is {comparison!r}, not one of {', '.join(COMPARISONS)}"
+        )
+    chosen: Comparison = config.comparison or comparison or "laurel"
+    if chosen == "laurel" and comparison not in (None, "laurel") and form == "call_tests":
+        tests = _without_lists_around(tests)
     return TaskTests(
         form=form,
         tests=tests,
@@ -201,6 +224,8 @@ def read_tests(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> Ta
         weights=_weights(metadata, len(tests)),
         strict_types=config.strict_types if strict is None else strict,
         float_tolerance=config.float_tolerance if tolerance is None else float(tolerance),
+        comparison=chosen,
+        prelude=_text(metadata, "prelude"),
     )
 
 
@@ -263,6 +288,14 @@ def _calls(value: Any, key: str) -> tuple[CallTest, ...]:
             raise MalformedTaskError(f"{where}: {error}") from error
         found.append(CallTest(args=args, kwargs=kwargs, expected=test["expected"]))
     return tuple(found)
+
+
+def _without_lists_around(tests: Sequence[CallTest]) -> tuple[CallTest, ...]:
+    """The tests without the list that most benchmarks put around each value, if all have one."""
+    values = [test.expected for test in tests]
+    if not all(isinstance(one, list) and len(one) == 1 for one in values):
+        return tuple(tests)
+    return tuple(replace(test, expected=test.expected[0]) for test in tests)
 
 
 _READERS: Mapping[str, Callable[[Any, str], Sequence[Any]]] = {

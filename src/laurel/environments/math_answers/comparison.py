@@ -11,7 +11,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from laurel.environments.math_answers.reading import is_unevaluated
+from laurel.environments.math_answers.reading import is_unevaluated, solved_as_interval
 from laurel.environments.math_answers.verdicts import Candidate, Checked
 
 SELF_TEST: tuple[tuple[str, str, bool], ...] = (
@@ -25,6 +25,9 @@ SELF_TEST: tuple[tuple[str, str, bool], ...] = (
     ("(x+1)^2", "x^2+2x+1", True),
     (r"(-\infty,3]", r"(-\infty,3)", False),
     ("5", "x=5", True),
+    (r"(-\infty,3)", "x<3", True),
+    (r"(-\infty,3)", r"x\le 3", False),
+    ("18", "(16-3-4)*2", False),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}", False),
     (r"\text{Evelyn}", r"\text{Evelyn}", True),
 )
@@ -46,6 +49,11 @@ def compare(gold: str, candidate: Candidate, *, forbid_unevaluated: bool) -> Che
     if forbid_unevaluated and is_unevaluated(answer) and not is_unevaluated(gold):
         return Checked(verdict="incorrect", answer=answer)
     same = verify(list(known), given, timeout_seconds=None)
+    if not same and (interval := solved_as_interval(answer)) is not None:
+        if forbid_unevaluated and is_unevaluated(interval) and not is_unevaluated(gold):
+            return Checked(verdict="incorrect", answer=answer)
+        said = _parsed(rf"\boxed{{{interval}}}", (LatexExtractionConfig(),))
+        same = verify(list(known), said, timeout_seconds=None)
     return Checked(verdict="correct" if same else "incorrect", answer=answer)
 
 

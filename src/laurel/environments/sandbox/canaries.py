@@ -20,7 +20,7 @@ from laurel.environments.sandbox.jobs import Limits, SandboxJob, SandboxResult, 
 from laurel.environments.sandbox.tiers import Tier
 from laurel.environments.sandbox.zygote_process import ZygoteProcess
 
-Claim = Literal["files", "network", "processes", "time", "memory", "output"]
+Claim = Literal["files", "disk", "network", "processes", "time", "memory", "output"]
 _ALWAYS: tuple[Claim, ...] = ("time", "memory", "output")
 _ESCAPED = "ESCAPED"
 _LIMITS = Limits(cpu_s=2, wall_s=60)
@@ -33,7 +33,7 @@ def claims_of(tier: Tier) -> frozenset[Claim]:
     if "seccomp" in tier.layers:
         claims |= {"network", "processes"}
     if tier.layers & {"namespaces", "landlock"}:
-        claims.add("files")
+        claims |= {"files", "disk"}
     return frozenset(claims)
 
 
@@ -81,6 +81,9 @@ CANARIES: tuple[Canary, ...] = (
     _tries("write a file of the machine", "files", "open({drop}, 'w').write('x')"),
     _tries("change the rights of a file of the machine", "files", "os.chmod({secret}, 0o777)"),
     _tries("change Python itself", "files", "open(os.__file__, 'a').write('')"),
+    Canary(name="fill the disk", claim="disk", limits=Limits(cpu_s=2, wall_s=60, disk_mb=1),
+           code="for n in range(4): open(str(n), 'wb').write(bytes(1 << 19))\nprint('ESCAPED')",
+           statuses=frozenset({Status.DISK_LIMIT, Status.FORBIDDEN})),
     _tries("connect to a server of the machine", "network",
            "socket.create_connection(('127.0.0.1', {port}), 1)"),
     _tries("send a datagram", "network",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from laurel.config.code_environment import Comparison
 
 
 def same_value(
@@ -118,3 +123,166 @@ def _same_words(expected: Sequence[str], given: Sequence[str], tolerance: float)
         except ValueError:
             return False
     return True
+
+
+# -------------------------------------------------------------------------------- other benchmarks
+#
+# Each as its own grader decides, so that verdicts here and figures there mean the same; also where
+# that is odd. `tests/unit/environments/test_code_graders.py` holds verdicts of those graders.
+
+
+def same_output_as(comparison: Comparison, expected: str, given: str) -> bool:
+    """Whether a benchmark's own grader takes one text for the other.
+
+    Args:
+        comparison: Whose; not `laurel`, see `same_output`.
+        expected: The known one.
+        given: The other.
+    """
+    return _OUTPUTS[comparison](expected, given)
+
+
+def same_value_as(comparison: Comparison, expected: Any, given: Any) -> bool:
+    """Whether a benchmark's own grader takes one value for the other.
+
+    Args:
+        comparison: Whose; not `laurel`, see `same_value`.
+        expected: As it stands in the row: most sets put each value into a list of its own.
+        given: The other.
+    """
+    return _VALUES[comparison](expected, given)
+
+
+def _apps_output(expected: str, given: str) -> bool:
+    """The lines, or numbers that are close; else whatever their order and that of their words."""
+    wanted, got = _kept_lines(expected.split("\n")), given.splitlines()
+    if _same_lines(expected, wanted, got):
+        return True
+    got = [line for line in got if line]
+    if _all_close(wanted, got):
+        return True
+    wanted_sets = {frozenset(line.split()) for line in wanted}
+    got_sets = {frozenset(words) for line in got if (words := line.split())}
+    return wanted_sets == got_sets or _same_when_rounded(wanted_sets, got_sets)
+
+
+def _verl_output(expected: str, given: str) -> bool:
+    """The lines, or numbers that are close where not all of them are whole."""
+    wanted, got = _kept_lines(expected.split("\n")), given.splitlines()
+    if _same_lines(expected, wanted, got):
+        return True
+    got = [line for line in got if line]
+    return not all(line.isdigit() for line in (*wanted, *got)) and _all_close(wanted, got)
+
+
+def _taco_output(expected: str, given: str) -> bool:
+    """The text but for blanks around it.
+
+    What that grader tries besides is written for a list of lines and gets a text, so it looks at
+    single characters where lines are meant: "21" is right where "1 2" is.
+    """
+    given = given.replace("\r\n", "\n").replace("\r", "\n")
+    if expected.strip() == given.strip():
+        return True
+    wanted = _kept_lines(expected.split("\n"))
+    if _all_close(wanted, given):
+        return True
+    wanted_sets = {frozenset(line.split()) for line in wanted}
+    got_sets = {frozenset(word) for word in given.split()}
+    return wanted_sets == got_sets or _same_when_rounded(wanted_sets, got_sets)
+
+
+def _livecodebench_output(expected: str, given: str) -> bool:
+    """Line by line: the same, or the same numbers."""
+    wanted, got = expected.strip().split("\n"), given.strip().split("\n")
+    if len(wanted) != len(got):
+        return False
+    pairs = ((a.strip(), b.strip()) for a, b in zip(wanted, got, strict=True))
+    return all(a == b or _same_decimals(a.split(), b.split()) for a, b in pairs)
+
+
+def _same_decimals(wanted: Sequence[str], got: Sequence[str]) -> bool:
+    try:
+        return [Decimal(one) for one in wanted] == [Decimal(one) for one in got]
+    except ArithmeticError:  # a word that is no number, or one that cannot be compared
+        return False
+
+
+def _kept_lines(lines: Sequence[str]) -> list[str]:
+    return [line.strip() for line in lines if line]
+
+
+def _same_lines(expected: str, wanted: list[str], got: list[str]) -> bool:
+    """Whether all lines are the same, but for blanks at their ends or for empty ones."""
+    whole = ("\n".join(got).strip(), "\n".join(line.strip() for line in got).strip())
+    return expected.strip() in whole or wanted in (got, [line for line in got if line])
+
+
+def _all_close(wanted: Sequence[str], got: Sequence[str]) -> bool:
+    """Whether all are numbers, and close to one another as numpy's `allclose` has it."""
+    if len(wanted) != len(got):
+        return False
+    try:
+        pairs = [(float(a), float(b)) for a, b in zip(wanted, got, strict=True)]
+    except ValueError:
+        return False
+    return all(
+        abs(b - a) <= 1e-8 + 1e-5 * abs(a) if math.isfinite(a) and math.isfinite(b) else a == b
+        for a, b in pairs
+    )
+
+
+def _same_when_rounded(wanted: Collection[frozenset[str]], got: Collection[frozenset[str]]) -> bool:
+    try:
+        return {frozenset(round(float(word), 3) for word in words) for words in wanted} == {
+            frozenset(round(float(word), 3) for word in words) for words in got
+        }
+    except ValueError:
+        return False
+
+
+def _apps_value(expected: Any, given: Any) -> bool:
+    """The value as it stands in the row, or the first item of it, where a tuple is a list."""
+    given = list(given) if isinstance(given, tuple) else given
+    if given == expected:
+        return True
+    if not isinstance(expected, list) or not expected:
+        return False
+    return bool(given == expected[0]) or _rows_as_lists(given) == expected[0]
+
+
+def _verl_value(expected: Any, given: Any) -> bool:
+    """As APPS, of values that can be written as JSON."""
+    try:
+        json.dumps(given)
+    except (TypeError, ValueError):
+        return False
+    return _apps_value(expected, given)
+
+
+def _livecodebench_value(expected: Any, given: Any) -> bool:
+    return bool((list(given) if isinstance(given, tuple) else given) == expected)
+
+
+def _rows_as_lists(value: Any) -> Any:
+    """The value with lists for its items where the first of them is a tuple."""
+    if isinstance(value, list | deque) and value and isinstance(value[0], tuple):
+        try:
+            return [list(one) for one in value]
+        except TypeError:  # other items are no sequences
+            return value
+    return value
+
+
+_OUTPUTS: Mapping[str, Callable[[str, str], bool]] = {
+    "apps": _apps_output,
+    "taco": _taco_output,
+    "livecodebench": _livecodebench_output,
+    "verl": _verl_output,
+}
+_VALUES: Mapping[str, Callable[[Any, Any], bool]] = {
+    "apps": _apps_value,
+    "taco": _apps_value,
+    "livecodebench": _livecodebench_value,
+    "verl": _verl_value,
+}

@@ -34,8 +34,8 @@ class Detection:
         if self.tier is None:
             return f"no sandbox: {'; '.join(self.reasons.values())}"
         said = self.tier.sentence(self.reasons)
-        account = self.reasons.get("account")
-        return f"{said} Note: {account}." if account else said
+        notes = [self.reasons[name] for name in ("account", "files") if name in self.reasons]
+        return said + "".join(f" Note: {note}." for note in notes)
 
 
 def detect(

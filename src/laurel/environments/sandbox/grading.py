@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from laurel.environments.sandbox.comparison import same_output, same_value
+from laurel.environments.sandbox.comparison import (
+    same_output,
+    same_output_as,
+    same_value,
+    same_value_as,
+)
 from laurel.environments.sandbox.inside import plain_data
 from laurel.environments.sandbox.inside.program import EXIT_CODES
 from laurel.environments.sandbox.jobs import (
@@ -17,7 +22,6 @@ from laurel.environments.sandbox.jobs import (
     SandboxJob,
     SandboxResult,
     Status,
-    StdioTest,
     TestResult,
 )
 from laurel.environments.sandbox.runner import Outcome, Runner
@@ -30,6 +34,7 @@ _STATUS_OF_SIGNAL = {
     _SIGSYS: Status.FORBIDDEN,
 }
 _DETAIL = 300
+_KEPT = 64 << 10
 _TOTAL_IS_SPENT = "the time of all tests together was spent"
 
 
@@ -40,6 +45,8 @@ class _Judged:
     status: Status
     tests: tuple[TestResult, ...]
     outcomes: Sequence[Outcome]
+    shown: Outcome
+    """The one whose outputs are worth reading: of the first test that failed, else of the shown."""
 
 
 def grade(job: SandboxJob, runner: Runner, *, tier: str, attempt: int) -> SandboxResult:
@@ -57,18 +64,20 @@ def grade(job: SandboxJob, runner: Runner, *, tier: str, attempt: int) -> Sandbo
     """
     judges = {"script": _script, "stdio": _stdio, "call": _call, "tests": _tests}
     judged = judges[job.mode](job, runner)
-    last = judged.outcomes[-1]
+    shown = judged.shown
     times = [outcome.cpu_s for outcome in judged.outcomes]
+    # All results of a batch are there at once. What was judged is done with.
+    kept = shown.stdout if job.mode == "script" else shown.stdout[:_KEPT]
     return SandboxResult(
         id=job.id,
         status=judged.status,
         tests=judged.tests,
-        stdout=last.stdout.decode("utf-8", "replace"),
-        stderr=last.stderr.decode("utf-8", "replace"),
-        stdout_truncated="stdout" in last.truncated,
-        stderr_truncated="stderr" in last.truncated,
-        exit_code=last.exit_code,
-        signal=last.signal,
+        stdout=kept.decode("utf-8", "replace"),
+        stderr=shown.stderr.decode("utf-8", "replace"),
+        stdout_truncated="stdout" in shown.truncated or len(kept) < len(shown.stdout),
+        stderr_truncated="stderr" in shown.truncated,
+        exit_code=shown.exit_code,
+        signal=shown.signal,
         cpu_s=None if None in times else sum(time for time in times if time is not None),
         wall_s=sum(outcome.wall_s for outcome in judged.outcomes),
         max_rss_kb=max(outcome.max_rss_kb for outcome in judged.outcomes),
@@ -83,6 +92,8 @@ def status_of(outcome: Outcome, limits: Limits) -> Status:
         return Status.TIMEOUT_WALL
     if outcome.ended_by == "memory":
         return Status.MEMORY_LIMIT
+    if outcome.ended_by == "disk":
+        return Status.DISK_LIMIT
     if outcome.ended_by in ("stdout", "stderr", "result") or outcome.truncated:
         return Status.OUTPUT_LIMIT
     if outcome.signal is not None:
@@ -103,15 +114,33 @@ def status_of(outcome: Outcome, limits: Limits) -> Status:
 
 def _script(job: SandboxJob, runner: Runner) -> _Judged:
     outcome = _run_script(job, runner, job.stdin, job.limits)
-    return _Judged(status_of(outcome, job.limits), (), [outcome])
+    return _Judged(status_of(outcome, job.limits), (), [outcome], outcome)
 
 
 def _stdio(job: SandboxJob, runner: Runner) -> _Judged:
+    def run(test: Any, limits: Limits) -> tuple[TestResult, list[Outcome]]:
+        outcome = _run_script(job, runner, test.stdin, limits)
+        status = status_of(outcome, limits)
+        if status is Status.OK:
+            given = outcome.stdout.decode("utf-8", "replace")
+            if not _is_output(test.stdout, given, job):
+                status = Status.WRONG_ANSWER
+        return TestResult(status=status), [outcome]
+
+    return _one_by_one(job, job.tests, run)
+
+
+def _one_by_one(
+    job: SandboxJob,
+    tests: Sequence[Any],
+    run: Callable[[Any, Limits], tuple[TestResult, list[Outcome]]],
+) -> _Judged:
+    """Judge by tests that are processes of their own, within the time of all of them together."""
     results: list[TestResult] = []
     outcomes: list[Outcome] = []
+    shown: Outcome | None = None
     began = time.monotonic()
-    for test in job.tests:
-        assert isinstance(test, StdioTest)
+    for test in tests:
         limits = job.limits
         if job.total_s is not None:
             left = job.total_s - (time.monotonic() - began)
@@ -119,26 +148,32 @@ def _stdio(job: SandboxJob, runner: Runner) -> _Judged:
                 results.append(TestResult(status=Status.TIMEOUT_WALL, detail=_TOTAL_IS_SPENT))
                 break
             limits = replace(limits, wall_s=min(limits.wall_s, left))
-        outcome = _run_script(job, runner, test.stdin, limits)
-        status = status_of(outcome, limits)
-        if status is Status.OK:
-            given = outcome.stdout.decode("utf-8", "replace")
-            if not same_output(test.stdout, given, float_tolerance=job.float_tolerance):
-                status = Status.WRONG_ANSWER
-        results.append(TestResult(status=status))
-        outcomes.append(outcome)
-        if status is Status.SYNTAX_ERROR or (job.stop_at_failure and status is not Status.OK):
+        result, ended = run(test, limits)
+        results.append(result)
+        outcomes += ended
+        if shown is None and result.status is not Status.OK:
+            shown = ended[-1]
+        if result.status is Status.SYNTAX_ERROR or (
+            job.stop_at_failure and result.status is not Status.OK
+        ):
             break
     # What was not run would end as the last one did where that holds for any input or any time.
     last = results[-1]
     for_all = last.status is Status.SYNTAX_ERROR or last.detail == _TOTAL_IS_SPENT
     rest = last if for_all else TestResult(status=Status.NOT_RUN)
-    results += [rest] * (len(job.tests) - len(results))
-    return _Judged(_overall(results), tuple(results), outcomes)
+    results += [rest] * (len(tests) - len(results))
+    return _Judged(_overall(results), tuple(results), outcomes, shown or outcomes[-1])
 
 
 def _run_script(job: SandboxJob, runner: Runner, stdin: str, limits: Limits) -> Outcome:
-    return runner.one({"kind": "script"}, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
+    header = {"kind": "script", "prelude": job.prelude}
+    return runner.one(header, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
+
+
+def _is_output(expected: str, given: str, job: SandboxJob) -> bool:
+    if job.comparison == "laurel":
+        return same_output(expected, given, float_tolerance=job.float_tolerance)
+    return same_output_as(job.comparison, expected, given)
 
 
 def _overall(results: Sequence[TestResult]) -> Status:
@@ -152,7 +187,7 @@ def _overall(results: Sequence[TestResult]) -> Status:
 def _call(job: SandboxJob, runner: Runner) -> _Judged:
     tests = [test for test in job.tests if isinstance(test, CallTest)]
     calls = plain_data.dumps([(list(test.args), dict(test.kwargs)) for test in tests])
-    header = {"kind": "call", "entry": job.entry}
+    header = {"kind": "call", "entry": job.entry, "prelude": job.prelude}
     outcome = runner.one(header, _bytes(job.code), calls, limits=job.limits)
     ended = status_of(outcome, job.limits)
     # What a program sends is judged only where it ended as it should after it.
@@ -171,7 +206,7 @@ def _call(job: SandboxJob, runner: Runner) -> _Judged:
     if not forged and ended is not Status.OK and len(complete) == len(tests):
         # It answered everything, and then did not end as the sandbox ends it.
         results[-1] = TestResult(status=ended)
-    return _Judged(_overall(results), tuple(results), [outcome])
+    return _Judged(_overall(results), tuple(results), [outcome], outcome)
 
 
 def _judge_line(line: bytes, index: int, test: CallTest, job: SandboxJob) -> TestResult:
@@ -185,15 +220,18 @@ def _judge_line(line: bytes, index: int, test: CallTest, job: SandboxJob) -> Tes
         if "bad" in reply:
             return TestResult(status=Status.BAD_RESULT, detail=str(reply["bad"])[:_DETAIL])
         given = plain_data.loads(json.dumps(reply["value"]).encode())
-        same = same_value(
-            test.expected,
-            given,
-            strict_types=job.strict_types,
-            float_tolerance=job.float_tolerance,
-        )
+        same = _is_value(test.expected, given, job)
     except Exception as error:  # whatever it is, the program sent it
         return TestResult(status=Status.BAD_RESULT, detail=f"{type(error).__name__} in its value")
     return TestResult(status=Status.OK if same else Status.WRONG_ANSWER)
+
+
+def _is_value(expected: Any, given: Any, job: SandboxJob) -> bool:
+    if job.comparison != "laurel":
+        return same_value_as(job.comparison, expected, given)
+    return same_value(
+        expected, given, strict_types=job.strict_types, float_tolerance=job.float_tolerance
+    )
 
 
 def _status_named(name: Any) -> Status:
@@ -211,15 +249,18 @@ def _tests(job: SandboxJob, runner: Runner) -> _Judged:
     The program's says only why, where there was no answer.
     """
     header = {"kind": "tests", "entry": job.entry, "reply_kb": job.limits.result_kb}
-    parts = (_bytes(job.test_code), _bytes(job.test_setup))
-    verdict, outcome = runner.pair(
-        _bytes(job.code), header, *parts, limits=job.limits,
-        is_waiting=lambda verdict: lacked_answer(verdict, job.limits),
-    )  # fmt: skip
-    said = _said_by_tests(verdict, job.limits)
-    status, detail = _judge_tests(said, verdict, outcome, job.limits)
-    result = TestResult(status=status, detail=detail)
-    return _Judged(status, (result,), [verdict, outcome])
+
+    def run(test_code: str, limits: Limits) -> tuple[TestResult, list[Outcome]]:
+        parts = (_bytes(test_code), _bytes(job.test_setup))
+        verdict, outcome = runner.pair(
+            _bytes(job.code), header, *parts, limits=limits,
+            is_waiting=lambda verdict: lacked_answer(verdict, limits),
+        )  # fmt: skip
+        said = _said_by_tests(verdict, limits)
+        status, detail = _judge_tests(said, verdict, outcome, limits)
+        return TestResult(status=status, detail=detail), [verdict, outcome]
+
+    return _one_by_one(job, job.tests or (job.test_code,), run)
 
 
 def lacked_answer(verdict: Outcome, limits: Limits) -> bool:

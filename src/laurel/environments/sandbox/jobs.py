@@ -9,7 +9,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from laurel.config.code_environment import Comparison
 
 Mode = Literal["script", "stdio", "call", "tests"]
 """How a program is judged.
@@ -64,7 +67,7 @@ class Limits:
     mem_mb: int = 512
     """Address space."""
     disk_mb: int = 32
-    """All files together; where there are no namespaces, each file."""
+    """All files together."""
     inodes: int = 2048
     threads: int = 60
     stdout_kb: int = 64
@@ -109,32 +112,39 @@ class SandboxJob:
         code: The program, in Python.
         mode: See `Mode`.
         stdin: Given to the program; of `script` only.
-        tests: Of `stdio` and `call`: what it is judged by.
+        tests: Of `stdio` and `call`: what it is judged by. Of `tests`: texts of code, each run for
+            itself in the place of `test_code`.
         entry: Of `call` and `tests`: the name of the function; `Solution.name` is a method of a
-            class that is made without arguments.
+            class that is made without arguments. Of `call`, a program that has a `Solution` with a
+            method of that name is asked for that.
         test_code: Of `tests`: run in a process of its own. It ends without an exception where the
             program is right. Names in it that nobody defines are functions of the program.
         test_setup: Of `tests`: run before `test_code`: helpers that both need (the prompt).
         limits: Of each process.
         strict_types: Of `call`: True is not 1, 1 is not 1.0, a list is not a tuple.
         float_tolerance: Of `call` and `stdio`: largest relative or absolute difference.
-        stop_at_failure: Of `stdio`: only all tests together count, so none is run after one that
-            failed; those are `NOT_RUN`.
-        total_s: Of `stdio`: seconds by the clock for all tests together; those that are left then
-            are `TIMEOUT_WALL`. None: each test has its own limit alone.
+        comparison: Of `call` and `stdio`: whose way to compare; `strict_types` and
+            `float_tolerance` are of `laurel`.
+        prelude: Code that is run before the program, among its names: the usual imports.
+        stop_at_failure: Of `stdio` and `tests`: only all tests together count, so none is run after
+            one that failed; those are `NOT_RUN`.
+        total_s: Of `stdio` and `tests`: seconds by the clock for all tests together; those that
+            are left then are `TIMEOUT_WALL`. None: each test has its own limit alone.
     """
 
     code: str
     id: str = ""
     mode: Mode = "script"
     stdin: str = ""
-    tests: Sequence[StdioTest] | Sequence[CallTest] = ()
+    tests: Sequence[StdioTest] | Sequence[CallTest] | Sequence[str] = ()
     entry: str = ""
     test_code: str = ""
     test_setup: str = ""
     limits: Limits = Limits()
     strict_types: bool = True
     float_tolerance: float = 0.0
+    comparison: Comparison = "laurel"
+    prelude: str = ""
     stop_at_failure: bool = False
     total_s: float | None = None
 
@@ -146,8 +156,10 @@ class SandboxJob:
             raise ValueError(f"mode {self.mode} needs tests, each a {wanted.__name__}")
         if self.mode in ("call", "tests") and not self.entry:
             raise ValueError(f"mode {self.mode} needs the name of a function: entry")
-        if self.mode == "tests" and not self.test_code.strip():
-            raise ValueError("mode tests needs test_code")
+        if self.mode == "tests" and not all(
+            isinstance(one, str) and one.strip() for one in self.tests or (self.test_code,)
+        ):
+            raise ValueError("mode tests needs test_code, or tests that are code")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

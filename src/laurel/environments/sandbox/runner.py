@@ -28,7 +28,8 @@ class Outcome:
 
     ended_by: str
     """`exit` (by itself), `wall`, `stdout`, `stderr`, `result` (that cap was met), `cancel`,
-    `memory` (the kernel, for its control group had none left)."""
+    `disk` (what it has written cannot be measured), `memory` (the kernel, for its control group had
+    none left)."""
     exit_code: int | None = None
     signal: int | None = None
     cpu_s: float | None = None

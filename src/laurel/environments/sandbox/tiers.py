@@ -106,9 +106,8 @@ _WORDS: Mapping[Tier, _Words] = {
     Tier.NO_NAMESPACES: _Words(
         frozenset({"landlock", "seccomp"}),
         "it can open no file of the machine beside Python's own, reach no network and make no "
-        "process; time, memory and output are limited",
-        "the limit of all files of a program together (each file's stays), and a process table of "
-        "its own",
+        "process; time, memory, disk and output are limited",
+        "a file system and a process table of its own",
         _NAMESPACES_REMEDY,
     ),
     Tier.NO_LANDLOCK: _Words(

@@ -5,16 +5,23 @@
     vLLM       POST /classify       {"input": text | [text] | [id] | [[id]],
                                      "use_activation": false}, or {"messages": [...], ...}
                                     -> {"data": [{"index", "label", "probs": [score], ...}]}
+    vLLM       POST /pooling        as /classify, and "encoding_format"
+                                    -> {"data": [{"index", "data": [score]}]}
+    vLLM       POST /score          {"queries": text | [text], "documents": text | [text],
+                                     "use_activation": false}; also `items`, `data_1` and `data_2`,
+                                    `text_1` and `text_2`
+                                    -> {"data": [{"index", "score": score}]}
     SGLang     POST /classify       {"text": text | [text]} or {"input_ids": [id] | [[id]]}
                                     -> {"embedding": [score], "meta_info"}, or a list of them
-    SGLang     POST /v1/embeddings  {"input": as above}
+    SGLang     POST /v1/embeddings  {"input": as above, "encoding_format": "float" or "base64"}
                                     -> {"data": [{"index", "embedding": [score]}]}
     OpenRLHF   POST /get_reward     {"query": [text], "prompts": [text], "labels": [text]}
                                     -> {"rewards": [score], "scores": [score], "extra_logs": {}}
     slime      POST any path        {"prompt": text | messages, "response": text, "label": any}
                                     -> the score itself
 
-Texts are whole conversations that the client has rendered. None of the formats has a place for a
+Texts are whole conversations that the client has rendered, but those of `/score`: there a query is
+what the user says and a document what the assistant answers. None of the formats has a place for a
 completion without a score, so one of those fails its request.
 
 vLLM answers with the sigmoid of a score unless `use_activation` is false. The key was once called
@@ -23,9 +30,11 @@ vLLM answers with the sigmoid of a score unless `use_activation` is false. The k
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from laurel.errors import ProtocolError
@@ -42,9 +51,13 @@ from laurel.rewards.remote.wire import (
     read_said,
 )
 from laurel.rewards.rendered import Rendered as Rendered
+from laurel.rewards.rendered import rendered_group
 from laurel.types import Completion, Conversation, Group, Message, SentTurn
 
 CLASSIFY_PATH = "/classify"
+POOLING_PATH = "/pooling"
+PAIRS_PATH = "/score"
+"""vLLM answers the same at `/v1/score`, which is our own path: see `names_pairs`."""
 EMBEDDINGS_PATH = "/v1/embeddings"
 GET_REWARD_PATH = "/get_reward"
 REMOTE_RM_PATH = "/remote_rm"
@@ -53,15 +66,24 @@ REMOTE_RM_PATH = "/remote_rm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignRequest:
-    """What a client of another project wants scored: rendered rows, or one group of messages."""
+    """What a client of another project wants scored: rendered rows, or groups of messages."""
 
     rows: tuple[Rendered, ...] = ()
-    group: Group | None = None
-    """A single completion, instead of rows."""
+    groups: tuple[Group, ...] = ()
+    """Instead of rows."""
     is_list: bool = True
     """False: the client sent one thing and not a list of one."""
     squashed: bool = False
     """Whether it wants the sigmoid of the scores."""
+    as_base64: bool = False
+    """Whether it wants each score as the base64 text of its float32, little-endian."""
+    is_native: bool = False
+    """Whether it is in SGLang's form of `/classify` and not in vLLM's."""
+    rendered: Group = field(init=False)
+    """The rows as a group, which takes long where they are long."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rendered", rendered_group(self.rows))
 
 
 def sigmoid(score: float) -> float:
@@ -109,12 +131,9 @@ def _rows_json(rows: Sequence[Rendered]) -> list[Any]:
     return [row if isinstance(row, str) else list(row) for row in rows]
 
 
-def _answer(conversation: Conversation) -> Group:
-    return Group(
-        id="",
-        prompt=conversation[:-1],
-        completions_G=(Completion(messages=conversation[-1:]),),
-    )
+def _answer(conversation: Conversation) -> tuple[Group, ...]:
+    completion = Completion(messages=conversation[-1:])
+    return (Group(id="", prompt=conversation[:-1], completions_G=(completion,)),)
 
 
 # -------------------------------------------------------------------------------------- /classify
@@ -166,33 +185,54 @@ def read_classify_request(value: Any) -> ForeignRequest:
         raise ProtocolError(f"the request has {' and '.join(forms)}: send one of them")
     if is_native(value):
         rows, is_list = _read_rows(request[forms[0]], f"'{forms[0]}'")
-        return ForeignRequest(rows=rows, is_list=is_list)
-    squashed = next((request[key] for key in _ACTIVATION_KEYS if key in request), None)
-    if squashed is not None and not isinstance(squashed, bool):
-        raise ProtocolError("'use_activation' is neither true nor false")
-    squashed = True if squashed is None else squashed
+        return ForeignRequest(rows=rows, is_list=is_list, is_native=True)
+    return _read_vllm_rows(request)
+
+
+def _read_vllm_rows(request: Mapping[str, Any]) -> ForeignRequest:
+    """`input` or `messages`, one of which is there."""
+    squashed = _read_squashed(request)
     if "messages" in request:
         conversation = read_messages(request["messages"], "'messages'")
         if not conversation:
             raise ProtocolError("'messages' is empty")
-        return ForeignRequest(group=_answer(conversation), is_list=False, squashed=squashed)
+        return ForeignRequest(groups=_answer(conversation), is_list=False, squashed=squashed)
     rows, is_list = _read_rows(request["input"], "'input'")
     return ForeignRequest(rows=rows, is_list=is_list, squashed=squashed)
+
+
+def _read_squashed(request: Mapping[str, Any]) -> bool:
+    said = next((request[key] for key in _ACTIVATION_KEYS if key in request), None)
+    if said is not None and not isinstance(said, bool):
+        raise ProtocolError("'use_activation' is neither true nor false")
+    return True if said is None else said
 
 
 def classify_reply(
     scores: Sequence[float], *, request_id: str, created: int, model: str, num_tokens: int
 ) -> dict[str, Any]:
     """vLLM's answer."""
+    data = [
+        {"index": index, "label": "LABEL_0", "probs": [score], "num_classes": 1}
+        for index, score in enumerate(scores)
+    ]
+    return _vllm_reply("classify", data, request_id, created, model, num_tokens)
+
+
+def _vllm_reply(
+    kind: str,
+    data: list[dict[str, Any]],
+    request_id: str,
+    created: int,
+    model: str,
+    num_tokens: int,
+) -> dict[str, Any]:
     return {
-        "id": f"classify-{request_id}",
+        "id": f"{kind}-{request_id}",
         "object": "list",
         "created": created,
         "model": model,
-        "data": [
-            {"index": index, "label": "LABEL_0", "probs": [score], "num_classes": 1}
-            for index, score in enumerate(scores)
-        ],
+        "data": data,
         "usage": _usage(num_tokens),
     }
 
@@ -227,6 +267,109 @@ def read_native_classify_reply(value: Any, *, count: int) -> list[float]:
     ]
 
 
+# -------------------------------------------------------------------- vLLM's /pooling and /score
+
+
+def read_pooling_request(value: Any) -> ForeignRequest:
+    """A request to vLLM's `/pooling`.
+
+    Raises:
+        ProtocolError: It is none, or wants something else than scores.
+    """
+    request = expect_object(value, "the request")
+    forms = [key for key in ("input", "messages") if key in request]
+    if len(forms) != 1:
+        raise ProtocolError("the request needs one of: input, messages")
+    if request.get("task") not in (None, "classify"):
+        raise ProtocolError("the only 'task' here is 'classify': this server gives scores")
+    as_base64 = _read_encoding(request)
+    return replace(_read_vllm_rows(request), as_base64=as_base64)
+
+
+def pooling_reply(
+    scores: Sequence[float],
+    *,
+    as_base64: bool,
+    request_id: str,
+    created: int,
+    model: str,
+    num_tokens: int,
+) -> dict[str, Any]:
+    """Its answer; see `embeddings_reply`."""
+    data = [
+        {"index": index, "object": "pooling", "data": _encoded(score, as_base64=as_base64)}
+        for index, score in enumerate(scores)
+    ]
+    return _vllm_reply("pool", data, request_id, created, model, num_tokens)
+
+
+PAIR_KEYS = (
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+    ("text_1", "text_2"),
+)
+"""What vLLM's clients call the two sides of `/score`."""
+
+
+def names_pairs(value: Any) -> bool:
+    """Whether a request to `/v1/score` is vLLM's: it has a key of `PAIR_KEYS` and no groups."""
+    if not isinstance(value, dict) or "groups" in value:
+        return False
+    return any(key in value for keys in PAIR_KEYS for key in keys)
+
+
+def read_pairs_request(value: Any) -> ForeignRequest:
+    """A request to vLLM's `/score`: one query and its documents, or as many of both.
+
+    Raises:
+        ProtocolError: It is none; of the kind `count` where the numbers do not fit.
+    """
+    request = expect_object(value, "the request")
+    named = [keys for keys in PAIR_KEYS if all(key in request for key in keys)]
+    if len(named) != 1 or len({key for keys in PAIR_KEYS for key in keys} & request.keys()) > 2:
+        pairs = "; ".join(" and ".join(keys) for keys in PAIR_KEYS)
+        raise ProtocolError(f"the request needs the two keys of one of: {pairs}")
+    queries, documents = (_read_side(request[key], key) for key in named[0])
+    squashed = _read_squashed(request)
+    if len(queries) == 1:
+        sides = [(queries[0], documents)]
+    elif len(queries) == len(documents):
+        sides = [(query, (one,)) for query, one in zip(queries, documents, strict=True)]
+    else:
+        first, second = named[0]
+        message = f"{len(queries)} '{first}' and {len(documents)} '{second}': send 1, or as many"
+        raise ProtocolError(message, kind="count")
+    groups = tuple(
+        Group(
+            id=str(index),
+            prompt=(Message("user", query),),
+            completions_G=tuple(
+                Completion(messages=(Message("assistant", one),)) for one in answers
+            ),
+        )
+        for index, (query, answers) in enumerate(sides)
+    )
+    return ForeignRequest(groups=groups, squashed=squashed)
+
+
+def _read_side(value: Any, key: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    rows = expect_list(value, f"'{key}'", must_be="a text or a list of texts")
+    return _texts(rows, f"'{key}'")
+
+
+def pairs_reply(
+    scores: Sequence[float], *, request_id: str, created: int, model: str, num_tokens: int
+) -> dict[str, Any]:
+    """Its answer."""
+    data = [
+        {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
+    ]
+    return _vllm_reply("score", data, request_id, created, model, num_tokens)
+
+
 # --------------------------------------------------------------------------------- /v1/embeddings
 
 
@@ -242,18 +385,48 @@ def read_embeddings_request(value: Any) -> ForeignRequest:
         ProtocolError: It is none.
     """
     request = expect_object(value, "the request")
-    if request.get("encoding_format", "float") != "float":
-        raise ProtocolError("the only 'encoding_format' here is 'float'")
+    as_base64 = _read_encoding(request)
     rows, is_list = _read_rows(request.get("input", MISSING), "'input'")
-    return ForeignRequest(rows=rows, is_list=is_list)
+    return ForeignRequest(rows=rows, is_list=is_list, as_base64=as_base64)
 
 
-def embeddings_reply(scores: Sequence[float], *, model: str, num_tokens: int) -> dict[str, Any]:
-    """Its answer."""
+def _read_encoding(request: Mapping[str, Any]) -> bool:
+    """Whether scores are to come in base64; refuses what else vLLM has for that."""
+    wanted = request.get("encoding_format", "float")
+    if wanted not in ("float", "base64"):
+        raise ProtocolError("'encoding_format' must be 'float' or 'base64'")
+    if request.get("dimensions") not in (None, 1):
+        raise ProtocolError("'dimensions' must be left out: a score is one number")
+    if request.get("embed_dtype", "float32") != "float32":
+        raise ProtocolError("the only 'embed_dtype' here is 'float32'")
+    if request.get("endianness", "native") not in ("native", "little"):
+        raise ProtocolError("the only 'endianness' here is 'little'")
+    return bool(wanted == "base64")
+
+
+def _encoded(score: float, *, as_base64: bool) -> list[float] | str:
+    """Raises OverflowError where float32 has no such number."""
+    if not as_base64:
+        return [score]
+    return base64.b64encode(struct.pack("<f", score)).decode("ascii")
+
+
+def embeddings_reply(
+    scores: Sequence[float], *, model: str, num_tokens: int, as_base64: bool = False
+) -> dict[str, Any]:
+    """Its answer.
+
+    Raises:
+        OverflowError: In base64, where float32 has no such number.
+    """
     return {
         "object": "list",
         "data": [
-            {"object": "embedding", "index": index, "embedding": [score]}
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _encoded(score, as_base64=as_base64),
+            }
             for index, score in enumerate(scores)
         ],
         "model": model,
@@ -323,7 +496,7 @@ def read_remote_rm_request(value: Any, *, rendered: bool | None = None) -> Forei
     if isinstance(prompt, str):
         return ForeignRequest(rows=(SentTurn(prompt, response, rendered),), is_list=False)
     said = read_said(prompt, "'prompt'", role="user")
-    return ForeignRequest(group=_answer((*said, Message("assistant", response))), is_list=False)
+    return ForeignRequest(groups=_answer((*said, Message("assistant", response))), is_list=False)
 
 
 def read_remote_rm_reply(value: Any, *, key: str = "") -> float:

@@ -61,6 +61,7 @@ class Standing:
         self._faults_in_a_row = 0
         self._rests = 0
         self._trusted_since = -float("inf")
+        """What it got before is no news of how it is."""
         self._not_before = -float("inf")
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
@@ -168,6 +169,8 @@ class Standing:
     def failed_probe(self, fault: ReplicaFault, *, began: float) -> None:
         """A probe of it failed."""
         self.probed_at = self.clock()
+        if began < self._trusted_since:
+            return
         if not self.needs_probe:
             self.failed(fault, began=began)
             return
@@ -176,6 +179,16 @@ class Standing:
             self._leave_alone(fault)
         else:
             self._rest()
+
+    def came_back(self) -> None:
+        """Whoever starts it says that it is there again, as a process that has done nothing yet.
+
+        It is probed at once, and what its forerunner did is forgotten.
+        """
+        self._rests = 0
+        self._faults_in_a_row = 0
+        self._window = self._most
+        self._trusted_since = self._not_before = self.clock()
 
     def _leave_alone(self, fault: ReplicaFault) -> None:
         if fault.retry_after is not None:

@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -91,6 +92,19 @@ class Router:
         )
         self._open_gate()
         self._wake_waiting()
+
+    def came_back(self, name: str) -> None:
+        """A replica that had died is there again: probe it at once. Any thread."""
+        loop = None if self._gate_of is None else self._gate_of[0]
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            if loop is not None:
+                loop.call_soon_threadsafe(self._came_back, name)
+
+    def _came_back(self, name: str) -> None:
+        standing = self._standings.get(name)
+        if standing is not None:
+            standing.came_back()
+            self._begin_probes()
 
     @property
     def version(self) -> str:

@@ -65,6 +65,8 @@ def make_app(
     scores: dict[str, Handler] = {
         SCORE_PATH: endpoints.score,
         foreign_wire.CLASSIFY_PATH: endpoints.classify,
+        foreign_wire.POOLING_PATH: endpoints.pooling,
+        foreign_wire.PAIRS_PATH: endpoints.pairs,
         foreign_wire.EMBEDDINGS_PATH: endpoints.embeddings,
         foreign_wire.GET_REWARD_PATH: endpoints.get_reward,
         foreign_wire.REMOTE_RM_PATH: endpoints.remote_rm,

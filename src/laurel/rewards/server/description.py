@@ -91,6 +91,50 @@ def _form(name: str) -> Schema:
 
 
 _CLASSIFY: Schema = {"anyOf": [_form(name) for name in _FORMS]}
+_ENCODING: dict[str, Schema] = {
+    "encoding_format": {"enum": ["float", "base64"]},
+    "dimensions": {"enum": [1, None]},
+}
+_BASE64: Schema = {"type": "string", "contentEncoding": "base64"}
+_VLLM: dict[str, Schema] = {
+    "id": _TEXT, "object": {"const": "list"}, "created": _COUNT, "model": _TEXT,
+}  # fmt: skip
+
+
+def _pooled(name: str) -> Schema:
+    other = "messages" if name == "input" else "input"
+    more = {"model": _TEXT, **_ACTIVATION, **_ENCODING, "task": {"enum": ["classify", None]}}
+    return _object({name: _FORMS[name], **more, other: False}, *more, other)
+
+
+_POOL: Schema = {"anyOf": [_pooled("input"), _pooled("messages")]}
+_POOLED = _object(
+    {
+        **_VLLM,
+        "data": _list(
+            _object({"index": _COUNT, "object": _TEXT, "data": {"anyOf": [_SCORES, _BASE64]}})
+        ),
+        "usage": _USAGE,
+    }
+)
+
+
+def _pair(keys: tuple[str, str]) -> Schema:
+    more = {"model": _TEXT, **_ACTIVATION}
+    others = {key: False for pair in foreign_wire.PAIR_KEYS for key in pair if key not in keys}
+    side = {"anyOf": [_TEXT, _list(_TEXT)]}
+    named = dict.fromkeys(keys, side)
+    return _object({**named, **more, **others, "groups": False}, *more, *others, "groups")
+
+
+_PAIRS = [_pair(keys) for keys in foreign_wire.PAIR_KEYS]
+_PAIRS_SCORED = _object(
+    {
+        **_VLLM,
+        "data": _list(_object({"index": _COUNT, "object": _TEXT, "score": _NUMBER})),
+        "usage": _USAGE,
+    }
+)
 _NATIVE = _object({"embedding": _SCORES, "meta_info": _object({"prompt_tokens": _COUNT})})
 _CLASSIFIED: Schema = {
     "anyOf": [
@@ -115,7 +159,9 @@ _CLASSIFIED: Schema = {
 _EMBEDDED = _object(
     {
         "object": {"const": "list"},
-        "data": _list(_object({"object": _TEXT, "index": _COUNT, "embedding": _SCORES})),
+        "data": _list(
+            _object({"object": _TEXT, "index": _COUNT, "embedding": {"anyOf": [_SCORES, _BASE64]}})
+        ),
         "model": _TEXT,
         "usage": _USAGE,
     }
@@ -129,21 +175,47 @@ _SCORING = {
         "path takes a list to score, is answered with a list of nothing. A `request_id` that "
         "comes again with the same request gets the same answer. A `model_version` is the only "
         "one that is wanted.",
-        _object(
-            {"groups": _list(_GROUP), "request_id": _TEXT, "model_version": _TEXT},
-            "request_id",
-            "model_version",
-            closed=True,
-        ),
-        _object(
-            {
-                "groups": _list(_object({"id": _TEXT, "scores": _list(_SCORE)})),
-                "model": _TEXT,
-                "model_version": _TEXT,
-                "request_id": _TEXT,
-            },
-            "request_id",
-        ),
+        {
+            "anyOf": [
+                _object(
+                    {"groups": _list(_GROUP), "request_id": _TEXT, "model_version": _TEXT},
+                    "request_id",
+                    "model_version",
+                    closed=True,
+                ),
+                *_PAIRS,
+            ]
+        },
+        {
+            "anyOf": [
+                _object(
+                    {
+                        "groups": _list(_object({"id": _TEXT, "scores": _list(_SCORE)})),
+                        "model": _TEXT,
+                        "model_version": _TEXT,
+                        "request_id": _TEXT,
+                    },
+                    "request_id",
+                ),
+                _PAIRS_SCORED,
+            ]
+        },
+    ),
+    foreign_wire.PAIRS_PATH: (
+        "vLLM's /score",
+        "A query is what the user says, a document the answer that is judged; one query and its "
+        "documents, or as many of both. The answer is the sigmoid of the score unless "
+        "`use_activation` is false. The same is answered at `/v1/score`, where `groups` tells our "
+        "own form from this one.",
+        {"anyOf": _PAIRS},
+        _PAIRS_SCORED,
+    ),
+    foreign_wire.POOLING_PATH: (
+        "vLLM's /pooling",
+        "As `/classify` with `input` or `messages`: the sigmoid of the score unless "
+        "`use_activation` is false. `base64` is of float32, little-endian.",
+        _POOL,
+        _POOLED,
     ),
     foreign_wire.CLASSIFY_PATH: (
         "vLLM's and SGLang's /classify",
@@ -154,13 +226,10 @@ _SCORING = {
         _CLASSIFIED,
     ),
     foreign_wire.EMBEDDINGS_PATH: (
-        "SGLang's /v1/embeddings",
-        "The embedding of a conversation is its score.",
-        _object(
-            {"input": _ROWS, "model": _TEXT, "encoding_format": {"const": "float"}},
-            "model",
-            "encoding_format",
-        ),
+        "SGLang's and OpenAI's /v1/embeddings",
+        "The embedding of a conversation is its score. OpenAI's client asks for `base64`, which is "
+        "of float32, little-endian.",
+        _object({"input": _ROWS, "model": _TEXT, **_ENCODING}, "model", *_ENCODING),
         _EMBEDDED,
     ),
     foreign_wire.GET_REWARD_PATH: (

@@ -18,7 +18,8 @@ Keys with a question mark may be left out. For programs, the same as OpenAPI:
 _KEY = (
     " All but <code>/health</code> and, from the server's own machine, this page need the API key, "
     "in the header <code>Authorization: Bearer KEY</code>; the server says at its start where it "
-    "is. Where there is an admin key, <code>/admin</code> needs that one."
+    "is. Where there is an admin key, <code>/admin</code> needs that one. "
+    "Addresses that <code>--allow-from</code> opened need no key for scores."
 )
 _ASK = """{"groups": [{"id": "1", "prompt": "2 + 2?", "completions": ["4", "5"]}]}"""
 

@@ -7,26 +7,28 @@ the rest; `description` says the same for people and generated clients.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
-from laurel.errors import UserError
+from laurel.errors import ProtocolError, UserError
 from laurel.rewards.remote import foreign_wire
 from laurel.rewards.remote.expected import MISSING, expect_object, expect_text
 from laurel.rewards.remote.replica import failed, reason_of
 from laurel.rewards.remote.wire import (
     ScoreReply,
+    ScoreRequest,
     dump,
+    has_more_values,
     parse,
     read_score_request,
     score_reply,
 )
-from laurel.rewards.rendered import rendered_group
 from laurel.rewards.server.gate import Call
 from laurel.rewards.server.metrics import ServerMetrics
 from laurel.rewards.server.serving import (
@@ -51,6 +53,8 @@ class RequestLimits:
     """Also of those without a completion: each takes time to read."""
     messages: int = 65_536
     """Of all conversations together."""
+    values: int = 2**20
+    """Numbers, texts, lists and objects of its JSON: token ids, above all."""
     characters: int = 200_000
     """Of one conversation; a longer one has failed, and the others are scored."""
 
@@ -76,8 +80,10 @@ class Endpoints:
     # -------------------------------------------------------------------------------- scores
 
     async def score(self, call: Call) -> Answer:
-        """Our own: whole groups."""
-        request = await self._read(call, read_score_request)
+        """Our own: whole groups; or vLLM's, which is known by its keys."""
+        request = await self._read(call, _read_either_score_request)
+        if isinstance(request, foreign_wire.ForeignRequest):
+            return await self._pairs(call, request)
 
         async def answer() -> Answer:
             scored = await self._scored(call, request.groups, version=request.model_version)
@@ -91,22 +97,50 @@ class Endpoints:
 
     async def classify(self, call: Call) -> Answer:
         """vLLM's, and SGLang's of the same name."""
-        value = await self._read(call, lambda found: found)
-        request = foreign_wire.read_classify_request(value)
+        request = await self._read(call, foreign_wire.read_classify_request)
 
         async def answer() -> Answer:
             scores, scored = await self._values(call, request)
             counts = [score.num_tokens for score in scores]
-            values = [_number(score) for score in scores]
-            if foreign_wire.is_native(value):
+            values = _maybe_squashed(scores, request)
+            if request.is_native:
                 is_list = request.is_list
                 reply = foreign_wire.native_classify_reply(values, counts, is_list=is_list)
                 return _answer(reply, scored)
-            if request.squashed:
-                values = [foreign_wire.sigmoid(one) for one in values]
             reply = foreign_wire.classify_reply(
                 values, request_id=call.request_id, created=int(time.time()),
                 model=scored.model.name, num_tokens=sum(counts),
+            )  # fmt: skip
+            return _answer(reply, scored)
+
+        return await self._once(call, "", answer)
+
+    async def pooling(self, call: Call) -> Answer:
+        """vLLM's; of a reward model it gives what `/classify` gives."""
+        request = await self._read(call, foreign_wire.read_pooling_request)
+
+        async def answer() -> Answer:
+            scores, scored = await self._values(call, request)
+            with _in_float32():
+                reply = foreign_wire.pooling_reply(
+                    _maybe_squashed(scores, request), as_base64=request.as_base64,
+                    request_id=call.request_id, created=int(time.time()),
+                    model=scored.model.name, num_tokens=_num_tokens(scores),
+                )  # fmt: skip
+            return _answer(reply, scored)
+
+        return await self._once(call, "", answer)
+
+    async def pairs(self, call: Call) -> Answer:
+        """vLLM's `/score`: queries, which the user says, and documents, which are the answers."""
+        return await self._pairs(call, await self._read(call, _read_pairs_request))
+
+    async def _pairs(self, call: Call, request: foreign_wire.ForeignRequest) -> Answer:
+        async def answer() -> Answer:
+            scores, scored = await self._values(call, request)
+            reply = foreign_wire.pairs_reply(
+                _maybe_squashed(scores, request), request_id=call.request_id,
+                created=int(time.time()), model=scored.model.name, num_tokens=_num_tokens(scores),
             )  # fmt: skip
             return _answer(reply, scored)
 
@@ -118,10 +152,11 @@ class Endpoints:
 
         async def answer() -> Answer:
             scores, scored = await self._values(call, request)
-            reply = foreign_wire.embeddings_reply(
-                [_number(score) for score in scores], model=scored.model.name,
-                num_tokens=sum(score.num_tokens for score in scores),
-            )  # fmt: skip
+            with _in_float32():
+                reply = foreign_wire.embeddings_reply(
+                    [_number(score) for score in scores], model=scored.model.name,
+                    num_tokens=_num_tokens(scores), as_base64=request.as_base64,
+                )  # fmt: skip
             return _answer(reply, scored)
 
         return await self._once(call, "", answer)
@@ -156,7 +191,7 @@ class Endpoints:
 
         Raises:
             ProtocolError: It is none.
-            RefusedRequestError: It has too many groups or messages.
+            RefusedRequestError: It has too many groups, messages or values.
         """
 
         def work() -> Request:
@@ -164,10 +199,17 @@ class Endpoints:
             self._check_counts(value)
             return read(value)
 
+        def work_beside() -> Request:
+            # Parsing is one step for all other threads, so its length is bounded first.
+            if has_more_values(call.body, self._limits.values):
+                message = f"a request has {self._limits.values:,} numbers, texts and lists at most"
+                raise RefusedRequestError(413, "size", message)
+            return work()
+
         if len(call.body) <= _LARGE_BODY:
             return work()
         async with self._reading:
-            return await asyncio.to_thread(work)
+            return await asyncio.to_thread(work_beside)
 
     def _check_counts(self, value: Any) -> None:
         """Refuse what would take long to read, by its lists alone; other faults are found later."""
@@ -178,9 +220,17 @@ class Endpoints:
             raise RefusedRequestError(
                 413, "size", f"a request has {limits.groups:,} groups at most"
             )
+        if isinstance(value, dict) and any(
+            len(rows) > limits.completions for key, rows in value.items() if _are_rows(key, rows)
+        ):
+            raise self._too_many_completions()
         if sum(map(_num_messages, groups)) > limits.messages:
             message = f"a request has {limits.messages:,} messages at most"
             raise RefusedRequestError(413, "size", message)
+
+    def _too_many_completions(self) -> RefusedRequestError:
+        message = f"a request has {self._limits.completions:,} completions at most"
+        return RefusedRequestError(413, "size", message)
 
     async def _once(
         self, call: Call, request_id: str, answer: Callable[[], Awaitable[Answer]]
@@ -197,11 +247,8 @@ class Endpoints:
         self, call: Call, request: foreign_wire.ForeignRequest
     ) -> tuple[Sequence[Score], Scored]:
         """The scores of a request that has no place for a failure: all, or an error."""
-        group = request.group
-        if group is None:
-            group = rendered_group(request.rows)
-        scored = await self._scored(call, [group])
-        (scores,) = scored.scores
+        scored = await self._scored(call, request.groups or [request.rendered])
+        scores = [score for scores_G in scored.scores for score in scores_G]
         for index, score in enumerate(scores):
             if score.failure is not None:
                 message = f"conversation {index}: {score.failure}"
@@ -213,8 +260,7 @@ class Endpoints:
     async def _scored(self, call: Call, groups: Sequence[Group], *, version: str = "") -> Scored:
         call.completions = sum(len(group.completions_G) for group in groups)
         if call.completions > self._limits.completions:
-            message = f"a request has {self._limits.completions:,} completions at most"
-            raise RefusedRequestError(413, "size", message)
+            raise self._too_many_completions()
         too_long: Mapping[tuple[int, int], Score] = {}
         if len(call.body) > self._limits.characters:
             groups, too_long = _without_too_long(groups, self._limits.characters)
@@ -290,6 +336,39 @@ def _answer(value: Any, scored: Scored) -> Answer:
     return Answer(dump(value), version=scored.model.version)
 
 
+def _read_either_score_request(value: Any) -> ScoreRequest | foreign_wire.ForeignRequest:
+    return (
+        _read_pairs_request(value) if foreign_wire.names_pairs(value) else read_score_request(value)
+    )
+
+
+def _read_pairs_request(value: Any) -> foreign_wire.ForeignRequest:
+    try:
+        return foreign_wire.read_pairs_request(value)
+    except ProtocolError as error:
+        if error.kind != "count":
+            raise
+        raise RefusedRequestError(422, "count", str(error)) from error
+
+
+@contextlib.contextmanager
+def _in_float32() -> Iterator[None]:
+    try:
+        yield
+    except OverflowError as error:
+        message = "a score is beyond float32, which base64 is of; ask for 'encoding_format' float"
+        raise RefusedRequestError(422, "failed", message) from error
+
+
+def _maybe_squashed(scores: Sequence[Score], request: foreign_wire.ForeignRequest) -> list[float]:
+    values = [_number(score) for score in scores]
+    return [foreign_wire.sigmoid(one) for one in values] if request.squashed else values
+
+
+def _num_tokens(scores: Sequence[Score]) -> int:
+    return sum(score.num_tokens for score in scores)
+
+
 def _number(score: Score) -> float:
     assert score.value is not None, "failures have been refused"
     return score.value
@@ -318,15 +397,18 @@ def _with(
     scores: Sequence[Sequence[Score]], too_long: Mapping[tuple[int, int], Score]
 ) -> list[tuple[Score, ...]]:
     """Scores, with further verdicts in their places."""
-    found = []
-    for row, scores_G in enumerate(scores):
-        line = list(scores_G)
-        for (_, index), score in sorted(
-            (item for item in too_long.items() if item[0][0] == row), key=lambda item: item[0]
-        ):
-            line.insert(index, score)
-        found.append(tuple(line))
-    return found
+    found = list(map(list, scores))
+    for (row, index), score in sorted(too_long.items(), key=lambda item: item[0]):
+        found[row].insert(index, score)
+    return list(map(tuple, found))
+
+
+def _are_rows(key: str, value: Any) -> bool:
+    """Whether what a request has under a key is a list with an entry for each conversation; one of
+    numbers is the token ids of a single one."""
+    if key in ("groups", "messages", "prompt") or not isinstance(value, list) or not value:
+        return False
+    return not isinstance(value[0], int | float)
 
 
 def _num_messages(group: Any) -> int:

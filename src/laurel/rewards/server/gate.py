@@ -14,7 +14,15 @@ from typing import Any
 
 from laurel.rewards.remote.wire import VERSION_HEADER, dump, error_json
 from laurel.rewards.server.access_log import AccessLog
-from laurel.rewards.server.keys import Keys, Role, WrongKeys, is_loopback, names_a_key
+from laurel.rewards.server.keys import (
+    Keys,
+    Network,
+    OpenAddresses,
+    Role,
+    WrongKeys,
+    is_loopback,
+    names_a_key,
+)
 from laurel.rewards.server.metrics import ServerMetrics
 from laurel.rewards.server.serving import Answer, RefusedRequestError
 
@@ -27,6 +35,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CALL = "laurel.call"
 """Key of the scope that has the `Call`."""
+ADMIN_PATHS = "/admin/"
+"""They need a key from every address."""
 HEALTH_PATH, DOCS_PATH = "/health", "/docs"
 """They need no key, and say nothing of this server; the page for people, whose browsers cannot send
 one, only on this machine."""
@@ -46,6 +56,8 @@ class GateOptions:
     """None: whoever reaches the address."""
     admin_key: str | None = None
     """For `/admin` too; None: the API key is."""
+    allow_from: tuple[Network, ...] = ()
+    """Whose requests for scores need no key; see `OpenAddresses`."""
     hosts: tuple[str, ...] | None
     """Names that a request may call this server by; None: any."""
     body_bytes: int = 8 * 2**20
@@ -92,6 +104,7 @@ class Gate:
         self._access_log = access_log
         self._keys = Keys(options.api_key, options.admin_key)
         self._wrong_keys = WrongKeys()
+        self._open_addresses = OpenAddresses(options.allow_from)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -137,6 +150,10 @@ class Gate:
         if not self._is_known_host(call.headers.get(b"host", b"")):
             raise RefusedRequestError(403, "host", "this server is not called by that name")
         call.role = self._keys.role_of(call.headers.get(b"authorization", b""))
+        may_be_open = call.role is None and not call.path.startswith(ADMIN_PATHS)
+        if may_be_open and self._open_addresses.opens(call.client, call.headers):
+            # Clients that know no key often send any, such as "EMPTY": it does not matter here.
+            call.role = "score"
         is_open = call.path == HEALTH_PATH or (call.path == DOCS_PATH and is_loopback(call.client))
         if call.role is None and not is_open:
             said = call.headers.get(b"authorization", b"")
@@ -314,5 +331,7 @@ async def respond_error(send: Send, refusal: RefusedRequestError) -> None:
         headers.append((b"retry-after", str(seconds).encode()))
     if refusal.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if refusal.code == "draining":  # another connection may lead to another server
+        headers.append((b"connection", b"close"))
     body = dump(error_json(refusal.code, str(refusal)))
     await respond(send, Answer(body, status=refusal.status), *headers)

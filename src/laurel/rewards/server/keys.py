@@ -1,4 +1,5 @@
-"""Who may ask what: the keys of a reward server, and how those are slowed who try others."""
+"""Who may ask what: the keys of a reward server, addresses that need none, and how those are slowed
+who try other keys."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import hmac
 import ipaddress
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 Role = Literal["score", "admin"]
@@ -88,6 +89,66 @@ class WrongKeys:
         if len(self._tried) > _MOST_ADDRESSES:
             self._tried.popitem(last=False)
         return _PAUSE if count >= _TRIES else 0.0
+
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_PRIVATE = tuple(
+    ipaddress.ip_network(one)
+    for one in (
+        "127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16",
+        "::1/128", "fc00::/7", "fe80::/10",
+    )
+)  # fmt: skip
+"""Loopback, private and link-local addresses: from elsewhere no packet with one of them arrives."""
+_OF_PROXIES = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"))
+
+
+def private_network(text: str) -> Network:
+    """A range of addresses such as 10.0.0.0/8, or a single address.
+
+    Raises:
+        ValueError: It is none, or not all of it is loopback or private. Says which.
+    """
+    try:
+        found = ipaddress.ip_network(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; a range is written as 10.0.0.0/8") from None
+    if not any(found.version == one.version and found.subnet_of(one) for one in _PRIVATE):  # type: ignore[arg-type]
+        raise ValueError(
+            "only loopback and private addresses may do without a key, those of "
+            f"{', '.join(map(str, _PRIVATE))}"
+        )
+    return found
+
+
+class OpenAddresses:
+    """Addresses whose requests for scores need no key.
+
+    What counts is the other end of the connection; no header can change it. A request that came
+    through a proxy has the proxy's address, and one that a web page sends has that of whoever looks
+    at the page: where a header tells of either, the address opens nothing.
+    """
+
+    def __init__(self, networks: Sequence[Network]) -> None:
+        self._networks = tuple(networks)
+
+    def opens(self, client: str, headers: Collection[bytes]) -> bool:
+        """Whether a request needs no key.
+
+        Args:
+            client: The address at the other end of its connection.
+            headers: Names of its headers, in small letters.
+        """
+        if not self._networks or b"origin" in headers or not _OF_PROXIES.isdisjoint(headers):
+            return False
+        try:
+            address = ipaddress.ip_address(client)
+        except ValueError:
+            return False
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        return any(address in network for network in self._networks)
 
 
 def is_loopback(address: str) -> bool:

@@ -23,6 +23,14 @@ class LimitedProtocol(HttpToolsProtocol):
     _parsed_bytes = 0
     """Of a head, as the parser gives its parts: also where it came in one read."""
     _is_in_head = True
+    has_begun = False
+    """Whether the first byte of a request has come."""
+
+    @property
+    def is_before_a_head(self) -> bool:
+        """Whether a request is expected whose head has not all come: the first one of a connection,
+        or one that has begun."""
+        return self._timer is not None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there."""
@@ -50,6 +58,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
+        self.has_begun = True
         self._expect_head()
 
     def on_url(self, url: bytes) -> None:

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from http.client import HTTPException
 from types import TracebackType
 from typing import Any
@@ -32,10 +33,16 @@ from laurel.rewards.server.serving_model import ModelSettings, check_settings
 from laurel.types import Group
 
 MOST_RESTARTS = 8
-"""Of one replica, unless it has lived for `_LONG_ENOUGH` since; then it stays away."""
+"""Of one replica that dies before it is ready, or ends by itself; then it stays away.
+
+A ready one that a signal has ended is started again at once, however often: it has shown that it
+can work, so whoever kills it is to blame. Where it is its work, as a lack of memory may be, a
+completion that takes replicas down is found and left out by the router.
+"""
 _LONG_ENOUGH = 600.0
+"""Seconds of life after which one that ended by itself begins to count anew."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before it is started again; the first time at once."""
+"""Seconds before one that counts is started again; the first time at once."""
 _START_SECONDS = 1800.0
 _SECONDS_TO_END = 40.0
 _ADMIN_SECONDS = 60.0
@@ -89,6 +96,8 @@ class ReplicaProcesses:
             raise
         self.scorer = Router(self._replicas, options)
         """Of one event loop."""
+        for process in self._replicas:
+            process.on_ready = partial(self.scorer.came_back, process.name)
 
     @property
     def model(self) -> str:
@@ -174,6 +183,8 @@ class _Process:
         self.name = f"replica {index}"
         self.model = self.version = ""
         self.is_lost = False
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called where it can be asked again, in the thread that watches it."""
         self._index = index
         self._order = {
             "settings": asdict(settings), "terms": [asdict(one) for one in terms_in_use()],
@@ -277,13 +288,18 @@ class _Process:
         deaths = 0
         while not self._closing.is_set():
             began = time.monotonic()
-            status = self._live()
+            status, was_ready = self._live()
             if self._closing.is_set() or self._error is not None:
                 break
             if not self._settled.is_set():
                 self._error = EngineError(f"{self.name} died while it started ({_said(status)})")
                 break
-            deaths = 1 if time.monotonic() - began > _LONG_ENOUGH else deaths + 1
+            if was_ready and status < 0:
+                deaths = 0
+            elif was_ready and time.monotonic() - began > _LONG_ENOUGH:
+                deaths = 1
+            else:
+                deaths += 1
             if deaths > MOST_RESTARTS:
                 self.is_lost = True
                 self._say(f"warning: {self.name} died {deaths} times and stays away")
@@ -293,8 +309,8 @@ class _Process:
                 self._closing.wait(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (deaths - 2)))
         self._settled.set()
 
-    def _live(self) -> int:
-        """One process from its start to its end; its status."""
+    def _live(self) -> tuple[int, bool]:
+        """One process from its start to its end; its status, and whether it became ready."""
         with subprocess.Popen(
             [sys.executable, "-m", "laurel.rewards.server.replica_process"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
@@ -312,10 +328,11 @@ class _Process:
             except BrokenPipeError:
                 pass
             with self._lock:
+                was_ready = self._http is not None
                 if self._http is not None:
                     self._old.append(self._http)
                 self._http = None
-            return process.wait()
+            return process.wait(), was_ready
 
     def _hear(self, said: dict[str, Any]) -> None:
         if "say" in said:
@@ -343,6 +360,7 @@ class _Process:
                     connections=self._connections,
                 )  # fmt: skip
             self._settled.set()
+            self.on_ready()
 
 
 def _said(status: int) -> str:

@@ -7,11 +7,13 @@ import contextlib
 import contextvars
 import errno
 import os
+import select
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import uvicorn
 
@@ -22,6 +24,13 @@ Result = TypeVar("Result")
 
 _IDLE_SECONDS = 75
 _BACKLOG = 4096
+_SILENT_SECONDS = 2.0
+"""What is left to a connection that has sent nothing when the server is told to end."""
+_ROUND_SECONDS = 0.05
+_MOST_ACCEPTING = 5.0
+"""Clients that open connections without end must not keep a server from its end."""
+_LAST_SECONDS = 0.5
+"""What is left to every other one that has no answer yet, where all its time is over."""
 _LOOK_SECONDS = 0.5
 """Between two looks whether anybody is left who could score."""
 
@@ -82,8 +91,10 @@ class ServerRun:
         self._service = service
         self._listener = listener
         self._drain_seconds = drain_seconds
-        self.left_some = False
-        """Whether it ended before all that was accepted was finished."""
+        self.unanswered = 0
+        """Requests, whole or begun, that were left without an answer in the end."""
+        self.silent = 0
+        """Connections that were closed in the end without a byte having come."""
         self.lost_all = False
         """Whether it ended because nobody is left who could score."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -148,6 +159,7 @@ class ServerRun:
             await asyncio.sleep(_LOOK_SECONDS)
         self.lost_all = True
         self._service.give_up()
+        await self._answer_all(_SILENT_SECONDS)
         self._server.should_exit = True
 
     def _end(self) -> None:
@@ -156,8 +168,63 @@ class ServerRun:
         self._ending = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        self.left_some = not await self._service.drain(self._drain_seconds)
+        began = time.monotonic()
+        await self._service.drain(self._drain_seconds)
+        await self._answer_all(self._drain_seconds - (time.monotonic() - began))
         self._server.should_exit = True
+
+    async def _answer_all(self, seconds: float) -> None:
+        """Let every connection that has no answer yet have one, which by now is most often a no.
+
+        What a client has sent, or is sending, would be lost without a word if its connection were
+        closed: the system resets connections that hold what nobody has read.
+        """
+        began = time.monotonic()
+        connections = self._server.server_state.connections
+        while _have_come([self._listener]) and time.monotonic() - began < _MOST_ACCEPTING:
+            await asyncio.sleep(_ROUND_SECONDS)  # those that wait to be accepted are
+        for server in getattr(self._server, "servers", ()):
+            server.close()
+        while True:
+            await asyncio.sleep(_ROUND_SECONDS)
+            of_kind: dict[str, list[Any]] = {"silent": [], "begun": [], "idle": []}
+            for connection in list(connections):
+                of_kind[_kind_of(connection)].append(connection)
+            unread = _have_come([one.transport for one in of_kind["idle"]])
+            begun, silent = len(of_kind["begun"]) + len(unread), len(of_kind["silent"])
+            for connection in of_kind["idle"]:
+                if connection.transport not in unread:
+                    connection.shutdown()
+            passed = time.monotonic() - began
+            waits = begun and passed < max(seconds, _LAST_SECONDS)
+            if not waits and (not silent or passed >= min(seconds, _SILENT_SECONDS)):
+                self.unanswered, self.silent = begun, silent
+                return
+
+
+def _have_come(sources: Sequence[socket.socket | asyncio.Transport]) -> list[Any]:
+    """Those of some sockets and transports at which something waits that nobody has read."""
+    poll = select.poll()
+    of = {}
+    for source in sources:
+        if isinstance(source, socket.socket):
+            number = source.fileno()
+        else:
+            number = -1 if source.is_closing() else source.get_extra_info("socket").fileno()
+        if number >= 0:
+            of[number] = source
+            poll.register(number, select.POLLIN)
+    return [of[number] for number, event in poll.poll(0) if event & select.POLLIN]
+
+
+def _kind_of(connection: Any) -> Literal["silent", "begun", "idle"]:
+    """Of a connection: nothing has come, something has come that has no answer, or neither."""
+    cycle = connection.cycle
+    if getattr(connection, "is_before_a_head", False):
+        return "begun" if connection.has_begun else "silent"
+    if cycle is None:
+        return "silent"
+    return "idle" if cycle.response_complete else "begun"
 
 
 class _Server(uvicorn.Server):

@@ -44,6 +44,10 @@ class ServedScorer(Protocol):
     def is_broken(self) -> bool:
         """Whether it has long failed at everything."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether that is for good: only another start of the server can mend it."""
+
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """See `protocols.Scorer`."""
 
@@ -174,7 +178,7 @@ class RewardService:
     @property
     def is_lost(self) -> bool:
         """Whether nobody who could score is left, nor will come back."""
-        return self._served is not None and getattr(self._served.scorer, "is_lost", False)
+        return self._served is not None and self._served.scorer.is_lost
 
     def give_up(self) -> None:
         """Refuse what waits for those who are lost: no score will come."""

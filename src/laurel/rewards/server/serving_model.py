@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from laurel.config.schema import ClusterConfig
-from laurel.errors import ConfigError, MissingDependencyError
+from laurel.engines.vllm_settings import check_has_vllm
+from laurel.errors import ConfigError
 from laurel.rewards.batch_jobs import Backend, BatcherLimits
 from laurel.rewards.batcher import BatchingScorer
 from laurel.rewards.load import (
@@ -61,8 +61,7 @@ def check_settings(settings: ModelSettings) -> None:
     if settings.engine == "vllm":
         if not settings.model:
             raise ConfigError("--engine vllm needs a model; --null computes nothing")
-        if importlib.util.find_spec("vllm") is None:
-            raise MissingDependencyError.of("vllm", extra="vllm", purpose="--engine vllm")
+        check_has_vllm("--engine vllm")
     if settings.model:
         check_at_once(find_model(settings.model))
 

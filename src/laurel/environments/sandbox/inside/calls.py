@@ -12,7 +12,7 @@ from typing import Any
 
 from laurel.environments.sandbox.inside import plain_data
 from laurel.environments.sandbox.inside.confinement import CHANNEL_FD, RESULT_FD
-from laurel.environments.sandbox.inside.program import classify, execute, main_module
+from laurel.environments.sandbox.inside.program import classify, execute, main_module, names_of
 
 _TEXT = 300
 _AT_ONCE = 1 << 16
@@ -22,12 +22,13 @@ def answer_calls(job: dict[str, Any], parts: list[bytes]) -> None:
     """Run the program, then make the calls and write a line for each.
 
     Args:
-        job: With the name of the function as `entry`.
+        job: With the name of the function as `entry`, and the `prelude`.
         parts: The source, and plain data: a list of (args, kwargs).
     """
-    namespace = main_module()
+    # Not `__main__`: what a program does when it is started, as reading stdin, is not asked for.
+    namespace = names_of(job, "program")
     execute(parts[0].decode("utf-8", "replace"), namespace)
-    function = find(namespace, job["entry"])
+    function = find_solution(namespace, job["entry"])
     for index, (args, kwargs) in enumerate(plain_data.loads(parts[1])):
         reply = {"i": index, **_call(function, args, kwargs)[0]}
         _write(RESULT_FD, json.dumps(reply).encode() + b"\n")
@@ -116,6 +117,20 @@ def find(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
         found = getattr(found() if isinstance(found, type) else found, name)
     function: Callable[..., Any] = found
     return function
+
+
+def find_solution(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
+    """The same, but a method of the program's `Solution` where it has one of that name.
+
+    The same function is asked for in both ways, and it is the program that shows which it took.
+
+    Raises:
+        AttributeError: There is none.
+    """
+    solution = namespace.get("Solution")
+    if isinstance(solution, type) and "." not in entry and hasattr(solution, entry):
+        entry = f"Solution.{entry}"
+    return find(namespace, entry)
 
 
 def _call(

@@ -7,10 +7,11 @@ import math
 import os
 import resource
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from laurel.environments.sandbox.inside import kernel, landlock, seccomp
+from laurel.environments.sandbox.inside import kernel, landlock, meter, seccomp
 from laurel.environments.sandbox.inside.jail import DEVICES
 
 RESULT_FD = 3
@@ -18,7 +19,6 @@ CHANNEL_FD = 4
 WORK_FD = 5
 """Over which the program comes; closed before it starts."""
 _LIMITS = {
-    resource.RLIMIT_NOFILE: 64,
     resource.RLIMIT_CORE: 0,
     resource.RLIMIT_MEMLOCK: 0,
     resource.RLIMIT_MSGQUEUE: 0,
@@ -26,6 +26,8 @@ _LIMITS = {
     resource.RLIMIT_STACK: 64 << 20,
 }
 """Of every job."""
+_FEWEST_DESCRIPTORS, _MOST_DESCRIPTORS = 16, 64
+_IN_SOCKETS = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +38,32 @@ class Setting:
         layers: Those that are on.
         readable: Directories that a program may read.
         counts_processes: Whether a limit on processes counts those of this sandbox only.
+        metered: Whether a `meter.Meter` answers calls about files; it is for programs whose files
+            are in no file system of their own.
+        descriptors: How many files and sockets a program may have open.
     """
 
     layers: frozenset[str]
     readable: tuple[str, ...]
     counts_processes: bool
+    metered: bool
+    descriptors: int
+
+    @property
+    def may_write(self) -> bool:
+        """Whether a program may have files: only where something limits all of them together."""
+        return self.metered or "namespaces" in self.layers
 
 
-def confine(setting: Setting, box: str) -> None:
+def confine(setting: Setting, box: str, give: Callable[[int], None]) -> None:
     """Give up everything; only descriptors up to `WORK_FD` are kept. What is left to be done is
     `limit`.
+
+    Args:
+        setting: How.
+        box: The only directory that may be written to.
+        give: Called where programs are metered, with the descriptor that calls are answered at;
+            closed after.
 
     Raises:
         OSError: A layer that should be on cannot be had.
@@ -57,12 +75,20 @@ def confine(setting: Setting, box: str) -> None:
         if os.environ.get(name) != box:
             os.environ[name] = box
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _set_limit(resource.RLIMIT_NOFILE, setting.descriptors, setting.descriptors)
     for which, most in _LIMITS.items():
         _set_limit(which, most, most)
     kernel.drop_capabilities()  # the zygote has seen to it that they cannot be had again
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    # Else its monitor could not look at its files. Other programs cannot reach it by Landlock and
+    # the filter, both of which a metered one has.
+    kernel.prctl(kernel.PR_SET_DUMPABLE, int(setting.metered))
     if "landlock" in setting.layers:
-        landlock.restrict(setting.readable, DEVICES, [box])
+        readable = setting.readable if setting.may_write else (*setting.readable, box)
+        landlock.restrict(readable, DEVICES, [box] if setting.may_write else [])
+    if setting.metered:
+        listener = seccomp.install_meter()
+        give(listener)
+        os.close(listener)
     if "seccomp" in setting.layers:
         seccomp.install(os.getpid(), without=refused_calls(setting))
 
@@ -73,9 +99,22 @@ def settle_environment(box: str) -> None:
     os.environ.update(HOME=box, TMPDIR=box, LANG="C.UTF-8", PATH="/usr/bin:/bin")
 
 
+def affordable_descriptors() -> int:
+    """How many sockets a program may have open, so that what waits in them is no more than some
+    megabytes: nothing else limits that."""
+    try:
+        with open("/proc/sys/net/core/wmem_default") as file:
+            each = int(file.read())
+    except (OSError, ValueError):
+        return _MOST_DESCRIPTORS
+    return min(_MOST_DESCRIPTORS, max(_FEWEST_DESCRIPTORS, _IN_SOCKETS // each))
+
+
 def refused_calls(setting: Setting) -> frozenset[str]:
     """System calls that are refused besides."""
-    return frozenset() if "namespaces" in setting.layers else seccomp.ON_FOREIGN_FILES
+    if "namespaces" in setting.layers:
+        return frozenset()
+    return meter.REFUSED if setting.metered else seccomp.ON_FOREIGN_FILES
 
 
 def limit(setting: Setting, limits: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from laurel.environments.sandbox.inside.program import (
     SourceError,
     classify,
     execute,
-    main_module,
+    names_of,
 )
 from laurel.environments.sandbox.inside.proxy import run_tests
 
@@ -45,7 +45,8 @@ def run(job: dict[str, Any], parts: list[bytes]) -> None:
     """Run a job and end this process, where `hide` and `open_streams` have been called.
 
     Args:
-        job: `kind` is script, call, serve or tests; the others are of that kind.
+        job: `kind` is script, call, serve or tests, `prelude` what is run before the program; the
+            others are of that kind.
         parts: The source, and more, by kind.
     """
     code = 0
@@ -60,7 +61,7 @@ def run(job: dict[str, Any], parts: list[bytes]) -> None:
 
 
 def _run_script(job: dict[str, Any], parts: list[bytes]) -> None:
-    execute(parts[0].decode("utf-8", "replace"), main_module())
+    execute(parts[0].decode("utf-8", "replace"), names_of(job))
 
 
 _KINDS: Mapping[str, Callable[[dict[str, Any], list[bytes]], None]] = {

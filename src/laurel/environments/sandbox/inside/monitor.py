@@ -9,6 +9,7 @@ for the only one that they will ever see.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import select
@@ -27,6 +28,7 @@ from laurel.environments.sandbox.inside.confinement import (
     limit,
 )
 from laurel.environments.sandbox.inside.messages import receive, send
+from laurel.environments.sandbox.inside.meter import Meter
 
 ARMED, WATCHING, RUNNING = "laurel-armed", "laurel-monitor", "laurel-program"
 """What the processes are called, for people and for tests."""
@@ -34,6 +36,8 @@ _AT_ONCE = 1 << 16
 _STATUS_CAP = 1 << 12
 _OUTPUTS = ("stdout", "stderr", "result")
 _READY = b"ready"
+_METERED = b"m"
+"""Comes first where a program is metered, with the descriptor that its calls are answered at."""
 _BOX_MB, _BOX_INODES = 32, 2048
 """Of an armed box; that of a job that wants another is resized."""
 _REPLACEMENTS = 3
@@ -149,6 +153,8 @@ class _Watched:
         stdin, self.stdin_pipe = os.pipe()
         pipes = {name: os.pipe() for name in _OUTPUTS}
         monitor_id = os.getpid()
+        self._setting, self._box = setting, box
+        self._meter: Meter | None = None
         self.pid = os.fork()
         if self.pid == 0:
             given = {0: stdin, **{n: pipes[name][1] for n, name in enumerate(_OUTPUTS, 1)}}
@@ -168,7 +174,7 @@ class _Watched:
         if not poll.poll(0):
             return False
         self.hear()
-        return not self.said
+        return not self.said.removeprefix(_METERED)
 
     def again(self, setting: Setting, box: str) -> _Watched:
         """Another in its place, of which no job notices anything."""
@@ -187,15 +193,41 @@ class _Watched:
         self.caps = {name: int(limits[f"{name}_kb"]) << 10 for name in _OUTPUTS}
         self.started = time.monotonic()
         self.deadline = self.started + limits["wall_s"]
+        if self._setting.metered:
+            self._take_meter(limits)
         with contextlib.suppress(OSError):  # it is gone: we shall hear of that
             socket.send_fds(self.work, [b"j"], [] if channel is None else [channel])
             send(self.work, job, *parts)
         if channel is not None:
             os.close(channel)  # else its other end would never see it closed
 
+    def _take_meter(self, limits: dict[str, Any]) -> None:
+        """Take over the answers to its calls; where it could not be locked in, it says why."""
+        self.work.settimeout(limits["wall_s"])
+        with contextlib.suppress(OSError):
+            message, descriptors, _, _ = socket.recv_fds(self.work, len(_METERED), 1)
+            if not descriptors:
+                self.said += message
+                return
+            outputs = {}
+            for reading in self.names:
+                found = os.fstat(reading)
+                outputs[found.st_dev, found.st_ino] = functools.partial(self._take, reading)
+            self._meter = Meter(
+                descriptors[0],
+                self.pid,
+                self._box,
+                outputs,
+                megabytes=int(limits["disk_mb"]),
+                inodes=int(limits["inodes"]),
+            )
+        self.work.settimeout(None)
+
     def watch(self, link: socket.socket) -> str:
         """Until the job has ended or must end: why."""
         poll = select.poll()
+        if self._meter is not None:
+            poll.register(self._meter.listener, select.POLLIN)
         poll.register(link, select.POLLIN)
         poll.register(self.program_fd, select.POLLIN)
         for descriptor in self.names:
@@ -213,7 +245,10 @@ class _Watched:
                     return "cancel"
                 if descriptor == self.program_fd:
                     return "exit"
-                if descriptor == self.stdin_pipe:
+                if self._meter is not None and descriptor == self._meter.listener:
+                    if why := self._meter.answer():
+                        return why
+                elif descriptor == self.stdin_pipe:
                     if not self._feed():
                         poll.unregister(descriptor)
                         os.close(descriptor)
@@ -259,8 +294,16 @@ class _Watched:
             part = os.read(descriptor, _AT_ONCE)
         except BlockingIOError:
             return "none"
-        if not part:
-            return "end"
+        return self._keep(name, part) if part else "end"
+
+    def _take(self, descriptor: int, piece: bytes) -> str:
+        """Keep a piece of an output that did not come through its pipe; see `Meter`."""
+        while (read := self._read(descriptor)) == "more":
+            pass
+        name = self.names[descriptor]
+        return name if read == "full" or self._keep(name, piece) == "full" else ""
+
+    def _keep(self, name: str, part: bytes) -> str:
         kept = self.outputs[name]
         kept += part[: self.caps[name] - len(kept)]
         if len(kept) < self.caps[name]:
@@ -306,7 +349,7 @@ def _run(setting: Setting, box: str, given: dict[int, int], work_fd: int, monito
         os.close(CHANNEL_FD)
     work = socket.socket(fileno=WORK_FD)
     try:
-        confine(setting, box)
+        confine(setting, box, lambda listener: _give(work, listener))
     except OSError as error:
         work.sendall(f"the program could not be locked in: {error}".encode())
         return
@@ -328,6 +371,10 @@ def _run(setting: Setting, box: str, given: dict[int, int], work_fd: int, monito
     work.sendall(_READY)
     work.close()
     kinds.run(job, parts)
+
+
+def _give(work: socket.socket, listener: int) -> None:
+    socket.send_fds(work, [_METERED], [listener])
 
 
 def _above(descriptor: int) -> int:

@@ -26,13 +26,22 @@ class SourceError(Exception):
     """The program is no Python; the cause says why."""
 
 
-def main_module() -> dict[str, Any]:
-    """The names of a new, empty `__main__`."""
-    module = ModuleType("__main__")
+def main_module(name: str = "__main__") -> dict[str, Any]:
+    """The names of a new, empty module in the place of `__main__`, whatever it calls itself."""
+    module = ModuleType(name)
     module.__dict__["__builtins__"] = builtins
     module.__dict__["__file__"] = FILE_NAME
-    sys.modules["__main__"] = module
+    sys.modules[name] = sys.modules["__main__"] = module
     return module.__dict__
+
+
+def names_of(job: Mapping[str, Any], name: str = "__main__") -> dict[str, Any]:
+    """The names that a program finds: those of its job's `prelude`, such as imports."""
+    namespace = main_module(name)
+    # By itself, so that lines of the program keep their numbers, and its __future__ comes first.
+    if prelude := job.get("prelude"):
+        execute(prelude, namespace, "prelude.py")
+    return namespace
 
 
 def execute(source: str, namespace: dict[str, Any], name: str = FILE_NAME) -> None:

@@ -8,6 +8,7 @@ when whoever started it does, and its jobs end with it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import json
@@ -29,6 +30,7 @@ from laurel.environments.sandbox.inside import (
 )
 from laurel.environments.sandbox.inside.confinement import (
     Setting,
+    affordable_descriptors,
     refused_calls,
     settle_environment,
 )
@@ -137,6 +139,7 @@ def _hand_over(
 def _settle(wanted: frozenset[str], scratch: str) -> tuple[Setting, dict[str, str]]:
     """Take up the layers that are wanted and can be had; why the others cannot."""
     # A user that nobody else is: programs of one sandbox cannot reach those of another.
+    descriptors = affordable_descriptors()  # while /proc is there
     account = _FIRST_ACCOUNT + os.getpid() if os.geteuid() == 0 else None
     reasons: dict[str, str] = {}
     have = set()
@@ -171,7 +174,20 @@ def _settle(wanted: frozenset[str], scratch: str) -> tuple[Setting, dict[str, st
                 "so programs run as root, without its rights"
             )
     kernel.renounce_privileges()
-    setting = Setting(layers=frozenset(have), readable=readable, counts_processes=counts)
+    metered = have == {"landlock", "seccomp"}
+    if metered and (number := _error_of_meter()):
+        metered = False
+        reasons["files"] = (
+            "nothing here can limit all files of a program together, so programs can write none "
+            f"(seccomp: {os.strerror(number)})"
+        )
+    setting = Setting(
+        layers=frozenset(have),
+        readable=readable,
+        counts_processes=counts,
+        metered=metered,
+        descriptors=descriptors,
+    )
     column = kernel.machine()
     if column is not None:
         seccomp.prepared(column, refused_calls(setting))
@@ -185,6 +201,21 @@ def _try_namespaces(scratch: str, account: int | None) -> None:
     )
     if reason:
         raise OSError(reason)
+
+
+def _error_of_meter() -> int:
+    """Number of the error with which the kernel refuses that files are metered; 0 where it does
+    not. The child that tries it can write nothing any more: nobody would answer."""
+    pid = os.fork()
+    if pid == 0:
+        number = 0
+        try:
+            seccomp.install_meter()
+        except OSError as error:
+            number = error.errno or errno.EPERM
+        finally:
+            os._exit(number)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _can_become(account: int, needed: list[str]) -> bool:

@@ -1,0 +1,473 @@
+"""Configuration files of NeMo RL: every version's keys and values, and what Megatron's become."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+
+from laurel.algorithms.selection import (
+    Selection,
+    select_by,
+    select_demonstrations_by,
+    select_policy_by,
+)
+from laurel.cli.places import plan_places
+from laurel.config.importing.engine import SCHEMAS
+from laurel.config.importing.rules import Run
+from laurel.config.importing.sources import Request, import_configuration
+from laurel.config.load import LoadedConfig, load_config
+from laurel.config.nemo_rl import MEGATRON_SENTENCE
+from laurel.errors import ConfigError
+
+# ----------------------------------------------------------- keys and values of the shipped files
+
+FACTS = Path(__file__).with_name("nemo_rl_facts.txt")
+"""Written by `python tools/nemo_rl_files.py CHECKOUT ... --facts FILE`, which says the form."""
+
+
+@dataclass(slots=True)
+class Facts:
+    values: dict[str, list[Any]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def facts() -> dict[str, Facts]:
+    """By version and run, all keys with their values, and what is refused."""
+    found: dict[str, Facts] = {}
+    newest: dict[str, Facts] = {}
+    for line in FACTS.read_text(encoding="utf-8").splitlines():
+        if header := re.fullmatch(r"\[(.+)\] (.+)", line):
+            old = newest.get(header[2], Facts())
+            now = Facts(dict(old.values), {})
+            found[f"{header[1]} {header[2]}"] = newest[header[2]] = now
+        elif line.startswith("-"):
+            del now.values[line[1:]]
+        elif line.startswith("!"):
+            asked, feature = line[1:].rsplit(": ", 1)
+            now.refused[asked] = feature
+        else:
+            key, _, values = line.partition(" ")
+            now.values[key] = json.loads(values)
+    return found
+
+
+FOUND = facts()
+
+
+def run_of(name: str) -> Run:
+    return cast(Run, name.split()[1].rstrip(","))
+
+
+def variants(values: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    """Configurations in which every value of every key occurs."""
+    for at in range(max(map(len, values.values()))):
+        tree: dict[str, Any] = {}
+        for key in sorted(values, key=lambda key: -key.count(".")):  # deeper keys are there first
+            chosen = values[key]
+            put(tree, key, chosen[at] if at < len(chosen) else chosen[0], replace=at > 0)
+        yield tree
+
+
+def put(tree: dict[str, Any], key: str, value: Any, *, replace: bool = True) -> None:
+    *blocks, last = key.split(".")
+    for block in blocks:
+        below = tree.get(block)
+        if not isinstance(below, dict):
+            below = tree[block] = {}
+        tree = below
+    if replace or not isinstance(tree.get(last), dict):
+        tree[last] = value
+
+
+def load(folder: Path, run: Run, tree: dict[str, Any], *overrides: str) -> LoadedConfig[Any]:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return load_config(SCHEMAS[run], path, overrides)
+
+
+SIZES = {
+    "cluster.num_nodes": 1,
+    "cluster.gpus_per_node": 4,
+    "env.reward_model.resources": {"num_nodes": None, "gpus_per_node": 1},
+    "policy.generation.colocated.resources": {"num_nodes": None, "gpus_per_node": 1},
+    "policy.generation.vllm_cfg.tensor_parallel_size": 1,
+    "policy.dtensor_cfg.tensor_parallel_size": 1,
+    "policy.megatron_cfg.tensor_model_parallel_size": 1,
+    "grpo.num_prompts_per_step": 12,
+    "grpo.num_generations_per_prompt": 4,
+    "policy.train_global_batch_size": 48,
+}
+
+
+def test_the_facts_are_of_every_version_and_run() -> None:
+    versions = {name.split()[0] for name in FOUND}
+    assert len(versions) == 6
+    assert {"2025-09-20", "v0.4.0", "v0.5.0", "v0.6.0", "v0.7.0"} < versions
+    assert {name.split(" ", 1)[1] for name in FOUND} == {
+        "rm", "grpo", "sft", "grpo, Megatron", "sft, Megatron",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_every_key_and_value_of_a_version_loads_and_plans(tmp_path: Path, name: str) -> None:
+    for tree in variants(FOUND[name].values):
+        # Sizes of different files do not fit each other.
+        for key, value in SIZES.items() if "grpo" in name else ():
+            put(tree, key, value)
+        config = load(tmp_path, run_of(name), tree).config
+        plan_places(config)
+
+
+def test_checkpoints_are_selected_by_the_metrics_of_every_version() -> None:
+    names = {
+        (run_of(name), metric)
+        for name, of_version in FOUND.items()
+        for metric in of_version.values["checkpointing.metric_name"]
+    }
+    assert {("sft", "val_loss"), ("sft", "val:val_loss"), ("rm", "val_loss")} < names
+    for run, metric in names:
+        if run == "grpo":
+            selection = select_policy_by(metric, True, has_validation=True, environments=["math"])
+            assert selection == Selection(key="validation_reward_mean", higher_is_better=True)
+            continue
+        select = select_by if run == "rm" else select_demonstrations_by
+        assert select(metric, False, sets=["default"]) == Selection(key="validation-default_loss")
+        with pytest.raises(ConfigError, match="There is no validation set"):
+            select(metric, False, sets=[])
+
+
+def test_what_there_is_not_is_refused_by_its_name(tmp_path: Path) -> None:
+    asked = {
+        (run_of(name), key, feature)
+        for name, of_version in FOUND.items()
+        for key, feature in of_version.refused.items()
+    }
+    assert len(asked) > 20
+    for run, key, feature in sorted(asked):
+        name, _, value = key.partition("=")
+        tree: dict[str, Any] = {"policy": {"model_name": "a"}}
+        if name.startswith("policy.megatron_cfg."):
+            put(tree, "policy.megatron_cfg.enabled", True)
+        put(tree, name, yaml.safe_load(value) if value else {"any": 1})
+        with pytest.raises(ConfigError, match=rf"Laurel has no {re.escape(feature)}"):
+            load(tmp_path, run, tree)
+
+
+@pytest.mark.parametrize(
+    ("section", "feature"),
+    [
+        ({"dpo": {"max_num_epochs": 1}}, "direct preference optimisation (DPO)"),
+        ({"distillation": {"max_num_steps": 9}, "teacher": {"model_name": "b"}}, "distillation"),
+        ({"ppo": {"num_prompts_per_step": 9}, "value": {"model_name": "b"}}, "PPO with a critic"),
+    ],
+)
+def test_files_of_other_algorithms_are_refused_by_name(
+    tmp_path: Path, section: dict[str, Any], feature: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "rm", {**section, "policy": {"model_name": "a"}, "unknown": {"a": 1}})
+    assert re.fullmatch(
+        rf"{re.escape(str(tmp_path))}/run.yaml:\d+: \w+: Laurel has no {re.escape(feature)}.*",
+        str(caught.value),
+    )
+
+
+def test_an_environment_of_ones_own_may_have_the_name_of_one_of_theirs(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {
+        "data": {"dataset_name": "GSM8K", "env_name": "dapo"},
+        "env": {"dapo": {"num_workers": 8}, "refcoco": {"num_workers": 8}},
+    }
+    with pytest.raises(ConfigError, match=r"data\.env_name=dapo: Laurel has no environment dapo"):
+        load(tmp_path, "grpo", tree)
+    tree["env"]["custom"] = {"dapo": {"name": "my.Environment"}}
+    loaded = load(tmp_path, "grpo", tree)
+    assert loaded.config.default_environment == "dapo"
+    assert loaded.warnings == (
+        "these keys mean nothing here and are ignored: env.dapo, env.refcoco",
+    )
+    del tree["env"]["refcoco"]
+    tree["env"]["maht"] = {"num_workers": 8}
+    with pytest.raises(ConfigError, match=r"env\.maht: unknown key; did you mean 'math'"):
+        load(tmp_path, "grpo", tree)
+
+
+# ------------------------------------------------------------------------ what is said besides
+
+
+def test_settings_of_what_is_off_are_named_and_those_of_what_is_on_are_lost(
+    tmp_path: Path,
+) -> None:
+    loss = {"truncated_importance_sampling_type": "tis"}
+    tree: dict[str, Any] = {
+        "grpo": {"seq_logprob_error_threshold": 2, "invalid_tool_call_advantage": None,
+                 "val_period": -1},
+        "loss_fn": loss,
+        "env": {"math": {"math_verify_impl": "dapo_math_verify"}},
+        "policy": {"dtensor_cfg": {"lora_cfg": {"enabled": False, "dropout_position": "post"}}},
+    }  # fmt: skip
+    loaded = load(tmp_path, "grpo", tree)
+    lost, ignored, no_effect = loaded.warnings
+    assert lost.startswith("these settings are not carried over: ")
+    assert "grpo.seq_logprob_error_threshold (" in lost
+    assert "env.math.math_verify_impl (there is one checker: math-verify)" in lost
+    assert "dropout_position" not in lost
+    assert "policy.dtensor_cfg.lora_cfg.dropout_position" in ignored
+    assert "grpo.invalid_tool_call_advantage" in ignored
+    assert no_effect == (
+        "these settings have no effect beside the others: "
+        "loss_fn.truncated_importance_sampling_type (weights are cut where "
+        "truncated_importance_sampling_ratio says how far)"
+    )
+    assert loaded.config.loss_fn.truncation is None
+    assert loaded.config.grpo.val_period == 0
+
+    tree["policy"]["dtensor_cfg"]["lora_cfg"] |= {"enabled": True, "dropout": 0.1}
+    loss |= {"truncated_importance_sampling_ratio": 2.0, "use_importance_sampling_correction": True}
+    lost, *_, last = load(tmp_path, "grpo", tree).warnings
+    assert "policy.dtensor_cfg.lora_cfg.dropout_position (" in lost
+    assert "no effect" not in last
+
+
+def test_a_section_that_says_so_replaces_that_of_the_file_it_inherits(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(
+        "data: {train_data_path: a.jsonl, prompt_key: q}\nrm: {seed: 7, val_period: 3}\n"
+    )
+    child = tmp_path / "child.yaml"
+    child.write_text(
+        "defaults: base.yaml\ndata:\n  _override_: true\n  train: {data_path: b.jsonl}\n"
+        "rm: {_override_: false, seed: 8}\n"
+    )
+    config = load_config(SCHEMAS["rm"], child).config
+    assert config.data.train_data_path is None  # type: ignore[attr-defined]
+    assert config.data.prompt_key == "prompt"  # type: ignore[attr-defined]
+    assert (config.rm.seed, config.rm.val_period) == (8, 3)  # type: ignore[attr-defined]
+    child.write_text("defaults: base.yaml\nrm: {loss: {_override_: true, type: davidson}}\n")
+    with pytest.raises(ConfigError, match=r"rm\.loss\._override_: replaces whole sections only"):
+        load_config(SCHEMAS["rm"], child)
+
+
+def test_validation_sets_by_name_stand_beside_blocks_as_in_nemos_guide(tmp_path: Path) -> None:
+    data: dict[str, Any] = {
+        "train": {"data_path": "train.jsonl", "prompt_key": "q"},
+        "validation": {"data_path": "val.jsonl"},
+        "default": {"dataset_name": "BinaryPreferenceDataset"},
+        "val_data_paths": {"one": "one.jsonl", "two": "two.jsonl"},
+    }
+    config = load(tmp_path, "rm", {"data": data}).config
+    sets = config.data.validation_sets()
+    assert {name: one.data_path for name, one in sets.items()} == {
+        "default": "val.jsonl", "one": "one.jsonl", "two": "two.jsonl",
+    }  # fmt: skip
+    assert [one.data_path for one in config.data.train_sets()] == ["train.jsonl"]
+    data["val_data_paths"]["default"] = "other.jsonl"
+    with pytest.raises(ConfigError, match="both have a set called default"):
+        load(tmp_path, "rm", {"data": data})
+
+
+# ---------------------------------------------------------------------------------------- Megatron
+
+
+def megatron(**changes: Any) -> dict[str, Any]:
+    """A run of fine-tuning as NeMo RL writes one with Megatron; keys are those of the section."""
+    section: dict[str, Any] = {
+        "enabled": True, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 1, "sequence_parallel": True, "activation_checkpointing": True,
+        "optimizer": {"optimizer": "adam", "lr": 5.0e-6, "min_lr": 5.0e-7, "weight_decay": 0.1,
+                      "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_eps": 1e-5, "bf16": True,
+                      "use_distributed_optimizer": True, "clip_grad": "${policy.max_grad_norm}"},
+        "scheduler": {"start_weight_decay": "${policy.megatron_cfg.optimizer.weight_decay}",
+                      "end_weight_decay": "${policy.megatron_cfg.optimizer.weight_decay}",
+                      "lr_decay_style": "constant", "lr_decay_iters": 1000, "lr_warmup_iters": 50,
+                      "lr_warmup_init": 5.0e-7},
+        "peft": {"enabled": True, "target_modules": [], "exclude_modules": [], "dim": 128,
+                 "alpha": 64, "dropout": 0.1, "dropout_position": "post"},
+    }  # fmt: skip
+    for key, value in changes.items():
+        put(section, key.replace("__", "."), value)
+    return {
+        "sft": {"max_num_steps": 10},
+        "policy": {
+            "model_name": "a", "max_grad_norm": 0.7, "megatron_cfg": section,
+            "dtensor_cfg": {"enabled": False, "tensor_parallel_size": 1},
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 3.0e-7}},
+        },
+        "cluster": {"gpus_per_node": 4},
+    }  # fmt: skip
+
+
+def test_a_megatron_policy_is_trained_with_its_own_settings(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "sft", megatron())
+    policy = loaded.config.policy
+    assert policy.optimizer.name == "torch.optim.AdamW"
+    assert policy.optimizer.kwargs == {
+        "lr": 5.0e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5,
+    }  # fmt: skip
+    assert policy.max_grad_norm == 0.7
+    spread = policy.dtensor_cfg
+    assert (spread.tensor_parallel_size, spread.context_parallel_size) == (2, 1)
+    assert (spread.sequence_parallel, spread.activation_checkpointing) == (True, True)
+    adapters = spread.lora_cfg
+    assert (adapters.enabled, adapters.dim, adapters.alpha) == (True, 128, 64.0)
+    assert adapters.match_all_linear
+    translated, lost = loaded.warnings
+    assert translated == MEGATRON_SENTENCE
+    for key in ("pipeline_model_parallel_size", "peft.dropout_position"):
+        assert f"policy.megatron_cfg.{key} (" in lost
+    assert "lr" not in re.findall(r"megatron_cfg\.optimizer\.(\w+) \(", lost)
+    plan_places(loaded.config)
+
+
+def rates(policy: Any, steps: int) -> list[float]:
+    """The learning rates that the optimizer of a policy has at each step."""
+    import torch
+
+    from laurel.algorithms.optimizers import build_scheduler
+
+    optimizer = torch.optim.SGD(
+        [torch.zeros(1, requires_grad=True)], lr=policy.optimizer.kwargs["lr"]
+    )
+    scheduler = build_scheduler(policy.scheduler, optimizer)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return found
+
+
+def megatron_rate(
+    step: int, *, style: str, lr: float, least: float, warmup: int, begin: float, until: int
+) -> float:
+    """The rate of Megatron's schedule, from its formulas."""
+    import math
+
+    if warmup and step <= warmup:
+        return begin + (lr - begin) * step / warmup
+    if style == "constant":
+        return lr
+    if step > until:
+        return least
+    share = (step - warmup) / (until - warmup)
+    falling = 1 - share if style == "linear" else 0.5 * (math.cos(math.pi * share) + 1)
+    return least + falling * (lr - least)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "begin"), [(4, 5.0e-7), (4, 0.0), (0, 0.0), (1, 5.0e-6)])
+def test_the_schedule_is_megatrons(tmp_path: Path, style: str, warmup: int, begin: float) -> None:
+    said = {"scheduler__lr_decay_style": style, "scheduler__lr_decay_iters": 12,
+            "scheduler__lr_warmup_iters": warmup, "scheduler__lr_warmup_init": begin}  # fmt: skip
+    policy = load(tmp_path, "sft", megatron(**said)).config.policy
+    expected = [
+        megatron_rate(
+            step, style=style, lr=5.0e-6, least=5.0e-7, warmup=warmup, begin=begin, until=12
+        )
+        for step in range(16)
+    ]
+    # A warm-up from 0 begins at 1e-8 of the rate, as torch's cannot begin at 0.
+    assert rates(policy, 16) == pytest.approx(expected, rel=1e-6, abs=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"scheduler__lr_decay_style": "inverse-square-root"},
+         r"lr_decay_style: inverse-square-root is none of constant, linear and cosine"),
+        ({"scheduler__lr_decay_style": "cosine", "scheduler__lr_decay_iters": None},
+         r"lr_decay_iters: must be a whole number above the 50 steps of warm-up"),
+        ({"scheduler__end_weight_decay": 0.3}, r"the weight decay changes from 0\.1 to 0\.3"),
+        ({"scheduler__lr_warmup_init": 1.0e-3}, r"is above the learning rate 5e-06"),
+        ({"optimizer__optimizer": "muon"}, r"muon is neither adam nor sgd"),
+        ({"optimizer__lr": "fast"}, r"optimizer\.lr: must be a number, not 'fast'"),
+        ({"optimizer": None}, r"optimizer is missing: a Megatron policy is trained by it"),
+        ({"peft__target_modules": ["linear_q"]}, r"'linear_q' is none of Megatron's layers"),
+        ({"peft__dim": None}, r"peft\.dim: is missing, and adapters are enabled"),
+        ({"expert_model_parallel_size": 4}, r"Laurel has no expert parallelism"),
+        ({"mtp_num_layers": 1}, r"Laurel has no multi-token prediction"),
+        ({"fp8_cfg__enabled": True}, r"Laurel has no FP8 training"),
+    ],
+)  # fmt: skip
+def test_what_would_train_something_else_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(tmp_path, "sft", megatron(**changes))
+
+
+def test_settings_beside_megatrons_are_refused_where_they_would_be_lost(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.optimizer: has no effect beside"):
+        load(tmp_path, "sft", megatron(), "policy.optimizer.kwargs.lr=1e-4")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: has no effect beside"):
+        load(tmp_path, "sft", megatron(), "policy.dtensor_cfg.tensor_parallel_size=4")
+    changed = load(tmp_path, "sft", megatron(), "policy.megatron_cfg.optimizer.lr=1e-4").config
+    assert changed.policy.optimizer.kwargs["lr"] == 1e-4
+    off = load(tmp_path, "sft", megatron(), "policy.megatron_cfg.enabled=false",
+               "policy.dtensor_cfg.enabled=true").config  # fmt: skip
+    assert off.policy.optimizer.kwargs == {"lr": 3.0e-7}
+    assert off.policy.dtensor_cfg.tensor_parallel_size == 1
+    both = megatron()
+    both["policy"]["dtensor_cfg"]["enabled"] = True
+    with pytest.raises(ConfigError, match="are both true; which of the two sections holds"):
+        load(tmp_path, "sft", both)
+
+
+def test_layers_of_megatron_are_those_of_the_decoder(tmp_path: Path) -> None:
+    changes = {"peft__target_modules": ["linear_qkv", "linear_fc2"],
+               "peft__exclude_modules": ["linear_proj"]}  # fmt: skip
+    adapters = load(tmp_path, "sft", megatron(**changes)).config.policy.dtensor_cfg.lora_cfg
+    assert adapters.target_modules == ["q_proj", "k_proj", "v_proj", "down_proj"]
+    assert adapters.exclude_modules == ["o_proj"]
+    assert not adapters.match_all_linear
+
+
+def test_an_import_writes_what_megatrons_settings_become(tmp_path: Path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(yaml.safe_dump(megatron()), encoding="utf-8")
+    found = import_configuration(Request(path=path)).imported
+    assert found.values["policy.optimizer"]["kwargs"]["lr"] == 5.0e-6
+    assert not [key for key in found.values if key.startswith("policy.megatron_cfg")]
+    told = {entry.key: entry for entry in found.entries}
+    assert told["policy.megatron_cfg.tensor_model_parallel_size"].to == {
+        "policy.dtensor_cfg.tensor_parallel_size": 2
+    }
+    assert told["policy.megatron_cfg.pipeline_model_parallel_size"].fate == "not carried"
+
+
+# ------------------------------------------------------------------------------------- asynchronous
+
+
+def test_asynchronous_training_is_carried_to_max_staleness(tmp_path: Path) -> None:
+    block = {"enabled": True, "max_trajectory_age_steps": 3, "in_flight_weight_updates": True}
+    tree: dict[str, Any] = {
+        "grpo": {"async_grpo": block}, "loss_fn": {"use_importance_sampling_correction": True},
+    }  # fmt: skip
+    loaded = load(tmp_path, "grpo", tree)
+    assert loaded.config.grpo.max_staleness == 3
+    assert loaded.warnings[0].startswith("grpo.async_grpo is translated: grpo.max_staleness=3")
+    assert "grpo.async_grpo.in_flight_weight_updates (" in loaded.warnings[1]
+    tree["grpo"]["max_staleness"] = 1
+    with pytest.raises(ConfigError, match="say the same thing; keep one"):
+        load(tmp_path, "grpo", tree)
+    tree["grpo"]["async_grpo"] = {"enabled": False, "max_trajectory_age_steps": 3}
+    assert load(tmp_path, "grpo", tree).config.grpo.max_staleness == 1
+
+
+def test_rows_that_are_divided_are_packed(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {
+        "policy": {"dtensor_cfg": {"context_parallel_size": 2},
+                   "sequence_packing": {"enabled": False}, "dynamic_batching": {"enabled": True}},
+        "cluster": {"gpus_per_node": 2},
+    }  # fmt: skip
+    loaded = load(tmp_path, "grpo", tree)
+    assert loaded.config.policy.sequence_packing.enabled
+    assert not loaded.config.policy.dynamic_batching.enabled
+    assert loaded.warnings[0].startswith("policy.sequence_packing.enabled is true: ")
+    plan_places(loaded.config)
