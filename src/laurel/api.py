@@ -18,7 +18,6 @@ wrong is an error of `laurel.errors`.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,11 +37,11 @@ from laurel.config.benchmarks import BenchmarkName
 from laurel.config.overrides import columns_of, overrides_of
 from laurel.config.tree import nearest
 from laurel.data.conversations import scoring_row
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, Terms, speaking
 from laurel.observe.console import make_console, silent_console
 from laurel.observe.run_record import RunRecord, Series
 from laurel.observe.run_record import read_run as _read_run
-from laurel.rewards.load import ScorerOptions, reworded
+from laurel.rewards.load import ScorerOptions
 from laurel.rewards.load import open_scorer as _open_scorer
 
 if TYPE_CHECKING:
@@ -54,6 +53,12 @@ __all__ = [
     "Evaluation", "RunRecord", "Series", "evaluate", "export", "open_scorer", "read_run", "score",
     "show", "train",
 ]  # fmt: skip
+
+_ARGUMENTS = Terms(
+    {f"--{name}": name for name in ("model", "data", "dataset", "output", "overwrite", "member")}
+    | {"policy.model_name": "model", "data.dataset_name": "dataset"}
+)
+"""Errors about what a command would take as an option, for somebody who called a function."""
 
 # A library that is imported later asks for ipywidgets in every notebook; no bar of its is shown.
 warnings.filterwarnings("ignore", message="IProgress not found")
@@ -116,7 +121,7 @@ def open_scorer(model: str | Path, *, quiet: bool = False) -> LocalScorer:
     Raises:
         UserError: There is none, or it does not give the scores it was saved with.
     """
-    with reworded(_as_arguments):
+    with speaking(_ARGUMENTS):
         return _open_scorer(str(model), say=say_on(_console(quiet)))
 
 
@@ -199,7 +204,7 @@ def evaluate(
         output=None if output is None else Path(output),
         column_keys=columns_of(overrides_of(settings or {})),
     )  # fmt: skip
-    with reworded(_as_arguments):
+    with speaking(_ARGUMENTS):
         return evaluated(benchmark, request, _console(quiet))
 
 
@@ -237,7 +242,7 @@ def export(
         model=str(model), output=Path(output), dtype=dtype, overwrite=overwrite,
         evaluations=tuple(map(Path, evaluations)),
     )  # fmt: skip
-    with reworded(_as_arguments):
+    with speaking(_ARGUMENTS):
         run_export(options, messages=_console(quiet))
     return options.output
 
@@ -247,20 +252,6 @@ def export(
 
 def _console(quiet: bool) -> Console:
     return silent_console() if quiet else make_console()
-
-
-def _as_arguments(message: str) -> str:
-    """An error of a command, for somebody who called a function.
-
-    What is changed stands at the beginning, before anything that the caller wrote, or in a phrase
-    of ours.
-    """
-    message = re.sub(r"^(policy\.model_name=|--model )", "model=", message)
-    message = re.sub(r"^data\.dataset_name=", "dataset=", message)
-    message = re.sub(r"^--(output|overwrite|member) ", r"\1=", message)
-    return re.sub(
-        r"\b(add|with|or with) --(model|data|dataset|output|overwrite)\b", r"\1 \2", message
-    )
 
 
 def _check_choice(what: str, given: str, choices: Iterable[str]) -> None:

@@ -26,7 +26,13 @@ its message says what was wrong, where, and what to do.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+Result = TypeVar("Result")
 
 
 class LaurelError(Exception):
@@ -167,3 +173,99 @@ class WorkerError(TrainingError):
 def is_lost_worker(error: BaseException | None) -> bool:
     """Whether a worker is lost for good: the fault of nothing that it was given."""
     return isinstance(error, WorkerError) and error.is_lost
+
+
+# ------------------------------------------------------------- what keys are called in the messages
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What keys of a configuration are called by whoever wrote something else instead.
+
+    Example::
+
+        with speaking(Terms({"policy.model_name": "--model"})):
+            raise ModelError(f"{setting_of('policy.model_name', path)} is a file")  # --model PATH
+    """
+
+    names: Mapping[str, str]
+    """Of keys, and of sections with all keys that have no entry of their own."""
+    hint: str = ""
+    """Said after an error that names a key of a section `policy` in its own terms."""
+
+    def name_of(self, key: str) -> str:
+        """What a key is called; itself where nobody calls it otherwise."""
+        section, rest = key, ""
+        while section not in self.names:
+            section, _, last = section.rpartition(".")
+            if not section:
+                return key
+            rest = f".{last}{rest}"
+        return self.names[section] + rest
+
+
+@dataclass(frozen=True, slots=True)
+class _Spoken:
+    """Terms that are in use, and the keys that had to be called by their own names."""
+
+    terms: Terms
+    untold: list[str] = field(default_factory=list)
+
+
+_SPOKEN: ContextVar[tuple[_Spoken, ...]] = ContextVar("laurel_terms", default=())
+
+
+def key_of(key: str) -> str:
+    """What a key is called in a message, in the terms of whoever reads it (see `speaking`)."""
+    for spoken in reversed(_SPOKEN.get()):
+        key = spoken.terms.name_of(key)
+        if spoken.terms.hint and key.startswith("policy."):
+            spoken.untold.append(key)
+    return key
+
+
+def setting_of(key: str, value: object) -> str:
+    """A key and its value as they were written, `key=value` or `--option value`."""
+    name = key_of(key)
+    if not name:
+        return str(value)
+    return f"{name} {value}" if name.startswith("--") else f"{name}={value}"
+
+
+def about(key: str) -> str:
+    """The words before a message about a key or a section."""
+    name = key_of(key)
+    return f"{name} " if name.startswith("--") else f"{name}: "
+
+
+@contextmanager
+def speaking(*terms: Terms) -> Iterator[None]:
+    """Messages that are made inside name keys in these terms, the last of them first.
+
+    A message is right when it is made; what it quotes (a path, what a library said) is never
+    touched. It holds for this thread and for tasks that it begins; elsewhere see `spoken_in`.
+    """
+    spoken = tuple(map(_Spoken, terms))
+    token = _SPOKEN.set((*_SPOKEN.get(), *spoken))
+    try:
+        yield
+    except UserError as error:
+        hints = [one.terms.hint for one in spoken if any(key in str(error) for key in one.untold)]
+        if not hints:
+            raise
+        raise type(error)(" ".join((str(error), *hints))) from error
+    finally:
+        _SPOKEN.reset(token)
+
+
+def terms_in_use() -> tuple[Terms, ...]:
+    """The terms that messages are made in here, for `spoken_in` or `speaking` in another place."""
+    return tuple(spoken.terms for spoken in _SPOKEN.get())
+
+
+def spoken_in(
+    terms: Sequence[Terms], function: Callable[..., Result], *args: Any, **kwargs: Any
+) -> Result:
+    """Call a function whose messages are in these terms; `partial` of it can travel."""
+    with speaking(*terms):
+        return function(*args, **kwargs)

@@ -400,7 +400,7 @@ def test_other_things_that_cannot_be_used(laurel, model, tmp_path) -> None:
     assert "--model http://127.0.0.1:9/v1/score does not answer" in nobody
     assert "env.reward_model" not in nobody
     keyless = ["reward-bench", "-m", "http://127.0.0.1:9", "-d", data, "--api-key-env", "NO_SUCH"]
-    assert "--api-key-env=NO_SUCH: there is no such environment variable" in refused(
+    assert "--api-key-env NO_SUCH: there is no such environment variable" in refused(
         laurel, keyless
     )
     assert "--model" in refused(laurel, ["reward-bench", "-m", "http://", "-d", data])

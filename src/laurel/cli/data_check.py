@@ -23,11 +23,11 @@ from laurel.data.conversations import read_scoring_rows
 from laurel.data.known_formats import FORMATS, KnownFormat, Trainer
 from laurel.data.near_misses import KEYS_OF_COLUMNS, Suggestion, could_be_named, suggestions
 from laurel.data.task_needs import NOT_WHAT_IS_RIGHT
-from laurel.errors import DataError, UserError
+from laurel.errors import DataError, Terms, UserError, speaking
 from laurel.observe.console import make_console, message_console, shorten_middle, visible
 from laurel.observe.counts import counted
 from laurel.observe.hub import check_fetchable
-from laurel.rewards.load import check_not_missing, reworded
+from laurel.rewards.load import check_not_missing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,7 +134,7 @@ def _first_row(reading: Reading | None, model: str) -> tuple[FirstRow | None, Us
     if not model:
         return plain_row(reading), None
     try:
-        with reworded(lambda said: said.replace("policy.model_name=", "--model ")):
+        with speaking(Terms({"policy.model_name": "--model"})):
             return tokenised_row(reading, model), None
     except UserError as problem:
         return plain_row(reading), problem

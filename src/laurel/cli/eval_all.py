@@ -24,7 +24,7 @@ from laurel.cli.json_output import write_json
 from laurel.cli.output_file import replace_file
 from laurel.config.benchmarks import BenchmarkName
 from laurel.data.benchmark_columns import ON_HUB, benchmark_in
-from laurel.errors import DataError
+from laurel.errors import DataError, key_of
 from laurel.evaluation.benchmarks import BENCHMARKS
 from laurel.observe.console import make_console, message_console, visible
 from laurel.observe.counts import counted
@@ -57,7 +57,8 @@ def run_all(request: Request, *, hub: bool) -> int:
     check_request(request)
     if not request.data and not hub:
         raise DataError(
-            "no rows are named; add --data with files of any of the benchmarks (may be repeated), "
+            f"no rows are named; add {key_of('--data')} with files of any of the benchmarks "
+            "(may be repeated), "
             "or --hub to read each benchmark from its own place on the hub"
         )
     told: list[str] = []

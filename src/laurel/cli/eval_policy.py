@@ -17,19 +17,18 @@ from laurel.cli.json_output import write_json
 from laurel.cli.local_scorer import say_on
 from laurel.cli.output_file import check_output, replace_file
 from laurel.cli.places import open_places, plan_places
-from laurel.cli.scorer_settings import in_terms_of_options
+from laurel.cli.scorer_settings import OPTIONS
 from laurel.cli.task_setup import check_answers, environments_of, needs_of
 from laurel.config.grpo_training import GRPORun
 from laurel.config.load import load_config
 from laurel.config.tasks import TaskSetConfig
 from laurel.data.tasks import TaskData, load_tasks
 from laurel.environments.registry import environment_names
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, speaking
 from laurel.evaluation.policy import pass_figures, reward_figures
 from laurel.observe.console import make_console, message_console, print_metrics
 from laurel.observe.json_text import json_text
 from laurel.observe.progress import TrainingProgress
-from laurel.rewards.load import reworded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +85,7 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: EvalOptions) 
     console = message_console()
     if options.model:
         say = say_on(console)
-        with reworded(in_terms_of_options):
+        with speaking(OPTIONS):
             options = replace(options, model=found_name(options.model, say=say))
     defaults = [] if path is not None else [f"policy.max_total_sequence_length={_room(options)}"]
     changes = [*_ALWAYS, *defaults, *overrides, *_changes(options, path)]

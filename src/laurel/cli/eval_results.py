@@ -15,7 +15,7 @@ from typing import Any
 
 from laurel import __version__
 from laurel.cli.output_file import replace_file
-from laurel.errors import DataError
+from laurel.errors import DataError, setting_of
 from laurel.evaluation import reward_bench
 from laurel.evaluation.measured import Credits, Figure, Measured
 from laurel.evaluation.scored_lists import ScoredList
@@ -103,9 +103,11 @@ def check_directory(path: Path) -> None:
         there = there.parent
     if not there.is_dir():
         what = "is a file" if there == path.expanduser() else f"cannot be made: {there} is a file"
-        raise DataError(f"--output {path} {what}; name a directory")
+        raise DataError(f"{setting_of('--output', path)} {what}; name a directory")
     if not os.access(there, os.W_OK):
-        raise DataError(f"--output {path} cannot be written: no permission in {there}")
+        raise DataError(
+            f"{setting_of('--output', path)} cannot be written: no permission in {there}"
+        )
 
 
 def write_results(directory: Path, evaluation: Evaluation) -> list[Path]:

@@ -16,7 +16,7 @@ from laurel.cli.eval_tables import print_compatibility, print_evaluation, print_
 from laurel.cli.json_output import write_json
 from laurel.config.benchmarks import BenchmarkName
 from laurel.data.benchmark_rows import BenchmarkRow
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, setting_of
 from laurel.evaluation import rm_bench
 from laurel.evaluation.benchmarks import (
     BENCHMARKS,
@@ -99,7 +99,9 @@ def check_request(request: Request) -> None:
     models = [request.scorer.model, *request.members]
     for name in dict.fromkeys(models):
         if models.count(name) > 1:
-            raise ConfigError(f"--member {name}: it is named twice, and agrees with itself")
+            raise ConfigError(
+                f"{setting_of('--member', name)}: it is named twice, and agrees with itself"
+            )
     if request.output is not None:
         check_directory(request.output)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +12,9 @@ from pydantic import ValidationError
 
 from laurel.cli.local_scorer import check_named, find_local, open_local, say_on
 from laurel.cli.scorer_settings import policy_of_settings
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, Terms, key_of, setting_of, speaking
 from laurel.observe.progress import RowProgress
-from laurel.rewards.load import Say, ScorerOptions, reworded
+from laurel.rewards.load import Say, ScorerOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +66,8 @@ def check_model(scorer: EvalScorer) -> None:
     elif scorer.reproduces is not None:
         raise ConfigError(
             "--compatibility decides what tokens the model reads, and a server decides that by "
-            f"itself: --model {scorer.model} is an address. Name the directory of the model, or "
+            f"itself: {setting_of('--model', scorer.model)} is an address. Name the directory "
+            "of the model, or "
             "its name on the hub"
         )
 
@@ -156,16 +156,18 @@ def _server(scorer: EvalScorer, say: Say, console: Console) -> Iterator[ScoreNow
     from laurel.rewards.blocking import BlockingScorer
 
     if scorer.settings:
-        raise ConfigError("--set is for a model that is loaded here, and --model is an address")
-    variable = scorer.api_key_env or (KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else None)
-    try:
-        config = RewardModelEnvironmentConfig(
-            urls=[scorer.model], api_key_env=variable, connect_patience=0.0
+        raise ConfigError(
+            f"--set is for a model that is loaded here, and {key_of('--model')} is an address"
         )
-    except ValidationError as error:
-        said = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-        raise ConfigError(_in_terms_of_address(said)) from error
-    with console.status(f"asking {scorer.model}"), reworded(_in_terms_of_address):
+    variable = scorer.api_key_env or (KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else None)
+    with console.status(f"asking {scorer.model}"), speaking(_ADDRESS):
+        try:
+            config = RewardModelEnvironmentConfig(
+                urls=[scorer.model], api_key_env=variable, connect_patience=0.0
+            )
+        except ValidationError as error:
+            said = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+            raise ConfigError(said) from error
         found = open_server(config, device=scorer.options.device, say=say)
     blocking = BlockingScorer(found)
     try:
@@ -174,19 +176,12 @@ def _server(scorer: EvalScorer, say: Say, console: Console) -> Iterator[ScoreNow
         blocking.close()
 
 
-_IN_TERMS_OF_OPTIONS = (
-    (r"(env\.reward_model\.)?api_key_env(: |=)", r"--api-key-env\2"),
-    (r"\bin api_key_env\b", f"in --api-key-env, or set {KEY_VARIABLE}"),
-    (r"the variable of api_key_env", f"the variable of --api-key-env (or {KEY_VARIABLE})"),
-    (r"\bapi_key_env\b", "--api-key-env"),
-    (r"(env\.reward_model\.)?\burls: ", "--model "),
-    (r"env\.reward_model: ", "--model "),
-    (r" It was given 0 s \(connect_patience\)\.", ""),
+_ADDRESS = Terms(
+    {
+        "env.reward_model": "--model",
+        "env.reward_model.api_key_env": "--api-key-env",
+        "urls": "--model",
+        "api_key_env": f"--api-key-env (default {KEY_VARIABLE})",
+    }
 )
-
-
-def _in_terms_of_address(message: str) -> str:
-    """An error of the section of an environment, for somebody who has only the command line."""
-    for written, said in _IN_TERMS_OF_OPTIONS:
-        message = re.sub(written, said, message)
-    return message
+"""Errors about the section of an environment, for somebody who has only the command line."""

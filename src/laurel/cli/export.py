@@ -13,10 +13,10 @@ from rich.text import Text
 
 from laurel.cli.hub import HubApi, check_hub, connect, push
 from laurel.cli.json_output import write_json
-from laurel.cli.scorer_settings import in_terms_of_options, policy_of_settings
+from laurel.cli.scorer_settings import OPTIONS, policy_of_settings
 from laurel.cli.whole_directory import check_target, whole_directory
 from laurel.config.schema import ClusterConfig
-from laurel.errors import CheckpointError, ConfigError
+from laurel.errors import CheckpointError, ConfigError, key_of, speaking
 from laurel.observe.console import message_console, visible
 from laurel.rewards.load import (
     ModelPlace,
@@ -26,7 +26,6 @@ from laurel.rewards.load import (
     find_model,
     quiet_libraries,
     read_rules,
-    reworded,
 )
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def run_export(
         check_files(place)
     with (
         messages.status("writing the model, and loading it with plain transformers"),
-        reworded(in_terms_of_options),
+        speaking(OPTIONS),
         whole_directory(target) as directory,
     ):
         _write(directory, place, options, tables, say)
@@ -109,7 +108,8 @@ def run_export(
 def _find(options: ExportOptions) -> ModelPlace:
     if not options.model:
         raise ConfigError(
-            "no model is named; add --model with a directory (of a model, a checkpoint, or a run "
+            f"no model is named; add {key_of('--model')} with a directory (of a model, a "
+            "checkpoint, or a run "
             "with checkpoints) or a name on the Hugging Face hub"
         )
     name = options.model
@@ -124,7 +124,7 @@ def _find(options: ExportOptions) -> ModelPlace:
                 + (f"It has the steps {steps}" if steps else "It holds no checkpoints")
             )
         name = str(root / f"step_{options.step}")
-    with reworded(in_terms_of_options):
+    with speaking(OPTIONS):
         return find_model(name)
 
 

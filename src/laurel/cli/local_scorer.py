@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from laurel.cli.scorer_settings import in_terms_of_options, policy_of_settings
+from laurel.cli.scorer_settings import OPTIONS, policy_of_settings
 from laurel.config.schema import ClusterConfig
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, key_of, speaking
 from laurel.observe.console import visible
 from laurel.rewards.load import (
     ModelPlace,
@@ -21,7 +21,6 @@ from laurel.rewards.load import (
     find_model,
     load_scorer,
     read_rules,
-    reworded,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +53,8 @@ def check_named(model: str, *, or_server: bool = False) -> None:
     if not model:
         places = f", {_HUB}, or the address of a running laurel serve"
         raise ConfigError(
-            "no reward model is named; add --model with a directory (of a model, a checkpoint, or "
+            f"no reward model is named; add {key_of('--model')} with a directory (of a model, a "
+            "checkpoint, or "
             f"a run with checkpoints){places if or_server else f' or {_HUB}'}"
         )
 
@@ -69,7 +69,7 @@ def find_local(model: str, *, scores: bool = False) -> ModelPlace:
     Raises:
         UserError: There is none.
     """
-    with reworded(in_terms_of_options):
+    with speaking(OPTIONS):
         place = find_model(model)
         if scores:
             check_at_once(place)
@@ -103,7 +103,7 @@ def open_local(
         for note in place.notes:
             say(note)
         check_files(place)
-    with console.status("loading torch and the model"), reworded(in_terms_of_options):
+    with console.status("loading torch and the model"), speaking(OPTIONS):
         rules = read_rules(place)
         policy = policy_of_settings(settings, rules=rules, say=say)
         is_idle = rules is not None and options.max_length not in (None, rules.max_length)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TextIO, cast
 
-from laurel.errors import DataError, LaurelError
+from laurel.errors import DataError, LaurelError, setting_of
 
 
 def check_output(path: Path, *, read_from: str) -> None:
@@ -20,15 +20,16 @@ def check_output(path: Path, *, read_from: str) -> None:
         DataError: Its directory is missing or closed to us, it is a directory, or it is the file
             that is read.
     """
+    asked = setting_of("--output", path)
     target = Path(os.path.realpath(path.expanduser()))
     if target.is_dir():
-        raise DataError(f"--output {path} is a directory; name a file in it")
+        raise DataError(f"{asked} is a directory; name a file in it")
     if not target.parent.is_dir():
-        raise DataError(f"--output {path}: the directory {target.parent} does not exist")
+        raise DataError(f"{asked}: the directory {target.parent} does not exist")
     if os.path.exists(read_from) and target.exists() and os.path.samefile(read_from, target):
-        raise DataError(f"--output {path} is the file that is read; choose another name")
+        raise DataError(f"{asked} is the file that is read; choose another name")
     if not os.access(target if _is_special(target) else target.parent, os.W_OK):
-        raise DataError(f"--output {path} cannot be written: no permission")
+        raise DataError(f"{asked} cannot be written: no permission")
 
 
 @contextlib.contextmanager

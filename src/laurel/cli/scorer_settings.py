@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from laurel.config.load import load_config
 from laurel.config.overrides import parse_override
 from laurel.config.schema import PolicyConfig
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, Terms
 from laurel.rewards.load import Say
 
 if TYPE_CHECKING:
@@ -23,8 +22,11 @@ _SAID_BY_CONTRACT = (
     "tokenizer.chat_template_kwargs",
 )
 """Keys that would have no effect on a model that brings its scoring contract."""
-_NOT_A_COMMAND = "(?<!laurel rm )"
-"""Commands to type stay as they are."""
+OPTIONS = Terms(
+    {"policy.model_name": "--model", "cluster.device": "--device"},
+    hint="(Here, keys of policy are given as --set, e.g. --set tokenizer.pad_token=auto)",
+)
+"""Errors about a model, for somebody who has only the command line."""
 
 
 def policy_of_settings(
@@ -54,14 +56,3 @@ def policy_of_settings(
     for warning in loaded.warnings:
         say(f"warning: {warning}")
     return loaded.config
-
-
-def in_terms_of_options(message: str) -> str:
-    """An error of the policy section, for somebody who has only the command line."""
-    message = re.sub(rf"{_NOT_A_COMMAND}policy\.model_name=", "--model ", message)
-    message = message.replace("cluster.device=", "--device ")
-    if not re.search(rf"{_NOT_A_COMMAND}policy\.", message):
-        return message
-    return (
-        f"{message} (Here, keys of policy are given as --set, e.g. --set tokenizer.pad_token=auto)"
-    )

@@ -14,10 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from laurel.cli.json_output import write_json
-from laurel.cli.scorer_settings import in_terms_of_options
-from laurel.errors import ConfigError, MissingDependencyError, ModelError, WorkerError
+from laurel.cli.scorer_settings import OPTIONS
+from laurel.errors import (
+    ConfigError,
+    MissingDependencyError,
+    ModelError,
+    Terms,
+    WorkerError,
+    speaking,
+)
 from laurel.observe.verbosity import verbosity
-from laurel.rewards.load import Precision, reworded
+from laurel.rewards.load import Precision
 from laurel.rewards.server.access_log import AccessLog
 from laurel.rewards.server.keys import is_loopback, private_network
 from laurel.rewards.server.serving import RewardService, ServedModel
@@ -98,7 +105,7 @@ def run_serve(options: ServeOptions) -> None:
         raise ConfigError(
             f"the admin key is the API key: {admin_key.header[1:]} has to hold another one, or none"
         )
-    with reworded(in_terms_of_options):
+    with speaking(OPTIONS):
         check_settings(options.settings())
     access_log = _open_log(options.access_log)
     listener = listen(options.host, options.port)
@@ -112,7 +119,7 @@ def run_serve(options: ServeOptions) -> None:
     async def load(model: str) -> ServedModel:
         if not Path(model).is_dir():
             raise ModelError(f"{model!r} is no directory of this machine. {_OTHER_MODELS}")
-        with reworded(lambda message: message.replace("policy.model_name=", "")):
+        with speaking(Terms({"policy.model_name": ""})):
             served = await open_model(model)
         say(f"serving {model} from now on, version {served.version}")
         return served
@@ -135,7 +142,7 @@ def run_serve(options: ServeOptions) -> None:
 
     run = ServerRun(app, service, listener, drain_seconds=options.drain_seconds)
     try:
-        with reworded(in_terms_of_options):
+        with speaking(OPTIONS):
             run.run(open_model, on_ready=greet)
     finally:
         if access_log is not None:

@@ -19,10 +19,10 @@ from laurel.data.near_misses import KEYS_OF_COLUMNS, could_be_named
 from laurel.data.row_formats import DATASET_CLASSES
 from laurel.data.task_formats import TASK_SETS
 from laurel.data.task_needs import NOT_WHAT_IS_RIGHT
-from laurel.errors import DataError
+from laurel.errors import DataError, Terms, speaking
 from laurel.observe.console import shorten_middle
 from laurel.observe.counts import counted, counted_that
-from laurel.rewards.load import check_not_missing, reworded
+from laurel.rewards.load import check_not_missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def choose_model(said: str, task: StarterTask) -> ChosenModel:
     if not place.is_dir():
         note = f"{said} is taken for a name on the Hugging Face hub, and was not looked at"
         return ChosenModel(name=said, notes=(note,))
-    with reworded(lambda text: text.replace("policy.model_name=", "--model ")):
+    with speaking(Terms({"policy.model_name": "--model"})):
         found = find_local(said)
         name = said if (place / "config.json").is_file() else os.path.relpath(found.name)
         num_positions = _positions(name)

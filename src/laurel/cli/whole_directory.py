@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from laurel.errors import ConfigError, DataError, LaurelError
+from laurel.errors import ConfigError, DataError, LaurelError, key_of, setting_of
 from laurel.models.checkpoint import is_disk_error
 from laurel.models.checkpoint_leftovers import delete
 from laurel.models.manifest import sync_directory
@@ -32,32 +32,32 @@ def check_target(path: Path, *, overwrite: bool, read_from: str) -> Path:
         ConfigError: Something is there, or it would take the place of what is read.
         DataError: It cannot be made there.
     """
+    asked = setting_of("--output", path)
     target = Path(os.path.realpath(path.expanduser()))
     source = Path(os.path.realpath(Path(read_from).expanduser()))
     if source.is_dir() and (target == source or target in source.parents):
-        raise ConfigError(
-            f"--output {path} is, or holds, the model that is read ({source}); name another"
-        )
+        raise ConfigError(f"{asked} is, or holds, the model that is read ({source}); name another")
     if target.is_dir() and any(target.iterdir()):
         if not overwrite:
             raise ConfigError(
-                f"--output {path} is there and not empty; name another directory, or add "
-                "--overwrite to replace it"
+                f"{asked} is there and not empty; name another directory, or add "
+                f"{key_of('--overwrite')} to replace it"
             )
         if not (target / MARK).is_file():
             raise ConfigError(
-                f"--output {path} holds no model ({MARK}), so --overwrite does not delete it; name "
+                f"{asked} holds no model ({MARK}), so {key_of('--overwrite')} does not delete "
+                "it; name "
                 "another directory, or delete it yourself"
             )
     elif target.exists() and not target.is_dir():
-        raise ConfigError(f"--output {path} is a file; name a directory")
+        raise ConfigError(f"{asked} is a file; name a directory")
     there = target.parent
     while not there.exists():
         there = there.parent
     if not there.is_dir():
-        raise DataError(f"--output {path} cannot be made: {there} is a file")
+        raise DataError(f"{asked} cannot be made: {there} is a file")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise DataError(f"--output {path} cannot be written: no permission in {there}")
+        raise DataError(f"{asked} cannot be written: no permission in {there}")
     return target
 
 

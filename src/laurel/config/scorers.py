@@ -16,6 +16,7 @@ from laurel.config.schema import (
     TokenizerConfig,
 )
 from laurel.config.section import Section
+from laurel.errors import about, key_of
 
 UrlProtocol = Literal["laurel", "vllm", "sglang", "sglang_embeddings", "openrlhf", "slime"]
 RENDERED: frozenset[str] = frozenset({"sglang", "sglang_embeddings", "openrlhf"})
@@ -35,16 +36,16 @@ def checked_urls(urls: Sequence[str]) -> None:
             found = urlsplit(url)
             host, _ = found.hostname, found.port
         except ValueError as error:
-            raise ValueError(f"urls: {_shown(url)} is no address: {error}") from error
+            raise ValueError(f"{about('urls')}{_shown(url)} is no address: {error}") from error
         if found.scheme not in ("http", "https") or not host:
-            raise ValueError(f"urls: {_shown(url)} is no address: write http://HOST:PORT")
+            raise ValueError(f"{about('urls')}{_shown(url)} is no address: write http://HOST:PORT")
         if found.username is not None or found.password is not None:
             raise ValueError(
-                f"urls: the address of {host} has a password in it; name an environment variable "
-                "that holds an API key instead (api_key_env)"
+                f"{about('urls')}the address of {host} has a password in it; name an environment "
+                f"variable that holds an API key instead ({key_of('api_key_env')})"
             )
     if len(set(urls)) < len(urls):
-        raise ValueError("urls: an address is there twice")
+        raise ValueError(f"{about('urls')}an address is there twice")
 
 
 def _shown(url: str) -> str:
@@ -74,8 +75,9 @@ class AskingConfig(Section):
         if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             # What was written may be the key: it must not come up in a message.
             raise ValueError(
-                "api_key_env is the name of an environment variable, such as REWARD_API_KEY, and "
-                "what stands there cannot be one. Never write the key itself into a configuration"
+                f"{key_of('api_key_env')} is the name of an environment variable, such as "
+                "REWARD_API_KEY, and what stands there cannot be one. Never write the key itself "
+                "into a configuration"
             )
         return name
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from laurel.config.preference_data import DatasetConfig
 from laurel.config.sft_training import DemonstrationSetConfig
 from laurel.config.tasks import TaskSetConfig
-from laurel.errors import DataError
+from laurel.errors import DataError, setting_of
 from laurel.observe.counts import counted
 
 SetConfig = TypeVar("SetConfig", DatasetConfig, TaskSetConfig, DemonstrationSetConfig)
@@ -85,8 +85,8 @@ def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
     maker = import_object(path, key="data.dataset_name")
     if not callable(maker):
         raise DataError(
-            f"data.dataset_name={path} is a {type(maker).__name__}; it must be a class with "
-            "formatted_ds, or a function that yields rows"
+            f"{setting_of('data.dataset_name', path)} is a {type(maker).__name__}; "
+            "it must be a class with formatted_ds, or a function that yields rows"
         )
     values = config.model_dump(exclude_defaults=True, exclude={"dataset_name", "max_samples"})
     try:
@@ -102,7 +102,7 @@ def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
         # The user's code may raise anything; all of it means that there are no rows.
         given = ", ".join(f"{key}={value!r}" for key, value in accepted.items())
         raise DataError(
-            f"data.dataset_name={path}: calling it with ({given}) raised "
+            f"{setting_of('data.dataset_name', path)}: calling it with ({given}) raised "
             f"{type(problem).__name__}: {problem}"
         ) from problem
     return made, values.keys() & parameters.keys(), ignored
@@ -128,22 +128,24 @@ def import_object(path: str, *, key: str) -> Any:
             if problem.name and f"{module_name}.".startswith(f"{problem.name}."):
                 continue
             raise DataError(
-                f"{key}={path}: importing {module_name} failed: {problem}. Install what it imports"
+                f"{setting_of(key, path)}: importing {module_name} failed: {problem}. "
+                "Install what it imports"
             ) from problem
         except Exception as problem:
             raise DataError(
-                f"{key}={path}: importing {module_name} raised {type(problem).__name__}: {problem}"
+                f"{setting_of(key, path)}: importing {module_name} raised "
+                f"{type(problem).__name__}: {problem}"
             ) from problem
         for name in names[length:]:
             if not hasattr(found, name):
                 raise DataError(
-                    f"{key}={path}: {module_name} has no '{name}'; "
+                    f"{setting_of(key, path)}: {module_name} has no '{name}'; "
                     f"it has: {', '.join(_public_names(found)) or 'nothing public'}"
                 )
             found = getattr(found, name)
         return found
     raise DataError(
-        f"{key}={path}: there is no module '{names[0]}' in the working directory "
+        f"{setting_of(key, path)}: there is no module '{names[0]}' in the working directory "
         f"({os.getcwd()}) or among the installed packages"
     )
 
@@ -163,14 +165,14 @@ def _split_of(made: Any, path: str, split: str) -> Iterable[Any]:
         present = [str(name) for name, value in rows.items() if value is not None]
         if split not in present:
             raise DataError(
-                f"data.dataset_name={path} has no split '{split}'; it has: "
+                f"{setting_of('data.dataset_name', path)} has no split '{split}'; it has: "
                 f"{', '.join(present) or 'none'}"
             )
         rows = rows[split]
     if not isinstance(rows, Iterable) or isinstance(rows, str | bytes):
         raise DataError(
-            f"data.dataset_name={path} gives a {type(rows).__name__} where rows are expected: a "
-            "class must carry formatted_ds, a function must yield rows"
+            f"{setting_of('data.dataset_name', path)} gives a {type(rows).__name__} "
+            "where rows are expected: a class must carry formatted_ds, a function must yield rows"
         )
     return rows
 
@@ -185,7 +187,7 @@ def _guarded(rows: Iterable[Any], path: str) -> Iterator[Any]:
             return
         except Exception as problem:
             raise DataError(
-                f"data.dataset_name={path} raised {type(problem).__name__} after "
+                f"{setting_of('data.dataset_name', path)} raised {type(problem).__name__} after "
                 f"{counted(count, 'row')}: {problem}"
             ) from problem
         count += 1

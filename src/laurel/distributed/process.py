@@ -10,7 +10,7 @@ import torch
 
 from laurel.config.schema import ClusterConfig
 from laurel.distributed.limits import available_cores
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, setting_of
 
 
 def prepare(config: ClusterConfig, *, seed: int) -> torch.device:
@@ -30,7 +30,8 @@ def choose_device(choice: str) -> torch.device:
     if choice == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if choice == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("cluster.device=cuda: torch sees no GPU here; set it to auto or cpu")
+        asked = setting_of("cluster.device", "cuda")
+        raise ConfigError(f"{asked}: torch sees no GPU here; set it to auto or cpu")
     return torch.device(choice)
 
 

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from laurel.environments.load_reward_model import in_terms_of_environment
 from laurel.environments.noise_floor import ScoreNow
 from laurel.protocols import MessageLog
-from laurel.types import Completion, Conversation, Group, Message, Score
+from laurel.types import Completion, Conversation, Group, Message
 
 REFERENCE = "ground_truth"
 """Where a task's metadata has its reference answer."""
@@ -122,13 +121,13 @@ def score_cases(
         found = scores[group][index]
         case.truncated, case.parts = found.truncated, dict(found.parts)
         if found.value is None:
-            case.failure = _why(found)
+            case.failure = found.failure or "no score"
             continue
         case.score = found.value
         if reference is not None:
             given = scores[reference[0]][reference[1]]
             if given.value is None:
-                case.failure = f"the reference answer has no score: {_why(given)}"
+                case.failure = f"the reference answer has no score: {given.failure or 'no score'}"
             else:
                 case.reference_score = given.value
 
@@ -171,10 +170,6 @@ class _Asked:
             _group(members, row, info)
             for row, (members, info) in enumerate(zip(self._members, self._infos, strict=True))
         ]
-
-
-def _why(unscored: Score) -> str:
-    return in_terms_of_environment(unscored.failure or "no score")
 
 
 def by_prompt(conversations: Iterable[Conversation]) -> list[Group]:

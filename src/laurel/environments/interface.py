@@ -113,7 +113,7 @@ class EnvironmentInterface(ABC):
         """The same, from a checkpoint."""
         if self.memo is None:
             return
-        ids = group_ids or [None] * len(message_logs)
+        ids: Sequence[str | None] = group_ids or [None] * len(message_logs)
         for message_log, note, group_id in zip(message_logs, notes, ids, strict=True):
             if note is not None:
                 self.memo.put(message_log, note, group_id)
@@ -230,7 +230,7 @@ class ConversationMemo(Generic[T]):
         self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None
     ) -> list[T | None]:
         """What was kept for each of these conversations."""
-        ids = group_ids or [None] * len(message_logs)
+        ids: Sequence[str | None] = group_ids or [None] * len(message_logs)
         return [self.get(one, own) for one, own in zip(message_logs, ids, strict=True)]
 
 

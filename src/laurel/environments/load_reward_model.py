@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -12,7 +11,16 @@ from typing import Literal
 
 from laurel.config.environments import RewardModelEnvironmentConfig
 from laurel.config.schema import PolicyConfig, TokenizerConfig
-from laurel.errors import ConfigError, UserError, WorkerError
+from laurel.errors import (
+    ConfigError,
+    Terms,
+    UserError,
+    WorkerError,
+    key_of,
+    speaking,
+    spoken_in,
+    terms_in_use,
+)
 from laurel.models.parallel import ParallelShape
 from laurel.models.scoring import ScoringContract, ScoringRules
 from laurel.protocols import WorkerGroup
@@ -29,7 +37,6 @@ from laurel.rewards.load import (
     load_scorer,
     read_contract,
     read_rules,
-    reworded,
 )
 from laurel.rewards.local import LocalScorer
 from laurel.rewards.scoring_worker import ScoringWorker
@@ -40,8 +47,10 @@ Device = Literal["auto", "cpu", "cuda"]
 MakeGroup = Callable[..., WorkerGroup]
 """Called with the class of the workers, and what each is made with besides its place."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-_POLICY = r"(?<!laurel rm )policy\."
-"""The section, but not in a command that is recommended."""
+IN_THE_SECTION = Terms(
+    {"policy": WHERE, "policy.max_total_sequence_length": f"{WHERE}.max_model_len"}
+)
+"""Errors about a model, for whoever wrote the section of the environment."""
 
 
 def open_reward_model(
@@ -96,7 +105,7 @@ def check_one_rank(config: RewardModelEnvironmentConfig) -> None:
     """
     if config.dtensor_cfg.tensor_parallel_size > 1:
         raise ConfigError(
-            f"env.reward_model.dtensor_cfg.tensor_parallel_size="
+            f"{key_of('env.reward_model.dtensor_cfg.tensor_parallel_size')}="
             f"{config.dtensor_cfg.tensor_parallel_size}: here the reward model is in one process; "
             "set it to 1, or use RewardModelEnvironment.remote(...)"
         )
@@ -151,7 +160,8 @@ class FoundRewardModel:
     def open(self, make_group: MakeGroup, *, shape: ParallelShape, say: Say) -> GroupScorer:
         """The scorer in processes of its own; see `open_reward_model_group`."""
         with _in_its_words(self.config):
-            load = partial(load_scorer, self.place, self.options)
+            # The workers say what is wrong in the words that it is said in here.
+            load = partial(spoken_in, terms_in_use(), load_scorer, self.place, self.options)
             try:
                 group = make_group(ScoringWorker, load, shape=shape, device=self.options.device)
             except WorkerError as error:
@@ -206,7 +216,8 @@ def _place_of(config: RewardModelEnvironmentConfig) -> ModelPlace:
 def _in_its_words(config: RewardModelEnvironmentConfig) -> AbstractContextManager[None]:
     """Errors in the words of the section, for as long as the model is opened."""
     model_key = "model_name" if config.checkpoint_path is None else "checkpoint_path"
-    return reworded(partial(in_terms_of_environment, model_key=model_key))
+    model_name = {"policy.model_name": f"{WHERE}.{model_key}"}
+    return speaking(Terms({**IN_THE_SECTION.names, **model_name}))
 
 
 def _found(
@@ -253,7 +264,8 @@ def _check_settings(config: RewardModelEnvironmentConfig) -> None:
     """
     if config.model_name is None and config.checkpoint_path is None:
         raise ConfigError(
-            "env.reward_model.model_name is missing: name a reward model, as a directory (of a "
+            f"{key_of('env.reward_model.model_name')} is missing: name a reward model, as a "
+            "directory (of a "
             "model, a checkpoint or a run with checkpoints) or on the Hugging Face hub"
         )
     parallel = config.dtensor_cfg
@@ -265,12 +277,14 @@ def _check_settings(config: RewardModelEnvironmentConfig) -> None:
     for key, is_set in unknown.items():
         if is_set:
             raise ConfigError(
-                f"env.reward_model.dtensor_cfg.{key}: a reward model that judges is spread by "
+                f"{key_of('env.reward_model.dtensor_cfg')}.{key}: a reward model that judges is "
+                "spread by "
                 "tensor_parallel_size alone; set it to its default"
             )
     if parallel.lora_cfg.enabled:
         raise ConfigError(
-            "env.reward_model.dtensor_cfg.lora_cfg.enabled: a reward model is not trained here; "
+            f"{key_of('env.reward_model.dtensor_cfg')}.lora_cfg.enabled: a reward model is not "
+            "trained here; "
             "checkpoints of Laurel hold merged weights, so name the checkpoint and leave this out"
         )
 
@@ -281,7 +295,8 @@ def _check_against(
     """Settings that the contract of the model, or its lack, contradicts or makes useless."""
     if config.transform.normalize == "stored" and (rules is None or not rules.std):
         raise ConfigError(
-            f"env.reward_model.transform.normalize=stored: {place.name} has no scoring.json with "
+            f"{key_of('env.reward_model.transform.normalize')}=stored: {place.name} has no "
+            "scoring.json with "
             "the mean and standard deviation of its scores. Choose running or none"
         )
     if rules is None:
@@ -289,7 +304,8 @@ def _check_against(
     wanted = config.reward_model_cfg.attributes
     if wanted and wanted != list(rules.attributes):
         raise ConfigError(
-            f"env.reward_model.reward_model_cfg.attributes={wanted}: {place.name} gives "
+            f"{key_of('env.reward_model.reward_model_cfg.attributes')}={wanted}: {place.name} "
+            "gives "
             f"{list(rules.attributes) or 'one score'}; leave the key out"
         )
     if config.max_model_len not in (None, rules.max_length):
@@ -318,15 +334,3 @@ def _batches(config: RewardModelEnvironmentConfig) -> ScorerOptions:
         if block.enabled:
             return ScorerOptions(batch_tokens=block.train_mb_tokens or config.batch_tokens)
     return ScorerOptions(batch_size=config.batch_size)
-
-
-def in_terms_of_environment(message: str, *, model_key: str = "model_name") -> str:
-    """An error of the policy section, for whoever wrote the section of the environment.
-
-    Args:
-        message: The error.
-        model_key: The key that names the model there.
-    """
-    message = message.replace("policy.max_total_sequence_length", "env.reward_model.max_model_len")
-    message = re.sub(rf"{_POLICY}model_name=", f"env.reward_model.{model_key}=", message)
-    return re.sub(_POLICY, "env.reward_model.", message)

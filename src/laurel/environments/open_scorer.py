@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
-import re
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,14 +21,14 @@ from laurel.environments.load_reward_model import (
     rules_of,
 )
 from laurel.environments.open_reward_loop import Opening, opening_here
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, Terms, setting_of, speaking
 from laurel.models.scoring import ScoringContract
 from laurel.protocols import Scorer
 from laurel.rewards.contract_scorer import ContractScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.function_scorer import FunctionScorer
 from laurel.rewards.judge import JudgeScorer
-from laurel.rewards.load import Say, reworded
+from laurel.rewards.load import Say
 from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.preparing import Preparers
 from laurel.rewards.remote.http_scorer import HttpScorer
@@ -106,7 +106,8 @@ def _key(config: AskingConfig, where: str) -> str | None:
     key = os.environ.get(name, "").strip()
     if not key:
         raise ConfigError(
-            f"{where}.api_key_env={name}: there is no such environment variable, or it is empty; "
+            f"{setting_of(f'{where}.api_key_env', name)}: there is no such environment variable, "
+            "or it is empty; "
             f"run with {name}=... in the environment"
         )
     return key
@@ -193,8 +194,9 @@ def _checked(
 
 def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a coroutine to its end, whether or not the caller has an event loop."""
+    context = contextvars.copy_context()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(lambda: asyncio.run(work())).result()
+        thread.submit(context.run, lambda: asyncio.run(work())).result()
 
 
 # --------------------------------------------------------------------------------------- several
@@ -211,7 +213,7 @@ def _open_ensemble(
     with ExitStack() as opened:
         # What takes no loading is tried first.
         for part, where in sorted(named, key=lambda one: one[0].loads_model):
-            with reworded(partial(_in_terms_of_part, where=where)):
+            with speaking(_terms_of_part(where)):
                 alone = _alone(part, config)
                 scorer = _open(alone, where=where, opening=opening, say=say, name=part.name)
             opened.callback(_run, partial(close_scorer, scorer))
@@ -240,15 +242,9 @@ def _alone(part: EnsemblePart, whole: RewardModelEnvironmentConfig) -> RewardMod
     )  # fmt: skip
 
 
-def _in_terms_of_part(message: str, *, where: str) -> str:
-    """An error of the environment's section, for whoever wrote the section of a member."""
-    if where in message:
-        return message
-    return re.sub(
-        rf"{re.escape(WHERE)}\.(\w+)",
-        lambda key: f"{where}.{key[1]}" if key[1] in EnsemblePart.model_fields else key[0],
-        message,
-    )
+def _terms_of_part(where: str) -> Terms:
+    """Errors about the environment's section, for whoever wrote the section of a member."""
+    return Terms({f"{WHERE}.{key}": f"{where}.{key}" for key in EnsemblePart.model_fields})
 
 
 def _statistics(part: EnsemblePart, where: str) -> tuple[float, float]:
@@ -261,7 +257,7 @@ def _statistics(part: EnsemblePart, where: str) -> tuple[float, float]:
         return 0.0, 1.0
     if part.mean is not None and part.std is not None:
         return part.mean, part.std
-    with reworded(partial(_in_terms_of_part, where=where)):
+    with speaking(_terms_of_part(where)):
         rules = rules_of(
             RewardModelEnvironmentConfig(
                 model_name=part.model_name, checkpoint_path=part.checkpoint_path

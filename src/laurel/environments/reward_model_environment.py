@@ -33,12 +33,12 @@ from laurel.environments.interface import (
     numbers,
     settings_of,
 )
-from laurel.environments.load_reward_model import WHERE
+from laurel.environments.load_reward_model import IN_THE_SECTION, WHERE
 from laurel.environments.noise_floor import PROBE, Witnesses, noise_of
 from laurel.environments.open_reward_loop import Opening
 from laurel.environments.open_scorer import merges, open_scorer, statistics_of
 from laurel.environments.score_transform import ScoreTransform
-from laurel.errors import ConfigError, DataError, EnvironmentFailedError
+from laurel.errors import ConfigError, DataError, EnvironmentFailedError, speaking
 from laurel.protocols import Judged, MessageLog, Scorer
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.contract_scorer import ContractScorer
@@ -222,10 +222,14 @@ class RewardModelEnvironment(EnvironmentInterface):
             if self.config.transform.subtract_reference:
                 case.add_reference(info)
         readable = [case for case in cases if case.failure is None]
-        score_cases(
-            readable, self._open().score_now, share_prompts=self._shares_prompts,
-            reads_metadata=self._reads_metadata, judges_groups=self._judges_groups,
-        )  # fmt: skip
+        with speaking(IN_THE_SECTION):
+            score_cases(
+                readable,
+                self._open().score_now,
+                share_prompts=self._shares_prompts,
+                reads_metadata=self._reads_metadata,
+                judges_groups=self._judges_groups,
+            )
         if self._noise is None:
             self._witnesses.add(case.conversation for case in readable if case.failure is None)
         whole = [case for case in cases if case.failure is None]

@@ -17,7 +17,7 @@ from laurel.data.benchmark_rows import BenchmarkForm, BenchmarkRow
 from laurel.data.cells import UnusableRow
 from laurel.data.preferences import load_preferences
 from laurel.data.report import DataReport
-from laurel.errors import DataError
+from laurel.errors import DataError, key_of
 from laurel.evaluation import (
     best_of_n,
     judge_bench,
@@ -159,8 +159,9 @@ def preference_rows(asked: Asked, tell: Tell) -> list[BenchmarkRow]:
     """Preferences of every set that is named; each is a subset of its own where there are more."""
     if not asked.data and asked.dataset is None:
         raise DataError(
-            "which pairs? Name them with --data (a file, or a name on the hub), or with --dataset "
-            "(HelpSteer3 or Tulu3Preference, which have a place of their own)"
+            f"which pairs? Name them with {key_of('--data')} (a file, or a name on the hub), or "
+            f"with {key_of('--dataset')} (HelpSteer3 or Tulu3Preference, which have a place of "
+            "their own)"
         )
     rows: list[BenchmarkRow] = []
     for path in asked.data or (None,):
@@ -200,7 +201,7 @@ def _remedy(problem: UnusableRow) -> str:
         return (
             "Name the columns as for laurel rm (data.prompt_key=COLUMN, data.chosen_key=COLUMN, "
             "data.rejected_key=COLUMN), or mend the row. Where the class that reads the rows is "
-            "told wrongly, name it with --dataset."
+            f"told wrongly, name it with {key_of('--dataset')}."
         )
     return "Mend the row, or take it out of the file: what is evaluated is evaluated whole."
 

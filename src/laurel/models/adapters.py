@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from laurel.config.schema import LoraConfig
-from laurel.errors import CheckpointError, ConfigError, MissingDependencyError
+from laurel.errors import CheckpointError, ConfigError, MissingDependencyError, key_of
 from laurel.models.parallel import host_copy, whole
 
 ADAPTERS = Path("adapter", "adapters.safetensors")
@@ -37,7 +37,7 @@ def add_adapters(network: Any, config: LoraConfig, *, trains_head: bool) -> Any:
         from peft import inject_adapter_in_model
     except ImportError as error:
         raise MissingDependencyError.of(
-            "peft", extra="lora", purpose="policy.dtensor_cfg.lora_cfg"
+            "peft", extra="lora", purpose=key_of("policy.dtensor_cfg.lora_cfg")
         ) from error
     linear = [
         name.rsplit(".", 1)[-1]
@@ -49,13 +49,14 @@ def add_adapters(network: Any, config: LoraConfig, *, trains_head: bool) -> Any:
         unknown = sorted(set(getattr(config, key)) - set(names))
         if unknown:
             raise ConfigError(
-                f"policy.dtensor_cfg.lora_cfg.{key}: no linear layer is called "
+                f"{key_of('policy.dtensor_cfg.lora_cfg')}.{key}: no linear layer is called "
                 f"{', '.join(unknown)}; there are {', '.join(names)}"
             )
     targets = [n for n in config.target_modules or names if n not in config.exclude_modules]
     if not targets:
         raise ConfigError(
-            "policy.dtensor_cfg.lora_cfg.exclude_modules leaves no layer to adapt; there are "
+            f"{key_of('policy.dtensor_cfg.lora_cfg.exclude_modules')} leaves no layer to adapt; "
+            "there are "
             f"{', '.join(names)}"
         )
     peft_config = PeftLoraConfig(

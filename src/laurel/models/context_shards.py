@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, key_of
 from laurel.models.attention import PLAN_ARGUMENT, AttentionOptions, AttentionPlan
 from laurel.models.decoder import Decoder
 from laurel.models.token_shards import FilledPlan, filled_row
@@ -51,13 +51,15 @@ def check_context(model: Decoder, *, cp: int, tp: int) -> None:
     """
     if model.path != "forest":
         raise ConfigError(
-            f"{KEY}={cp}: only token forests are divided, and this model reads padded rows (why "
+            f"{key_of(KEY)}={cp}: only token forests are divided, and this model reads padded rows "
+            "(why "
             "is in the run's notes). Set it to 1"
         )
     heads = int(model.network.config.get_text_config().num_attention_heads) // tp
     if heads % cp:
         raise ConfigError(
-            f"{KEY}={cp} does not divide the {heads} attention heads of a rank: set it to a divisor"
+            f"{key_of(KEY)}={cp} does not divide the {heads} attention heads of a rank: set it to "
+            "a divisor"
         )
 
 

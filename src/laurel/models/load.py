@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.config.schema import PolicyConfig
-from laurel.errors import ConfigError, ModelError
+from laurel.errors import ConfigError, ModelError, key_of
 from laurel.models.adapters import add_adapters, load_adapters
 from laurel.models.attention import register
 from laurel.models.pretrained import (
@@ -306,8 +306,8 @@ def _check_outputs(name: str, mismatched: Iterable[tuple[str, Any, Any]], wanted
             raise ModelError(
                 f"{name}: {key} has {found[0]} outputs and this run needs {wanted}. "
                 "A reward model has one label; for a model with several ratings set "
-                "policy.reward_model_cfg.reward_model_type=regression and list "
-                "policy.reward_model_cfg.attributes."
+                f"{key_of('policy.reward_model_cfg.reward_model_type')}=regression and list "
+                f"{key_of('policy.reward_model_cfg.attributes')}."
             )
 
 
@@ -356,8 +356,9 @@ def _contract(
         rules = contract.rules
         if list(rules.attributes) != reward_model.attributes:
             raise ModelError(
-                f"{base} gives the attributes {list(rules.attributes)} and policy.reward_model_cfg."
-                f"attributes asks for {reward_model.attributes}; give the same, in the same order"
+                f"{base} gives the attributes {list(rules.attributes)} and "
+                f"{key_of('policy.reward_model_cfg.attributes')} asks for "
+                f"{reward_model.attributes}; give the same, in the same order"
             )
         if (rules.max_length, rules.truncation_side) != (max_length, truncation_side):
             notes.append(

@@ -32,7 +32,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import parallelize_module
 
-from laurel.errors import ConfigError, ModelError
+from laurel.errors import ConfigError, ModelError, setting_of
 from laurel.models.context_shards import check_context, share_context
 from laurel.models.decoder import Decoder
 from laurel.models.outputs import VocabularyShare
@@ -74,7 +74,8 @@ class ParallelShape:
         """
         if tp < 1 or dp_replicate < 1 or num_ranks % (tp * dp_replicate):
             raise ConfigError(
-                f"policy.dtensor_cfg.tensor_parallel_size={tp} with {dp_replicate} copies does not "
+                f"{setting_of('policy.dtensor_cfg.tensor_parallel_size', tp)} with {dp_replicate} "
+                "copies does not "
                 f"divide {num_ranks} ranks: their product must"
             )
         return cls(dp_replicate=dp_replicate, dp_shard=num_ranks // (tp * dp_replicate), tp=tp)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.config.schema import PolicyConfig, TokenizerConfig
-from laurel.errors import ConfigError, ModelError
+from laurel.errors import ConfigError, ModelError, key_of, setting_of
 from laurel.models.attention import FOREST
 from laurel.models.decoder import Decoder, Path
 from laurel.models.scratch import scratch_config, train_tokenizer
@@ -90,7 +90,8 @@ def make_network(
     except ValueError as error:
         kind = "classifier" if "num_labels" in special else "language model"
         raise ConfigError(
-            f"policy.scratch: no {kind} can be made of this description: {first_line(error)}"
+            f"{key_of('policy.scratch')}: no {kind} can be made of this description: "
+            f"{first_line(error)}"
         ) from error
 
 
@@ -111,7 +112,9 @@ def read_config(config: PolicyConfig, name: str) -> Any:
         raise ModelError(_not_loadable(name, error)) from error
     for key, value in config.hf_config_overrides.items():
         if not hasattr(hf_config, key):
-            raise ConfigError(f"policy.hf_config_overrides.{key}: {name} has no such setting")
+            raise ConfigError(
+                f"{key_of('policy.hf_config_overrides')}.{key}: {name} has no such setting"
+            )
         setattr(hf_config, key, value)
     return hf_config
 
@@ -166,7 +169,8 @@ def refuse_other_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]]) ->
     for key, found, expected in sorted(mismatched, key=lambda entry: entry[0]):
         raise ModelError(
             f"{name}: {key} is {list(found)} in the weights and {list(expected)} by the "
-            "configuration: they do not belong together (config.json, policy.hf_config_overrides)"
+            "configuration: they do not belong together (config.json, "
+            f"{key_of('policy.hf_config_overrides')})"
         )
 
 
@@ -195,13 +199,15 @@ def _not_loadable(name: str, error: Exception) -> str:
     if "safetensors" in str(error):
         hint = (
             " Pickled weights can run code when they are loaded: convert them to safetensors, or "
-            "set policy.safetensors_only=false if you trust them."
+            f"set {key_of('policy.safetensors_only')}=false if you trust them."
         )
     elif "trust_remote_code" in str(error):
-        hint = " It brings Python code: read it, then set policy.trust_remote_code=true."
+        hint = (
+            f" It brings Python code: read it, then set {key_of('policy.trust_remote_code')}=true."
+        )
     elif not os.path.exists(name):
         hint = " It is no local directory; a hub name needs the network and, where gated, a login."
-    return f"policy.model_name={name} cannot be loaded: {first}{hint}"
+    return f"{setting_of('policy.model_name', name)} cannot be loaded: {first}{hint}"
 
 
 # ----------------------------------------------------------------------------- fitting it together
@@ -217,7 +223,7 @@ def refuse_large_tokenizer(network: Any, tokenizer: Any) -> None:
     if len(tokenizer) > size:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens and the model embeds {size}: they do not "
-            "belong together (policy.tokenizer.name)"
+            f"belong together ({key_of('policy.tokenizer.name')})"
         )
 
 
@@ -273,7 +279,9 @@ def recompute_activations(network: Any) -> None:
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
-        raise ConfigError(f"policy.dtensor_cfg.activation_checkpointing: {error}") from error
+        raise ConfigError(
+            f"{key_of('policy.dtensor_cfg.activation_checkpointing')}: {error}"
+        ) from error
 
 
 def _leave_file(network: nn.Module) -> None:

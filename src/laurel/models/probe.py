@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laurel.errors import ModelError
+from laurel.errors import ModelError, key_of
 from laurel.models.decoder import Decoder, Path
 from laurel.types import PaddedRows, Span, TokenForest, Tree
 
@@ -99,7 +99,8 @@ def check_batches(
     remedy = f"It cannot be used as a {role}; please report it."
     if model.path == "forest":
         remedy = (
-            "This architecture needs the padded path: set policy.sequence_packing.enabled=false, "
+            "This architecture needs the padded path: set "
+            f"{key_of('policy.sequence_packing.enabled')}=false, "
             "and please report the model."
         )
     model.eval()

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from laurel.errors import CheckpointError, DataError, ModelError
+from laurel.errors import CheckpointError, DataError, ModelError, key_of, speaking, terms_in_use
 from laurel.models.tokenizer import (
     bind_variables,
     close_ends,
@@ -127,6 +127,8 @@ class ScoringContract:
     def __init__(self, tokenizer: Any, rules: ScoringRules) -> None:
         self.tokenizer = tokenizer
         self.rules = rules
+        self._terms = terms_in_use()
+        """Of whoever opened the model: it may render in other threads and processes."""
 
     @classmethod
     def draw_up(
@@ -191,7 +193,8 @@ class ScoringContract:
         if _sha256(tokenizer.chat_template or "") != rules.template_sha256:
             raise CheckpointError(
                 f"{directory}: the chat template is not the one this model was trained with "
-                f"({FILE_NAME} holds its hash). Leave policy.tokenizer.chat_template at `default` "
+                f"({FILE_NAME} holds its hash). Leave {key_of('policy.tokenizer.chat_template')} "
+                "at `default` "
                 "and restore chat_template.jinja from the checkpoint, or delete "
                 f"{FILE_NAME} to score with the new template on your own authority."
             )
@@ -220,7 +223,8 @@ class ScoringContract:
         Raises:
             DataError: The template cannot render it.
         """
-        return render(self.tokenizer, conversation, self.rules.template_kwargs)
+        with speaking(*self._terms) if self._terms else nullcontext():
+            return render(self.tokenizer, conversation, self.rules.template_kwargs)
 
     def encode(self, groups: Sequence[Group], *, sources: Sequence[str] = ()) -> list[TokenGroup]:
         """Tokenise groups.
@@ -435,7 +439,7 @@ def check_rendering(contract: ScoringContract) -> None:
         raise ModelError(
             f"the chat template ends a conversation with the padding token "
             f"{contract.tokenizer.pad_token!r}: other programs would read this model's score one "
-            "token too early. Name another: policy.tokenizer.pad_token=..."
+            f"token too early. Name another: {key_of('policy.tokenizer.pad_token')}=..."
         )
 
 

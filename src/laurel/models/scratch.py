@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from laurel.config.schema import ScratchConfig
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, key_of, setting_of
 from laurel.models.tokenizer import CHATML
 
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -57,7 +57,8 @@ def scratch_config(config: ScratchConfig, tokenizer: Any, *, max_length: int) ->
     if config.architecture not in CONFIG_MAPPING:
         known = "qwen2, qwen3, llama, mistral, gemma, gemma2, gemma3_text, phi, phi3, olmo2"
         raise ConfigError(
-            f"policy.scratch.architecture={config.architecture!r} is no model_type of transformers;"
+            f"{setting_of('policy.scratch.architecture', repr(config.architecture))} is no "
+            "model_type of transformers;"
             f" common ones: {known}"
         )
     values = {
@@ -80,7 +81,8 @@ def scratch_config(config: ScratchConfig, tokenizer: Any, *, max_length: int) ->
             near = get_close_matches(key, vars(known_keys), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"policy.scratch.config_overrides.{key}: {config.architecture} has no such "
+                f"{key_of('policy.scratch.config_overrides')}.{key}: {config.architecture} has no "
+                "such "
                 f"setting{hint}"
             )
     return AutoConfig.for_model(config.architecture, **{**values, **config.config_overrides})

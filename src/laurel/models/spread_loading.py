@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.config.schema import PolicyConfig
-from laurel.errors import ConfigError, ModelError
+from laurel.errors import ConfigError, ModelError, setting_of
 from laurel.models.decoder import Decoder
 from laurel.models.parallel import SHARD, TENSOR, parallelise
 from laurel.models.sharded_weights import fill_shares, has_conversions, open_weights
@@ -39,12 +39,13 @@ def refuse_unspreadable(config: PolicyConfig, mesh: DeviceMesh | None) -> None:
     parallel = config.dtensor_cfg
     if (cp := parallel.context_parallel_size) > 1 and mesh[SHARD].size() % cp:
         raise ConfigError(
-            f"policy.dtensor_cfg.context_parallel_size={cp} does not divide the "
+            f"{setting_of('policy.dtensor_cfg.context_parallel_size', cp)} does not divide the "
             f"{mesh[SHARD].size()} ranks that hold shares of the weights"
         )
     if mesh[TENSOR].size() != parallel.tensor_parallel_size:
+        tp = parallel.tensor_parallel_size
         raise ConfigError(
-            f"policy.dtensor_cfg.tensor_parallel_size={parallel.tensor_parallel_size} and a mesh "
+            f"{setting_of('policy.dtensor_cfg.tensor_parallel_size', tp)} and a mesh "
             f"with {mesh[TENSOR].size()} tensor-parallel ranks do not belong together"
         )
 

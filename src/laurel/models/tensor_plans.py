@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, key_of
 
 Split = Literal["colwise", "rowwise", "per_head"]
 KEY = "policy.dtensor_cfg.custom_parallel_plan"
@@ -149,8 +149,9 @@ def _split_of(name: str) -> Split:
 
 def _unknown(name: str, what: str) -> ConfigError:
     return ConfigError(
-        f"{SIZE_KEY}: {name} is {what}: no plan can be derived. Set it to 1 and spread the model "
-        f"over data-parallel ranks, or say how to split it in {KEY}"
+        f"{key_of(SIZE_KEY)}: {name} is {what}: no plan can be derived. Set it to 1 and spread the "
+        "model "
+        f"over data-parallel ranks, or say how to split it in {key_of(KEY)}"
     )
 
 
@@ -182,12 +183,12 @@ def _written_plan(network: nn.Module, plan: str | Mapping[str, Any]) -> dict[str
     splits: dict[str, Split] = {}
     for pattern, split in mapping.items():
         if split not in STYLES:
-            raise ConfigError(f"{KEY}.{pattern}: {split!r} is none of {', '.join(STYLES)}")
+            raise ConfigError(f"{key_of(KEY)}.{pattern}: {split!r} is none of {', '.join(STYLES)}")
         matches = fnmatch.filter(names, pattern)
         if not matches:
             near = difflib.get_close_matches(pattern, _patterns(names), n=1, cutoff=0.3)
             hint = f" Did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{KEY}: the model has no module {pattern}.{hint}")
+            raise ConfigError(f"{key_of(KEY)}: the model has no module {pattern}.{hint}")
         for name in matches:
             _refuse_outside(network, name, split)
             splits[name] = split
@@ -205,13 +206,16 @@ def _refuse_outside(network: nn.Module, name: str, split: str) -> None:
     prefix, _ = decoder_layers(network)
     if not name.startswith(f"{prefix}."):
         raise ConfigError(
-            f"{KEY}: {name} is outside {prefix}: embedding and head are divided by vocabulary "
+            f"{key_of(KEY)}: {name} is outside {prefix}: embedding and head are divided by "
+            "vocabulary "
             "without being named, and all else there is whole on every rank; leave it out"
         )
     module = _plain(network.get_submodule(name))
     if (split == "per_head") == isinstance(module, nn.Linear):
         wanted = "a norm" if split == "per_head" else "a linear layer"
-        raise ConfigError(f"{KEY}.{name}: {split} is for {wanted}, not {type(module).__name__}")
+        raise ConfigError(
+            f"{key_of(KEY)}.{name}: {split} is for {wanted}, not {type(module).__name__}"
+        )
 
 
 def _imported(path: str, network: nn.Module) -> Mapping[str, Any]:
@@ -219,11 +223,11 @@ def _imported(path: str, network: nn.Module) -> Mapping[str, Any]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{KEY}={path} cannot be imported: {error}") from error
+        raise ConfigError(f"{key_of(KEY)}={path} cannot be imported: {error}") from error
     if callable(found):
         found = found(network)
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{KEY}={path} gives a {type(found).__name__} and not a mapping")
+        raise ConfigError(f"{key_of(KEY)}={path} gives a {type(found).__name__} and not a mapping")
     return found
 
 
@@ -255,7 +259,8 @@ def _refuse_remainders(network: nn.Module, splits: Mapping[str, Split], size: in
         *smaller, largest = [str(n) for n in range(1, common + 1) if common % n == 0]
         choice = f"be {', '.join(smaller)} or {largest}" if smaller else "only be 1"
         raise ConfigError(
-            f"{SIZE_KEY}={size} does not divide the {', '.join(odd)} of this model; it can {choice}"
+            f"{key_of(SIZE_KEY)}={size} does not divide the {', '.join(odd)} of this model; it can "
+            f"{choice}"
         )
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, SequenceParallel
 
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, key_of
 from laurel.models.attention import PLAN_ARGUMENT, AttentionOptions, AttentionPlan
 from laurel.models.tensor_plans import STYLES, Split, decoder_layers, is_norm
 
@@ -81,7 +81,7 @@ def _block_of(name: str) -> str:
 
 def _impossible(what: str) -> ConfigError:
     return ConfigError(
-        f"{KEY}=true: {what}. Only norms can work on a share of the tokens: set it to false"
+        f"{key_of(KEY)}=true: {what}. Only norms can work on a share of the tokens: set it to false"
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from laurel.config.schema import TokenizerConfig
-from laurel.errors import ConfigError, DataError, ModelError
+from laurel.errors import ConfigError, DataError, ModelError, key_of, setting_of
 from laurel.observe.hub import check_fetchable
 from laurel.types import Conversation
 
@@ -71,9 +71,10 @@ def load_tokenizer(
     except (OSError, ValueError, ImportError) as error:
         hint = "Give a Hugging Face name or a directory that holds tokenizer.json."
         if "trust_remote_code" in str(error):
-            hint = "It brings Python code: read it, then set policy.trust_remote_code=true."
+            trust = f"{key_of('policy.trust_remote_code')}=true"
+            hint = f"It brings Python code: read it, then set {trust}."
         raise ModelError(
-            f"{key}={name}: no tokenizer could be loaded ({first_line(error)}). {hint}"
+            f"{setting_of(key, name)}: no tokenizer could be loaded ({first_line(error)}). {hint}"
         ) from error
     settle_template(tokenizer, config.chat_template)
     settle_padding(tokenizer, config.pad_token, may_end=pad_may_end)
@@ -93,19 +94,23 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
     elif choice.endswith(".jinja"):
         path = Path(choice)
         if not path.is_file():
-            raise ModelError(f"policy.tokenizer.chat_template={choice}: there is no such file")
+            raise ModelError(
+                f"{setting_of('policy.tokenizer.chat_template', choice)}: there is no such file"
+            )
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     elif choice != "default":
         if "{" not in choice:
             raise ModelError(
-                f"policy.tokenizer.chat_template={choice!r} is neither a template nor a known name."
+                f"{setting_of('policy.tokenizer.chat_template', repr(choice))} is neither a "
+                "template nor a known name."
                 f" Choose default, {', '.join(TEMPLATES)}, null, a path ending in .jinja, or write"
                 " the Jinja template itself."
             )
         tokenizer.chat_template = choice
     elif tokenizer.chat_template is None:
         raise ModelError(
-            "the tokenizer has no chat template. Set policy.tokenizer.chat_template to chatml or "
+            f"the tokenizer has no chat template. Set {key_of('policy.tokenizer.chat_template')} "
+            "to chatml or "
             "plain (templates of Laurel's), to null (contents joined as they are), to a path "
             "ending in .jinja, or to the template itself."
         )
@@ -114,7 +119,8 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
         if "default" not in named:
             raise ModelError(
                 f"the tokenizer has several chat templates ({', '.join(sorted(named))}) and none is"
-                " called default; set policy.tokenizer.chat_template to the one you mean"
+                f" called default; set {key_of('policy.tokenizer.chat_template')} to the one you "
+                "mean"
             )
         tokenizer.chat_template = named["default"]
 
@@ -140,7 +146,8 @@ def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False)
     if choice not in (None, "auto"):
         if choice not in vocabulary:
             raise ModelError(
-                f"policy.tokenizer.pad_token={choice!r} is not in the vocabulary; name a token "
+                f"{setting_of('policy.tokenizer.pad_token', repr(choice))} is not in the "
+                "vocabulary; name a token "
                 "that is, or auto to have one picked"
             )
         tokenizer.pad_token = choice
@@ -152,13 +159,14 @@ def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False)
         if not free and not reserved and not may_end:
             raise ModelError(
                 "the tokenizer has no token that could pad without ending a sequence. Name one "
-                "that your texts never contain: policy.tokenizer.pad_token=..."
+                f"that your texts never contain: {key_of('policy.tokenizer.pad_token')}=..."
             )
         tokenizer.pad_token = (free or reserved or [eos])[0]
     if tokenizer.pad_token == eos and not may_end:
         raise ModelError(
             f"the tokenizer pads with its end-of-sequence token {eos!r}: other programs would read "
-            "this model's score one token too early. Set policy.tokenizer.pad_token=auto to pick "
+            "this model's score one token too early. Set "
+            f"{key_of('policy.tokenizer.pad_token')}=auto to pick "
             "another, or name a token."
         )
 
@@ -183,7 +191,8 @@ def pin_date(template: str, today: date) -> tuple[str, str | None]:
         raise ModelError(
             "the chat template prints the date in a format that it computes (strftime_now without "
             "a literal), so its text would change from day to day and cannot be pinned. Write a "
-            "date into a copy of it and name that: policy.tokenizer.chat_template=copy.jinja"
+            "date into a copy of it and name that: "
+            f"{key_of('policy.tokenizer.chat_template')}=copy.jinja"
         )
     formats = sorted({match["format"] for match in calls})
     cases = "".join(
@@ -204,7 +213,8 @@ def bind_variables(template: str, kwargs: Mapping[str, Any]) -> str:
     for name, value in kwargs.items():
         if name in RESERVED or not name.isidentifier():
             raise ConfigError(
-                f"policy.tokenizer.chat_template_kwargs.{name} is not a variable of the template; "
+                f"{key_of('policy.tokenizer.chat_template_kwargs')}.{name} is not a variable of "
+                "the template; "
                 "a conversation is always rendered whole, as text"
             )
         cases += f"{{% if {name} is not defined or {name} is none %}}"
@@ -232,7 +242,8 @@ def close_ends(tokenizer: Any, *, append_eos: bool) -> None:
     except Exception as error:  # Jinja and the template itself raise what they like
         raise ModelError(
             f"the chat template cannot render a question and its answer: {first_line(error)}. "
-            "Mend it, or choose another: policy.tokenizer.chat_template=chatml, or a path ending "
+            f"Mend it, or choose another: {key_of('policy.tokenizer.chat_template')}=chatml, or a "
+            "path ending "
             "in .jinja"
         ) from error
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
@@ -275,7 +286,8 @@ def render(
         raise DataError(
             f"the chat template cannot render a conversation with the roles [{roles}]: "
             f"{first_line(error)}. Choose a template that can "
-            "(policy.tokenizer.chat_template=chatml, or a path ending in .jinja), or change the "
+            f"({key_of('policy.tokenizer.chat_template')}=chatml, or a path ending in .jinja), or "
+            "change the "
             "conversations."
         ) from error
 
@@ -290,7 +302,8 @@ def refuse_left_out(conversation: Conversation, text: str) -> None:
         if message.content not in text:
             raise ModelError(
                 f"the chat template leaves out the {message.role} message: it rendered {text!r}. "
-                "Mend it, or choose another: policy.tokenizer.chat_template=chatml, or a path "
+                f"Mend it, or choose another: {key_of('policy.tokenizer.chat_template')}=chatml, "
+                "or a path "
                 "ending in .jinja"
             )
 

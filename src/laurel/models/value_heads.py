@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from laurel.errors import DataError, ModelError
+from laurel.errors import DataError, ModelError, key_of
 from laurel.models.scoring import FILE_NAME
 from laurel.models.tokenizer import first_line, render, settle_padding
 from laurel.models.weight_names import HEAD_FILES, weight_names
@@ -211,7 +211,7 @@ def _of_openrlhf(directory: Path, config: dict[str, Any], *, safetensors_only: b
         raise ModelError(
             f"{directory} was made by OpenRLHF, and has no weights in safetensors. Pickled weights "
             "can run code when they are loaded: make safetensors of them, or, where the head is "
-            "called score, set policy.safetensors_only=false if you trust them."
+            f"called score, set {key_of('policy.safetensors_only')}=false if you trust them."
         )
     if weight not in names:
         heads = [name for name in names if name.count(".") == 1]
@@ -253,7 +253,8 @@ def _end_as_openrlhf(tokenizer: Any) -> None:
     if found != wanted:
         raise ModelError(
             f"the chat template cannot be made to end as OpenRLHF ends texts: it gives {found!r}, "
-            f"and should give {wanted!r}. Choose another: policy.tokenizer.chat_template=chatml, "
+            f"and should give {wanted!r}. Choose another: "
+            f"{key_of('policy.tokenizer.chat_template')}=chatml, "
             "or a path ending in .jinja"
         )
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from laurel.errors import ModelError
+from laurel.errors import ModelError, setting_of
 
 WITHOUT_ASKING = (
     "What was fetched before is used without asking where HF_HUB_OFFLINE=1 is set, and found in "
@@ -43,7 +43,8 @@ def check_fetchable(name: str, *, key: str, instead: str = "") -> None:
     why = why_not_fetched(name)
     if why is not None:
         raise ModelError(
-            f"{key}={name}: it is no directory here, and cannot be fetched from the Hugging Face "
+            f"{setting_of(key, name)}: it is no directory here, and cannot be fetched from the "
+            "Hugging Face "
             f"hub ({why}). Go online, or give a directory that holds the model{instead}. "
             f"{WITHOUT_ASKING}"
         )

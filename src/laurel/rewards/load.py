@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from laurel.config.preference_data import DataConfig
 from laurel.config.schema import PolicyConfig, RewardModelConfig
-from laurel.errors import CheckpointError, ModelError, UserError
+from laurel.errors import CheckpointError, ModelError, UserError, setting_of
 from laurel.models.checkpoint import BEST_NAME, CheckpointStore, verify
 from laurel.models.manifest import MANIFEST_NAME, Manifest
 from laurel.models.weight_names import HEAD_FILES, weight_names
@@ -91,7 +91,8 @@ def find_model(model: str) -> ModelPlace:
     if not path.is_dir():
         if path.exists():
             raise ModelError(
-                f"policy.model_name={model} is a file; name the directory that it lies in"
+                f"{setting_of('policy.model_name', model)} is a file; name the directory that it "
+                "lies in"
             )
         check_not_missing(model, key="policy.model_name")
         note = f"{model} is no directory here, so it is taken for a name on the Hugging Face hub"
@@ -105,12 +106,14 @@ def find_model(model: str) -> ModelPlace:
         return _checkpoint_in(store)
     if (path / "adapter_config.json").is_file():
         raise ModelError(
-            f"policy.model_name={model} holds adapters without the model they belong on. Merge "
+            f"{setting_of('policy.model_name', model)} holds adapters without the model they "
+            "belong on. Merge "
             "them with the program that made them (llamafactory-cli export, OpenRLHF's "
             "lora_combiner, peft's merge_and_unload), and name what comes out"
         )
     raise ModelError(
-        f"policy.model_name={model} holds neither a model (config.json) nor checkpoints (step_1, "
+        f"{setting_of('policy.model_name', model)} holds neither a model (config.json) nor "
+        "checkpoints (step_1, "
         f"...). It holds: {_listed(path)}"
     )
 
@@ -128,10 +131,13 @@ def check_not_missing(name: str, *, key: str) -> None:
         return
     if not folder.is_dir():
         raise ModelError(
-            f"{key}={name}: there is no such directory, nor {folder}; a relative path begins at "
+            f"{setting_of(key, name)}: there is no such directory, nor {folder}; a relative path "
+            "begins at "
             f"the working directory, {Path.cwd()}"
         )
-    raise ModelError(f"{key}={name}: there is no such directory; {folder} holds: {_listed(folder)}")
+    raise ModelError(
+        f"{setting_of(key, name)}: there is no such directory; {folder} holds: {_listed(folder)}"
+    )
 
 
 def _listed(directory: Path) -> str:
@@ -329,7 +335,7 @@ def _policy_of(
 
 @contextmanager
 def reworded(reword: Callable[[str], str]) -> Iterator[None]:
-    """Put errors that the user can mend into the words of what the user wrote."""
+    """Say of errors that the user can mend what they are errors of."""
     try:
         yield
     except UserError as error:

@@ -17,7 +17,7 @@ import numpy as np
 
 from laurel.config.schema import PolicyConfig
 from laurel.engines.vllm_pooling import PoolingOptions, VllmPooling
-from laurel.errors import ModelError, ScoringContractError
+from laurel.errors import ModelError, ScoringContractError, key_of
 from laurel.models.decoder import Path
 from laurel.models.pretrained import find_tokenizer
 from laurel.models.scoring import ScoringContract
@@ -131,7 +131,7 @@ class VllmScorer(ContractScorer):
         if known > self._model.vocab_size:
             raise ModelError(
                 f"the tokenizer has {known} tokens and the model embeds {self._model.vocab_size}: "
-                "they do not belong together (policy.tokenizer.name)"
+                f"they do not belong together ({key_of('policy.tokenizer.name')})"
             )
 
     def _check_golden(self) -> float:

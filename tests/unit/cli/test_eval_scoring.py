@@ -30,7 +30,7 @@ def test_a_missing_key_is_told_in_one_sentence(monkeypatch):
     url, told = refused(401, "a key is needed: Authorization: Bearer KEY")
     assert told == (
         f"--model {url} refuses to score: answered 401: a key is needed: Authorization: Bearer "
-        "KEY; name the variable that holds its key in --api-key-env, or set LAUREL_API_KEY"
+        "KEY; name the variable that holds its key in --api-key-env (default LAUREL_API_KEY)"
     )
 
 
@@ -39,5 +39,12 @@ def test_a_wrong_key_is_told_in_one_sentence(monkeypatch):
     url, told = refused(401, "this key is not one of the server's")
     assert told == (
         f"--model {url} refuses to score: answered 401: this key is not one of the server's; is "
-        "what the variable of --api-key-env (or LAUREL_API_KEY) holds the key of this server?"
+        "what the variable of --api-key-env (default LAUREL_API_KEY) holds the key of this server?"
     )
+
+
+def test_what_a_server_says_is_quoted_as_it_is(monkeypatch):
+    monkeypatch.delenv("LAUREL_API_KEY", raising=False)
+    said = "env.reward_model: urls: the key in api_key_env of policy.model_name=x"
+    url, told = refused(403, said)
+    assert told.startswith(f"--model {url} refuses to score: answered 403: {said}; name the")

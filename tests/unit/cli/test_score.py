@@ -415,3 +415,12 @@ def test_the_command_ends_with_2_and_one_line():
     assert done.stderr.startswith("error: no reward model is named; add --model")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+def test_a_path_that_reads_like_a_key_is_quoted_as_it_is(score, tmp_path):
+    path = tmp_path / "policy.model_name=a" / "cluster.device=b" / "policy.v2"
+    path.mkdir(parents=True)
+    with pytest.raises(ModelError) as caught:
+        score(path)
+    assert str(caught.value).startswith(f"--model {path} holds neither a model")
+    assert "(Here, keys of policy" not in str(caught.value), "none is named"

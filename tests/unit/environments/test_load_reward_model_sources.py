@@ -557,3 +557,45 @@ class WordScorerWithEnd(WordScorer):
 
     def close(self) -> None:
         self.ended += 1
+
+
+# ------------------------------------------------------- what is quoted stays as it was written
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        RewardModelEnvironment(settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["model_name", "checkpoint_path"])
+def test_a_path_that_reads_like_a_key_is_quoted_as_it_is(tmp_path, key):
+    path = tmp_path / "policy.model_name=a" / "env.reward_model.model_name" / "policy.v2"
+    path.mkdir(parents=True)
+    said = refusal(**{key: str(path)})
+    assert said.startswith(f"env.reward_model.{key}={path} holds neither a model")
+
+
+def test_a_path_in_an_ensemble_is_quoted_as_it_is_and_the_key_is_the_members(tmp_path):
+    path = tmp_path / "env.reward_model.model_name" / "policy.v2"
+    path.mkdir(parents=True)
+    both = [{"name": name, "model_name": str(path), "normalize": "none"} for name in ("a", "b")]
+    said = refusal(models=both)
+    assert said.startswith(f"env.reward_model.models[0].model_name={path} holds neither a model")
+
+
+def test_what_a_template_says_is_quoted_as_it_is(models):
+    """The failure of a completion, made when it is rendered, in the words of who opened it."""
+    log = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Here."}]
+    with RewardModelEnvironment({"model_name": str(models / "first")}) as environment:
+        rules = environment._with_contract().contract.tokenizer
+        rules.chat_template = "{{ raise_exception('policy.x says no') }}"
+        (failure,) = environment.step([log], [{}]).failures or [None]
+    assert failure is not None
+    assert "policy.x says no" in failure
+    assert "env.reward_model.tokenizer.chat_template=chatml" in failure
+
+
+def test_an_address_that_reads_like_a_key_is_quoted_as_it_is():
+    said = refusal(urls=["http://127.0.0.1:9/in api_key_env"], connect_patience=0)
+    assert said.startswith("env.reward_model: http://127.0.0.1:9/in%20api_key_env")

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from laurel.errors import ConfigError, ProtocolError
+from laurel.errors import ConfigError, ProtocolError, key_of
 from laurel.rewards.remote.replica import RefusedError, ReplicaFault
 from laurel.rewards.remote.wire import VERSION_HEADER, dump, parse, read_error
 
@@ -180,8 +180,8 @@ def _cure(status: int, *, has_key: bool) -> str:
     if status not in _ABOUT_THE_KEY:
         return "look at the path of its address, and whether it speaks this protocol"
     if has_key:
-        return "is what the variable of api_key_env holds the key of this server?"
-    return "name the variable that holds its key in api_key_env"
+        return f"is what the variable of {key_of('api_key_env')} holds the key of this server?"
+    return f"name the variable that holds its key in {key_of('api_key_env')}"
 
 
 def checked_url(url: str) -> httpx2.URL:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from laurel.errors import ConfigError, ScoringContractError
+from laurel.errors import ConfigError, ScoringContractError, about, setting_of
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.local import LOW_PRECISION_TOLERANCE, conversation_group
 from laurel.rewards.remote.foreign_wire import sigmoid
@@ -86,7 +86,8 @@ class ServerCheck:
         if self.version and (found := replies[0].version) != self.version:
             said = repr(found[:80]) if found else "an unknown one: its answers do not say"
             raise ConfigError(
-                f"{self.where}.model_version={self.version}: {replica.name} has {said}"
+                f"{setting_of(f'{self.where}.model_version', self.version)}: {replica.name} has "
+                f"{said}"
             )
         if self.contract is not None and golden:
             worst = _compare(replica.name, self.contract, replies)
@@ -96,7 +97,7 @@ class ServerCheck:
         if failure is not None:
             told = f"{replica.name} has no score for a plain question: {failure}"
             if self.has_canary:
-                raise ConfigError(f"{self.where}: {told}; it could score nothing else either")
+                raise ConfigError(f"{about(self.where)}{told}; it could score nothing else either")
             self.say(f"warning: {told}")
         if self.contract is not None:
             self.say(
@@ -134,13 +135,15 @@ class ServerCheck:
                 raise self._refused(replica, fault) from fault
             if fault.kind not in _MAY_PASS:
                 raise ConfigError(
-                    f"{self.where}: {replica.name} answers something else than its protocol says: "
+                    f"{about(self.where)}{replica.name} answers something else than its protocol "
+                    "says: "
                     f"{fault}"
                 ) from fault
             if left <= 0:
+                given = f" It was given {self.patience:g} s (connect_patience)."
                 raise ConfigError(
-                    f"{self.where}: {replica.name} does not answer: {fault}. It was given "
-                    f"{self.patience:g} s (connect_patience). Is the address right, and the server "
+                    f"{about(self.where)}{replica.name} does not answer: {fault}."
+                    f"{given if self.patience else ''} Is the address right, and the server "
                     "started?"
                 ) from fault
             if self.clock() >= speaks_at:
@@ -156,7 +159,7 @@ class ServerCheck:
         said = why.message.removeprefix(f"{replica.name} ")
         if isinstance(why, RefusedError):  # nothing in it says what to do
             said += ". Are the address, the protocol and the name of the model right?"
-        return ConfigError(f"{self.where}: {replica.name} refuses to score: {said}")
+        return ConfigError(f"{about(self.where)}{replica.name} refuses to score: {said}")
 
 
 def _compare(name: str, contract: ScoringContract, replies: Sequence[Reply]) -> float:

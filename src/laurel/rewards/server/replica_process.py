@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from laurel.errors import LaurelError
+from laurel.errors import LaurelError, Terms, spoken_in
 from laurel.rewards.server.serving import RewardService, ServedModel
 from laurel.rewards.server.serving_model import ModelSettings, open_served
 
@@ -57,7 +57,8 @@ def _serve(order: dict[str, Any], tell: Any) -> None:
 
     def load() -> ServedModel:
         _choose_device(settings, order["index"])
-        return open_served(settings, say=lambda text: tell(say=text))
+        terms = [Terms(**one) for one in order["terms"]]
+        return spoken_in(terms, open_served, settings, say=lambda text: tell(say=text))
 
     async def open_model() -> ServedModel:
         return await in_thread(load, name="loading")

@@ -22,7 +22,7 @@ from typing import Any
 
 import laurel.errors
 from laurel.distributed.limits import available_cores
-from laurel.errors import ConfigError, EngineError, UserError
+from laurel.errors import ConfigError, EngineError, UserError, terms_in_use
 from laurel.rewards.load import Say
 from laurel.rewards.remote.dialects import LaurelDialect
 from laurel.rewards.remote.http_scorer import HttpReplica
@@ -187,7 +187,8 @@ class _Process:
         """Called where it can be asked again, in the thread that watches it."""
         self._index = index
         self._order = {
-            "settings": asdict(settings), "api_key": api_key, "index": index,
+            "settings": asdict(settings), "terms": [asdict(one) for one in terms_in_use()],
+            "api_key": api_key, "index": index,
             "request_seconds": options.attempt_timeout,
         }  # fmt: skip
         self._api_key = api_key

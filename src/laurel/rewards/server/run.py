@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import errno
 import os
 import select
@@ -246,7 +247,8 @@ async def in_thread(work: Callable[[], Result], *, name: str) -> Result:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(_settle, future, result, error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
     return await future
 
 
