@@ -27,18 +27,16 @@ from material import SCORING_SHAPE, TINY_SHAPE, Shape, save_policy
 from rounds import machine, spread, table, write_json
 from torch import Tensor
 
-from laurel.algorithms.learner import MicroBatch
-from laurel.algorithms.local_learner import LocalLearner
-from laurel.algorithms.losses import LossOutput
-from laurel.algorithms.policy_run_state import PolicyRunState
-from laurel.algorithms.run_state import Position
-from laurel.config.grpo_training import GRPOPolicyConfig
+from laurel.config.grpo import GRPOPolicyConfig
 from laurel.data.forest import plant
-from laurel.distributed.process import choose_device
-from laurel.models.checkpoint import CheckpointStore
-from laurel.models.load_policy import load_policy
-from laurel.models.scratch import train_tokenizer
+from laurel.models.checkpoint.store import CheckpointStore
+from laurel.models.loading.policy import load_policy
+from laurel.models.loading.pretrained import train_tokenizer
+from laurel.training.learner import LocalLearner, MicroBatch
+from laurel.training.losses import LossOutput
+from laurel.training.state import PolicyRunState, Position
 from laurel.types import TokenGroup
+from laurel.workers.process import choose_device
 
 WAYS = {"front": "in front of the loop", "behind": "in the background"}
 WARM_UP_STEPS = 3

@@ -127,10 +127,8 @@ def report(measured: Mapping[str, Mapping[str, Sequence[float]]], options: Any) 
 
 def work_when_told(options: argparse.Namespace) -> None:
     """Warm up, say so, wait; then work and say the seconds of each round until killed."""
-    from laurel.config.schema import ClusterConfig
-    from laurel.distributed.process import (
-        prepare,
-    )  # the first that loads torch, as in every program
+    from laurel.config.policy import ClusterConfig
+    from laurel.workers.process import prepare  # the first that loads torch, as in every program
 
     prepare(ClusterConfig(device="cpu", cpu_threads=options.threads or None), seed=0)
     run = {"training": training, "scoring": scoring, "generation": generation}[options.work](
@@ -152,8 +150,8 @@ def training(*, is_quick: bool) -> Callable[[], Any]:
     from rm_scoring import random_groups
 
     from laurel.data.forest import plant
-    from laurel.models.attention import FOREST, register
-    from laurel.models.reward_model import RewardModel
+    from laurel.models.forest.attention import FOREST, register
+    from laurel.models.forest.reward_model import RewardModel
 
     register()
     shape = TINY_SHAPE if is_quick else TRAINING_SHAPE
@@ -178,9 +176,9 @@ def scoring(*, is_quick: bool) -> Callable[[], Any]:
     from material import SCORING_SHAPE, TINY_SHAPE, classifier, qwen3_config
     from rm_scoring import random_groups
 
-    from laurel.models.attention import FOREST, register
-    from laurel.models.reward_model import RewardModel
-    from laurel.rewards.local import score_tokens
+    from laurel.models.forest.attention import FOREST, register
+    from laurel.models.forest.reward_model import RewardModel
+    from laurel.rewards.scorer import score_tokens
 
     register()
     shape = TINY_SHAPE if is_quick else SCORING_SHAPE
@@ -197,8 +195,8 @@ def generation(*, is_quick: bool) -> Callable[[], Any]:
     from generation import COMPLETIONS, PROMPT_TOKENS, PROMPTS, draw, language_model, laurel_engine
     from material import TINY_SHAPE, TRAINING_SHAPE
 
-    from laurel.models.attention import register
-    from laurel.models.scratch import train_tokenizer
+    from laurel.models.forest.attention import register
+    from laurel.models.loading.pretrained import train_tokenizer
 
     register()
     assert COMPLETIONS == PROMPTS == 8

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rounds import machine, table
 
-from laurel.data.code_tasks import code_task
+from laurel.data.task_formats import code_task
 from laurel.environments.code_environment import CodeEnvironment
 
 ROWS = Path(__file__).parent / "code_grader_rows.yaml"

@@ -33,10 +33,10 @@ from rounds import machine, table, write_json
 from torch import Tensor
 
 from laurel.data.forest import plant
-from laurel.engines.cpu_products import quick_products
-from laurel.models.attention import FOREST, register
-from laurel.models.policy import PolicyModel
-from laurel.models.reward_model import RewardModel
+from laurel.generation.transformers.cpu_products import quick_products
+from laurel.models.forest.attention import FOREST, register
+from laurel.models.forest.policy import PolicyModel
+from laurel.models.forest.reward_model import RewardModel
 from laurel.types import TokenGroup
 
 GROUP_SIZES = (1, 2, 3, 5, 8, 16)

@@ -27,11 +27,11 @@ from channel import Meter
 from material import TINY_SHAPE, TRAINING_SHAPE, Shape, qwen3_config
 from rounds import Worker, add_clock, machine, seconds_of, spread, table, write_json
 
-from laurel.engines.cpu_products import prefers_onednn
-from laurel.engines.transformers_engine import TransformersEngine
-from laurel.models.attention import FOREST, register
-from laurel.models.policy import PolicyModel
-from laurel.models.scratch import train_tokenizer
+from laurel.generation.transformers.cpu_products import prefers_onednn
+from laurel.generation.transformers.engine import TransformersEngine
+from laurel.models.forest.attention import FOREST, register
+from laurel.models.forest.policy import PolicyModel
+from laurel.models.loading.pretrained import train_tokenizer
 from laurel.types import Generated, GenerationRequest, SamplingParams
 
 PROMPTS, PROMPT_TOKENS, COMPLETIONS = 8, 256, 8

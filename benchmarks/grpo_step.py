@@ -114,7 +114,7 @@ def prepare(
     scratch: Path, shape: Shape, options: argparse.Namespace
 ) -> tuple[dict[str, Any], list[int]]:
     """Both models and the prompts on disk: the settings of every worker, and lengths of prompts."""
-    from laurel.models.scratch import train_tokenizer
+    from laurel.models.loading.pretrained import train_tokenizer
 
     solved = read_problems()
     tokenizer = train_tokenizer(solved, vocab_size=shape.vocabulary)

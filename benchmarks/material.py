@@ -116,7 +116,7 @@ def language_model(config: Any, *, seed: int = 0) -> Any:
 
 def save_model(directory: Path, shape: Shape, texts: Iterable[str]) -> None:
     """A classifier with random weights and a byte-level BPE tokenizer of these texts."""
-    from laurel.models.scratch import train_tokenizer
+    from laurel.models.loading.pretrained import train_tokenizer
 
     save_classifier(directory, shape, train_tokenizer(texts, vocab_size=shape.vocabulary))
 
@@ -165,7 +165,7 @@ def missing_data(names: Iterable[str]) -> list[str]:
 
 def load_rows(dataset: DataSet) -> list[Preference]:
     """The usable training rows of a data set."""
-    from laurel.config.preference_data import DatasetConfig
+    from laurel.config.data import DatasetConfig
     from laurel.data.preferences import load_preferences
 
     preferences, _ = load_preferences(

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from material import DATA_DIR
 from rounds import machine, table, write_json
 
-from laurel.environments.math_answers.checker import AnswerChecker
-from laurel.environments.math_answers.verdicts import Checked
+from laurel.environments.math.answers import Checked
+from laurel.environments.math.pool import AnswerChecker
 
 WRONG = 1_000
 

@@ -32,15 +32,14 @@ import torch
 from rich.console import Console
 from rounds import machine, table, write_json
 
-from laurel.algorithms.advantages import compute_advantages
-from laurel.cli.assemble import train_reward_model
-from laurel.config.grpo_training import GRPOConfig
+from laurel.config.grpo import GRPOConfig
 from laurel.config.load import load_config
-from laurel.config.reward_training import RewardTrainingRun
-from laurel.data.synthetic import errands
-from laurel.environments.noise_floor import measure_noise
-from laurel.environments.reward_model_environment import RewardModelEnvironment
-from laurel.rewards.local import LocalScorer
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.demo.data import errands
+from laurel.environments.reward_model_environment import RewardModelEnvironment, measure_noise
+from laurel.grpo.advantages import compute_advantages
+from laurel.rewards.scorer import LocalScorer
+from laurel.run.reward_model import train_reward_model
 from laurel.types import Message, group_of
 
 GROUP = 8

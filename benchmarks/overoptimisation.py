@@ -54,16 +54,12 @@ import torch
 from rich.console import Console
 from rounds import machine, table, write_json
 
-from laurel.cli.assemble import train_reward_model
-from laurel.cli.assemble_grpo import train_policy
-from laurel.cli.assemble_sft import fine_tune
-from laurel.config.grpo_training import GRPORun
-from laurel.config.health import HealthConfig
+from laurel.config.grpo import GRPORun, HealthConfig
 from laurel.config.load import load_config
-from laurel.config.reward_training import RewardTrainingRun
-from laurel.config.section import Section
-from laurel.config.sft_training import SFTRun
-from laurel.data.number_words import REQUESTS, boxed, in_words, numbers
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.sft import SFTRun
+from laurel.config.tree import Section
+from laurel.demo.data import NUMBER_REQUESTS, boxed, in_words, numbers
 from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -72,9 +68,11 @@ from laurel.environments.interface import (
     response_of,
 )
 from laurel.environments.interface import numbers as as_numbers
-from laurel.observe.health import Alarms
-from laurel.observe.health_rules import RULES
+from laurel.observe.health import RULES, Alarms
 from laurel.observe.loggers import read_metrics
+from laurel.run.grpo import train_policy
+from laurel.run.reward_model import train_reward_model
+from laurel.run.sft import fine_tune
 
 IDLE = "well , "
 MOST_IDLE = 4
@@ -221,7 +219,7 @@ def drawn(count: int, seed: str) -> Iterator[tuple[random.Random, str, int]]:
     generator, choices = random.Random(seed), numbers(held_out=False)
     for _ in range(count):
         number = generator.choice(choices)
-        yield generator, generator.choice(REQUESTS).format(in_words(number)), number
+        yield generator, generator.choice(NUMBER_REQUESTS).format(in_words(number)), number
 
 
 def answer(generator: random.Random, number: int, *, right: bool, idle: int) -> str:

@@ -28,19 +28,18 @@ import torch
 from material import SCORING_SHAPE, TINY_SHAPE, TRAINING_SHAPE, Shape, save_model
 from rounds import machine, table, write_json
 
-from laurel.algorithms.batches import Batcher
-from laurel.algorithms.learner_group import LearnerGroup
-from laurel.algorithms.learner_worker import LearnerWorker, ModelFacts
-from laurel.algorithms.losses import RewardLoss
-from laurel.config.reward_training import LossConfig
-from laurel.config.schema import ClusterConfig, DTensorConfig, NamedCall, PolicyConfig
-from laurel.distributed.ray_cluster import RayCluster, Reservation
-from laurel.distributed.ray_group import RayGroup
-from laurel.distributed.rendezvous import Place
-from laurel.distributed.reservations import Resources
-from laurel.models.load import load_reward_model
-from laurel.models.parallel import ParallelShape
+from laurel.config.policy import ClusterConfig, DTensorConfig, NamedCall, PolicyConfig
+from laurel.config.reward_model import LossConfig
+from laurel.models.loading.reward_model import load_reward_model
+from laurel.models.parallel.mesh import ParallelShape
+from laurel.training.batches import Batcher
+from laurel.training.learner_group import LearnerGroup, LearnerWorker, ModelFacts
+from laurel.training.losses import RewardLoss
 from laurel.types import Completion, Group, Message, Preference, TokenGroup
+from laurel.workers.ray_cluster import RayCluster, Reservation
+from laurel.workers.ray_group import RayGroup
+from laurel.workers.rendezvous import Place
+from laurel.workers.reservations import Resources
 
 MESHES = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4))
 """dp, tp, cp."""

@@ -9,12 +9,11 @@ import os
 import statistics
 import time
 
-from laurel.cli.plan_report import as_text
-from laurel.config.grpo_training import GRPORun
+from laurel.cli.plan import as_text
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.distributed.fitting import FittedPlan, fit
-from laurel.distributed.memory import Shapes
-from laurel.distributed.model_shape import parse_shape
+from laurel.planning.fit import FittedPlan, fit
+from laurel.planning.memory import Shapes, parse_shape
 
 TARGET_SECONDS = 1.0
 REPEATS = 5

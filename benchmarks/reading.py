@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from laurel.config.preference_data import DatasetConfig
+from laurel.config.data import DatasetConfig
 from laurel.data.forest import pack, pack_evenly
 from laurel.data.preferences import load_preferences
-from laurel.evaluation.leakage import find_leaks
-from laurel.evaluation.scored_pairs import ScoredPair
+from laurel.evaluation.diagnostics import find_leaks
+from laurel.evaluation.statistics import ScoredPair
 from laurel.types import Message
 
 UKP = Path("ukp_convarg1") / "train.jsonl.gz"

@@ -135,7 +135,7 @@ def tokenizer_with_bos(texts: Iterable[str]) -> Any:
     """As Llama's and Gemma's: BOS is in the template, and added to every text besides."""
     from tokenizers import processors
 
-    from laurel.models.scratch import train_tokenizer
+    from laurel.models.loading.pretrained import train_tokenizer
 
     tokenizer = train_tokenizer(texts, vocab_size=SHAPE.vocabulary)
     tokenizer.add_special_tokens({"bos_token": BOS})

@@ -330,7 +330,7 @@ def measure_model(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(options.threads)
-    from laurel.rewards.load import ScorerOptions, find_model, load_scorer
+    from laurel.rewards.open import ScorerOptions, find_model, load_scorer
 
     limits = ScorerOptions(max_length=1024, device="cpu")
     scorer = load_scorer(find_model(str(directory)), limits, say=lambda _: None)

@@ -25,9 +25,9 @@ from channel import Meter
 from material import SCORING_SHAPE, TINY_SHAPE, Shape, classifier, qwen3_config
 from rounds import add_clock, machine, seconds_of, spread, table, write_json
 
-from laurel.models.attention import FOREST, register
-from laurel.models.reward_model import RewardModel
-from laurel.rewards.local import score_tokens
+from laurel.models.forest.attention import FOREST, register
+from laurel.models.forest.reward_model import RewardModel
+from laurel.rewards.scorer import score_tokens
 from laurel.types import TokenGroup
 
 COMPLETIONS, PROMPT_TOKENS, COMPLETION_TOKENS = 8, 256, 64

@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rounds import machine, table, write_json
 
-from laurel.environments.sandbox.detection import detect
-from laurel.environments.sandbox.group_trial import chosen_place
-from laurel.environments.sandbox.jobs import SandboxJob, Status
-from laurel.environments.sandbox.pool import SandboxPool
-from laurel.environments.sandbox.tiers import LAYERS, Tier
-from laurel.environments.sandbox.zygote_process import own_interpreter
+from laurel.sandbox.detection import detect
+from laurel.sandbox.group_trial import chosen_place
+from laurel.sandbox.jobs import SandboxJob, Status
+from laurel.sandbox.pool import SandboxPool
+from laurel.sandbox.tiers import LAYERS, Tier
+from laurel.sandbox.zygote_process import own_interpreter
 
 SOURCE = "print(1)"
 PEER = Path(__file__).parent / "peers" / "code_executors.py"
@@ -149,10 +149,9 @@ def _cpu_seconds_of(pid: int) -> float:
 
 def pool_on_ray(workers: int) -> SandboxPool:
     """A pool as on a cluster, whose one node is this machine: its zygotes belong to an actor."""
-    from laurel.config.sandbox import SandboxConfig
-    from laurel.distributed.ray_node_group import NodeGroup, nodes_to_work_on
-    from laurel.environments.sandbox.node_crew import ClusterNodes
-    from laurel.environments.sandbox.node_pool import open_pool_on
+    from laurel.config.environments import SandboxConfig
+    from laurel.environments.code.nodes import ClusterNodes, open_pool_on
+    from laurel.workers.ray_group import NodeGroup, nodes_to_work_on
 
     nodes = ClusterNodes(nodes_to_work_on, NodeGroup, lambda: False)
     return open_pool_on(SandboxConfig(num_workers=workers, cgroup="off"), nodes)
@@ -237,7 +236,7 @@ def report(costs: Mapping[str, Costs], options: argparse.Namespace) -> str:
 
 def cluster() -> AbstractContextManager[object]:
     """A cluster of Ray, of this machine."""
-    from laurel.distributed.ray_cluster import RayCluster
+    from laurel.workers.ray_cluster import RayCluster
 
     return RayCluster()
 

@@ -27,20 +27,19 @@ import torch
 from material import SCORING_SHAPE, TINY_SHAPE, TRAINING_SHAPE, Shape, save_policy
 from rounds import machine, spread, table, write_json
 
-from laurel.algorithms.learner_group import LearnerGroup
-from laurel.algorithms.learner_worker import LearnerWorker
-from laurel.config.grpo_training import GRPOPolicyConfig
-from laurel.config.schema import ClusterConfig
-from laurel.distributed.ray_cluster import RayCluster
-from laurel.distributed.ray_group import RayGroup
-from laurel.distributed.reservations import Resources
-from laurel.engines.engine_worker import EngineWorker
-from laurel.engines.load_engine import TransformersMaker
-from laurel.engines.replicas import GeneratorReplicas
-from laurel.engines.weight_routes import WeightTransfer
-from laurel.models.load_policy import load_policy
-from laurel.models.parallel import ParallelShape
-from laurel.models.scratch import train_tokenizer
+from laurel.config.grpo import GRPOPolicyConfig
+from laurel.config.policy import ClusterConfig
+from laurel.generation.engine_worker import EngineWorker
+from laurel.generation.load import TransformersMaker
+from laurel.generation.replicas import GeneratorReplicas
+from laurel.generation.weights.routes import WeightTransfer
+from laurel.models.loading.policy import load_policy
+from laurel.models.loading.pretrained import train_tokenizer
+from laurel.models.parallel.mesh import ParallelShape
+from laurel.training.learner_group import LearnerGroup, LearnerWorker
+from laurel.workers.ray_cluster import RayCluster
+from laurel.workers.ray_group import RayGroup
+from laurel.workers.reservations import Resources
 
 WAYS = {
     "object_store": "Ray's object store",

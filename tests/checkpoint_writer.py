@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from laurel.errors import CheckpointError
-from laurel.models.background import Background
-from laurel.models.checkpoint import CheckpointStore
+from laurel.models.checkpoint.store import Background, CheckpointStore
 
 WORK = bytes(200_000)
 """What is computed meanwhile, other threads being free to run, as in torch."""

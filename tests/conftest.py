@@ -10,7 +10,7 @@ class SharedCluster:
         self._cluster = None
 
     def running(self):
-        module = pytest.importorskip("laurel.distributed.ray_cluster", exc_type=ImportError)
+        module = pytest.importorskip("laurel.workers.ray_cluster", exc_type=ImportError)
         if self._cluster is None or not module.ray.is_initialized():
             self.stop()
             self._cluster = module.RayCluster(cpus=4, gpus=0, object_store_bytes=80 * 2**20)

@@ -13,11 +13,11 @@ import yaml
 from pydantic import ValidationError
 
 from doc_blocks import ROOT, Block
-from laurel.config.grpo_training import GRPORun
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.config.reward_training import RewardTrainingRun
-from laurel.config.section import Section
-from laurel.config.sft_training import SFTRun
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.sft import SFTRun
+from laurel.config.tree import Section
 from laurel.errors import ConfigError
 
 RUNS: dict[str, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "grpo": GRPORun}

@@ -10,8 +10,8 @@ from typing import Any
 
 from fakes import WordScorer
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.remote import foreign_wire as wire
-from laurel.rewards.remote.dialects import UrlProtocol
+from laurel.rewards.remote import foreign as wire
+from laurel.rewards.remote.foreign import UrlProtocol
 from reward_servers import Answer, Asked, RewardServer
 
 FOREIGN: tuple[UrlProtocol, ...] = ("vllm", "sglang", "sglang_embeddings", "openrlhf", "slime")

@@ -20,14 +20,14 @@ import ray_engines
 import tiny
 import tiny_tokenizers
 import vllm_engines
-from laurel.distributed.local_group import LocalGroup
-from laurel.engines.engine_worker import EngineWorker
-from laurel.engines.replicas import GeneratorReplicas
-from laurel.engines.transformers_engine import TransformersEngine
-from laurel.engines.weight_probe import model_logprobs
-from laurel.models.policy import PolicyModel
+from laurel.generation.engine_worker import EngineWorker
+from laurel.generation.replicas import GeneratorReplicas
+from laurel.generation.transformers.engine import TransformersEngine
+from laurel.generation.weights.probe import model_logprobs
+from laurel.models.forest.policy import PolicyModel
 from laurel.protocols import Generator
 from laurel.types import Generated, GenerationRequest, SamplingParams, Weights
+from laurel.workers.calls import LocalGroup
 
 MAX_CONCURRENT = 16
 """So few that requests of the suite have to wait for each other."""

@@ -3,8 +3,8 @@
 import os
 import time
 
-from laurel.distributed.rendezvous import join, leave
 from laurel.errors import ConfigError
+from laurel.workers.rendezvous import join, leave
 
 
 class Worker:

@@ -17,13 +17,13 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from laurel.environments.sandbox.canaries import World, claims_of, small_world
-from laurel.environments.sandbox.detection import detect
-from laurel.environments.sandbox.grading import grade
-from laurel.environments.sandbox.inside import kernel
-from laurel.environments.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult
-from laurel.environments.sandbox.tiers import Tier
-from laurel.environments.sandbox.zygote_process import ZygoteProcess
+from laurel.sandbox.canaries import World, claims_of, small_world
+from laurel.sandbox.detection import detect
+from laurel.sandbox.grading import grade
+from laurel.sandbox.inside import kernel
+from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult
+from laurel.sandbox.tiers import Tier
+from laurel.sandbox.zygote_process import ZygoteProcess
 
 PROGRAMS = Path(__file__).parent / "faults" / "hostile"
 ESCAPED = "ESCAPED"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fakes import WordScorer
-from laurel.config.scorers import JudgeConfig
+from laurel.config.environments import JudgeConfig
 from laurel.types import Message
 from reward_servers import Asked, Behaviour, RewardServer
 

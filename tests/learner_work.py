@@ -15,20 +15,18 @@ import numpy as np
 import torch
 
 import tiny
-from laurel.algorithms.learner import Learner, MicroBatch, Update
-from laurel.algorithms.learner_group import LearnerGroup
-from laurel.algorithms.learner_worker import LearnerWorker
-from laurel.algorithms.local_learner import LocalLearner
-from laurel.algorithms.losses import LossOutput, RewardLoss
-from laurel.config.grpo_training import GRPOPolicyConfig
-from laurel.config.reward_training import LossConfig
-from laurel.config.schema import ClusterConfig, NamedCall, PolicyConfig
+from laurel.config.grpo import GRPOPolicyConfig
+from laurel.config.policy import ClusterConfig, NamedCall, PolicyConfig
+from laurel.config.reward_model import LossConfig
 from laurel.data.forest import plant
-from laurel.engines.cpu_products import quick_products
-from laurel.models.load import load_reward_model
-from laurel.models.load_policy import load_policy
-from laurel.models.parallel import ParallelShape
-from laurel.models.policy import Reference
+from laurel.generation.transformers.cpu_products import quick_products
+from laurel.models.forest.policy import Reference
+from laurel.models.loading.policy import load_policy
+from laurel.models.loading.reward_model import load_reward_model
+from laurel.models.parallel.mesh import ParallelShape
+from laurel.training.learner import Learner, LocalLearner, MicroBatch, Update
+from laurel.training.learner_group import LearnerGroup, LearnerWorker
+from laurel.training.losses import LossOutput, RewardLoss
 from laurel.types import Preference, TokenGroup, group_of
 from model_directories import save_model
 from policy_batches import labels, loss_of

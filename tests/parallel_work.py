@@ -15,20 +15,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tiny
-from laurel.config.schema import LoraConfig
+from laurel.config.policy import LoraConfig
 from laurel.data.forest import plant
 from laurel.errors import ModelError
-from laurel.models.across_ranks import AcrossRanks
-from laurel.models.adapters import add_adapters
-from laurel.models.attention import FOREST, register
-from laurel.models.decoder import Decoder
-from laurel.models.outputs import VocabularyShare, all_logits, token_logprobs
-from laurel.models.parallel import ParallelShape, held_bytes, local, parallelise, whole
-from laurel.models.policy import PolicyModel
-from laurel.models.pretrained import recompute_activations
-from laurel.models.reward_model import RewardModel
-from laurel.models.sharded_weights import fill_shares, saved_weights
-from laurel.models.tensor_plans import decoder_layers
+from laurel.models.forest.attention import FOREST, register
+from laurel.models.forest.decoder import Decoder
+from laurel.models.forest.outputs import VocabularyShare, all_logits, token_logprobs
+from laurel.models.forest.policy import PolicyModel
+from laurel.models.forest.reward_model import RewardModel
+from laurel.models.loading.adapters import add_adapters
+from laurel.models.loading.pretrained import recompute_activations
+from laurel.models.parallel.mesh import (
+    AcrossRanks,
+    ParallelShape,
+    held_bytes,
+    local,
+    parallelise,
+    whole,
+)
+from laurel.models.parallel.tensor import decoder_layers
+from laurel.models.parallel.weights import fill_shares, saved_weights
 
 SHAPES = [(9, [5, 3]), (4, [2, 6]), (13, [1, 8]), (2, [4, 4])]
 """Of groups: trunk and two completions each, other numbers of tokens in every group."""

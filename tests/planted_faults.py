@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from laurel.models.attention import forest_attention
+from laurel.models.forest.attention import forest_attention
 
 
 def _heedless(

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laurel.algorithms.policy_labels import PolicyLabels
-from laurel.algorithms.policy_losses import PolicyLoss
-from laurel.config.policy_loss import PolicyLossConfig
-from laurel.models.outputs import TokenOutputs
+from laurel.config.grpo import PolicyLossConfig
+from laurel.models.forest.outputs import TokenOutputs
+from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 
 Rows = Sequence[Sequence[float]]
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from laurel.algorithms.rollouts import Rollouts
 from laurel.environments.interface import EnvironmentInterface
 from laurel.environments.math_environment import MathEnvironment
+from laurel.grpo.rollouts import Rollouts
 from laurel.protocols import Judged
 from laurel.types import (
     Conversation,

@@ -11,12 +11,12 @@ from typing import Any
 from pyarrow import parquet
 from rich.console import Console
 
-from laurel.cli.assemble_grpo import train_policy
-from laurel.cli.assemble_sft import fine_tune
-from laurel.config.grpo_training import GRPORun
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.config.sft_training import SFTRun
+from laurel.config.sft import SFTRun
 from laurel.observe.loggers import read_metrics
+from laurel.run.grpo import train_policy
+from laurel.run.sft import fine_tune
 from runs import Finished, manifest_hashes, write_rows
 
 CPU = ("cluster.cpu_threads=1", "cluster.device=cpu", "policy.precision=float32")

@@ -11,17 +11,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from laurel.distributed.rendezvous import LOOPBACK, Place
-from laurel.distributed.seat import Seat
-from laurel.distributed.worker_calls import (
-    Call,
-    Failure,
-    GroupCalls,
-    Outcome,
-    Success,
-    error_of,
-)
 from laurel.errors import WorkerError
+from laurel.workers.calls import Call, Failure, GroupCalls, Outcome, Success, error_of
+from laurel.workers.rendezvous import LOOPBACK, Place
+from laurel.workers.seat import Seat
 from parallel_runs import start_server
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from laurel.config.grpo_training import GRPOPolicyConfig
-from laurel.config.schema import ClusterConfig
-from laurel.distributed.reservations import Resources
-from laurel.engines.engine_worker import EngineWorker
-from laurel.engines.load_engine import EngineMaker, TransformersMaker, from_directory
-from laurel.models.export_policy import save_policy
+from laurel.config.grpo import GRPOPolicyConfig
+from laurel.config.policy import ClusterConfig
+from laurel.generation.engine_worker import EngineWorker
+from laurel.generation.load import EngineMaker, TransformersMaker, from_directory
+from laurel.models.checkpoint.export import save_policy
 from laurel.protocols import WorkerGroup
+from laurel.workers.reservations import Resources
 
 MAX_LENGTH = 1024
 
@@ -24,7 +24,7 @@ MAX_LENGTH = 1024
 @contextlib.contextmanager
 def cluster() -> Iterator[Any]:
     """A small cluster; inside another of these it is the same."""
-    ray_cluster = pytest.importorskip("laurel.distributed.ray_cluster", exc_type=ImportError)
+    ray_cluster = pytest.importorskip("laurel.workers.ray_cluster", exc_type=ImportError)
     with ray_cluster.RayCluster(cpus=4, gpus=0, object_store_bytes=80 * 2**20) as started:
         yield started
 
@@ -61,7 +61,7 @@ def groups(
 
     `on_pid` is told the process of each that is made.
     """
-    from laurel.distributed.ray_group import RayGroup
+    from laurel.workers.ray_group import RayGroup
 
     slots = cluster.reserve("generation", count, Resources(cpus=0.5))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from laurel.config.environments import RewardModelEnvironmentConfig
-from laurel.environments.load_reward_model import open_reward_model
+from laurel.environments.reward_model.open import open_reward_model
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.types import Group, Score
 

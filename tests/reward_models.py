@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from laurel.config.schema import PolicyConfig, RewardModelConfig, ScratchConfig
-from laurel.models.checkpoint import CheckpointStore
-from laurel.models.export import save_reward_model
-from laurel.models.load import LoadedRewardModel, load_reward_model
-from laurel.models.scratch import scratch_config, train_tokenizer
-from laurel.rewards.local import golden_scores
+from laurel.config.policy import PolicyConfig, RewardModelConfig, ScratchConfig
+from laurel.models.checkpoint.export import save_reward_model
+from laurel.models.checkpoint.store import CheckpointStore
+from laurel.models.loading.pretrained import scratch_config, train_tokenizer
+from laurel.models.loading.reward_model import LoadedRewardModel, load_reward_model
+from laurel.rewards.scorer import golden_scores
 from laurel.types import Message, group_of
 
 TEXTS = ("the laurel grows by the western gate", "bread and wine", "an old man of the river")

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from laurel.rewards.remote.http_scorer import HttpScorer
-from laurel.rewards.remote.router_options import RouterOptions
+from laurel.rewards.remote.http import HttpScorer
+from laurel.rewards.remote.router import RouterOptions
 from laurel.types import Group, Score
 from scripted_replicas import question, right_scores
 

@@ -18,12 +18,12 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from laurel.algorithms.training_loop import Outcome
-from laurel.cli.assemble import train_reward_model
 from laurel.config.load import load_config
-from laurel.config.reward_training import RewardTrainingRun
-from laurel.models.scratch import train_tokenizer
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.models.loading.pretrained import train_tokenizer
 from laurel.observe.loggers import read_metrics
+from laurel.run.reward_model import train_reward_model
+from laurel.training.loop import Outcome
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from laurel.distributed.rendezvous import Place
-from laurel.distributed.reservations import NodeState
-from laurel.distributed.worker_calls import Call, Failure, GroupCalls, Outcome, attempt, error_of
-from laurel.environments.sandbox.node_crew import ClusterNodes
-from laurel.environments.sandbox.tiers import Tier
+from laurel.environments.code.nodes import ClusterNodes
 from laurel.errors import ConfigError, WorkerError
+from laurel.sandbox.tiers import Tier
+from laurel.workers.calls import Call, Failure, GroupCalls, Outcome, attempt, error_of
+from laurel.workers.rendezvous import Place
+from laurel.workers.reservations import NodeState
 
 
 class ThreadedGroup(GroupCalls):

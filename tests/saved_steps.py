@@ -1,6 +1,6 @@
 """Small checkpoints for the tests of the store."""
 
-from laurel.models.checkpoint import CheckpointStore
+from laurel.models.checkpoint.store import CheckpointStore
 
 FILES = {"model.safetensors": b"weights of ", "policy/tokenizer.json": b"words of "}
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from laurel.config.schema import PackingConfig, PolicyConfig, ScratchConfig, TokenizerConfig
-from laurel.models.load import LoadedRewardModel, load_reward_model
-from laurel.models.parallel import ParallelShape, parallelise
-from laurel.rewards.group_scorer import GroupScorer
-from laurel.rewards.local import LocalScorer
-from laurel.rewards.scoring_worker import ScoringWorker
+from laurel.config.policy import PackingConfig, PolicyConfig, ScratchConfig, TokenizerConfig
+from laurel.models.loading.reward_model import LoadedRewardModel, load_reward_model
+from laurel.models.parallel.mesh import ParallelShape, parallelise
+from laurel.rewards.replicas import GroupScorer, ScoringWorker
+from laurel.rewards.scorer import LocalScorer
 
 MAX_LENGTH = 64
 BATCH_TOKENS = 100

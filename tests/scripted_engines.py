@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from laurel.distributed.local_group import LocalGroup
-from laurel.distributed.worker_calls import Call
-from laurel.engines.engine_worker import EngineWorker
 from laurel.errors import WorkerError
+from laurel.generation.engine_worker import EngineWorker
 from laurel.types import Generated, GenerationRequest, Weights
+from laurel.workers.calls import Call, LocalGroup
 
 ROLE = "generation"
 

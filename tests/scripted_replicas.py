@@ -10,8 +10,7 @@ from typing import Any
 
 from fakes import WordScorer
 from laurel.rewards.remote.replica import RefusedError, ReplicaFault, Reply, reason_of
-from laurel.rewards.remote.router import Router
-from laurel.rewards.remote.router_options import RouterOptions
+from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.types import Group, Message, Score, group_of
 from virtual_time import in_virtual_time, now
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from laurel.rewards.load import open_scorer
+from laurel.rewards.open import open_scorer
 from laurel.types import Message, group_of
 from scripted_backend import null_scores
 

@@ -9,13 +9,10 @@ from typing import Any
 
 import httpx2
 
-from laurel.rewards.batch_jobs import BatcherLimits
-from laurel.rewards.batcher import BatchingScorer
-from laurel.rewards.server.app import make_app
-from laurel.rewards.server.endpoints import RequestLimits
-from laurel.rewards.server.gate import GateOptions
+from laurel.rewards.batching import BatcherLimits, BatchingScorer
+from laurel.rewards.server.app import GateOptions, RequestLimits, make_app
 from laurel.rewards.server.run import ServerRun, listen
-from laurel.rewards.server.serving import RewardService, ServedModel
+from laurel.rewards.server.service import RewardService, ServedModel
 from scripted_backend import ScriptedBackend
 
 KEY = "a key of more than sixteen letters".replace(" ", "-")

@@ -21,23 +21,27 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
-from laurel.config.grpo_training import GRPOPolicyConfig
-from laurel.config.schema import PolicyConfig
+from laurel.config.grpo import GRPOPolicyConfig
+from laurel.config.policy import PolicyConfig
 from laurel.data.forest import plant
-from laurel.distributed.process import give_back_freed_memory
 from laurel.errors import LaurelError
-from laurel.models.across_ranks import AcrossRanks
-from laurel.models.checkpoint import CheckpointStore
-from laurel.models.decoder import Decoder
-from laurel.models.export import save_reward_model, write_model
-from laurel.models.export_policy import save_policy
-from laurel.models.load import load_reward_model
-from laurel.models.load_policy import check_policy_paths, load_policy
-from laurel.models.parallel import ParallelShape, held_bytes, local, parallelise, whole
-from laurel.models.training_state import load_training_state, save_training_state
-from laurel.rewards.local import golden_scores
-from laurel.rewards.self_check import check_paths
+from laurel.models.checkpoint.export import save_policy, save_reward_model, write_model
+from laurel.models.checkpoint.state import load_training_state, save_training_state
+from laurel.models.checkpoint.store import CheckpointStore
+from laurel.models.forest.decoder import Decoder
+from laurel.models.loading.policy import check_policy_paths, load_policy
+from laurel.models.loading.reward_model import load_reward_model
+from laurel.models.parallel.mesh import (
+    AcrossRanks,
+    ParallelShape,
+    held_bytes,
+    local,
+    parallelise,
+    whole,
+)
+from laurel.rewards.scorer import check_paths, golden_scores
 from laurel.types import Message, group_of
+from laurel.workers.process import give_back_freed_memory
 from parallel_work import EPSILON, SHAPES, Allocations, loss_of, weight_of
 
 TEXTS = ("the laurel grows by the western gate", "bread and wine", "an old man of the river")

@@ -23,15 +23,18 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("laurel",),  # the package itself: its version
     ("types", "errors"),
-    ("config", "protocols"),
-    ("observe",),
-    ("distributed",),
+    ("protocols", "sandbox"),
+    ("config",),
+    ("observe", "planning"),
+    ("workers",),
     ("data", "models"),
-    ("engines",),
-    ("rewards",),  # vLLM draws completions and scores them
-    ("environments",),
-    ("evaluation",),
-    ("algorithms",),
+    ("generation",),
+    ("rewards",),  # vLLM samples completions and scores them
+    ("environments", "evaluation"),
+    ("training",),
+    ("grpo",),
+    ("run",),
+    ("export", "demo"),
     ("cli",),
     ("api", "__main__"),
 )
@@ -39,8 +42,8 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # What only these files may import: the file, or the folder, relative to src/laurel.
 HOMES = {
-    "ray": "distributed/ray_",
-    "vllm": "engines/vllm_",
+    "ray": "workers/ray_",
+    "vllm": "generation/vllm/",
     "fastapi": "rewards/server",
     "uvicorn": "rewards/server",
     "starlette": "rewards/server",
@@ -244,7 +247,7 @@ def test_a_room_above_is_seen() -> None:
             "config/c.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from laurel import data\n",
         ),
-        Source("data/d.py", "from laurel.models.load import load\n"),
+        Source("data/d.py", "from laurel.models.loading.reward_model import load\n"),
         Source("data/e.py", "from ..models import load\n"),
         Source("types.py", "from laurel.errors import DataError\n"),
         Source("__init__.py", "from laurel.config.load import load_config\n"),
@@ -266,7 +269,10 @@ def test_a_room_above_is_seen() -> None:
 
 def test_what_is_allowed_is_not_seen() -> None:
     sound = [
-        Source("models/a.py", "from laurel.types import Group\nfrom laurel.models.load import x\n"),
+        Source(
+            "models/a.py",
+            "from laurel.types import Group\nfrom laurel.models.loading.reward_model import x\n",
+        ),
         Source("models/b.py", "from . import load\nfrom .load import x\nfrom ..errors import y\n"),
         Source(
             "cli/c.py", "from laurel import __version__\nfrom laurel.algorithms import learner\n"
@@ -278,7 +284,7 @@ def test_what_is_allowed_is_not_seen() -> None:
 
 def test_a_second_importer_is_seen() -> None:
     planted = [
-        Source("distributed/ray_group.py", "import ray\nimport ray.util\n"),
+        Source("workers/ray_group.py", "import ray\nimport ray.util\n"),
         Source("algorithms/a.py", "def f():\n    import ray\n"),
         Source("engines/b.py", "from vllm.sampling import Parameters\n"),
         Source("rewards/client.py", "from fastapi import FastAPI\n"),

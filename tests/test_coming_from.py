@@ -15,9 +15,8 @@ import pytest
 
 from laurel.config import nemo_rl
 from laurel.config.importing.engine import SCHEMAS, default_at, import_said
-from laurel.config.importing.rules import Rule, Run, Table
+from laurel.config.importing.rules import Rule, Run, Table, Work, shown
 from laurel.config.importing.sources import TABLES, TITLES, System
-from laurel.config.importing.work import Work, shown
 from laurel.config.shape import step_into
 
 DOCS = Path(__file__).parents[1] / "docs"

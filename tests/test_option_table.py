@@ -10,11 +10,9 @@ from typing import Any
 
 import yaml
 
-from laurel.config.generation import GenerationConfig
-from laurel.config.grpo_training import GRPOConfig, GRPORun
-from laurel.config.policy_loss import PolicyLossConfig
-from laurel.config.section import Section
+from laurel.config.grpo import GenerationConfig, GRPOConfig, GRPORun, PolicyLossConfig
 from laurel.config.shape import choices_of, item_kinds, kinds_of, sections_of
+from laurel.config.tree import Section
 
 PAGE = Path(__file__).parents[1] / "docs" / "grpo.md"
 START = "<!-- options: written by `python tests/test_option_table.py` from the schema -->\n"

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from laurel.models.attention import FOREST, register
-from laurel.models.policy import PolicyModel
-from laurel.models.reward_model import RewardModel
+from laurel.models.forest.attention import FOREST, register
+from laurel.models.forest.policy import PolicyModel
+from laurel.models.forest.reward_model import RewardModel
 from laurel.types import PaddedRows, TokenGroup
 
 VOCABULARY = 300

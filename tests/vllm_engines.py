@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 import tiny_tokenizers
-from laurel.config.generation import GenerationConfig
-from laurel.engines.vllm_engine import VllmEngine
+from laurel.config.grpo import GenerationConfig
+from laurel.generation.vllm.engine import VllmEngine
 from laurel.types import Weights
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

@@ -10,9 +10,9 @@ import torch
 
 import tiny
 import tiny_tokenizers
-from laurel.config.schema import PolicyConfig, RewardModelConfig
-from laurel.models.load import LoadedRewardModel, load_reward_model
-from laurel.rewards.local import LocalScorer
+from laurel.config.policy import PolicyConfig, RewardModelConfig
+from laurel.models.loading.reward_model import LoadedRewardModel, load_reward_model
+from laurel.rewards.scorer import LocalScorer
 from reward_models import write_model
 
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 1024}

@@ -14,12 +14,12 @@ from laurel.cli.main import main as laurel
 
 HEAVY = (
     "transformers.models.qwen3.modeling_qwen3",
-    "laurel.algorithms.grpo",
-    "laurel.algorithms.reward_training",
-    "laurel.engines.transformers_engine",
-    "laurel.models.load",
-    "laurel.models.load_policy",
-    "laurel.rewards.local",
+    "laurel.grpo.loop",
+    "laurel.training.reward_model",
+    "laurel.generation.transformers.engine",
+    "laurel.models.loading.reward_model",
+    "laurel.models.loading.policy",
+    "laurel.rewards.scorer",
 )
 
 

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laurel.algorithms.weight_giver import WeightGiver
-from laurel.distributed.rendezvous import LOOPBACK, Place, store_of
-from laurel.engines.engine_worker import EngineWorker
-from laurel.engines.weight_broadcast import Meeting, WeightLink, received, send
-from laurel.engines.weight_buckets import unpack
-from laurel.engines.weight_sharing import Lender, Reach, borrowed, reach_of
 from laurel.errors import EngineError
+from laurel.generation.engine_worker import EngineWorker
+from laurel.generation.weights.broadcast import Meeting, WeightLink, received, send
+from laurel.generation.weights.buckets import unpack
+from laurel.generation.weights.shared_memory import Lender, Reach, borrowed, reach_of
+from laurel.training.learner_group import WeightGiver
 from laurel.types import Generated, GenerationRequest, Weights
+from laurel.workers.rendezvous import LOOPBACK, Place, store_of
 
 
 def every_kind(seed: int) -> dict[str, Tensor]:

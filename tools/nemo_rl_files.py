@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from laurel.algorithms.selection import select_by, select_demonstrations_by, select_policy_by
-from laurel.cli.places import plan_places
-from laurel.cli.schemas import SCHEMAS, Kind
-from laurel.config.grpo_training import GRPORun
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.config.reward_training import RewardTrainingRun
-from laurel.config.source import read_file
-from laurel.config.tree import MISSING, find, plain
-from laurel.distributed.claims import Run
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.tree import MISSING, find, plain, read_file
 from laurel.errors import ConfigError
+from laurel.planning.roles import Run
+from laurel.run.places import plan_places
+from laurel.run.schemas import SCHEMAS, Kind
+from laurel.training.selection import select_by, select_demonstrations_by, select_policy_by
 
 KINDS: tuple[Kind, ...] = ("rm", "grpo", "sft")
 OTHERS = ("dpo", "distillation", "ppo")

@@ -25,13 +25,13 @@ import transformers  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 import laurel  # noqa: E402
-from laurel.algorithms.grpo import GRPO  # noqa: E402
-from laurel.algorithms.run_state import Position  # noqa: E402
-from laurel.cli.assemble_grpo import assemble  # noqa: E402
-from laurel.cli.generators import probe_of  # noqa: E402
-from laurel.config.grpo_training import GRPORun  # noqa: E402
+from laurel.config.grpo import GRPORun  # noqa: E402
 from laurel.config.load import load_config  # noqa: E402
+from laurel.grpo.loop import GRPO  # noqa: E402
 from laurel.models.chat import ChatFormat  # noqa: E402
+from laurel.run.generator import probe_of  # noqa: E402
+from laurel.run.grpo import assemble  # noqa: E402
+from laurel.training.state import Position  # noqa: E402
 
 TIMED = "timing/train/"
 UPDATE = "policy_training"

@@ -1,7 +1,7 @@
 """Laurel's reward-model training behind a channel: run by `rm_training.py`.
 
-The same parts as `laurel rm` (see `cli/assemble.py`): the scoring contract makes the tokens, the
-batcher the micro-batches, the learner takes the steps. Loading and tokenising are not in the time.
+The same parts as `laurel rm` (see `run/reward_model.py`): the scoring contract makes the
+tokens, the batcher the micro-batches, the learner takes the steps. Loading and tokenising are not in the time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import laurel  # noqa: E402
-from laurel.algorithms.batches import Batcher  # noqa: E402
-from laurel.algorithms.learner import MicroBatch  # noqa: E402
-from laurel.algorithms.local_learner import LocalLearner  # noqa: E402
-from laurel.algorithms.losses import RewardLoss  # noqa: E402
-from laurel.config.reward_training import LossConfig  # noqa: E402
-from laurel.config.schema import ClusterConfig, PolicyConfig  # noqa: E402
+from laurel.config.policy import ClusterConfig, PolicyConfig  # noqa: E402
+from laurel.config.reward_model import LossConfig  # noqa: E402
 from laurel.data.loader import StepOrder  # noqa: E402
-from laurel.distributed.process import prepare  # noqa: E402
-from laurel.models.load import load_reward_model  # noqa: E402
+from laurel.models.loading.reward_model import load_reward_model  # noqa: E402
 from laurel.models.scoring import ScoringContract  # noqa: E402
+from laurel.training.batches import Batcher  # noqa: E402
+from laurel.training.learner import (  # noqa: E402
+    LocalLearner,
+    MicroBatch,
+)
+from laurel.training.losses import RewardLoss  # noqa: E402
 from laurel.types import (  # noqa: E402
     Completion,
     Conversation,
@@ -38,6 +39,7 @@ from laurel.types import (  # noqa: E402
     Preference,
     PreferenceSample,
 )
+from laurel.workers.process import prepare  # noqa: E402
 
 SEED = 42
 LONGEST = 1_000_000

@@ -21,13 +21,19 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import laurel  # noqa: E402
-from laurel.cli.eval_request import Request  # noqa: E402
-from laurel.cli.eval_scoring import EvalScorer, open_scorer  # noqa: E402
 from laurel.evaluation.benchmarks import BENCHMARKS  # noqa: E402
-from laurel.evaluation.compatibility import differences, summary  # noqa: E402
-from laurel.models.rewardbench_format import FORMATS  # noqa: E402
+from laurel.evaluation.rewardbench_tokens import (  # noqa: E402
+    FORMATS,
+    differences,
+    summary,
+)
 from laurel.observe.console import make_console  # noqa: E402
-from laurel.rewards.load import ScorerOptions  # noqa: E402
+from laurel.rewards.open import ScorerOptions  # noqa: E402
+from laurel.run.evaluation.run import (  # noqa: E402
+    EvalScorer,
+    Request,
+    open_scorer,
+)
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ def plain() -> tuple[str, Loss]:
 
 def laurel() -> tuple[str, Loss]:
     import laurel as package
-    from laurel.models.outputs import token_logprobs
+    from laurel.models.forest.outputs import token_logprobs
 
     def loss(hidden: Tensor, weight: Tensor, tokens: Tensor, advantages: Tensor) -> Tensor:
         found = token_logprobs(hidden, tokens, weight, with_entropy=SETTINGS["entropy"])

@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from laurel import api
-from laurel.data.number_words import REQUESTS, boxed, in_words, numbers
+from laurel.demo.data import NUMBER_REQUESTS, boxed, in_words, numbers
 
 plt.style.use("tableau-colorblind10")  # colours that everybody can tell apart
 SEED = 0  # of all that is drawn by chance; try others
@@ -40,7 +40,7 @@ here.mkdir(parents=True)
 def asked(generator, held_out):
     """A request, and the number that it is about."""
     number = generator.choice(numbers(held_out=held_out))
-    return generator.choice(REQUESTS).format(in_words(number)), number
+    return generator.choice(NUMBER_REQUESTS).format(in_words(number)), number
 
 
 def answer(generator, number, share_friendly):

@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 
 from laurel import api
-from laurel.data.number_words import REQUESTS, boxed, in_words, numbers
+from laurel.demo.data import NUMBER_REQUESTS, boxed, in_words, numbers
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn, response_of
 
 plt.style.use("tableau-colorblind10")  # colours that everybody can tell apart
@@ -49,7 +49,7 @@ def answers(count, seed):
                 digits = digits[:place] + generator.choice("123456789") + digits[place + 1 :]
             return "well , " * idle + boxed(digits)
 
-        yield generator, generator.choice(REQUESTS).format(in_words(number)), number, answer
+        yield generator, generator.choice(NUMBER_REQUESTS).format(in_words(number)), number, answer
 
 
 generator, prompt, number, answer = next(answers(1, seed=0))

@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 
 from laurel import api
-from laurel.data.number_words import REQUESTS, boxed, in_words, numbers
+from laurel.demo.data import NUMBER_REQUESTS, boxed, in_words, numbers
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn, response_of
 
 plt.style.use("tableau-colorblind10")  # colours that everybody can tell apart
@@ -118,7 +118,7 @@ def asked(count, seed, held_out=False):
     generator = random.Random(1000 * SEED + seed)
     for _ in range(count):
         number = generator.choice(numbers(held_out=held_out))
-        yield generator, generator.choice(REQUESTS).format(in_words(number)), number
+        yield generator, generator.choice(NUMBER_REQUESTS).format(in_words(number)), number
 
 
 def demonstrations(count, seed):

@@ -25,28 +25,26 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rich.console import Console
 
-from laurel.cli.eval_request import Request
-from laurel.cli.eval_results import Evaluation
-from laurel.cli.eval_run import evaluated, show_evaluation
-from laurel.cli.eval_scoring import EvalScorer
-from laurel.cli.export import ExportOptions, run_export
-from laurel.cli.local_scorer import say_on
-from laurel.cli.schemas import SCHEMAS, Kind
-from laurel.cli.train import trained
-from laurel.config.benchmarks import BenchmarkName
+from laurel.config.data import BenchmarkName
 from laurel.config.overrides import columns_of, overrides_of
 from laurel.config.tree import nearest
 from laurel.data.conversations import scoring_row
 from laurel.errors import ConfigError, Terms, speaking
+from laurel.export.export import ExportOptions, run_export
 from laurel.observe.console import make_console, silent_console
 from laurel.observe.run_record import RunRecord, Series
 from laurel.observe.run_record import read_run as _read_run
-from laurel.rewards.load import ScorerOptions
-from laurel.rewards.load import open_scorer as _open_scorer
+from laurel.rewards.open import ScorerOptions
+from laurel.rewards.open import open_scorer as _open_scorer
+from laurel.run.evaluation.results import Evaluation
+from laurel.run.evaluation.run import EvalScorer, Request, evaluated, show_evaluation
+from laurel.run.schemas import SCHEMAS, Kind
+from laurel.run.scorer import say_on
+from laurel.run.train import trained
 
 if TYPE_CHECKING:
-    from laurel.algorithms.training_loop import Outcome
-    from laurel.rewards.local import LocalScorer
+    from laurel.rewards.scorer import LocalScorer
+    from laurel.training.loop import Outcome
     from laurel.types import Score
 
 __all__ = [

@@ -17,15 +17,15 @@ import psutil
 import pytest
 import torch
 
-from laurel.distributed.reservations import Resources
 from laurel.environments.code_environment import CodeEnvironment
-from laurel.environments.composite_environment import CompositeEnvironment
+from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
 from laurel.environments.math_environment import MathEnvironment
 from laurel.environments.reward_model_environment import RewardModelEnvironment
-from laurel.models.state_encoding import decode, encode
-from laurel.rewards.local import LocalScorer
+from laurel.models.checkpoint.state import decode, encode
+from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, Task
+from laurel.workers.reservations import Resources
 from reward_models import small_model, write_model
 
 pytestmark = pytest.mark.slow_parameters(

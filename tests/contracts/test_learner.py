@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import learner_work as work
-from laurel.algorithms.learner import NOTHING_TO_LEARN
 from laurel.data.forest import pad, plant
-from laurel.distributed.local_group import LocalGroup
 from laurel.models.scoring import FILE_NAME
+from laurel.training.learner import NOTHING_TO_LEARN
+from laurel.workers.calls import LocalGroup
 from process_group import ProcessGroup
 
 pytestmark = pytest.mark.slow_parameters("two ranks")

@@ -12,11 +12,10 @@ import psutil
 import pytest
 
 import scoring_groups
-from laurel.cli.places import BESIDE_CPUS
-from laurel.distributed.spawned_group import SpawnedGroup
-from laurel.rewards.preparing import WORKER, Preparers
-from laurel.rewards.to_tokens import Prepared, prepared_by
+from laurel.rewards.preparing import WORKER, Prepared, Preparers, prepared_by
+from laurel.run.places import BESIDE_CPUS
 from laurel.types import Message, group_of
+from laurel.workers.spawned import SpawnedGroup
 
 pytestmark = pytest.mark.slow_parameters("ray")
 
@@ -65,7 +64,7 @@ def plain(prepared: Sequence[Prepared]) -> list[Any]:
 def made(request: pytest.FixtureRequest) -> Iterator[Made]:
     make: Any = partial(SpawnedGroup, WORKER, limit=LIMIT)
     if request.param == "ray":
-        ray_actor = pytest.importorskip("laurel.distributed.ray_actor", exc_type=ImportError)
+        ray_actor = pytest.importorskip("laurel.workers.ray_actor", exc_type=ImportError)
         request.getfixturevalue("small_cluster")
         make = partial(ray_actor.SpreadGroup, WORKER, BESIDE_CPUS, limit=LIMIT)
     made = Made(make)

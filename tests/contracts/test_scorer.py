@@ -14,17 +14,17 @@ import scoring_groups
 from fakes import WordScorer
 from foreign_servers import FOREIGN, foreign_server
 from judges import word_judge, word_judge_config
-from laurel.config.scorers import FunctionConfig
-from laurel.distributed.local_group import LocalGroup
-from laurel.distributed.reservations import Resources
-from laurel.models.parallel import ParallelShape
+from laurel.config.environments import FunctionConfig
+from laurel.models.parallel.mesh import ParallelShape
 from laurel.rewards.ensemble import EnsembleScorer, Member
-from laurel.rewards.function_scorer import FunctionScorer
+from laurel.rewards.function import FunctionScorer
 from laurel.rewards.judge import JudgeScorer
-from laurel.rewards.remote.http_scorer import HttpScorer
+from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.replica import ScorerReplica
 from laurel.rewards.remote.router import Router
 from laurel.types import Completion, Group, Message, group_of
+from laurel.workers.calls import LocalGroup
+from laurel.workers.reservations import Resources
 from process_group import ProcessGroup
 from reward_servers import RewardServer
 from scoring_groups import MAX_LENGTH
@@ -174,7 +174,7 @@ def closed_by(stack, scorer):
 
 
 def on_ray(cluster, stack):
-    from laurel.distributed.ray_group import RayGroup
+    from laurel.workers.ray_group import RayGroup
 
     slots = cluster.reserve("reward_model", 2, Resources(cpus=0.5))
     stack.callback(slots.release)

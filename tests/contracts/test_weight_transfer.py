@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import learner_work
-from laurel.engines.replicas import GeneratorReplicas
-from laurel.engines.weight_routes import SentWeights, WeightTransfer
 from laurel.errors import EngineError, WorkerError
+from laurel.generation.replicas import GeneratorReplicas
+from laurel.generation.weights.routes import SentWeights, WeightTransfer
 from laurel.types import Weights
 from process_group import ProcessGroup
 from weight_workers import Giving, KeepingWorker, every_kind, of

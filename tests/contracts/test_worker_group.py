@@ -11,15 +11,14 @@ import psutil
 import pytest
 
 from group_workers import Broken, CountingPickles, Summing, Worker
-from laurel.distributed.local_group import LocalGroup
-from laurel.distributed.reservations import Resources
-from laurel.distributed.spawned_group import SpawnedGroup
-from laurel.distributed.worker_calls import Shared
 from laurel.errors import ConfigError, WorkerError
+from laurel.workers.calls import LocalGroup, Shared
+from laurel.workers.reservations import Resources
+from laurel.workers.spawned import SpawnedGroup
 
-ray_group = pytest.importorskip("laurel.distributed.ray_group", exc_type=ImportError)
+ray_group = pytest.importorskip("laurel.workers.ray_group", exc_type=ImportError)
 
-from laurel.distributed.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
+from laurel.workers.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
 
 pytestmark = pytest.mark.slow_parameters("ray-spread", "ray-1", "ray-2")
 

@@ -3,9 +3,9 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from laurel.models.scratch import train_tokenizer
+from laurel.models.loading.pretrained import train_tokenizer
 from laurel.models.tokenizer import CHATML
-from laurel.rewards.load import quiet_libraries
+from laurel.rewards.open import quiet_libraries
 
 TEXTS = [
     "Where is the laurel? The laurel stands by the gate.",

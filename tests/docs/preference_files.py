@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from laurel.data.synthetic import errands
+from laurel.demo.data import errands
 
 for name, count, held_out in (("pairs", 600, False), ("held_out", 60, True)):
     rows = errands(count, seed=0, held_out=held_out)

@@ -4,11 +4,11 @@
 import json
 from pathlib import Path
 
-from laurel.cli.assemble import train_reward_model
 from laurel.config.load import load_config
-from laurel.config.reward_training import RewardTrainingRun
-from laurel.data.synthetic import errands
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.demo.data import errands
 from laurel.observe.console import make_console
+from laurel.run.reward_model import train_reward_model
 
 POLICY = """\
 policy:

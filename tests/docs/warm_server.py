@@ -26,7 +26,7 @@ from warm_cli import HEAVY
 
 
 def main() -> None:
-    for module in (*HEAVY, "laurel.algorithms.sft", "datasets"):
+    for module in (*HEAVY, "laurel.training.sft", "datasets"):
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for the jobs
     with socket.socket(socket.AF_UNIX) as listener:

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 import learner_work as work
-from laurel.algorithms import local_learner
-from laurel.algorithms.local_learner import LocalLearner
 from laurel.errors import CheckpointError, WorkerError
-from laurel.models import export
-from laurel.models.checkpoint import CheckpointStore, verify
-from laurel.models.save_under_way import SaveUnderWay
+from laurel.models.checkpoint import export
+from laurel.models.checkpoint.store import CheckpointStore, SaveUnderWay, verify
+from laurel.training import learner as local_learner
+from laurel.training.learner import LocalLearner
 from process_group import ProcessGroup
 from runs import (
     assert_equal_runs,

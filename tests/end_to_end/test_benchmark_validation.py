@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 import runs
-from laurel.cli.eval_request import Request
-from laurel.cli.eval_run import run_benchmark
-from laurel.cli.eval_scoring import EvalScorer
 from laurel.errors import ConfigError, DataError
-from laurel.rewards.load import ScorerOptions
+from laurel.rewards.open import ScorerOptions
+from laurel.run.evaluation.run import EvalScorer, Request, run_benchmark
 from policy_runs import grpo, grpo_settings, metrics_of
 from runs import BAD, GOOD, series, write_rows
 

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 import checkpoint_writer
 from checkpoint_writer import NAMES, content, save_behind, writer
 from laurel.errors import CheckpointError
-from laurel.models.checkpoint import CheckpointStore, read_training_info, verify
+from laurel.models.checkpoint.store import CheckpointStore, read_training_info, verify
 
 PROGRAM = Path(checkpoint_writer.__file__)
 
@@ -270,7 +270,7 @@ def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(frozen, o
     run(frozen, steps=[0])
     frozen.chmod(0o300)
     program = (
-        "import sys; from laurel.models.checkpoint import CheckpointStore;"
+        "import sys; from laurel.models.checkpoint.store import CheckpointStore;"
         "CheckpointStore(sys.argv[1]).newest_whole()"
     )
     command = [*ordinary, sys.executable, "-c", program, str(frozen)]
@@ -300,7 +300,7 @@ def test_what_cannot_be_deleted_does_not_stop_the_run(frozen, ordinary):
 def test_a_file_that_cannot_be_read_is_named(frozen, ordinary):
     run(frozen, steps=[0])
     (frozen / "step_0/model.safetensors").chmod(0)
-    program = "import sys; from laurel.models.checkpoint import verify; verify(sys.argv[1])"
+    program = "import sys; from laurel.models.checkpoint.store import verify; verify(sys.argv[1])"
     command = [*ordinary, sys.executable, "-c", program, str(frozen / "step_0")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert "step_0/model.safetensors cannot be read (Permission denied)" in done.stderr

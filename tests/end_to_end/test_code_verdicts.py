@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import code_verdicts
 
-from laurel.environments.sandbox.detection import detect
-from laurel.environments.sandbox.jobs import Limits
-from laurel.environments.sandbox.pool import SandboxPool
+from laurel.sandbox.detection import detect
+from laurel.sandbox.jobs import Limits
+from laurel.sandbox.pool import SandboxPool
 
 SAMPLE = 150
 OBJECTS = ("MBPP/367", "MBPP/601", "MBPP/927")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from laurel.cli.eval_policy import EvalOptions, run_eval
 from laurel.errors import ConfigError, DataError
+from laurel.run.evaluation.policy import EvalOptions, run_eval
 from policy_runs import CPU, MATCHES, sums, warm_started
 from runs import write_rows
 

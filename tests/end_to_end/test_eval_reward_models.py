@@ -11,7 +11,7 @@ import pytest
 
 from eval_rows import SUBSETS, WORDS, accuracies, list_rows, pair_rows, refused, write
 from laurel.evaluation.reward_bench import NUM_ROWS
-from laurel.rewards.load import open_scorer
+from laurel.rewards.open import open_scorer
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model
 from reward_servers import RewardServer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from laurel.rewards.load import open_scorer
+from laurel.rewards.open import open_scorer
 from laurel.types import Message, group_of
 from runs import LOADED, TINY, pairs, run, save_model, settings, train, write_rows
 

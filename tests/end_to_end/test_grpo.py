@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
-from laurel.engines.held_weights import HeldWeights
 from laurel.errors import NonFiniteError
+from laurel.generation.transformers.engine import HeldWeights
 from laurel.types import Weights
 from policy_fakes import HOOKS
 from policy_runs import (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from laurel.environments.sandbox.detection import detect
-from laurel.environments.sandbox.tiers import Tier
+from laurel.sandbox.detection import detect
+from laurel.sandbox.tiers import Tier
 from policy_runs import (
     completions_of,
     grpo,

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from laurel.cli.train import run_training
 from laurel.errors import CheckpointError
+from laurel.run.train import run_training
 from policy_fakes import HOOKS
 from policy_runs import (
     HOOKED,
@@ -264,7 +264,7 @@ def test_a_longer_run_goes_on_from_a_finished_one(tmp_path: Path, model: Path) -
 
 PROGRAM = """
 import sys, torch
-from laurel.cli.train import run_training
+from laurel.run.train import run_training
 run_training("grpo", None, sys.argv[1:])
 """
 

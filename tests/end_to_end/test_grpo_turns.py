@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from laurel.cli.assemble_grpo import assemble
-from laurel.config.grpo_training import GRPORun
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
+from laurel.run.grpo import assemble
 from policy_runs import MATCHES, grpo_settings, metrics_of
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from laurel.environments.sandbox.detection import detect
-from laurel.environments.sandbox.jobs import Limits, SandboxJob, Status
-from laurel.environments.sandbox.pool import SandboxPool
+from laurel.sandbox.detection import detect
+from laurel.sandbox.jobs import Limits, SandboxJob, Status
+from laurel.sandbox.pool import SandboxPool
 
 DATA = Path(os.environ.get("LAUREL_DATA", "")) / "humaneval" / "HumanEval.jsonl.gz"
 ALWAYS_EQUAL = """

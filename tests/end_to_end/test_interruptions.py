@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from laurel.cli.train import run_training
 from laurel.observe.loggers import read_metrics
+from laurel.run.train import run_training
 from runs import (
     assert_equal_runs,
     best_name,

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from laurel.environments import open_reward_loop
+from laurel.environments.reward_model import open
 from policy_runs import grpo, grpo_settings, metrics_of, warm_started
 from reward_models import small_model, write_model
 from runs import Finished
 
 ray = pytest.importorskip("ray")
-from laurel.distributed.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
+from laurel.workers.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
 
 BOUND = 1e-5
 STORE = 80 * 2**20
@@ -157,7 +157,7 @@ def test_several_models_judge_from_slots_as_they_do_here(
     def load_here(*_: Any, **__: Any) -> None:
         raise AssertionError("it was loaded in the process of the run")
 
-    monkeypatch.setattr(open_reward_loop, "open_reward_model", load_here)
+    monkeypatch.setattr(open, "open_reward_model", load_here)
     rewards, changes = ways
     done = run(tmp_path, model, {**ensemble(judges), **rewards}, *changes)
     assert "reward_model: node 0, slot" in done.text

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from laurel.algorithms.advantages import compute_advantages
-from laurel.algorithms.policy_losses import PolicyLoss
-from laurel.config.grpo_training import GRPORun
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
+from laurel.grpo.advantages import compute_advantages
+from laurel.training.policy_loss import PolicyLoss
 from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"

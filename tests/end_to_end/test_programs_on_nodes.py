@@ -14,15 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from laurel.config.sandbox import SandboxConfig
-from laurel.environments.sandbox import node_runner
-from laurel.environments.sandbox.detection import detect
-from laurel.environments.sandbox.inside.monitor import RUNNING
-from laurel.environments.sandbox.jobs import Limits, SandboxJob, Status
-from laurel.environments.sandbox.node_crew import ClusterNodes
-from laurel.environments.sandbox.node_pool import open_pool_on
-from laurel.environments.sandbox.pool import SandboxPool
-from laurel.environments.sandbox.tiers import Tier
+from laurel.config.environments import SandboxConfig
+from laurel.environments.code import nodes as node_runner
+from laurel.environments.code.nodes import ClusterNodes, open_pool_on
+from laurel.sandbox.detection import detect
+from laurel.sandbox.inside.monitor import RUNNING
+from laurel.sandbox.jobs import Limits, SandboxJob, Status
+from laurel.sandbox.pool import SandboxPool
+from laurel.sandbox.tiers import Tier
 from policy_runs import (
     completions_of,
     grpo,
@@ -34,12 +33,8 @@ from runs import write_rows
 from sandbox_processes import END, below, is_gone, wait_until
 
 ray = pytest.importorskip("ray")
-from laurel.distributed.ray_cluster import RayCluster  # noqa: E402  where there is Ray
-from laurel.distributed.ray_node_group import (  # noqa: E402
-    NodeGroup,
-    is_on_the_only_node,
-    nodes_to_work_on,
-)
+from laurel.workers.ray_cluster import RayCluster  # noqa: E402  where there is Ray
+from laurel.workers.ray_group import NodeGroup, is_on_the_only_node, nodes_to_work_on  # noqa: E402
 
 STORE = 80 * 2**20
 LIMITS = Limits(wall_s=60, cpu_s=60)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headless_browser import NAMES, Page, browser_page, find_browser
-from laurel.observe.report import write_report
+from laurel.observe.report.page import write_report
 from report_runs import reward_model_run, write_lines
 
 BROWSER = find_browser()

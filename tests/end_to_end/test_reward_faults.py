@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from laurel.rewards.remote.http_scorer import HttpScorer
+from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.replica import reason_of
-from laurel.rewards.remote.router_options import Canary, RouterOptions
+from laurel.rewards.remote.router import Canary, RouterOptions
 from reward_servers import RewardServerProcess
 from reward_streams import GROUPS, RIGHT, SECONDS, Streamed
 from scripted_replicas import question, right_scores

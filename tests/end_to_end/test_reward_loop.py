@@ -13,12 +13,12 @@ import psutil
 import pytest
 from pyarrow import parquet
 
-from laurel.distributed.spawned_group import SpawnedGroup
 from laurel.errors import EnvironmentFailedError, WorkerError
 from laurel.observe.loggers import read_metrics
 from laurel.rewards import preparing
-from laurel.rewards.group_scorer import GroupScorer
 from laurel.rewards.preparing import Preparers
+from laurel.rewards.replicas import GroupScorer
+from laurel.workers.spawned import SpawnedGroup
 from policy_runs import assert_same_runs, grpo, grpo_settings, metrics_of, warm_started
 from runs import settings, train
 

@@ -9,8 +9,8 @@ import pytest
 import runs
 from laurel.cli.score import run_score
 from laurel.environments.reward_model_environment import RewardModelEnvironment
-from laurel.models.export import save_reward_model
-from laurel.rewards.load import ScorerOptions, find_model, load_scorer
+from laurel.models.checkpoint.export import save_reward_model
+from laurel.rewards.open import ScorerOptions, find_model, load_scorer
 
 PROMPTS = ("question 9?", "question 10?", "another question?")
 ANSWERS = ("one clear answer", "this is rude", "more wrong reply", "useful")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from laurel.models.checkpoint import verify
+from laurel.models.checkpoint.store import verify
 from laurel.observe.loggers import read_metrics
 from runs import (
     GOOD,

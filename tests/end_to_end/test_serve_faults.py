@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from laurel.rewards.null_scorer import NullScorer
+from laurel.rewards.ensemble import NullScorer
 from laurel.types import Score
 from reward_streams import GROUPS, Streamed
 

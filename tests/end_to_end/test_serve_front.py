@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from laurel.rewards.load import open_scorer
+from laurel.rewards.open import open_scorer
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model
 from reward_streams import GROUPS, Streamed

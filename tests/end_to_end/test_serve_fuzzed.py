@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from laurel.rewards.server.description import describe
+from laurel.rewards.server.openapi import describe
 from served_scores import KEY, Running
 
 schemathesis = pytest.importorskip("schemathesis")

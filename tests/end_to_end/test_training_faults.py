@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from laurel.cli.train import trained
 from laurel.errors import CheckpointError, NonFiniteError, UnsavedError
-from laurel.models.checkpoint import CheckpointStore, verify
+from laurel.models.checkpoint.store import CheckpointStore, verify
+from laurel.run.train import trained
 from runs import manifest_hashes, pairs, run, series, settings, train, write_rows
 
 # ---------------------------------------------------------------------- figures that are not finite
@@ -172,7 +172,7 @@ def test_a_disk_that_is_full_is_told_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = SimpleNamespace(free=250_000)
-    monkeypatch.setattr("laurel.models.checkpoint.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("laurel.models.checkpoint.store.shutil.disk_usage", lambda path: usage)
     often = settings(tmp_path, "checkpointing.save_period=2")
     with pytest.raises(CheckpointError, match=r"0\.2 MB free, and 2 checkpoints .* about 0\.3 MB"):
         train(often)

@@ -14,13 +14,12 @@ import numpy as np
 import psutil
 import pytest
 
-from laurel.engines.vllm_settings import EAGER_ENVIRONMENT, ENVIRONMENT
-from laurel.rewards.remote import foreign_wire
-from laurel.rewards.remote.dialects import dialect_of
-from laurel.rewards.remote.http_scorer import HttpReplica, HttpScorer
+from laurel.generation.vllm.settings import EAGER_ENVIRONMENT, ENVIRONMENT
+from laurel.rewards.remote import foreign
+from laurel.rewards.remote.foreign import dialect_of
+from laurel.rewards.remote.http import HttpReplica, HttpScorer
 from laurel.rewards.remote.replica import ScorerReplica, reason_of
-from laurel.rewards.remote.router import Router
-from laurel.rewards.remote.router_options import Canary, RouterOptions
+from laurel.rewards.remote.router import Canary, Router, RouterOptions
 from laurel.types import Message, group_of
 from vllm_engines import require_vllm
 from vllm_reward_models import local, saved
@@ -158,7 +157,7 @@ def test_a_server_that_squashes_is_found(server, model, monkeypatch):
     """As one that has renamed `use_activation`: it ignores what it does not know."""
     url, _ = server
     _, here = model
-    monkeypatch.setattr(foreign_wire, "_RAW", {})
+    monkeypatch.setattr(foreign, "_RAW", {})
     squashing = {"protocol": "vllm", "contract": here.contract, "model": "laurel-test"}
     raw = values(here.score_now(GROUPS[:1]))
     squashed = values(score(HttpScorer([url], **squashing), GROUPS[:1]))

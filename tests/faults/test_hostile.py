@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 import hostile_suite
-from laurel.environments.sandbox.canaries import small_world
-from laurel.environments.sandbox.detection import detect
-from laurel.environments.sandbox.group_trial import chosen_place
-from laurel.environments.sandbox.inside.monitor import ARMED
-from laurel.environments.sandbox.tiers import LAYERS, Tier
-from laurel.environments.sandbox.zygote_process import ZygoteProcess
+from laurel.sandbox.canaries import small_world
+from laurel.sandbox.detection import detect
+from laurel.sandbox.group_trial import chosen_place
+from laurel.sandbox.inside.monitor import ARMED
+from laurel.sandbox.tiers import LAYERS, Tier
+from laurel.sandbox.zygote_process import ZygoteProcess
 from sandbox_processes import is_gone, named
 
 PROGRAMS = {program.name: program for program in hostile_suite.read_programs()}

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laurel.environments.sandbox.detection import detect
-from laurel.environments.sandbox.group_trial import chosen_place
-from laurel.environments.sandbox.jobs import CallTest, Limits, SandboxJob, Status
-from laurel.environments.sandbox.pool import SandboxPool
+from laurel.sandbox.detection import detect
+from laurel.sandbox.group_trial import chosen_place
+from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, Status
+from laurel.sandbox.pool import SandboxPool
 from sandbox_processes import below, is_gone, is_idle, wait_until
 
 JOBS = int(os.environ.get("LAUREL_SOAK_JOBS", "600"))

@@ -25,21 +25,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from laurel.algorithms.losses import (
+from laurel.config.grpo import PolicyLossConfig
+from laurel.config.reward_model import LossConfig
+from laurel.models.forest.outputs import TokenOutputs
+from laurel.training.losses import (
     RewardLoss,
     bradley_terry,
     centering,
     davidson,
+    pairs_of,
     plackett_luce,
     rao_kupper,
     regression,
 )
-from laurel.algorithms.pairs import pairs_of
-from laurel.algorithms.policy_labels import DemonstrationLabels, PolicyLabels
-from laurel.algorithms.policy_losses import DemonstrationLoss, PolicyLoss
-from laurel.config.policy_loss import PolicyLossConfig
-from laurel.config.reward_training import LossConfig
-from laurel.models.outputs import TokenOutputs
+from laurel.training.policy_loss import (
+    DemonstrationLabels,
+    DemonstrationLoss,
+    PolicyLabels,
+    PolicyLoss,
+)
 from laurel.types import Preference, group_of
 
 GOLDEN = Path(__file__).with_name("losses.json")

@@ -6,10 +6,9 @@ import torch
 import tiny
 import tiny_tokenizers as made
 from laurel.data.forest import pad, plant
-from laurel.models.pretrained import recompute_activations
+from laurel.models.loading.pretrained import recompute_activations
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.local import LocalScorer
-from laurel.rewards.self_check import check_paths
+from laurel.rewards.scorer import LocalScorer, check_paths
 from laurel.types import Message, group_of
 
 pytestmark = [

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 import learner_work as work
-from laurel.algorithms.learner_worker import LearnerWorker
-from laurel.config.schema import ClusterConfig, NamedCall
-from laurel.distributed.rendezvous import Place, join, leave
-from laurel.models.across_ranks import AcrossRanks
-from laurel.models.parallel import ParallelShape
+from laurel.config.policy import ClusterConfig, NamedCall
+from laurel.models.parallel.mesh import AcrossRanks, ParallelShape
+from laurel.training.learner_group import LearnerWorker
+from laurel.workers.rendezvous import Place, join, leave
 
 pytestmark = [
     pytest.mark.gpu,

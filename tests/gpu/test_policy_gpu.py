@@ -5,8 +5,8 @@ import torch
 
 import tiny
 from laurel.data.forest import plant
-from laurel.models.load_policy import check_policy_paths
-from laurel.models.outputs import all_logits, token_logprobs
+from laurel.models.forest.outputs import all_logits, token_logprobs
+from laurel.models.loading.policy import check_policy_paths
 
 pytestmark = [
     pytest.mark.gpu,

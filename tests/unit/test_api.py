@@ -10,7 +10,7 @@ import pytest
 
 from laurel import api
 from laurel.errors import ConfigError, DataError, ModelError
-from laurel.observe.completions import CompletionRow, write_completions
+from laurel.observe.console import CompletionRow, write_completions
 
 
 def test_a_kind_of_training_that_is_none() -> None:

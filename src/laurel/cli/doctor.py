@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.text import Text
 
-from laurel.cli import machine
-from laurel.cli.json_output import write_json
-from laurel.cli.machine import Finding, Probe
+from laurel.cli.options import offer_layers
+from laurel.errors import ConfigError
 from laurel.observe.console import make_console, visible
+from laurel.observe.json_output import JsonOption, write_json
+from laurel.sandbox.detection import Detection, detect
+from laurel.sandbox.group_trial import chosen_place, group_words
+from laurel.sandbox.tiers import LAYERS, Tier
+from laurel.workers import machine
+from laurel.workers.machine import Finding, Probe
 
 WORTH_IT = 1.3
 """bfloat16 costs precision; on a GPU it is advised from this many times as fast."""
@@ -97,3 +103,105 @@ def advise(facts: Mapping[str, Mapping[str, Any]]) -> Finding:
         "rows for models that cannot use it"
     )
     return Finding(facts=used, lines=tuple(lines))
+
+
+# --------------------------------------------------------------------------------------------------
+# `laurel sandbox check`: how well this machine locks programs in, found by trying.
+
+_GROUP = "cgroup"
+
+
+def run_check(*, without: frozenset[str], as_json: bool) -> bool:
+    """Try it, and print what was found.
+
+    Args:
+        without: Layers to leave out.
+        as_json: Print one JSON object instead of lines.
+
+    Returns:
+        Whether a run would start here without being told to accept less.
+
+    Raises:
+        ConfigError: There is no layer of such a name.
+    """
+    unknown = sorted(without - {*LAYERS, _GROUP})
+    if unknown:
+        raise ConfigError(f"--without {unknown[0]}: there are {', '.join([*LAYERS, _GROUP])}")
+    found = detect(without=without - {_GROUP})
+    place, reason = chosen_place("off" if _GROUP in without else "auto")
+    group = group_words(place, reason)
+    accepted = found.tier is not None and found.tier.is_at_least(Tier.NO_LANDLOCK)
+    if as_json:
+        write_json(as_facts(found) | {_GROUP: group, "accepted": accepted})
+        return accepted
+    console = make_console()
+    for line in lines(found, group):
+        console.print(Text(visible(line)), soft_wrap=True)
+    return accepted
+
+
+def as_facts(found: Detection) -> dict[str, object]:
+    """What was found, for programs."""
+    return {
+        "tier": found.tier.value if found.tier else None,
+        "layers": sorted(found.tier.layers) if found.tier else [],
+        "reasons": dict(found.reasons),
+        "tried": [
+            {"what": one.canary.name, "held": one.held, "detail": one.detail}
+            for one in found.sightings
+        ],
+    }
+
+
+def lines(found: Detection, group: str) -> list[str]:
+    """What was found, for people.
+
+    Args:
+        found: It.
+        group: Its `group_words`.
+    """
+    said = [found.sentence(), ""]
+    have = found.tier.layers if found.tier else frozenset()
+    for name in LAYERS:
+        said.append(f"{name:<15}{'yes' if name in have else 'no: ' + found.reasons.get(name, '')}")
+    said.append(f"{'control group':<15}{group}")
+    if found.sightings:
+        said += ["", "programs that tried to get out, or to use too much:"]
+    for one in found.sightings:
+        said.append(f"  {'held' if one.held else 'GOT OUT':<8}{one.canary.name} ({one.detail})")
+    return said
+
+
+# --------------------------------------------------------------------------------------------------
+# The commands of `laurel sandbox`.
+
+sandbox_app = typer.Typer(
+    help="Where programs that a model wrote are run.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@sandbox_app.callback()
+def sandbox() -> None:
+    """Where programs that a model wrote are run."""
+
+
+@sandbox_app.command("check")
+def check_sandbox(
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LAYER",
+            autocompletion=offer_layers,
+            help="Try without namespaces, landlock or seccomp. May be repeated.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Lock hostile programs in and say what holds on this machine.
+
+    Also what is lost where something does not, and the remedy. The exit code is 1 where a run would
+    be refused unless it is told to accept less.
+    """
+
+    if not run_check(without=frozenset(without or ()), as_json=as_json):
+        raise typer.Exit(1)

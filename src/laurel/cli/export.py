@@ -1,202 +1,73 @@
-"""`laurel export`: a model as a plain Hugging Face directory that proved to give its scores."""
+"""The command line of `laurel export`."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, Literal
 
-from rich.text import Text
+import typer
 
-from laurel.cli.hub import HubApi, check_hub, connect, push
-from laurel.cli.json_output import write_json
-from laurel.cli.scorer_settings import OPTIONS, policy_of_settings
-from laurel.cli.whole_directory import check_target, whole_directory
-from laurel.config.schema import ClusterConfig
-from laurel.errors import CheckpointError, ConfigError, key_of, speaking
-from laurel.observe.console import message_console, visible
-from laurel.rewards.load import (
-    ModelPlace,
-    Say,
-    ScorerOptions,
-    check_files,
-    find_model,
-    quiet_libraries,
-    read_rules,
+from laurel.cli.options import (
+    DeviceOption,
+    MaxLengthOption,
+    ModelOption,
+    SettingsOption,
+    ThreadsOption,
 )
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from laurel.models.model_card import EvaluationTable
+from laurel.observe.json_output import JsonOption
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
-    """What the command line says."""
-
-    model: str
-    output: Path
-    step: int | None = None
-    """Of a run: this checkpoint, not its best."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    overwrite: bool = False
-    evaluations: Sequence[Path] = ()
-    """What `laurel eval ... --output` wrote."""
-    without_conversations: bool = False
-    """Leave no conversation of the data in `scoring.json`."""
-    push_to_hub: str | None = None
-    private: bool = False
-    max_length: int | None = None
-    """For a model without `scoring.json`."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    cpu_threads: int | None = None
-    settings: Sequence[str] = field(default_factory=tuple)
-    """What `--set` says."""
-    as_json: bool = False
-
-
-def run_export(
-    options: ExportOptions, *, hub: HubApi | None = None, messages: Console | None = None
+def export(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")
+    ],
+    model: ModelOption = "",
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Of a run: this checkpoint, not the best.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of the weights that are written.")
+    ] = "float32",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model that is there.")
+    ] = False,
+    evaluations: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--eval", metavar="DIR", help="What laurel eval ... -o wrote, for the model card."
+        ),
+    ] = None,
+    without_conversations: Annotated[
+        bool,
+        typer.Option(
+            "--without-conversations", help="Leave no conversation of the data in scoring.json."
+        ),
+    ] = False,
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Then bring it to the hub: USER/MODEL.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="A repository that is made there is private.")
+    ] = False,
+    max_length: MaxLengthOption = None,
+    device: DeviceOption = "auto",
+    cpu_threads: ThreadsOption = None,
+    settings: SettingsOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Write a model as a directory that needs nothing of Laurel.
+    """Write a model as a plain Hugging Face directory, and test it.
 
-    What needs no model is checked first. What fails the test of what was written is not kept.
+    What is written needs nothing of Laurel. Reward models of OpenRLHF and
+    LLaMA-Factory are understood, too.
 
-    Args:
-        options: See there.
-        hub: Stands in for the Hugging Face hub.
-        messages: Told what is done and found; None is standard error.
-
-    Raises:
-        UserError: A model, a directory, a setting or a login that cannot be used; or a directory
-            that would give other scores.
+    Example: laurel export --model results/rm --output exported --eval results/last
     """
-    messages = messages or message_console()
+    from laurel.export.export import ExportOptions, run_export
 
-    def say(text: str) -> None:
-        messages.print(Text("\n".join(map(visible, text.split("\n")))), soft_wrap=True)
-
-    place = _find(options)
-    target = check_target(options.output, overwrite=options.overwrite, read_from=place.name)
-    if options.push_to_hub is not None:
-        hub = hub or connect()
-        check_hub(hub, options.push_to_hub)
-    tables = _tables(options, place, say)
-    with messages.status("checking the files of the model"):
-        for note in place.notes:
-            say(note)
-        check_files(place)
-    with (
-        messages.status("writing the model, and loading it with plain transformers"),
-        speaking(OPTIONS),
-        whole_directory(target) as directory,
-    ):
-        _write(directory, place, options, tables, say)
-    say(f"written to {options.output}")
-    if hub is not None and options.push_to_hub is not None:
-        with messages.status(f"bringing it to {options.push_to_hub}"):
-            push(hub, options.push_to_hub, target, private=options.private)
-        say(f"pushed  to {options.push_to_hub}")
-    if options.as_json:
-        write_json({"model": place.name, "output": options.output, "hub": options.push_to_hub})
-
-
-def _find(options: ExportOptions) -> ModelPlace:
-    if not options.model:
-        raise ConfigError(
-            f"no model is named; add {key_of('--model')} with a directory (of a model, a "
-            "checkpoint, or a run "
-            "with checkpoints) or a name on the Hugging Face hub"
-        )
-    name = options.model
-    if options.step is not None:
-        root = Path(name).expanduser()
-        if not (root / f"step_{options.step}").is_dir():
-            from laurel.models.checkpoint_reading import steps_in
-
-            steps = ", ".join(map(str, steps_in(root))) if root.is_dir() else ""
-            raise ConfigError(
-                f"--step {options.step}: {name} has no step_{options.step}. "
-                + (f"It has the steps {steps}" if steps else "It holds no checkpoints")
-            )
-        name = str(root / f"step_{options.step}")
-    with speaking(OPTIONS):
-        return find_model(name)
-
-
-def _tables(options: ExportOptions, place: ModelPlace, say: Say) -> Sequence[EvaluationTable]:
-    """The evaluations for the card; of other models they would be a lie, so that is said."""
-    if not options.evaluations:
-        return ()
-    from laurel.cli.card_tables import read_evaluations
-
-    tables, models = read_evaluations(options.evaluations)
-    known = {os.path.realpath(Path(options.model).expanduser()), place.name, options.model}
-    for model in dict.fromkeys(models):
-        if model not in known and os.path.realpath(Path(model).expanduser()) not in known:
-            say(f"warning: an evaluation is of {model}, by its name not the model that is written")
-    return tables
-
-
-def _write(
-    directory: Path,
-    place: ModelPlace,
-    options: ExportOptions,
-    tables: Sequence[EvaluationTable],
-    say: Say,
-) -> None:
-    from laurel.distributed.process import prepare
-
-    prepare(ClusterConfig(device=options.device, cpu_threads=options.cpu_threads), seed=0)
-    quiet_libraries()
-    rules = read_rules(place)
-    policy = policy_of_settings(options.settings, rules=rules, say=say)
-    kind = _kind(place, safetensors_only=policy.safetensors_only)
-    if kind == "policy":
-        from laurel.cli.export_policy import write_policy
-
-        if tables:
-            raise ConfigError(
-                f"--eval is for reward models, and {place.name} writes text; leave it out"
-            )
-        write_policy(directory, place, policy, options, say)
-        return
-    from laurel.cli.export_reward_model import write_reward_model
-
-    scorer_options = ScorerOptions(
-        max_length=options.max_length,
-        precision=options.dtype,
-        device=options.device,
-        policy=policy,
-    )
-    write_reward_model(directory, place, scorer_options, options, tables, say)
-
-
-def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model", "policy"]:
-    """What lies there, told by its files."""
-    from laurel.models.scoring import FILE_NAME
-    from laurel.models.value_heads import find_value_head
-
-    directory = Path(place.name)
-    if (directory / FILE_NAME).is_file():
-        return "reward model"
-    if find_value_head(directory, safetensors_only=safetensors_only) is not None:
-        return "reward model"
-    try:
-        if directory.is_dir():
-            said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-            architectures = said.get("architectures") or []
-        else:
-            from transformers import AutoConfig
-
-            architectures = AutoConfig.from_pretrained(place.name).architectures or []
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"the configuration of {place.name} cannot be read: {error}"
-        ) from error
-    is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
-    return "reward model" if is_classifier else "policy"
+    options = ExportOptions(
+        model=model, output=output, step=step, dtype=dtype, overwrite=overwrite,
+        evaluations=evaluations or (), without_conversations=without_conversations,
+        push_to_hub=push_to_hub, private=private, max_length=max_length, device=device,
+        cpu_threads=cpu_threads, settings=settings or (), as_json=as_json,
+    )  # fmt: skip
+    run_export(options)

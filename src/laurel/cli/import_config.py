@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from laurel.cli.json_output import write_json
-from laurel.cli.output_file import check_output, replace_file
+from laurel.config.importing.rules import Entry, is_secret, shown
 from laurel.config.importing.sources import STDIN, TITLES, Request, Told, import_configuration
 from laurel.config.importing.text import said, to_text
-from laurel.config.importing.work import Entry, is_secret, shown
+from laurel.observe.files import check_output, replace_file
+from laurel.observe.json_output import write_json
 
 _LISTS = (
     ("carried", "carried"),

@@ -12,13 +12,12 @@ from typing import Annotated, Literal
 import typer
 
 from laurel import __version__
-from laurel.cli.config_commands import config_app
-from laurel.cli.data_commands import data_app
-from laurel.cli.eval_commands import eval_app
-from laurel.cli.export_command import export
-from laurel.cli.global_options import QuietOption, VerboseOption, begin, complete_commands
-from laurel.cli.init_command import init
-from laurel.cli.json_output import JsonOption
+from laurel.cli.config import config_app
+from laurel.cli.data import data_app
+from laurel.cli.doctor import sandbox_app
+from laurel.cli.evaluate import eval_app
+from laurel.cli.export import export
+from laurel.cli.init import init
 from laurel.cli.options import (
     AdminKeyOption,
     ApiKeyOption,
@@ -30,13 +29,17 @@ from laurel.cli.options import (
     ModelOption,
     Overrides,
     PrecisionOption,
+    QuietOption,
     SettingsOption,
     ThreadsOption,
+    VerboseOption,
+    begin,
+    complete_commands,
 )
-from laurel.cli.report_command import report
-from laurel.cli.sandbox_command import sandbox_app
+from laurel.cli.report import report
 from laurel.errors import LaurelError
-from laurel.observe.verbosity import verbosity
+from laurel.observe.console import verbosity
+from laurel.observe.json_output import JsonOption
 
 app = typer.Typer(
     name="laurel",
@@ -76,7 +79,7 @@ def train_reward_model(
 
     Example: laurel rm --config examples/configs/rm.yaml policy.model_name=Qwen/Qwen3-0.6B
     """
-    from laurel.cli.train import run_training
+    from laurel.run.train import run_training
 
     run_training("rm", config, overrides or [], as_json=as_json)
 
@@ -89,7 +92,7 @@ def fine_tune(
 
     Example: laurel sft --config examples/configs/sft.yaml data.train_data_path=chats.jsonl
     """
-    from laurel.cli.train import run_training
+    from laurel.run.train import run_training
 
     run_training("sft", config, overrides or [], as_json=as_json)
 
@@ -104,7 +107,7 @@ def train_policy(
 
     Example: laurel grpo --config examples/configs/grpo_rm_1B.yaml grpo.max_num_steps=100
     """
-    from laurel.cli.train import run_training
+    from laurel.run.train import run_training
 
     run_training("grpo", config, overrides or [], as_json=as_json)
 
@@ -186,7 +189,7 @@ def score(
     """
     from laurel.cli.score import run_score
     from laurel.config.overrides import columns_of
-    from laurel.rewards.load import ScorerOptions
+    from laurel.rewards.open import ScorerOptions
 
     options = ScorerOptions(
         max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device
@@ -301,7 +304,7 @@ def demo(
 
     Makes data and a model, fine-tunes it, trains a reward model, and learns from that with GRPO.
     """
-    from laurel.cli.demo import run_demo, write_demo_data
+    from laurel.demo.demo import run_demo, write_demo_data
 
     if data_only:
         write_demo_data(directory, seed=seed, as_json=as_json)

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from laurel.cli.json_output import write_json
-from laurel.cli.plan_report import ReadShapes, as_facts, as_text
-from laurel.cli.schemas import SCHEMAS, Kind, kind_of
-from laurel.config.grpo_training import GRPORun
+from laurel.config.environments import ScorerSource
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.config.schema import DTensorConfig, PolicyConfig
-from laurel.config.scorers import ScorerSource
-from laurel.distributed.claims import Run, uses_reward_model
-from laurel.distributed.fitting import fit
-from laurel.distributed.memory import Shapes
-from laurel.distributed.model_shape import ModelShape, decoder_shape, parse_bytes, parse_shape
-from laurel.distributed.roles import RoleName
+from laurel.config.policy import DTensorConfig, PolicyConfig
 from laurel.errors import CheckpointError, ModelError
+from laurel.observe.json_output import write_json
+from laurel.planning.fit import GIB, FittedPlan, fit
+from laurel.planning.memory import (
+    MASTER_BYTES,
+    ModelShape,
+    Phase,
+    Shapes,
+    decoder_shape,
+    parse_bytes,
+    parse_shape,
+)
+from laurel.planning.plan import BatchPlan, Plan
+from laurel.planning.roles import (
+    Misfit,
+    RoleName,
+    RolePlan,
+    Run,
+    Slot,
+    as_ranges,
+    title,
+    uses_reward_model,
+    where,
+)
+from laurel.run.schemas import SCHEMAS, Kind, kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +113,7 @@ def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -
             vocab_size=scratch.vocab_size, has_language_head=has_head,
         )  # fmt: skip
         return replace(shape, normalises_heads=scratch.architecture == "qwen3")
-    from laurel.cli.found_model import found_name
+    from laurel.run.model import found_name
 
     name = found_name(str(policy.model_name), say=notes.append)
     return _read(policy, name, has_head)
@@ -108,15 +125,240 @@ def _judge_shape(judge: ScorerSource, split: DTensorConfig, written: str | None)
     name = judge.checkpoint_path or judge.model_name
     if name is None:
         raise ModelError("env.reward_model.model_name is not said.")
-    from laurel.cli.found_model import found_name
+    from laurel.run.model import found_name
 
     policy = PolicyConfig(trust_remote_code=judge.trust_remote_code, dtensor_cfg=split)
     return _read(policy, found_name(name, say=lambda _: None), False)
 
 
 def _read(policy: PolicyConfig, name: str, has_head: bool) -> ModelShape:
-    from laurel.models.shapes import read_shape
-    from laurel.rewards.load import quiet_libraries
+    from laurel.models.loading.pretrained import read_shape
+    from laurel.rewards.open import quiet_libraries
 
     quiet_libraries()
     return read_shape(policy, name, has_language_head=has_head)
+
+
+# --------------------------------------------------------------------------------------------------
+# How a plan is shown: tables and a picture for people, facts for programs.
+
+LETTERS: Mapping[RoleName, str] = {"policy": "P", "generation": "G", "reward_model": "R"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadShapes:
+    """What could be told of the models' shapes."""
+
+    shapes: Shapes
+    unknown: Mapping[RoleName, str]
+    """Why there is none, by the role that it is missing for: its memory is not estimated."""
+    notes: tuple[str, ...] = ()
+    """What was decided on the way."""
+
+
+def as_facts(fitted: FittedPlan, read: ReadShapes, *, device_memory: int | None) -> dict[str, Any]:
+    """All of it, in values that JSON knows. Memory is in bytes, of one device."""
+    plan = fitted.plan
+    return {
+        "fits": fitted.fits,
+        "cluster": {
+            "num_nodes": plan.num_nodes,
+            "slots_per_node": plan.slots_per_node,
+            "idle": plan.num_idle,
+            "device_memory": device_memory,
+        },
+        "roles": [
+            {
+                "name": role.name,
+                "shares_with": role.shares_with,
+                "fraction": role.fraction,
+                "mesh": asdict(role.mesh),
+                "slots": [[slot.node, slot.index] for slot in role.slots],
+            }
+            for role in plan.roles
+        ],
+        "batches": [
+            asdict(batch)
+            | {"per_share": batch.per_share, "num_micro_batches": batch.num_micro_batches}
+            for batch in plan.batches
+        ],
+        "models": asdict(read.shapes),
+        "memory_not_estimated": dict(read.unknown),
+        "memory": [
+            {"phase": p.name, "slots_of": p.slots_of, "parts": dict(p.parts), "total": p.total}
+            for p in fitted.phases
+        ],
+        "misfits": [asdict(misfit) for misfit in fitted.misfits],
+        "notes": list(read.notes),
+    }
+
+
+def as_text(
+    config: Run,
+    fitted: FittedPlan,
+    read: ReadShapes,
+    *,
+    device_memory: int | None,
+) -> str:
+    """A page for people."""
+    plan = fitted.plan
+    total = plan.num_nodes * plan.slots_per_node
+    nodes = "1 node" if plan.num_nodes == 1 else f"{plan.num_nodes} nodes"
+    lines = [f"cluster  {nodes} x {plan.slots_per_node} slots = {total}, {plan.num_idle} idle"]
+    if plan.roles:
+        lines += ["", *_roles(plan), "", *_picture(plan)]
+        for is_validation, name in ((False, "batches"), (True, "batches of a validation")):
+            batches = [b for b in plan.batches if b.is_validation == is_validation]
+            lines += ["", name, *(f"  {_batch(batch)}" for batch in batches)] if batches else []
+    if fitted.phases:
+        lines += ["", *_memory(fitted, device_memory), "", *_arithmetic(config, plan, read.shapes)]
+    lines += ["", *(f"note    {note}" for note in read.notes)] if read.notes else []
+    for misfit in fitted.misfits:
+        lines += ["", *_misfit(misfit)]
+    return "\n".join([*lines, "", *_verdict(fitted, read)])
+
+
+def _verdict(fitted: FittedPlan, read: ReadShapes) -> Iterator[str]:
+    """What was found to fit, and no more than that."""
+    for role, why in read.unknown.items():
+        yield f"memory of the {title(role)} is not estimated: {why}"
+    if not fitted.fits:
+        yield "it does not fit"
+    elif read.unknown:
+        yield "slots and batches fit; whether the memory does is not known"
+    else:
+        yield "it fits"
+
+
+# ------------------------------------------------------------------------------------------ slots
+
+
+def _roles(plan: Plan) -> Iterator[str]:
+    rows = [("role", "slots", "mesh", "copies of the model", "where")]
+    for role in plan.roles:
+        mesh = role.mesh
+        axes = [("dp", mesh.dp), ("pp", mesh.pp), ("cp", mesh.cp), ("tp", mesh.tp)]
+        shown = " x ".join(f"{n} {size}" for n, size in axes if size > 1 or n in ("dp", "tp"))
+        copies = "1, in shards" if role.name == "policy" else str(mesh.dp)
+        count = str(len(role.slots)) + (f" x {role.fraction:g}" if role.fraction < 1 else "")
+        rows.append((title(role.name), count, shown, copies, _where(role, plan)))
+    yield from _columns(rows)
+
+
+def _where(role: RolePlan, plan: Plan) -> str:
+    owner = plan.role(role.shares_with) if role.shares_with is not None else None
+    if owner is None:
+        return where(role.slots)
+    those = f"the slots of {title(owner.name)}"
+    return those if role.slots == owner.slots else f"of {those}: {where(role.slots)}"
+
+
+def _picture(plan: Plan) -> Iterator[str]:
+    """A line for each run of nodes that look alike; | stands between groups that share layers."""
+    letters: dict[Slot, str] = {}
+    ends: set[Slot] = set()
+    for role in plan.roles:
+        for slot in role.slots:
+            letters[slot] = letters.get(slot, "") + LETTERS[role.name]
+        if role.shares_with is None:
+            ends |= {group[-1] for group in role.groups}
+    width = max(map(len, letters.values()), default=1)
+
+    def picture(node: int) -> str:
+        slots = [Slot(node=node, index=i) for i in range(plan.slots_per_node)]
+        return "| " + "".join(
+            f"{letters.get(s, '.'):<{width}} {'| ' if s in ends or s == slots[-1] else ''}"
+            for s in slots
+        )
+
+    for drawn, alike in groupby(range(plan.num_nodes), key=picture):
+        nodes = list(alike)
+        name = f"node{'s' if len(nodes) > 1 else ''} {as_ranges(nodes)}"
+        yield f"{name:<16}{drawn}".rstrip()
+    used = "  ".join(f"{LETTERS[role.name]} {title(role.name)}" for role in plan.roles)
+    yield f"{'':<16}{used}{'  . idle' if plan.num_idle else ''}"
+
+
+def _batch(batch: BatchPlan) -> str:
+    each = batch.per_share
+    exact = "" if batch.size % batch.num_shares == 0 else "at most "
+    said = f"{title(batch.role):<13} {batch.size} {batch.unit} / {batch.num_shares} = "
+    said += f"{exact}{each} each"
+    if batch.role == "generation":
+        return f"{said}, {batch.tokens // batch.longest} side by side"
+    passes = f"{batch.tokens} tokens a pass, {batch.longest} the longest of {batch.unit}"
+    said += f"; {passes}: at most {batch.num_micro_batches} passes"
+    return said + (f"; {batch.updates} updates a step" if batch.updates > 1 else "")
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def _memory(fitted: FittedPlan, device_memory: int | None) -> Iterator[str]:
+    room = f" of {device_memory / GIB:.1f}" if device_memory else ""
+    rows = [("memory, GiB of each device", "on the slots of", f"total{room}", "made up of")]
+    rows += [_phase(phase) for phase in fitted.phases]
+    yield from _columns(rows)
+
+
+def _phase(phase: Phase) -> tuple[str, str, str, str]:
+    parts = ", ".join(f"{n} {_gib(size)}" for n, size in phase.parts.items() if size)
+    total = _gib(phase.total) + (f" (has {phase.fraction:g} of it)" if phase.fraction < 1 else "")
+    return phase.name, title(phase.slots_of), total, parts
+
+
+def _arithmetic(config: Run, plan: Plan, shapes: Shapes) -> Iterator[str]:
+    """Where the largest numbers come from."""
+    role, shape = plan.role("policy"), shapes.policy
+    if role is not None and shape is not None:
+        ranks, count = role.mesh.size, shape.num_parameters
+        each = MASTER_BYTES * count / ranks
+        tokens = -(-plan.batch("policy").tokens // role.mesh.cp)
+        yield (
+            f"policy        {_count(count)} parameters x {MASTER_BYTES} bytes / {ranks} ranks = "
+            f"{_gib(each)} GiB of weights (float32), the same of gradients, twice that of AdamW's "
+            "states"
+            + ("; LoRA: gradients and states of adapters only"
+               if config.policy.dtensor_cfg.lora_cfg.enabled else "")
+        )  # fmt: skip
+        how = "recomputed: each layer's input, and one layer whole"
+        if not config.policy.dtensor_cfg.activation_checkpointing:
+            how = "every layer whole"
+        yield (
+            f"              activations of {tokens} tokens in {shape.num_layers} layers of width "
+            f"{shape.hidden_size}, {shape.intermediate_size} / tp {role.mesh.tp}: {how}"
+        )
+    judge = plan.role("reward_model")
+    if isinstance(config, GRPORun) and judge is not None:
+        for settings, shape in zip(
+            config.env.reward_model.loaded, shapes.reward_models, strict=False
+        ):
+            yield (
+                f"reward model  {_count(shape.num_parameters)} parameters in "
+                f"{settings.precision} / {judge.mesh.group_size} ranks of each of "
+                f"{judge.mesh.dp} replicas"
+            )
+
+
+def _misfit(misfit: Misfit) -> Iterator[str]:
+    yield f"{'MISFIT' if misfit.is_fatal else 'WASTE':<8}{misfit.problem}"
+    for number, mend in enumerate(misfit.mends):
+        yield f"  {'mend  ' if number == 0 else '   or '}{mend}"
+
+
+# ------------------------------------------------------------------------------------------- text
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size >= GIB / 2 else f"{size / GIB:.1g}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f}G" if number >= 1e8 else f"{number / 1e6:.2f}M"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()

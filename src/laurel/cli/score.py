@@ -11,20 +11,19 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from laurel.cli.json_output import json_stream
-from laurel.cli.local_scorer import check_named, find_local, open_local, say_on
-from laurel.cli.output_file import check_output, replace_file
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
 from laurel.observe.console import make_console, message_console, print_scores
-from laurel.observe.counts import counted
-from laurel.observe.json_text import json_text
+from laurel.observe.files import check_output, replace_file
+from laurel.observe.json_output import json_stream, json_text
+from laurel.observe.metrics import counted
 from laurel.observe.progress import RowProgress
-from laurel.rewards.load import Say, ScorerOptions
+from laurel.rewards.open import Say, ScorerOptions
+from laurel.run.scorer import check_named, find_local, open_local, say_on
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from laurel.rewards.local import LocalScorer
+    from laurel.rewards.scorer import LocalScorer
     from laurel.types import Score
 
 CHUNK = 256

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from laurel.cli.json_output import write_json
-from laurel.cli.scorer_settings import OPTIONS
 from laurel.errors import (
     ConfigError,
     MissingDependencyError,
@@ -23,15 +21,22 @@ from laurel.errors import (
     WorkerError,
     speaking,
 )
-from laurel.observe.verbosity import verbosity
-from laurel.rewards.load import Precision
-from laurel.rewards.server.access_log import AccessLog
+from laurel.observe.console import verbosity
+from laurel.observe.json_output import write_json
+from laurel.rewards.open import Precision
 from laurel.rewards.server.keys import is_loopback, private_network
-from laurel.rewards.server.serving import RewardService, ServedModel
-from laurel.rewards.server.serving_model import ModelSettings, check_settings, open_served
+from laurel.rewards.server.service import (
+    AccessLog,
+    ModelSettings,
+    RewardService,
+    ServedModel,
+    check_settings,
+    open_served,
+)
+from laurel.run.scorer import OPTIONS
 
 if TYPE_CHECKING:
-    from laurel.rewards.server.gate import App
+    from laurel.rewards.server.app import App
 
 DEFAULT_KEY_ENV = "LAUREL_API_KEY"
 DEFAULT_ADMIN_KEY_ENV = "LAUREL_ADMIN_KEY"
@@ -320,8 +325,7 @@ def _app(
     admin_key: Key,
     log: AccessLog | None,
 ) -> App:
-    from laurel.rewards.server.app import make_app
-    from laurel.rewards.server.gate import GateOptions
+    from laurel.rewards.server.app import GateOptions, make_app
 
     hosts = {"localhost", "127.0.0.1", "[::1]", _in_url(options.host).lower()}
     gate = GateOptions(
@@ -341,9 +345,8 @@ async def _open(options: ServeOptions) -> ServedModel:
     settings = options.settings()
     if options.replicas == 1:
         return await in_thread(lambda: open_served(settings, say=say), name="loading")
-    from laurel.rewards.remote.router_options import RouterOptions
-    from laurel.rewards.server.replica_processes import ReplicaProcesses
-    from laurel.rewards.server.served_replicas import ServedReplicas
+    from laurel.rewards.remote.router import RouterOptions
+    from laurel.rewards.server.replicas import ReplicaProcesses, ServedReplicas
 
     routing = RouterOptions(
         timeout=options.request_seconds,

@@ -11,20 +11,44 @@ The steps, each in a file of its own::
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from types import NoneType
+from typing import Any, Generic, TypeVar, cast
 
-from laurel.config.check import Checker
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.nemo_rl import Move, adapt, fates_of
-from laurel.config.other_names import at_their_place
-from laurel.config.overrides import Override, apply_overrides
-from laurel.config.section import Section
-from laurel.config.shape import with_defaults
-from laurel.config.source import read_file
-from laurel.config.tree import DEFAULT, Node
+from laurel.config.overrides import Override, apply_overrides, at_their_place
+from laurel.config.shape import (
+    Kinds,
+    choices_of,
+    describe,
+    item_kinds,
+    kind_that_fits,
+    kinds_of,
+    unknown_key,
+    with_defaults,
+)
+from laurel.config.tree import (
+    DEFAULT,
+    MISSING,
+    KeyPath,
+    Node,
+    Section,
+    dotted,
+    find,
+    graft,
+    nearest,
+    read_file,
+)
 from laurel.config.written import to_yaml
 from laurel.errors import ConfigError
 
@@ -124,3 +148,223 @@ def warnings_of(checker: Checker, tree: Node) -> Iterator[str]:
 
 def _is_in(key: str, block: str) -> bool:
     return key.startswith(f"{block}.")
+
+
+# --------------------------------------------------------------------------------------------------
+# From a tree to the sections of a schema, collecting everything that is wrong on the way.
+
+
+class _Broken:
+    """Stands for a value that has been reported and must not be reported again."""
+
+
+_BROKEN = _Broken()
+
+
+def _has_broken(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_broken, value.values() if isinstance(value, dict) else value))
+    return value is _BROKEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """A section about to be validated."""
+
+    section: type[Section]
+    node: Node
+    path: KeyPath
+    values: dict[str, Any]
+    whole: bool
+    """Whether nothing in it has been reported so far."""
+
+
+class Checker:
+    """Builds the sections of one run from its tree, from the innermost outwards.
+
+    Each section is validated on its own, from parts that are already built. So an error is never
+    told once per branch of a union, and one wrong key does not hide another.
+    """
+
+    def __init__(self, schema: type[Section], tree: Node, problems: list[str]) -> None:
+        self.schema = schema
+        self.tree = tree
+        self.interpolations = Interpolations(with_defaults(schema, tree, everything=True))
+        self.problems = problems
+        self.ignored: list[str] = []
+        self.without_effect: dict[str, str] = {}
+        """Keys that do nothing beside others, and why."""
+        self.nulls: dict[str, Any] = {}
+        """Keys that are null and cannot be, with the defaults that hold instead."""
+
+    def section(self, section: type[T], node: Node, path: KeyPath = ()) -> T | _Broken:
+        """The section at `path`, or a stand-in where something in it has been reported."""
+        values: dict[str, Any] = {}
+        whole = True
+        for key, child in node.value.items():
+            here = (*path, key)
+            if key in section.model_fields:
+                field = section.model_fields[key]
+                kinds = kinds_of(field.annotation)
+                if self._is_left_out(field, kinds, child, here):
+                    continue
+                values[key] = self._value(kinds, child, here)
+                whole = whole and not _has_broken(values[key])
+            elif key in section.foreign_keys:
+                self.ignored.append(dotted(here))
+            else:
+                whole = False
+                self._report(here, child.place, unknown_key(self.schema, section, key))
+        try:
+            built = section.model_validate(values)
+        except ValidationError as error:
+            attempt = _Attempt(section=section, node=node, path=path, values=values, whole=whole)
+            for told in error.errors(include_url=False):
+                self._translate(told, attempt)
+            return _BROKEN
+        if whole:
+            named = built.without_effect().items()
+            self.without_effect |= {dotted((*path, key)): why for key, why in named}
+        return built if whole else _BROKEN
+
+    def _is_left_out(self, field: FieldInfo, kinds: Kinds, node: Node, path: KeyPath) -> bool:
+        """Whether a key is null that cannot be: then nothing is said, and its default holds.
+
+        Null is how YAML says that there is no value; a key that must be given is refused.
+        """
+        try:
+            value = self._resolved(node, path).value
+        except UnresolvedError:
+            return False
+        if value is not None or field.is_required() or not {Any, NoneType}.isdisjoint(kinds):
+            return False
+        default = field.get_default(call_default_factory=True)
+        if default:  # else the default is nothing, too
+            is_section = isinstance(default, Section)
+            self.nulls[dotted(path)] = default.model_dump() if is_section else default
+        return True
+
+    def _value(self, kinds: Kinds, node: Node, path: KeyPath) -> Any:
+        """The value of one key: references looked up, sections built."""
+        try:
+            node = self._resolved(node, path)
+        except UnresolvedError as error:
+            return self._report(path, node.place, str(error))
+        if not isinstance(node.value, dict | list):
+            return self._scalar(kinds, node, path)
+        kind = kind_that_fits(kinds, node)
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return self.section(kind, node, path)
+        inside = item_kinds(kind) or (Any,)
+        if isinstance(node.value, list):
+            return [self._value(inside, item, (*path, i)) for i, item in enumerate(node.value)]
+        return {k: self._value(inside, child, (*path, k)) for k, child in node.value.items()}
+
+    def _scalar(self, kinds: Kinds, node: Node, path: KeyPath) -> Any:
+        """A number where only text is wanted is the text as written (`revision: 12e3`)."""
+        takes_number = not {int, float}.isdisjoint(kinds)
+        takes_anything = Any in kinds
+        if isinstance(node.value, bool):
+            if takes_number and not takes_anything and {bool, str}.isdisjoint(kinds):
+                # pydantic would take `true` for 1.
+                message = f"must be {describe(kinds)}, not {_shown(node.value)}"
+                return self._report(path, node.place, message)
+            return node.value
+        wants_text = str in kinds and not takes_number and not takes_anything
+        if wants_text and isinstance(node.value, int | float) and node.text is not None:
+            return node.text
+        return node.value
+
+    def _resolved(self, node: Node, path: KeyPath) -> Node:
+        if node.value is MISSING:
+            raise UnresolvedError("must be given: the file says ???")
+        if not node.reference:
+            return node
+        found = graft(self.interpolations.value(path, node.value), node.place)
+        return replace(found, text=str(found.value))
+
+    # ------------------------------------------------------------------------------------ messages
+
+    def _translate(self, told: ErrorDetails, attempt: _Attempt) -> None:
+        """Report what pydantic found, in words and at the line it came from."""
+        node, path, location = attempt.node, attempt.path, told["loc"]
+        if not location:
+            if attempt.whole:  # else the rule may have failed for what is already reported
+                self._report(path, self._place_of_rule(told, node), _reason(told))
+            return
+        field = attempt.section.model_fields[str(location[0])]
+        where, kinds = _descend(kinds_of(field.annotation), location)
+        if told["type"] == "missing":
+            message = f"is missing; it must be {describe(kinds)}"
+            self._report((*path, *where), node.place, message)
+            return
+        value = functools.reduce(operator.getitem, where, cast(Any, attempt.values))
+        if _has_broken(value):
+            return
+        message = _reason(told)
+        if told["type"].endswith(_TOLD_BY_KIND):
+            limits = field.metadata if len(where) == 1 else []
+            near = nearest(str(value), choices_of(kinds))
+            message = f"must be {describe(kinds, limits)}, not {_shown(value)}"
+            message += f"; did you mean '{near}'?" if near else ""
+            gone = attempt.section.removed.get(str(value))
+            if gone is not None:
+                message = f"there is no {value} any more ({gone}); leave it out"
+        self._report((*path, *where), _innermost(node, where).place, message)
+
+    def _place_of_rule(self, told: ErrorDetails, node: Node) -> str:
+        """The line of the first written key that a section's own rule names; else the section's."""
+        reason = _reason(told)
+        named = [find(self.tree, key.split(".")) for key in re.findall(r"\w+(?:\.\w+)+", reason)]
+        named += [find(node, [word]) for word in re.findall(r"\w+", reason)]
+        written = (found.place for found in named if found is not None and found.place != DEFAULT)
+        return next(written, node.place)
+
+    def _report(self, path: KeyPath, place: str, message: str) -> _Broken:
+        key = dotted(path)
+        problem = f"{place}: {message}"
+        if not message.startswith(key):
+            problem = f"{place}: {key}: {message}"
+        if problem not in self.problems:
+            self.problems.append(problem)
+        return _BROKEN
+
+
+_TOLD_BY_KIND = (
+    "_type", "_parsing", "_from_float", "literal_error", "greater_than", "greater_than_equal",
+    "less_than", "less_than_equal",
+)  # fmt: skip
+"""pydantic's errors for which the description of the key says all there is to say."""
+
+
+def _innermost(node: Node, path: KeyPath) -> Node:
+    """The node at `path`, or the last one on the way where a reference brought in the rest."""
+    for length in range(len(path), 0, -1):
+        found = find(node, path[:length])
+        if found is not None:
+            return found
+    return node
+
+
+def _descend(kinds: Kinds, location: tuple[int | str, ...]) -> tuple[KeyPath, Kinds]:
+    """How far a location goes down before it names branches of a union, and the kinds there."""
+    where: KeyPath = location[:1]
+    for key in location[1:]:
+        inside = item_kinds(kinds[0]) if len(kinds) == 1 else None
+        if inside is None:
+            break
+        where, kinds = (*where, key), inside
+    return where, kinds
+
+
+def _reason(told: ErrorDetails) -> str:
+    """The text of a rule of ours, or pydantic's without its opening."""
+    error = told.get("ctx", {}).get("error")
+    return str(error) if error is not None else told["msg"].replace("Input should be", "must be")
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -18,12 +18,12 @@ from typing import Any
 
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.interpolation import Interpolations, UnresolvedError
-from laurel.config.section import Section
 from laurel.config.shape import step_into, with_defaults
 from laurel.config.tree import (
     MISSING,
     KeyPath,
     Node,
+    Section,
     dotted,
     find,
     graft,

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from laurel.config.optimizer_arguments import unknown_argument
-from laurel.config.other_names import spelled_here
-from laurel.config.section import Section
+from laurel.config.policy import unknown_argument
 from laurel.config.shape import (
     Kinds,
     Step,
@@ -21,8 +19,19 @@ from laurel.config.shape import (
     step_into,
     unknown_key,
 )
-from laurel.config.source import read_text
-from laurel.config.tree import DEFAULT, MISSING, KeyPath, Node, dotted, find, overlay
+from laurel.config.tree import (
+    DEFAULT,
+    MISSING,
+    KeyPath,
+    Node,
+    Section,
+    dotted,
+    find,
+    overlay,
+    read_text,
+    with_key,
+    without_key,
+)
 from laurel.errors import ConfigError
 
 _FORM = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:(?P<equals>=)(?P<value>.*))?", re.DOTALL)
@@ -257,3 +266,27 @@ class _Edit:
 
     def _error(self, path: KeyPath, message: str) -> ConfigError:
         return ConfigError(f"{self.override.place}: {dotted(path)}: {message}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys that other systems spell in another way, taken to where they belong.
+
+
+def at_their_place(schema: type[Section], tree: Node, problems: list[str]) -> Node:
+    """A tree whose keys have the schema's names; both spellings of one key are a problem."""
+    for said, meant in schema.other_names.items():
+        found, there = find(tree, said.split(".")), find(tree, meant.split("."))
+        if found is None:
+            continue
+        if there is not None:
+            problems.append(
+                f"{found.place}: {said}: is another name of {meant}, which is set in {there.place}"
+            )
+        tree = without_key(tree, said.split("."))
+        tree = with_key(tree, meant.split("."), found)
+    return tree
+
+
+def spelled_here(schema: type[Section], keys: Sequence[str]) -> tuple[str, ...]:
+    """The keys of an override in the schema's spelling."""
+    return tuple(schema.other_names.get(".".join(keys), ".".join(keys)).split("."))

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from laurel.config.section import Section
-from laurel.config.tree import DEFAULT, Node, dotted, graft, nearest
+from laurel.config.tree import DEFAULT, Node, Section, dotted, graft, nearest
 
 Kinds = tuple[Any, ...]
 """The alternatives of an annotation: `int | list[str] | None` is `(int, list[str], NoneType)`."""

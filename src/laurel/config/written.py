@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from laurel.config.interpolation import escaped
-from laurel.config.section import Section
 from laurel.config.shape import item_kinds, kinds_of, sections_of
-from laurel.config.source import read_scalars_our_way
+from laurel.config.tree import Section, read_scalars_our_way
 
 _WIDTH = 100
 _SAME_KEY = "See the same key of a set"

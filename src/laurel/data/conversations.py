@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, Any, Literal, NamedTuple, NoReturn
 
-from laurel.config.preference_data import DatasetConfig
-from laurel.data.benchmark_rows import ANSWER_LISTS
-from laurel.data.cells import Row, UnusableRow, answer, kind_of, messages, required
-from laurel.data.file_formats import json_lines
-from laurel.data.row_formats import binary, infer_class
-from laurel.data.sources import locate, read_rows
+from laurel.config.data import DatasetConfig
+from laurel.config.sft import DemonstrationDataConfig, DemonstrationSetConfig
+from laurel.data.benchmarks import ANSWER_LISTS
+from laurel.data.preferences import DATASET_CLASSES, best_answer, binary, infer_class
+from laurel.data.reading import (
+    NO_HUB,
+    HubSet,
+    LeftOutRow,
+    OpenedSet,
+    UnusualRoles,
+    held_out_prompts,
+    open_set,
+    split,
+)
+from laurel.data.report import TextReport, fingerprint, nothing_left
+from laurel.data.sources import (
+    Row,
+    UnusableRow,
+    answer,
+    json_lines,
+    kind_of,
+    locate,
+    messages,
+    read_rows,
+    required,
+    text,
+)
+from laurel.data.task_formats import gsm8k_demonstration
 from laurel.errors import DataError
-from laurel.types import Completion, Conversation, Group
+from laurel.types import Completion, Conversation, Group, Message
 
 STDIN = "-"
 """What stands for standard input where a file is asked for."""
@@ -255,3 +277,389 @@ def _completion(value: Any, prompt: Conversation, what: str) -> Completion:
     if prompt and len(said) > len(prompt) and said[: len(prompt)] == prompt:
         said = said[len(prompt) :]
     return Completion(messages=answer(said, what=what))
+
+
+# --------------------------------------------------------------------------------------------------
+# Conversations to imitate, from any data set: what supervised fine-tuning learns from.
+
+DEFAULT_DEMONSTRATIONS = "squad"
+"""What is read where the configuration names neither a set nor a path."""
+
+_QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input", "context")
+_ANSWER_COLUMNS = ("completion", "response", "answer", "output", "generated_solution", "solution")
+_SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+             "chatgpt": "assistant", "bard": "assistant", "bing": "assistant", "model": "assistant",
+             "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool"
+             }  # fmt: skip
+_UNNAMED = DemonstrationSetConfig()
+_PREFERENCES = DatasetConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """A conversation whose assistant turns are to be imitated; the last turn is one of them."""
+
+    id: str
+    messages: Conversation
+    name: str = ""
+    """Name of the data set."""
+    source: str = ""
+    """Where the row came from, as `file:line` or `name[index]`."""
+
+    @property
+    def prompt(self) -> Conversation:
+        """What is said before the assistant first speaks."""
+        first = next(i for i, turn in enumerate(self.messages) if turn.role == "assistant")
+        return self.messages[:first]
+
+
+@dataclass(slots=True, kw_only=True)
+class DialogueReport(TextReport):
+    """What became of the rows of sets of demonstrations. Lengths are those of conversations."""
+
+    def describe(self, dialogues: Iterable[Dialogue]) -> None:
+        """Takes the figures of what is left; call it again after leaving out more."""
+        self.describe_items((d.name, d.prompt, d.messages) for d in dialogues)
+
+    def move_out(
+        self, *, kept: Sequence[Dialogue], held_out: Sequence[Dialogue], name: str
+    ) -> DialogueReport:
+        """Counts rows as held out from here, and returns the report of the set they went to."""
+        other = self.split_off([dialogue.source for dialogue in held_out], name=name)
+        self.describe(kept)
+        other.describe(held_out)
+        return other
+
+
+class DemonstrationData(NamedTuple):
+    """The conversations of a run."""
+
+    train: list[Dialogue]
+    validation: list[Dialogue]
+    reports: dict[str, DialogueReport]
+    """`train` and, where there is one, `validation`."""
+
+
+def load_demonstration_data(data: DemonstrationDataConfig) -> DemonstrationData:
+    """Every conversation that the `data` section names, with the held-out share where it is asked.
+
+    Raises:
+        DataError: A file, a row, or nothing left.
+    """
+    sets = data.train_sets()
+    train, report = load_demonstrations(
+        sets, name="train", on_bad_row=data.on_bad_row, limit=data.max_samples
+    )
+    loaded = DemonstrationData(train, [], {"train": report})
+    if data.validation_sets():
+        validation, loaded.reports["validation"] = load_demonstrations(
+            data.validation_sets(), name="validation", on_bad_row=data.on_bad_row
+        )
+        return loaded._replace(validation=validation)
+    said = [block for block in sets if block.split_validation_size]
+    share = max((block.split_validation_size for block in said), default=data.split_validation_size)
+    if not share:
+        return loaded
+    kept, held = hold_out_dialogues(train, share=share, seed=said[0].seed if said else data.seed)
+    loaded.reports["validation"] = report.move_out(kept=kept, held_out=held, name="validation")
+    return loaded._replace(train=kept, validation=held)
+
+
+def load_demonstrations(
+    sets: Sequence[DemonstrationSetConfig],
+    *,
+    name: str,
+    on_bad_row: Literal["error", "skip"] = "error",
+    limit: int | None = None,
+) -> tuple[list[Dialogue], DialogueReport]:
+    """The conversations of several data sets, one after the other, and the report of the others.
+
+    Args:
+        sets: Each with its own columns and prompt files.
+        name: Of the whole, in the report and at the start of every id.
+        on_bad_row: Whether a malformed row is an error, or left out and counted.
+        limit: Most rows that are used in all.
+
+    Raises:
+        DataError: A file, a row, or nothing left of a set.
+    """
+    dialogues: list[Dialogue] = []
+    reports: list[DialogueReport] = []
+    for index, config in enumerate(sets):
+        if limit is not None and len(dialogues) >= limit:
+            break
+        report = DialogueReport(name=name if len(sets) == 1 else f"{name}-{index + 1}")
+        most = None if limit is None else limit - len(dialogues)
+        dialogues += _load(config, report, on_bad_row, most)
+        reports.append(report)
+    if not reports:
+        raise DataError(f"data set '{name}': there is none; name one in data.train")
+    return dialogues, reports[0] if len(reports) == 1 else DialogueReport.merge(reports, name=name)
+
+
+def hold_out_dialogues(
+    dialogues: Sequence[Dialogue], *, share: float, seed: int
+) -> tuple[list[Dialogue], list[Dialogue]]:
+    """The dialogues as (train, validation), about `share` of them held out, equal prompts together.
+
+    Raises DataError where there are fewer than two different prompts.
+    """
+    prompts = [fingerprint(dialogue.prompt) for dialogue in dialogues]
+    return split(dialogues, prompts, held_out_prompts(prompts, share=share, seed=seed))
+
+
+def _load(
+    config: DemonstrationSetConfig,
+    report: DialogueReport,
+    on_bad_row: Literal["error", "skip"],
+    limit: int | None,
+) -> list[Dialogue]:
+    if config.dataset_name is None and config.data_path is None:
+        config = config.model_copy(update={"dataset_name": DEFAULT_DEMONSTRATIONS})
+    opened = open_set(config, known=_HUBS, report=report)
+    name = opened.task_name or config.dataset_name or report.origin
+    report.dataset_class = config.dataset_name or "conversations"
+    noted: set[str] = set()
+    roles = UnusualRoles()
+
+    def convert(source: str, row: Row) -> Dialogue:
+        said, clue = _conversation(row, opened)
+        if clue not in noted:
+            noted.add(clue)
+            report.notes.append(f"read as {clue}")
+        checked = _checked(opened.frame.around(_with_system(said, row, config)))
+        roles.look(source, checked)
+        return Dialogue(
+            id=f"{report.name}:{source}",
+            messages=checked,
+            name=name,
+            source=source,
+        )
+
+    limits = [most for most in (config.max_samples, limit) if most is not None]
+    dialogues = opened.read(
+        convert, report=report, on_bad_row=on_bad_row, limit=min(limits, default=None)
+    )
+    report.notes += roles.notes()
+    if not dialogues:
+        raise DataError(nothing_left(report))
+    report.describe(dialogues)
+    return dialogues
+
+
+def _checked(said: Conversation) -> Conversation:
+    answer(said, what="the conversation")
+    first = next(i for i, turn in enumerate(said) if turn.role == "assistant")
+    if not any(turn.content.strip() for turn in said[:first] if turn.role != "system"):
+        raise LeftOutRow("empty", "nothing is asked")
+    if any(not turn.content.strip() for turn in said if turn.role == "assistant"):
+        raise LeftOutRow("empty", "the assistant says nothing")
+    return said
+
+
+def _with_system(said: Conversation, row: Row, config: DemonstrationSetConfig) -> Conversation:
+    if said and said[0].role == "system":
+        return said
+    given = row.get(config.system_key) if config.system_key is not None else None
+    content = given if given is not None else config.system_prompt
+    if not content:
+        return said
+    return (Message("system", text(content, what="the system message")), *said)
+
+
+# ---------------------------------------------------------------------------------------- shapes
+
+
+def _conversation(row: Row, opened: OpenedSet[DemonstrationSetConfig]) -> tuple[Conversation, str]:
+    """What the row says, and the words for its form."""
+    config = opened.config
+    name = config.dataset_name or ""
+    if not opened.is_own and name in _NAMED:
+        return _NAMED[name].read(row), name
+    if name in DATASET_CLASSES:
+        return _best(row, name), f"{name}: the best answer of each row"
+    several = next((key for key in ANSWER_LISTS if _is_list_of_several(row.get(key))), None)
+    for shape in _DEMONSTRATION_SHAPES:
+        # A known answer beside several that were drawn ("420") is what to check them by.
+        if shape is _GUESSED and several is not None:
+            continue
+        if shape.fits(row, config):
+            return shape.read(row, config), shape.written(row, config)
+    found = infer_class(row, _PREFERENCES)
+    if found is None and several is not None:
+        raise UnusableRow(
+            "several answers",
+            f"'{several}' holds several answers and nothing says which to imitate",
+            remedy="Set data.input_key and data.output_key to the columns of a question and the "
+            "one answer to imitate; laurel eval best-of-n measures a reward model on rows that "
+            "say which answers are right",
+            lacks_columns=True,
+        )
+    if found is not None:
+        return _best(row, found[0]), f"{found[0]}: the best answer of each row"
+    raise UnusableRow(
+        "unknown shape",
+        f"the row has the keys {', '.join(map(str, row)) or '(none)'}, which say no conversation",
+        remedy='A row can be {"messages": [...]}, {"conversations": [{"from", "value"}, ...]}, '
+        '{"prompt": ..., "completion": ...}, {"question": ..., "answer": ...}, or one of a known '
+        "class of preferences; or set data.input_key and data.output_key to your columns",
+        lacks_columns=True,
+    )
+
+
+class _DemonstrationShape(NamedTuple):
+    """A form that a row can have."""
+
+    fits: Callable[[Row, DemonstrationSetConfig], bool]
+    read: Callable[[Row, DemonstrationSetConfig], Conversation]
+    written: Callable[[Row, DemonstrationSetConfig], str]
+
+
+def _is_list_of_several(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 1
+
+
+def _is_there(row: Row, key: str) -> bool:
+    return row.get(key) is not None
+
+
+def _names_columns(row: Row, config: DemonstrationSetConfig) -> bool:
+    named = (config.input_key, config.output_key) != (_UNNAMED.input_key, _UNNAMED.output_key)
+    return named or (_is_there(row, config.input_key) and _is_there(row, config.output_key))
+
+
+def _whole(row: Row, config: DemonstrationSetConfig) -> Conversation:
+    value = required(row, config.chat_key, setting="chat_key")
+    if isinstance(value, str):
+        raise UnusableRow(
+            f"'{config.chat_key}' is not a list",
+            f"'{config.chat_key}' is a string where a list of messages is expected",
+        )
+    return messages(value, role="user", what=f"'{config.chat_key}'")
+
+
+def _share_gpt(row: Row, config: DemonstrationSetConfig) -> Conversation:
+    turns = row["conversations"]
+    if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
+        raise UnusableRow(
+            "'conversations' is not a list",
+            f"'conversations' is {kind_of(turns)} where a list of turns is expected",
+        )
+    return tuple(map(_share_gpt_turn, turns))
+
+
+def _share_gpt_turn(turn: Any) -> Message:
+    if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
+        return messages([turn], role="user", what="'conversations'")[0]
+    if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
+        raise UnusableRow(
+            "'conversations' holds something that is no turn",
+            f"'conversations' holds something that is no {{'from', 'value'}}: {turn!r:.80}",
+        )
+    speaker = _SPEAKERS.get(str(turn["from"]).lower())
+    if speaker is None:
+        raise UnusableRow(
+            "a speaker nobody knows",
+            f"a turn is from {turn['from']!r}; known are {', '.join(_SPEAKERS)}",
+        )
+    return Message(speaker, text(turn["value"], what="a turn in 'conversations'"))
+
+
+def _pair(row: Row, asked: str, answered: str, *, setting: bool = False) -> Conversation:
+    """Two columns, the second of which may begin by repeating the first."""
+    question, reply = (
+        messages(required(row, key, setting=which if setting else None), role=role, what=f"'{key}'")
+        for key, role, which in (
+            (asked, "user", "input_key"),
+            (answered, "assistant", "output_key"),
+        )
+    )
+    if len(reply) > len(question) and reply[: len(question)] == question:
+        reply = reply[len(question) :]
+    return question + reply
+
+
+def _found(row: Row) -> tuple[str, str] | None:
+    asked = next((key for key in _QUESTIONS if _is_there(row, key)), None)
+    answered = next((key for key in _ANSWER_COLUMNS if _is_there(row, key)), None)
+    return None if asked is None or answered is None else (asked, answered)
+
+
+def _found_pair(row: Row, config: DemonstrationSetConfig) -> Conversation:
+    found = _found(row)
+    assert found is not None  # what `fits` looked at
+    return _pair(row, *found)
+
+
+def _best(row: Row, class_name: str) -> Conversation:
+    prompt, answered = best_answer(row, class_name)
+    return prompt + answered
+
+
+def _squad(row: Row) -> Conversation:
+    answers = required(row, "answers")
+    texts = answers.get("text") if isinstance(answers, Mapping) else None
+    if not texts:
+        raise LeftOutRow("no answer", "the question cannot be answered")
+    return (
+        Message("system", text(required(row, "context"), what="'context'")),
+        Message("user", text(required(row, "question"), what="'question'")),
+        Message("assistant", text(texts[0], what="'answers'")),
+    )
+
+
+_GUESSED = _DemonstrationShape(
+    lambda row, config: _found(row) is not None,
+    _found_pair,
+    lambda row, config: "'{}', answered by '{}'".format(*(_found(row) or ("", ""))),
+)
+# The most specific first.
+_DEMONSTRATION_SHAPES = (
+    _DemonstrationShape(
+        lambda row, config: (
+            config.dataset_name == "openai_format"
+            or config.chat_key != _UNNAMED.chat_key
+            or _is_there(row, config.chat_key)
+        ),
+        _whole,
+        lambda row, config: f"whole conversations under '{config.chat_key}'",
+    ),
+    _DemonstrationShape(
+        lambda row, config: _is_there(row, "conversations"),
+        _share_gpt,
+        lambda row, config: "turns under 'conversations'",
+    ),
+    _DemonstrationShape(
+        _names_columns,
+        lambda row, config: _pair(row, config.input_key, config.output_key, setting=True),
+        lambda row, config: f"'{config.input_key}', answered by '{config.output_key}'",
+    ),
+    _GUESSED,
+)
+
+
+class _Named(NamedTuple):
+    hub: HubSet
+    read: Callable[[Row], Conversation]
+
+
+_NAMED = {
+    "squad": _Named(HubSet(name="rajpurkar/squad"), _squad),
+    "tulu3_sft_mixture": _Named(
+        HubSet(name="allenai/tulu-3-sft-mixture"), lambda row: _whole(row, _UNNAMED)
+    ),
+    "OpenMathInstruct-2": _Named(
+        HubSet(name="nvidia/OpenMathInstruct-2", parts=((None, "train_1M"),)),
+        lambda row: _pair(row, "problem", "generated_solution"),
+    ),
+    "GSM8K": _Named(HubSet(name="openai/gsm8k", parts=(("main", None),)), gsm8k_demonstration),
+}
+_HUBS = {
+    **{name: named.hub for name, named in _NAMED.items()},
+    "openai_format": NO_HUB,
+    "ResponseDataset": NO_HUB,
+    **{
+        name: HubSet(name=known.hub_name, parts=((known.subset, None),))
+        for name, known in DATASET_CLASSES.items()
+    },
+}

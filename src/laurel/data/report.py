@@ -5,20 +5,22 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
+from rich.table import Table
+from rich.text import Text
 
-from laurel.observe.counts import counted
-from laurel.observe.lengths import answer_length, longer_credit
-from laurel.types import Conversation, Preference
+from laurel.observe.metrics import answer_length, counted, longer_credit
+from laurel.types import Conversation, Preference, Task
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
 
 Reason = Literal[
     "malformed",
@@ -318,7 +320,6 @@ class DataReport(RowReport):
 
     def render(self) -> RenderableType:
         """The report as a table for the terminal, at most 80 columns wide."""
-        from laurel.data.report_table import table_of
 
         return table_of(self)
 
@@ -340,3 +341,223 @@ def _add(figures: _Figures, preference: Preference) -> None:
             figures.longer_wins += longer_credit(length, other_length)
         else:
             figures.longer_wins += longer_credit(other_length, length)
+
+
+# --------------------------------------------------------------------------------------------------
+# How a data report looks in the terminal.
+
+_WIDTH = 80
+_LABEL = 24
+_NARROW = 60
+"""Below it, half of the width is for labels, and notes have lines of their own."""
+_NOTE = "note"
+
+
+def table_of(report: DataReport) -> RenderableType:
+    """The report's lines: a title, then what each figure is and its value."""
+    return lay_out(report, _figures(report))
+
+
+def lay_out(report: RowReport, figures: Iterable[tuple[str, str]]) -> RenderableType:
+    """The rows of any report, then its own figures, each with its label."""
+    return _Lines(report, tuple(figures))
+
+
+class _Lines:
+    """A report as wide as there is room for, of which nothing is cut off."""
+
+    def __init__(self, report: RowReport, figures: tuple[tuple[str, str], ...]) -> None:
+        self._report = report
+        self._figures = figures
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        report, width = self._report, min(_WIDTH, options.max_width)
+        yield Text(f"Data '{report.name}'", style="bold")
+        about = ", ".join(part for part in (report.dataset_class, report.origin) if part)
+        if about:
+            yield Text(about, style="dim", overflow="fold")
+        is_narrow = width < _NARROW
+        table = _table(width, width // 2 - 2 if is_narrow else _LABEL)
+        for label, value in (*_rows(report), *self._figures):
+            # Text, not str: a source such as name[17] must not be taken for markup.
+            table.add_row(Text(label), Text(value))
+        # Sentences have little room beside long labels.
+        notes = _table(width, len(_NOTE)) if is_narrow else table
+        for note in report.notes:
+            notes.add_row(Text(_NOTE, style="yellow"), Text(note))
+        yield table
+        if is_narrow and report.notes:
+            yield notes
+
+
+def _table(width: int, label_width: int) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), width=width)
+    table.add_column(ratio=None, width=label_width, overflow="fold")
+    table.add_column(ratio=1, overflow="fold")
+    return table
+
+
+def _rows(report: RowReport) -> Iterator[tuple[str, str]]:
+    yield "rows read", f"{report.num_read:,}"
+    yield "rows kept", f"{report.num_kept:,}"
+    yield "rows left out", f"{report.num_dropped:,}"
+    for reason, left_out in report.dropped.items():
+        yield f"  {reason}", f"{left_out.count:,}  ({_examples(left_out, report.origin)})"
+        for kind, count in left_out.kinds.most_common():
+            yield "", f"  {count:,} x {kind}"
+
+
+def _figures(report: DataReport) -> Iterator[tuple[str, str]]:
+    figures = report.figures
+    if not figures.num_completions:
+        return
+    yield "different prompts", f"{report.num_prompts:,}"
+    yield "answers per row", _distribution(dict(sorted(figures.num_completions.items())))
+    if report.longer_wins_share is not None:
+        decided = figures.num_pairs - figures.num_tied_pairs
+        yield "longer answer wins", f"{report.longer_wins_share:.1%} of {counted(decided, 'pair')}"
+    if report.tied_pairs_share is not None:
+        pairs = counted(figures.num_pairs, "pair")
+        yield "tied pairs", f"{report.tied_pairs_share:.1%} of {pairs}"
+    if report.characters is not None:
+        yield "length in characters", length_line(report.characters)
+    if report.tokens is not None:
+        yield "length in tokens", length_line(report.tokens)
+    if report.num_truncated or report.tokens is not None:
+        total = len(figures.characters)
+        yield "cut to fit", f"{report.num_truncated:,} of {counted(total, 'conversation')}"
+
+
+def _examples(left_out: LeftOut, origin: str) -> str:
+    """The first sources; only their lines where all come from the one file of the report."""
+    more = ", ..." if left_out.count > len(left_out.examples) else ""
+    places = [source.removeprefix(f"{origin}:") for source in left_out.examples]
+    if all(place.isdecimal() for place in places):
+        return f"line{'s' if left_out.count > 1 else ''} {', '.join(places)}{more}"
+    return ", ".join(left_out.examples) + more
+
+
+def _distribution(counts: dict[int, int]) -> str:
+    if len(counts) == 1:
+        return f"{next(iter(counts))}"
+    shown = [f"{size} ({counted(count, 'row')})" for size, count in list(counts.items())[:6]]
+    return ", ".join(shown) + (", ..." if len(counts) > 6 else "")
+
+
+def length_line(lengths: LengthSummary) -> str:
+    """A summary in one line."""
+    return (
+        f"median {lengths.median:,.0f}, mean {lengths.mean:,.0f}, 95% under {lengths.p95:,.0f}, "
+        f"from {lengths.minimum:,} to {lengths.maximum:,}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The reports of tasks and of demonstrations: what was read, and what the rest looks like.
+
+
+@dataclass(slots=True, kw_only=True)
+class TextReport(RowReport):
+    """What became of the rows of sets of prompts, or of whole conversations."""
+
+    items: str = "conversations"
+    """What is counted and measured."""
+    num_items: int = 0
+    sets: Counter[str] = field(default_factory=Counter)
+    """How many came from each set."""
+    lengths: list[int] = field(default_factory=list, repr=False)
+    tokens_of_items: list[int] = field(default_factory=list, repr=False)
+    prompts: set[bytes] = field(default_factory=set, repr=False)
+
+    @property
+    def num_prompts(self) -> int:
+        """Different prompts."""
+        return len(self.prompts)
+
+    @property
+    def characters(self) -> LengthSummary | None:
+        """Lengths in characters of the contents."""
+        return LengthSummary.of(self.lengths)
+
+    @property
+    def tokens(self) -> LengthSummary | None:
+        """Lengths in tokens, once `set_lengths` was told them."""
+        return LengthSummary.of(self.tokens_of_items)
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Tells the tokens of every item that is left."""
+        self.tokens_of_items = list(lengths)
+
+    def describe_items(self, items: Iterable[tuple[str, Conversation, Conversation]]) -> None:
+        """Takes the figures of what is left, each as (set, prompt, everything that is measured)."""
+        self.num_items, self.sets, self.lengths, self.prompts = 0, Counter(), [], set()
+        for name, prompt, whole in items:
+            self.num_items += 1
+            self.sets[name] += 1
+            self.lengths.append(sum(len(message.content) for message in whole))
+            self.prompts.add(fingerprint(prompt))
+
+    @classmethod
+    def merge(cls, reports: Sequence[Self], *, name: str) -> Self:
+        """The report of several sets that are concatenated."""
+        merged = cls.of_rows(reports, name=name)
+        for report in reports:
+            merged.num_items += report.num_items
+            merged.sets.update(report.sets)
+            merged.lengths += report.lengths
+            merged.tokens_of_items += report.tokens_of_items
+            merged.prompts |= report.prompts
+        return merged
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        return {
+            **self.rows_to_dict(),
+            f"num_{self.items}": self.num_items,
+            "num_prompts": self.num_prompts,
+            "sets": dict(self.sets),
+            "lengths": lengths_to_dict(self.characters, self.tokens),
+            "notes": list(self.notes),
+        }
+
+    def render(self) -> RenderableType:
+        """The report as a table for the terminal, at most 80 columns wide."""
+
+        return lay_out(self, self._figures())
+
+    def _figures(self) -> Iterator[tuple[str, str]]:
+
+        if not self.num_items:
+            return
+        yield self.items, f"{self.num_items:,}"
+        if len(self.sets) > 1:
+            for name, count in self.sets.items():
+                yield f"  {name}", f"{count:,}"
+        yield "different prompts", f"{self.num_prompts:,}"
+        if self.characters is not None:
+            yield "length in characters", length_line(self.characters)
+        if self.tokens is not None:
+            yield "length in tokens", length_line(self.tokens)
+        if self.num_truncated:
+            yield "cut to fit", f"{self.num_truncated:,} of {self.num_items:,} {self.items}"
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskReport(TextReport):
+    """What became of the rows of sets of tasks. Lengths are those of the prompts."""
+
+    items: str = "tasks"
+
+    def describe(self, tasks: Iterable[Task]) -> None:
+        """Takes the figures of the tasks; call it again after leaving out more of them."""
+        self.describe_items(
+            (f"{task.name} ({task.environment})", task.prompt, task.prompt) for task in tasks
+        )
+
+    def move_out(self, *, kept: Sequence[Task], held_out: Sequence[Task], name: str) -> TaskReport:
+        """Counts tasks as held out from here, and returns the report of the set they went to."""
+        sources = list(dict.fromkeys(task.source for task in held_out))  # tasks may be repeated
+        other = self.split_off(sources, name=name)
+        self.describe(kept)
+        other.describe(held_out)
+        return other

@@ -2,23 +2,449 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import csv
 import difflib
 import glob
 import gzip
 import importlib
+import inspect
+import io
+import itertools
+import json
 import logging
+import math
 import os
+import re
 import shlex
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Generic, Literal, NoReturn, TypeVar, cast
 
-from laurel.data.cells import Row, UnusableRow
-from laurel.data.file_formats import READERS, Complain, Rows
-from laurel.errors import DataError
+from laurel.config.data import DatasetConfig, TaskSetConfig
+from laurel.config.sft import DemonstrationSetConfig
+from laurel.errors import DataError, setting_of
 from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
+from laurel.observe.metrics import counted
+from laurel.types import Conversation, Message
+
+# --------------------------------------------------------------------------------------------------
+# Takes typed values out of a row, or says what is wrong with it.
+
+Row = Mapping[str, Any]
+
+LEAVE_OUT = "set data.on_bad_row=skip to leave such rows out and count them"
+
+
+class UnusableRow(Exception):
+    """A row that cannot become a preference. It never leaves the room of data.
+
+    `kind` is the short phrase it is counted under, `message` says what is wrong, and `remedy` what
+    to do, where there is something better than mending the row. `lacks_columns`: what is expected
+    may stand under other names.
+    """
+
+    def __init__(
+        self, kind: str, message: str, *, remedy: str = "Mend the row", lacks_columns: bool = False
+    ) -> None:
+        super().__init__(kind, message, remedy)
+        self.kind = kind
+        self.message = message
+        self.remedy = remedy
+        self.lacks_columns = lacks_columns
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.remedy}, or {LEAVE_OUT}."
+
+
+def required(row: Row, key: str, *, setting: str | None = None) -> Any:
+    """The value of `key`; `setting` is the configuration key that could name another one."""
+    value = row.get(key)
+    if value is not None:
+        return value
+    kind = f"missing key '{key}'"
+    if key in row:
+        raise UnusableRow(f"'{key}' is null", f"'{key}' is null")
+    keys = [str(other) for other in row]
+    message = f"the row has no '{key}'; its keys are: {', '.join(keys) or 'none'}"
+    if setting is None:
+        raise UnusableRow(kind, message)
+    near = difflib.get_close_matches(key, keys, n=1)
+    hint = f" ('{near[0]}'?)" if near else ""
+    raise UnusableRow(kind, message, remedy=f"Set data.{setting} to the key that holds it{hint}",
+                      lacks_columns=True)  # fmt: skip
+
+
+def text(value: Any, *, what: str) -> str:
+    """The value as text that can be written as UTF-8."""
+    if not isinstance(value, str):
+        raise UnusableRow(
+            f"{what} is not text", f"{what} is {kind_of(value)} where text is expected"
+        )
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as problem:
+            broken = value[problem.start]
+            raise UnusableRow(
+                f"{what} holds half a character",
+                f"{what} holds half of a surrogate pair (\\u{ord(broken):04x}) at character "
+                f"{problem.start + 1}, which no tokenizer can read",
+            ) from None
+    return value
+
+
+def integer(value: Any, *, what: str) -> int:
+    """The value as a whole number; `2.0` and `"2"`, as tables hold them, count."""
+    number_value = number(value, what=what)
+    if not number_value.is_integer():
+        raise UnusableRow(
+            f"{what} is not a whole number", f"{what} is {value!r} where a whole number is expected"
+        )
+    return int(number_value)
+
+
+def number(value: Any, *, what: str) -> float:
+    """The value as a finite number; text that holds one, as in a CSV file, counts."""
+    result = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            result = float(value)
+        except (ValueError, OverflowError):
+            result = math.nan
+    if not math.isfinite(result):
+        shown = repr(value) if isinstance(value, int | float | str) else kind_of(value)
+        raise UnusableRow(
+            f"{what} is not a number", f"{what} is {shown:.60} where a finite number is expected"
+        )
+    return result
+
+
+def number_at(row: Row, key: str, *, setting: str) -> float:
+    """The number under `key`; where no column is called that, `a-b` is column a less column b."""
+    if key not in row:
+        for place, character in enumerate(key):
+            left, right = key[:place].strip(), key[place + 1 :].strip()
+            if character == "-" and left in row and right in row:
+                first = number(row[left], what=f"'{left}'")
+                return first - number(row[right], what=f"'{right}'")
+    return number(required(row, key, setting=setting), what=f"'{key}'")
+
+
+def messages(value: Any, *, role: str, what: str) -> Conversation:
+    """The value as messages; plain text becomes one message of `role`."""
+    if isinstance(value, str):
+        return (Message(role, text(value, what=what)),)
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise UnusableRow(
+            f"{what} is not text or messages",
+            f"{what} is {kind_of(value)} where text or a list of messages is expected",
+        )
+    return tuple(_message(item, what=what) for item in value)
+
+
+def _message(value: Any, *, what: str) -> Message:
+    if not isinstance(value, Mapping) or "role" not in value or "content" not in value:
+        shown = f"keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else repr(value)
+        raise UnusableRow(
+            f"{what} holds something that is no message",
+            f"{what} holds something that is no {{'role': ..., 'content': ...}}: {shown:.80}",
+        )
+    content = value["content"]
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        content = _joined_parts(content, what=what)
+    return Message(
+        text(value["role"], what=f"a role in {what}"), text(content, what=f"a turn in {what}")
+    )
+
+
+def _joined_parts(parts: Sequence[Any], *, what: str) -> str:
+    """Content written as `[{"type": "text", "text": ...}, ...]`."""
+    texts: list[str] = []
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or "text" not in part:
+            raise UnusableRow(
+                f"{what} holds something other than text",
+                f"{what} holds a part that is not text: {part!r:.80}",
+            )
+        texts.append(text(part["text"], what=f"a turn in {what}"))
+    return "".join(texts)
+
+
+def answer(conversation: Conversation, *, what: str) -> Conversation:
+    """The conversation, which must end with what the assistant says."""
+    if not conversation or conversation[-1].role != "assistant":
+        last = f"'{conversation[-1].role}'" if conversation else "nothing"
+        raise UnusableRow(
+            f"{what} does not end with an assistant turn",
+            f"{what} must end with a message of role 'assistant', and ends with {last}",
+        )
+    return conversation
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in the words of JSON."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, Mapping):
+        return "an object"
+    return "a list" if isinstance(value, Sequence) else f"a {type(value).__name__}"
+
+
+# --------------------------------------------------------------------------------------------------
+# How each file format is read into rows.
+
+Rows = Iterator[tuple[str, Row]]
+Complain = Callable[[str, UnusableRow], None]
+"""Told the source of a row that cannot be read, and why; returns where reading may go on."""
+Reader = Callable[[IO[bytes], str, Complain], Rows]
+"""Takes the opened file, its path, and whom to tell of bad rows."""
+
+# Strings are matched first, so that a NaN inside one is not taken for the bare word.
+_BARE_WORD = re.compile(r'"(?:\\.|[^"\\])*"|(-?Infinity|NaN)')
+_LONGEST_CELL = 2**31 - 1
+
+
+class _NotANumber(ValueError):
+    """A bare NaN or Infinity, which Python's parser takes and JSON does not know."""
+
+
+def _refuse(word: str) -> NoReturn:
+    raise _NotANumber(word)
+
+
+def _parse(content: str) -> Any:
+    """The value of a JSON text. Raises json.JSONDecodeError alone."""
+    try:
+        return json.loads(content, parse_constant=_refuse)
+    except json.JSONDecodeError:
+        raise
+    except _NotANumber as problem:
+        places = [match.start(1) for match in _BARE_WORD.finditer(content) if match.group(1)]
+        place = places[0] if places else 0
+        raise json.JSONDecodeError(f"{problem} is no JSON value", content, place) from None
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", content, 0) from None
+    except ValueError as problem:  # a number with more digits than Python converts
+        raise json.JSONDecodeError(str(problem), content, 0) from None
+
+
+def _near(problem: json.JSONDecodeError) -> str:
+    start, end = max(problem.pos - 30, 0), problem.pos + 30
+    snippet = problem.doc[start:end]
+    return f"{'…' if start else ''}{snippet}{'…' if end < len(problem.doc) else ''}".strip("\r\n")
+
+
+def _json_line(raw: bytes) -> Row:
+    try:
+        content = raw.decode()
+    except UnicodeDecodeError as problem:
+        raise UnusableRow(
+            "not UTF-8",
+            f"byte {problem.start + 1} of the line (0x{raw[problem.start]:02x}) is not UTF-8",
+            remedy="Convert the file to UTF-8",
+        ) from None
+    try:
+        row = _parse(content)
+    except json.JSONDecodeError as problem:
+        raise UnusableRow(
+            "not JSON",
+            f"column {problem.pos + 1}: not JSON ({problem.msg}), near {_near(problem)!r}",
+            remedy="Mend the line (each line is one JSON object)",
+        ) from None
+    return _as_row(row)
+
+
+def _as_row(value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise UnusableRow(
+            "not an object",
+            f"the row is {kind_of(value)} where an object {{key: value}} is expected",
+        )
+    return value
+
+
+def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
+    """One object per line; blank lines are passed over."""
+    label = os.path.basename(path)
+    for number, raw in enumerate(stream, start=1):
+        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+        if line.isspace() or not line:
+            continue
+        source = f"{label}:{number}"
+        try:
+            row = _json_line(line)
+        except UnusableRow as problem:
+            complain(source, problem)
+            continue
+        yield source, row
+
+
+def json_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
+    """An array of objects, or one object per line."""
+    raw = stream.read().removeprefix(codecs.BOM_UTF8)
+    if not raw.lstrip().startswith(b"["):
+        yield from json_lines(io.BytesIO(raw), path, complain)
+        return
+    try:
+        values = _parse(raw.decode())
+    except UnicodeDecodeError as problem:
+        line = raw.count(b"\n", 0, problem.start) + 1
+        raise DataError(
+            f"{path}:{line}: byte {problem.start + 1} of the file (0x{raw[problem.start]:02x}) is "
+            "not UTF-8; convert the file to UTF-8"
+        ) from None
+    except json.JSONDecodeError as problem:
+        raise DataError(
+            f"{path}:{problem.lineno}: column {problem.colno}: not JSON ({problem.msg}), near "
+            f"{_near(problem)!r}. Mend the array, or write one object per line so that a bad row "
+            "can be left out"
+        ) from None
+    for index, value in enumerate(values):
+        source = f"{os.path.basename(path)}[{index}]"
+        try:
+            row = _as_row(value)
+        except UnusableRow as problem:
+            complain(source, problem)
+            continue
+        yield source, row
+
+
+def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
+    """Comma-separated, with a header line. A cell may hold a list of messages as JSON."""
+    # The limit belongs to the process; prompts are longer than its default of 131072 characters.
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
+    start = stream.readline().removeprefix(codecs.BOM_UTF8)
+    lines = (line.decode(errors="surrogateescape") for line in itertools.chain([start], stream))
+    reader = csv.reader(lines, strict=True)
+    try:
+        header = next(reader, [])
+    except csv.Error as problem:
+        raise DataError(f"{path}:1: the header is not CSV: {problem}") from None
+    if len(set(header)) < len(header) or "" in header:
+        raise DataError(
+            f"{path}:1: the header must name each column once, and reads: {', '.join(header)}"
+        )
+    _check_separator(header, path)
+    label = os.path.basename(path)
+    while True:
+        source = f"{label}:{reader.line_num + 1}"
+        try:
+            cells = next(reader)
+            if cells:
+                yield source, _csv_row(header, cells)
+        except StopIteration:
+            return
+        except csv.Error as problem:
+            complain(source, UnusableRow("not CSV", f"not CSV: {problem}"))
+        except UnusableRow as problem:
+            complain(source, problem)
+
+
+def _check_separator(header: list[str], path: str) -> None:
+    """Raise DataError for a header of one column that is a list of names between other marks."""
+    for mark, name in ((";", "semicolons (;)"), ("\t", "tabs")):
+        names = header[0].split(mark) if len(header) == 1 else []
+        if len(names) > 1 and all(one.strip() for one in names):
+            raise DataError(
+                f"{path}:1: the columns are separated by {name}, where CSV has commas. Write the "
+                "file again with commas between the columns (spreadsheets ask for the separator "
+                "when they export), or as JSON lines"
+            )
+
+
+def _csv_row(header: list[str], cells: list[str]) -> Row:
+    if len(cells) != len(header):
+        raise UnusableRow(
+            "wrong number of cells",
+            f"the row has {len(cells)} cells where the header names {len(header)} columns",
+        )
+    for name, cell in zip(header, cells, strict=True):
+        if not cell.isascii() and any("\udc80" <= character <= "\udcff" for character in cell):
+            raise UnusableRow(
+                "not UTF-8", f"'{name}' is not UTF-8", remedy="Convert the file to UTF-8"
+            )
+    return {name: _csv_cell(cell) for name, cell in zip(header, cells, strict=True)}
+
+
+def _csv_cell(cell: str) -> Any:
+    """The cell's text, or the messages or completions that it holds."""
+    if not cell.startswith("[{"):
+        return cell
+    try:
+        values = _parse(cell)
+    except json.JSONDecodeError:
+        return cell
+    known = ({"role", "content"}, {"rank", "completion"}, {"completion", "attributes"})
+    is_known = all(
+        isinstance(value, dict) and any(keys <= value.keys() for keys in known) for value in values
+    )
+    return values if is_known else cell
+
+
+def parquet_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
+    """A Parquet table."""
+    import pyarrow.parquet
+    from pyarrow.lib import ArrowException
+
+    try:
+        table: Any = pyarrow.parquet.ParquetFile(_seekable(stream))  # type: ignore[no-untyped-call]
+        yield from _batches(table.iter_batches(), path)
+    except ArrowException as problem:
+        raise DataError(f"{path} is no Parquet file, or is damaged: {problem}") from problem
+
+
+def arrow_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
+    """An Arrow table, in the stream form (as `datasets` writes it) or the file form."""
+    from pyarrow.ipc import open_file, open_stream
+    from pyarrow.lib import ArrowException
+
+    content = _seekable(stream)
+    try:
+        magic = content.read(6)
+        content.seek(0)
+        if magic == b"ARROW1":
+            table = open_file(content)  # type: ignore[no-untyped-call]
+            batches = (table.get_batch(place) for place in range(table.num_record_batches))
+        else:
+            batches = iter(open_stream(content))  # type: ignore[no-untyped-call]
+        yield from _batches(batches, path)
+    except ArrowException as problem:
+        raise DataError(f"{path} is no Arrow file, or is damaged: {problem}") from problem
+
+
+def _seekable(stream: IO[bytes]) -> IO[bytes]:
+    """The stream, or its content where it is compressed: these formats are read out of order."""
+    return io.BytesIO(stream.read()) if isinstance(stream, gzip.GzipFile) else stream
+
+
+def _batches(batches: Iterator[Any], path: str) -> Rows:
+    label, index = os.path.basename(path), 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield f"{label}[{index}]", row
+            index += 1
+
+
+READERS: dict[str, Reader] = {
+    ".jsonl": json_lines,
+    ".json": json_file,
+    ".csv": csv_file,
+    ".parquet": parquet_file,
+    ".arrow": arrow_file,
+}
+
 
 _OTHER_DIRECTORIES = {
     "training_info.json": "a checkpoint",
@@ -288,3 +714,183 @@ def _quiet() -> Iterator[None]:
         for bars in silenced:
             bars.enable_progress_bars()
         logger.setLevel(level)
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows from a class or function of the user's own, named by its import path.
+
+SetConfig = TypeVar("SetConfig", DatasetConfig, TaskSetConfig, DemonstrationSetConfig)
+
+# Columns are looked up in the rows that the object gives, unless it asks for their names itself.
+_COLUMNS = frozenset(
+    {"prompt_key", "chosen_key", "rejected_key", "margin_key", "target_key", "input_key",
+     "output_key", "chat_key", "system_key"}
+)  # fmt: skip
+_ACTED_ON_HERE = frozenset(
+    {"split", "prompt_file", "system_prompt_file", "system_prompt", "repeat", "seed",
+     "split_validation_size", "processor", "env_name", "task_name"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRows(Generic[SetConfig]):
+    """What the user's object gave for one split."""
+
+    rows: Iterable[Any]
+    config: SetConfig
+    """The configuration without the column names that the object itself has acted on."""
+    task_name: str | None = None
+    prompt_file: str | None = None
+    system_prompt_file: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def is_import_path(name: str) -> bool:
+    """Whether the name can only be an import path: it has a dot or a colon."""
+    return "." in name or ":" in name
+
+
+def open_own(config: SetConfig) -> OwnRows[SetConfig]:
+    """The rows of the configured split (`train` where none is said). Raises DataError.
+
+    A class is made with those of the configuration's values that were set and that it accepts, and
+    carries `formatted_ds` (rows, or rows by split) and optionally `task_spec`. A function gives the
+    rows, or rows by split, itself.
+    """
+    path = config.dataset_name or ""
+    made, accepted, ignored = _make(path, config)
+    task = getattr(made, "task_spec", None)
+    return OwnRows(
+        rows=_guarded(_split_of(made, path, config.split or "train"), path),
+        config=_without(config, accepted & _COLUMNS),
+        task_name=getattr(task, "task_name", None),
+        prompt_file=getattr(task, "prompt_file", None),
+        system_prompt_file=getattr(task, "system_prompt_file", None),
+        notes=[f"{path} takes no {key}, so data.{key} has no effect" for key in ignored],
+    )
+
+
+def has_own_split(config: SetConfig, split: str) -> bool:
+    """Whether the user's object has its rows by split, and that split among them."""
+    made, _, _ = _make(config.dataset_name or "", config)
+    rows = getattr(made, "formatted_ds", made)
+    return isinstance(rows, Mapping) and rows.get(split) is not None
+
+
+def _without(config: SetConfig, keys: AbstractSet[str]) -> SetConfig:
+    """The configuration with those keys at their defaults."""
+    return type(config)(**config.model_dump(exclude_unset=True, exclude=set(keys)))
+
+
+def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
+    """What the class or function made, the keys that it names, and the set keys without effect."""
+    maker = import_object(path, key="data.dataset_name")
+    if not callable(maker):
+        raise DataError(
+            f"{setting_of('data.dataset_name', path)} is a {type(maker).__name__}; "
+            "it must be a class with formatted_ds, or a function that yields rows"
+        )
+    values = config.model_dump(exclude_defaults=True, exclude={"dataset_name", "max_samples"})
+    try:
+        parameters = dict(inspect.signature(maker).parameters)
+    except (TypeError, ValueError):
+        parameters = {}
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    accepted = {key: value for key, value in values.items() if takes_all or key in parameters}
+    ignored = sorted(values.keys() - accepted.keys() - _COLUMNS - _ACTED_ON_HERE)
+    try:
+        made = maker(**accepted)
+    except Exception as problem:
+        # The user's code may raise anything; all of it means that there are no rows.
+        given = ", ".join(f"{key}={value!r}" for key, value in accepted.items())
+        raise DataError(
+            f"{setting_of('data.dataset_name', path)}: calling it with ({given}) raised "
+            f"{type(problem).__name__}: {problem}"
+        ) from problem
+    return made, values.keys() & parameters.keys(), ignored
+
+
+def import_object(path: str, *, key: str) -> Any:
+    """The object at `package.module.Name` or `package.module:Name`, which `key` names.
+
+    Raises DataError.
+    """
+    # As with `python -m`, a module in the working directory can be named.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    module_path, colon, tail = path.partition(":")
+    names = module_path.split(".")
+    longest = len(names) if colon else len(names) - 1
+    names += tail.split(".") if tail else []
+    for length in range(longest, 0, -1):
+        module_name = ".".join(names[:length])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as problem:
+            if problem.name and f"{module_name}.".startswith(f"{problem.name}."):
+                continue
+            raise DataError(
+                f"{setting_of(key, path)}: importing {module_name} failed: {problem}. "
+                "Install what it imports"
+            ) from problem
+        except Exception as problem:
+            raise DataError(
+                f"{setting_of(key, path)}: importing {module_name} raised "
+                f"{type(problem).__name__}: {problem}"
+            ) from problem
+        for name in names[length:]:
+            if not hasattr(found, name):
+                raise DataError(
+                    f"{setting_of(key, path)}: {module_name} has no '{name}'; "
+                    f"it has: {', '.join(_public_names(found)) or 'nothing public'}"
+                )
+            found = getattr(found, name)
+        return found
+    raise DataError(
+        f"{setting_of(key, path)}: there is no module '{names[0]}' in the working directory "
+        f"({os.getcwd()}) or among the installed packages"
+    )
+
+
+def _public_names(module: Any) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_")
+        and getattr(value, "__module__", None) == getattr(module, "__name__", "")
+    ][:10]  # fmt: skip
+
+
+def _split_of(made: Any, path: str, split: str) -> Iterable[Any]:
+    rows = made.formatted_ds if hasattr(made, "formatted_ds") else made
+    if isinstance(rows, Mapping):
+        present = [str(name) for name, value in rows.items() if value is not None]
+        if split not in present:
+            raise DataError(
+                f"{setting_of('data.dataset_name', path)} has no split '{split}'; it has: "
+                f"{', '.join(present) or 'none'}"
+            )
+        rows = rows[split]
+    if not isinstance(rows, Iterable) or isinstance(rows, str | bytes):
+        raise DataError(
+            f"{setting_of('data.dataset_name', path)} gives a {type(rows).__name__} "
+            "where rows are expected: a class must carry formatted_ds, a function must yield rows"
+        )
+    return rows
+
+
+def _guarded(rows: Iterable[Any], path: str) -> Iterator[Any]:
+    count = 0
+    iterator = iter(rows)
+    while True:
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        except Exception as problem:
+            raise DataError(
+                f"{setting_of('data.dataset_name', path)} raised {type(problem).__name__} after "
+                f"{counted(count, 'row')}: {problem}"
+            ) from problem
+        count += 1
+        yield row

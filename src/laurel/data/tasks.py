@@ -3,25 +3,298 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from laurel.config.tasks import TaskDataConfig, TaskSetConfig
+from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.config.tree import nearest
-from laurel.data.cells import Row
-from laurel.data.held_out import held_out_prompts, split
-from laurel.data.own_datasets import has_own_split, is_import_path
-from laurel.data.processors import Processor, find_processor, own_form
-from laurel.data.report import fingerprint, nothing_left
-from laurel.data.roles import UnusualRoles
-from laurel.data.set_reading import LeftOutRow, OpenedSet, open_set
-from laurel.data.task_formats import TASK_SETS, TaskParts, settle
-from laurel.data.task_needs import NeedsCheck, TaskNeeds
-from laurel.data.text_report import TaskReport
+from laurel.data.reading import (
+    LeftOutRow,
+    OpenedSet,
+    UnusualRoles,
+    held_out_prompts,
+    open_set,
+    split,
+)
+from laurel.data.report import TaskReport, fingerprint, nothing_left
+from laurel.data.sources import (
+    Row,
+    UnusableRow,
+    has_own_split,
+    import_object,
+    is_import_path,
+    kind_of,
+    required,
+    text,
+)
+from laurel.data.task_formats import (
+    OWN_TESTS,
+    PREFERENCE_SETS,
+    TASK_SETS,
+    TaskParts,
+    answer_text,
+    any_code,
+    columns,
+    settle,
+)
 from laurel.errors import ConfigError, DataError
-from laurel.observe.counts import counted_that
-from laurel.types import Task
+from laurel.observe.metrics import counted_that
+from laurel.types import Message, Task
+
+# --------------------------------------------------------------------------------------------------
+# What environments need of a task, and whether the rows of a set have it.
+#
+# A task without what it is judged by would get 0 whatever the policy says, and nobody would know
+# why.
+
+PROSE_WORDS = 20
+"""An answer with more words than this, and none of them marked as the final one, is a text."""
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_MARKED = ("\\boxed", "####")
+
+NOT_WHAT_IS_RIGHT = (
+    "the answers that people preferred are what is judged against, and they say what is liked, not "
+    "what is right. To learn from preferences: laurel rm, and then a policy against that reward "
+    "model (laurel init --task grpo-rm, data.env_name=reward_model)"
+)
+"""Of preferences with an environment that checks against a known answer."""
+_CHOICES = (
+    "Say who judges: data.env_name=reward_model with env.reward_model.enabled=true and "
+    "env.reward_model.model_name=DIR; your own under env.custom; "
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskNeeds:
+    """What environments cannot judge without, by their names."""
+
+    answers: frozenset[str] = frozenset({"math", "math_default"})
+    """Judge against a known answer."""
+    tests: frozenset[str] = frozenset()
+    """Give nothing but 0 to a task that brings no tests."""
+    guess: str | None = "math"
+    """Who judges where nobody said who, and nothing else speaks for it."""
+
+
+NO_NEEDS = TaskNeeds(answers=frozenset(), guess=None)
+"""Of who only wants to know what there is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class NeedsCheck:
+    """Holds the rows of one set against what their environment needs."""
+
+    needs: TaskNeeds
+    environment: str
+    is_named: bool
+    """Whether the configuration says who judges."""
+    num_answers: int = 0
+    num_texts: int = 0
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether the environment judges only because no other was named."""
+        return not self.is_named and self.environment == self.needs.guess
+
+    def check_set(self, dataset_name: str | None, report: TaskReport) -> None:
+        """Raise ConfigError where rows say what people prefer, and nobody said who judges."""
+        if dataset_name not in PREFERENCE_SETS:
+            return
+        if self.is_guessed:
+            raise ConfigError(
+                f"{report.origin}: rows of {dataset_name} say which answer people prefer, "
+                f"not which one is right, and nobody is named to judge: {self.environment}, which "
+                f"judges then, looks for one value in them. {_CHOICES}"
+                f"or data.env_name={self.environment} if the preferred answers are ones to check "
+                "by. To learn from the preferences themselves, use laurel rm"
+            )
+        if self.environment in self.needs.answers:
+            report.notes.append(NOT_WHAT_IS_RIGHT)
+
+    def check_row(self, parts: TaskParts, metadata: Mapping[str, Any]) -> None:
+        """Raise UnusableRow where the task has nothing that it could be judged by."""
+        has_tests = any(metadata.get(form) is not None for form in OWN_TESTS)
+        if parts.answer is None and self.environment in self.needs.answers:
+            by_tests = ", or data.env_name=code: the row brings tests" if has_tests else ""
+            raise UnusableRow(
+                f"no answer in '{parts.answer_key}'",
+                f"the row has no answer in '{parts.answer_key}', and the environment "
+                f"'{self.environment}' judges against one",
+                remedy="Set data.output_key to the column that holds it, or data.env_name to an "
+                f"environment that needs none{by_tests}",
+            )
+        if not has_tests and self.environment in self.needs.tests:
+            raise UnusableRow(
+                "no tests",
+                f"the row brings no tests, and the environment '{self.environment}' gives nothing "
+                f"but 0 without: it looks for {', '.join(OWN_TESTS)}",
+                remedy="Set data.dataset_name to HumanEval, MBPP or CodeTasks, which read tests in "
+                "other forms, or data.env_name to an environment that needs none",
+            )
+        self.num_answers += parts.answer is not None
+        self.num_texts += parts.answer is not None and _is_text(parts.answer)
+
+    def conclude(self, origin: str) -> None:
+        """Raise ConfigError where most answers are texts, and nobody said who judges them."""
+        if self.is_guessed and self.num_texts * 2 > self.num_answers:
+            raise ConfigError(
+                f"{origin}: {self.num_texts:,} of {self.num_answers:,} known answers are texts of "
+                f"more than {PROSE_WORDS} words, and nobody is named to judge: {self.environment}, "
+                f"which judges then, looks for one value in each. {_CHOICES}data.output_key if "
+                f"another column holds the value; or data.env_name={self.environment} if these are "
+                "answers to check by"
+            )
+
+
+def _is_text(answer: str) -> bool:
+    return len(_WORD.findall(answer)) > PROSE_WORDS and not any(m in answer for m in _MARKED)
+
+
+# --------------------------------------------------------------------------------------------------
+# How a row becomes a task: the functions that `data.processor` names, and a place for more.
+#
+# A processor is given the row as it was read and the configuration of its set, and returns
+# `TaskParts`. Prompt files, the environment and the tokens are not its business: NeMo RL's
+# processors, which are given a tokenizer and return token ids, cannot be used as they are.
+
+Processor = Callable[[Row, TaskSetConfig], TaskParts]
+
+PROCESSORS: dict[str, Processor] = {}
+"""The processors by name."""
+
+
+def register_processor(name: str, processor: Processor) -> None:
+    """Makes a function known under a name that `data.processor` can say.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    if name in PROCESSORS:
+        raise ConfigError(
+            f"there is already a processor called {name!r}; those are: {', '.join(PROCESSORS)}"
+        )
+    PROCESSORS[name] = processor
+
+
+def find_processor(name: str | None) -> Processor:
+    """The processor of that name or import path; null is the one that reads the set's own rows.
+
+    Raises:
+        ConfigError: An unknown name.
+        DataError: An import path that leads nowhere.
+    """
+    if name is None:
+        return own_form
+    if name in PROCESSORS:
+        return PROCESSORS[name]
+    if not is_import_path(name):
+        near = nearest(name, PROCESSORS)
+        hint = f" Did you mean {near}?" if near else ""
+        raise ConfigError(
+            f"data.processor={name} is unknown.{hint} Known are: {', '.join(PROCESSORS)}; or give "
+            "the import path of your own function (row, config) -> TaskParts"
+        )
+    found = import_object(name, key="data.processor")
+    if not callable(found):
+        raise DataError(f"data.processor={name} is a {type(found).__name__}, not a function")
+    return _guarded(found, name)
+
+
+def own_form(row: Row, config: TaskSetConfig) -> TaskParts:
+    """The row in the form of its data set."""
+    return TASK_SETS[config.dataset_name or "ResponseDataset"].read(row, config)
+
+
+def multichoice(row: Row, config: TaskSetConfig) -> TaskParts:
+    """A question with its options under it, each behind its letter; the answer is a letter.
+
+    Options are a list, an object of letters, an object of `label` and `text` lists, or columns `A`,
+    `B`, ...; the answer is a letter, the place of an option (from 0), or its text.
+    """
+    key = "question" if "question" in row or config.input_key == "input" else config.input_key
+    question = text(required(row, key, setting="input_key"), what=f"'{key}'")
+    options = _options(row)
+    lines = [f"{letter}) {option}" for letter, option in options.items()]
+    subject = row.get("subject")
+    return TaskParts(
+        prompt=(Message("user", "\n".join((question, *lines))),),
+        answer=_letter(row.get("answer", row.get(config.output_key)), options),
+        metadata={} if subject is None else {"subject": subject},
+    )
+
+
+def _options(row: Row) -> dict[str, str]:
+    given: Any = row.get("options") if row.get("options") is not None else row.get("choices")
+    if given is None:
+        given = {letter: row[letter] for letter in string.ascii_uppercase
+                 if row.get(letter) is not None}  # fmt: skip
+    if isinstance(given, Mapping) and {"label", "text"} <= given.keys():
+        given = dict(zip(given["label"], given["text"], strict=False))
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        given = dict(zip(string.ascii_uppercase, given, strict=False))
+    if not isinstance(given, Mapping):
+        raise UnusableRow(
+            "options are no list", f"the options are {kind_of(given)} where a list is expected"
+        )
+    options = {str(letter).strip(): answer_text(option, what="an option") or ""
+               for letter, option in given.items() if option is not None}  # fmt: skip
+    if len(options) < 2:
+        raise UnusableRow(
+            "too few options",
+            f"the row has {len(options)} options in 'options', 'choices' or columns A, B, ...",
+        )
+    return options
+
+
+def _letter(value: Any, options: Mapping[str, str]) -> str | None:
+    said = answer_text(value, what="'answer'")
+    if said is None or said in options:
+        return said
+    if not isinstance(value, str) and said.isdecimal() and int(said) < len(options):
+        return list(options)[int(said)]
+    texts = [letter for letter, option in options.items() if option == said]
+    if len(texts) == 1:
+        return texts[0]
+    if said.isdecimal() and int(said) < len(options) and not texts:
+        return list(options)[int(said)]  # a place, as a CSV file holds it
+    raise UnusableRow(
+        "the answer is no option",
+        f"the answer {said!r:.60} is neither one of {', '.join(options)} nor the text of an option",
+    )
+
+
+def _guarded(processor: Callable[..., Any], name: str) -> Processor:
+    """The user's function, whose errors are told as such."""
+
+    def run(row: Row, config: TaskSetConfig) -> TaskParts:
+        try:
+            parts = processor(row, config)
+        except (UnusableRow, LeftOutRow):
+            raise
+        except Exception as problem:  # the user's code may raise anything
+            raise DataError(
+                f"data.processor={name} raised {type(problem).__name__}: {problem}"
+            ) from problem
+        if not isinstance(parts, TaskParts):
+            raise DataError(
+                f"data.processor={name} returned a {type(parts).__name__}; it must return "
+                "laurel.data.task_formats.TaskParts"
+            )
+        return parts
+
+    return run
+
+
+register_processor("default", own_form)
+register_processor("math_hf_data_processor", own_form)
+register_processor("math_data_processor", columns("problem", "expected_answer"))
+register_processor("multichoice_qa_processor", multichoice)
+register_processor("helpsteer3_data_processor", own_form)
+register_processor("code_data_processor", any_code)
+
 
 DEFAULT_TASKS = "OpenMathInstruct-2"
 """What is read where the configuration names neither a set nor a path."""

@@ -12,11 +12,18 @@ from typing import Any
 
 import torch
 
-from laurel.config.code_environment import CodeEnvironmentConfig
-from laurel.config.sandbox import SandboxConfig
-from laurel.environments.code_answers.extraction import joined, last_said, program_of, tagged
-from laurel.environments.code_answers.sessions import Session, observation
-from laurel.environments.code_answers.task_tests import (
+from laurel.config.environments import CodeEnvironmentConfig, SandboxConfig
+from laurel.environments.code.answers import (
+    Session,
+    joined,
+    last_said,
+    observation,
+    program_of,
+    tagged,
+)
+from laurel.environments.code.nodes import ClusterNodes, open_pool_on
+from laurel.environments.code.sandbox import limits_of, open_pool
+from laurel.environments.code.tests import (
     NO_CODE,
     CodeVerdict,
     MalformedTaskError,
@@ -38,15 +45,12 @@ from laurel.environments.interface import (
     pass_at_k,
     settings_of,
 )
-from laurel.environments.sandbox.detection import Detection, detect
-from laurel.environments.sandbox.jobs import SandboxResult
-from laurel.environments.sandbox.node_crew import ClusterNodes
-from laurel.environments.sandbox.node_pool import open_pool_on
-from laurel.environments.sandbox.open_pool import limits_of, open_pool
-from laurel.environments.sandbox.pool import SandboxPool
-from laurel.environments.sandbox.tiers import Tier
 from laurel.errors import EnvironmentFailedError
 from laurel.protocols import Judged, MessageLog
+from laurel.sandbox.detection import Detection, detect
+from laurel.sandbox.jobs import SandboxResult
+from laurel.sandbox.pool import SandboxPool
+from laurel.sandbox.tiers import Tier
 from laurel.types import Task
 
 _ALL = 1.0 - 1e-6

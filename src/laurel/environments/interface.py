@@ -12,25 +12,25 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, get_args
 
-from laurel.config.check import Checker
-from laurel.config.load import warnings_of
-from laurel.config.section import Section
+from laurel.config.load import Checker, warnings_of
 from laurel.config.shape import with_defaults
-from laurel.config.tree import graft
-from laurel.environments.memory import Memory
+from laurel.config.tree import Section, graft
 from laurel.errors import ConfigError
 from laurel.protocols import Environment, Judged, MessageLog
 from laurel.types import EnvironmentReturn, Task
 
 if TYPE_CHECKING:
-    from laurel.distributed.ray_actor import ActorMaker
+    from laurel.workers.ray_actor import ActorMaker
+
 
 __all__ = [
     "ConversationMemo",
@@ -145,7 +145,7 @@ class EnvironmentInterface(ABC):
 
             MathEnvironment.options(num_cpus=2, name="judge").remote({"num_workers": 2})
         """
-        from laurel.distributed.ray_actor import ActorMaker
+        from laurel.workers.ray_actor import ActorMaker
 
         return ActorMaker(cls, **options)
 
@@ -312,3 +312,39 @@ def pass_at_k(group_ids: Sequence[str], correct: Sequence[bool]) -> dict[str, fl
 
 def _powers_of_two(largest: int) -> Iterable[int]:
     return (1 << exponent for exponent in range(largest.bit_length()))
+
+
+# --------------------------------------------------------------------------------------------------
+# What was found out before, up to a number of things.
+
+
+class Memory(Generic[T]):
+    """Values by key. What was not used for longest goes when it is full.
+
+    Safe to use from several threads at once.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._kept: OrderedDict[bytes, T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, key: bytes, value: T) -> None:
+        """Keep a value, in place of what was kept before."""
+        with self._lock:
+            self._kept[key] = value
+            self._kept.move_to_end(key)
+            if len(self._kept) > self._capacity:
+                self._kept.popitem(last=False)
+
+    def forget(self, key: bytes) -> None:
+        """Keep nothing under this key."""
+        with self._lock:
+            self._kept.pop(key, None)
+
+    def get(self, key: bytes) -> T | None:
+        """What was kept under this key, if it still is."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)

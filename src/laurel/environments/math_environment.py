@@ -22,9 +22,8 @@ from laurel.environments.interface import (
     response_of,
     settings_of,
 )
-from laurel.environments.math_answers.checker import AnswerChecker
-from laurel.environments.math_answers.multiple_choice import check_choice
-from laurel.environments.math_answers.verdicts import Checked, Verdict
+from laurel.environments.math.answers import Checked, Verdict, check_choice
+from laurel.environments.math.pool import AnswerChecker
 from laurel.errors import EnvironmentFailedError
 from laurel.protocols import Judged, MessageLog
 from laurel.types import Task

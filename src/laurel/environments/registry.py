@@ -9,16 +9,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from laurel.config.environments import CompositeEnvironmentConfig, EnvironmentsConfig
-from laurel.config.schema import NamedCall
+from laurel.config.policy import NamedCall
 from laurel.config.tree import nearest
 from laurel.environments.interface import judged_by
 from laurel.errors import ConfigError, LaurelError
-from laurel.observe.source_lines import told_with_line
+from laurel.observe.hub import told_with_line
 from laurel.protocols import Environment
 
 if TYPE_CHECKING:
-    from laurel.environments.open_reward_loop import Opening
-    from laurel.environments.sandbox.node_crew import ClusterNodes
+    from laurel.environments.code.nodes import ClusterNodes
+    from laurel.environments.reward_model.open import Opening
 
 BUILT_IN: dict[str, tuple[str, str]] = {
     "math": ("laurel.environments.math_environment.MathEnvironment", "math"),
@@ -185,7 +185,7 @@ class _Making:
     def _composite(
         self, name: str, config: CompositeEnvironmentConfig, inside: tuple[str, ...]
     ) -> Environment:
-        from laurel.environments.composite_environment import CompositeEnvironment
+        from laurel.environments.composite import CompositeEnvironment
 
         parts = {part.env: self.made(part.env, (*inside, name)) for part in config.parts}
         return CompositeEnvironment(config, parts)

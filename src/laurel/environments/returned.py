@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from laurel.errors import EnvironmentFailedError
-from laurel.observe.source_lines import line_of
+from laurel.observe.hub import line_of
 from laurel.types import EnvironmentReturn
 
 FIELDS = ("observations", "metadata", "next_stop_strings")

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 
-from laurel.config.environments import RewardModelEnvironmentConfig
+from laurel.config.environments import RewardModelEnvironmentConfig, ScoreTransformConfig
 from laurel.data.forest import pad
-from laurel.environments.cases import (
-    NO_REFERENCE,
-    Case,
-    by_prompt,
-    read_case,
-    reference_of,
-    score_cases,
-)
 from laurel.environments.interface import (
     GROUP_ID,
     ConversationMemo,
@@ -33,22 +28,38 @@ from laurel.environments.interface import (
     numbers,
     settings_of,
 )
-from laurel.environments.load_reward_model import IN_THE_SECTION, WHERE
-from laurel.environments.noise_floor import PROBE, Witnesses, noise_of
-from laurel.environments.open_reward_loop import Opening
-from laurel.environments.open_scorer import merges, open_scorer, statistics_of
-from laurel.environments.score_transform import ScoreTransform
+from laurel.environments.reward_model.open import (
+    IN_THE_SECTION,
+    WHERE,
+    Device,
+    Opening,
+    merges,
+    open_reward_model_group,
+    open_scorer,
+    statistics_of,
+)
 from laurel.errors import ConfigError, DataError, EnvironmentFailedError, speaking
+from laurel.models.parallel.mesh import ParallelShape
 from laurel.protocols import Judged, MessageLog, Scorer
 from laurel.rewards.blocking import BlockingScorer
-from laurel.rewards.contract_scorer import ContractScorer
-from laurel.rewards.load import Say
-from laurel.rewards.local import LocalScorer, conversation_group
 from laurel.rewards.loop_scorer import LoopScorer
-from laurel.types import EnvironmentReturn, Group, Score, Task
+from laurel.rewards.open import Say
+from laurel.rewards.replicas import GroupScorer
+from laurel.rewards.scorer import ContractScorer, LocalScorer, conversation_group
+from laurel.types import (
+    Completion,
+    Conversation,
+    EnvironmentReturn,
+    Group,
+    Message,
+    Score,
+    Task,
+    group_of,
+)
 
 if TYPE_CHECKING:
-    from laurel.distributed.ray_actor import ActorMaker
+    from laurel.workers.ray_actor import ActorMaker
+
 
 __all__ = ["RewardModelEnvironment", "RewardModelEnvironmentConfig"]
 
@@ -125,8 +136,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         Where `dtensor_cfg.tensor_parallel_size` or `resources` ask for more than one rank, the
         model is spread over as many actors beside it.
         """
-        from laurel.distributed.ray_actor import ActorMaker
-        from laurel.environments.reward_model_actor import gpus_of_actor, make_in_actor
+        from laurel.workers.ray_actor import ActorMaker
 
         if cls.__init__ is not RewardModelEnvironment.__init__:  # with arguments of its own
             return ActorMaker(cls, **options)
@@ -402,3 +412,551 @@ def _spread(what: str, values: Sequence[float]) -> dict[str, float]:
         squares = math.fsum((value - mean) ** 2 for value in values)
         figures[f"std_{what}"] = math.sqrt(squares / (len(values) - 1))
     return figures
+
+
+# --------------------------------------------------------------------------------------------------
+# Conversations on their way to a reward: read, given a reference, scored.
+
+REFERENCE = "ground_truth"
+"""Where a task's metadata has its reference answer."""
+NO_REFERENCE = (
+    f"the metadata has no text '{REFERENCE}', and env.reward_model.transform.subtract_reference "
+    "needs it"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """A conversation, and its reward or the reason why it has none."""
+
+    conversation: Conversation = ()
+    reference: Conversation = ()
+    """The same prompt with the task's own answer, where that is subtracted."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata of its task."""
+    failure: str | None = None
+    score: float = math.nan
+    parts: dict[str, float] = field(default_factory=dict)
+    """What the score came about from; see `Score.parts`."""
+    reference_score: float = math.nan
+    truncated: bool = False
+    reward: float = math.nan
+
+    def add_reference(self, info: Mapping[str, Any] | None) -> None:
+        """Take the task's own answer from its metadata; without one the case has failed."""
+        answer = reference_of(info)
+        if answer is None:
+            self.failure = self.failure or NO_REFERENCE
+        else:
+            self.reference = (*self.conversation[:-1], Message("assistant", answer))
+
+    @property
+    def observation(self) -> str:
+        """What the environment says of it."""
+        if self.failure is not None:
+            return f"Environment: no reward ({self.failure})"
+        return f"Environment: {self.reward:.6g}"
+
+
+def read_case(message_log: MessageLog) -> Case:
+    """A message log as a conversation that ends with an answer, or as a failure."""
+    messages: list[Message] = []
+    for number, message in enumerate(message_log, start=1):
+        said = message if isinstance(message, Mapping) else {}
+        role, content = said.get("role"), said.get("content")
+        if not isinstance(role, str) or not isinstance(content, str):
+            return Case(failure=f"message {number} has no role or no content that is text")
+        if not _is_text(content):
+            return Case(failure=f"message {number} holds half a character (a lone surrogate)")
+        messages.append(Message(role, content))
+    if not messages or messages[-1].role != "assistant":
+        ends = f"ends with a message of {messages[-1].role!r}" if messages else "has no message"
+        return Case(
+            conversation=tuple(messages),
+            failure=f"the conversation {ends}: there is no answer to judge",
+        )
+    return Case(conversation=tuple(messages))
+
+
+def _is_text(content: str) -> bool:
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def reference_of(info: Mapping[str, Any] | None) -> str | None:
+    """The reference answer in a task's metadata."""
+    answer = (info or {}).get(REFERENCE)
+    return answer if isinstance(answer, str) and _is_text(answer) else None
+
+
+def score_cases(
+    cases: Sequence[Case],
+    score: ScoreNow,
+    *,
+    share_prompts: bool,
+    reads_metadata: bool = False,
+    judges_groups: bool = False,
+) -> None:
+    """Fill in the scores, or why there are none.
+
+    What is said twice is scored once, or the order of sums would make a difference of nothing.
+
+    Args:
+        cases: None of them has failed yet.
+        score: Scores groups; see `Scorer.score`.
+        share_prompts: Whether conversations with the same prompt are one group.
+        reads_metadata: Whether the scorer reads it: then only those with the same are.
+        judges_groups: Whether it compares the completions of a group: then what is said twice is in
+            it twice, and reference answers are not among them.
+    """
+    asked = _Asked(share_prompts, reads_metadata, judges_groups)
+    places = [
+        (
+            asked.add(case, case.conversation),
+            asked.add(case, case.reference, is_reference=True) if case.reference else None,
+        )
+        for case in cases
+    ]
+    groups = asked.groups()
+    scores = score(groups) if groups else []
+    for case, ((group, index), reference) in zip(cases, places, strict=True):
+        found = scores[group][index]
+        case.truncated, case.parts = found.truncated, dict(found.parts)
+        if found.value is None:
+            case.failure = found.failure or "no score"
+            continue
+        case.score = found.value
+        if reference is not None:
+            given = scores[reference[0]][reference[1]]
+            if given.value is None:
+                case.failure = f"the reference answer has no score: {given.failure or 'no score'}"
+            else:
+                case.reference_score = given.value
+
+
+class _Asked:
+    """Conversations on their way into groups."""
+
+    def __init__(self, share_prompts: bool, reads_metadata: bool, judges_groups: bool) -> None:
+        self._share_prompts = share_prompts
+        self._reads_metadata = reads_metadata
+        self._judges_groups = judges_groups
+        self._row_of: dict[Any, int] = {}
+        self._members: list[list[Conversation]] = []
+        self._infos: list[Mapping[str, Any]] = []
+        self._place_of: dict[Any, tuple[int, int]] = {}
+
+    def add(
+        self, case: Case, conversation: Conversation, *, is_reference: bool = False
+    ) -> tuple[int, int]:
+        """Its group, and its place there."""
+        info = case.info if self._reads_metadata else {}
+        key = (
+            conversation[:-1] if self._share_prompts else conversation,
+            json.dumps(info, sort_keys=True, default=repr) if info else "",
+            is_reference and self._judges_groups,
+        )
+        row = self._row_of.setdefault(key, len(self._members))
+        if row == len(self._members):
+            self._members.append([])
+            self._infos.append(info)
+        place = self._place_of.get((row, conversation))
+        if place is None or (self._judges_groups and not is_reference):
+            place = self._place_of[row, conversation] = row, len(self._members[row])
+            self._members[row].append(conversation)
+        return place
+
+    def groups(self) -> list[Group]:
+        """Those that scores are asked for."""
+        return [
+            _group(members, row, info)
+            for row, (members, info) in enumerate(zip(self._members, self._infos, strict=True))
+        ]
+
+
+def by_prompt(conversations: Iterable[Conversation]) -> list[Group]:
+    """Different conversations as groups: those that differ in their last message only."""
+    prompts: dict[Conversation, list[Conversation]] = {}
+    for conversation in conversations:
+        prompts.setdefault(conversation[:-1], []).append(conversation)
+    return [_group(members, index) for index, members in enumerate(prompts.values())]
+
+
+def _group(
+    members: Sequence[Conversation], index: int, metadata: Mapping[str, Any] | None = None
+) -> Group:
+    return Group(
+        id=f"prompt {index}",
+        prompt=members[0][:-1],
+        completions_G=tuple(Completion(messages=member[-1:]) for member in members),
+        metadata=metadata or {},
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# From the scores of a reward model to rewards: reference, normalisation, scale, shift, clip.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Count, mean and sum of squared deviations of numbers seen so far, in float64."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def joined(self, values: Sequence[float]) -> Moments:
+        """With more numbers. Their order changes nothing, to the last bit.
+
+        Welford's update in the form for whole batches; the batch's own moments are exact sums.
+        """
+        if not values:
+            return self
+        count = self.count + len(values)
+        batch_mean = math.fsum(values) / len(values)
+        batch_squares = math.fsum((value - batch_mean) ** 2 for value in values)
+        away = batch_mean - self.mean
+        return Moments(
+            count=count,
+            mean=self.mean + away * len(values) / count,
+            squares=self.squares + batch_squares + away**2 * self.count * len(values) / count,
+        )
+
+    @property
+    def std(self) -> float | None:
+        """Standard deviation, the sum divided by the count; None where it says nothing."""
+        if self.count < 2 or self.squares <= 0.0:
+            return None
+        return math.sqrt(self.squares / self.count)
+
+
+class ScoreTransform:
+    """What `ScoreTransformConfig` says is done to scores. Safe to call from several threads.
+
+    With `normalize: running` the mean and the deviation change only when a batch ends
+    (`end_batch`), and before the first has ended scores stay as they are. Were they to change with
+    every score, completions of one prompt that are judged at different times would be measured by
+    different rules, and learn from the difference.
+    """
+
+    def __init__(
+        self, config: ScoreTransformConfig, *, stored: tuple[float | None, float | None]
+    ) -> None:
+        """Check that the statistics asked for are there.
+
+        Args:
+            config: The transform.
+            stored: Mean and standard deviation that the model was saved with, if it was.
+
+        Raises:
+            ConfigError: They are needed and missing.
+        """
+        self.config = config
+        self._lock = threading.Lock()
+        self._seen = Moments()
+        self._waiting: list[float] = []
+        self._stored: tuple[float, float] | None = None
+        if config.normalize == "stored":
+            mean, std = stored
+            if mean is None or std is None or not std > 0.0:
+                raise ConfigError(
+                    "env.reward_model.transform.normalize=stored: the model was saved without the "
+                    "mean and standard deviation of its scores (scoring.json). Choose running or "
+                    "none, or a model that `laurel rm` saved"
+                )
+            self._stored = mean, std
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether rewards are the scores themselves."""
+        return self.config == ScoreTransformConfig()
+
+    @property
+    def factor(self) -> float:
+        """How much a reward differs where the score differs by 1, short of the clip."""
+        return abs(self.config.scale) / self._mean_and_std()[1]
+
+    def rewards(
+        self, scores: Sequence[float], references: Sequence[float] | None = None
+    ) -> list[float]:
+        """The rewards of scores.
+
+        Args:
+            scores: Of the conversations.
+            references: Of the reference answers to the same prompts, where they are subtracted.
+                Both are then measured from the stored mean, which cancels.
+        """
+        config = self.config
+        if references is not None:
+            scores = [s - r for s, r in zip(scores, references, strict=True)]
+        if config.normalize == "running":
+            with self._lock:
+                self._waiting.extend(scores)
+        mean, std = self._mean_and_std()
+        if config.normalize == "stored" and references is not None:
+            mean = 0.0
+        rewards = [(score - mean) / std * config.scale + config.shift for score in scores]
+        if config.clip is not None:
+            low, high = config.clip
+            rewards = [min(max(reward, low), high) for reward in rewards]
+        return rewards
+
+    def end_batch(self) -> None:
+        """Let the scores since the last call count from now on."""
+        with self._lock:
+            self._seen = self._seen.joined(self._waiting)
+            self._waiting = []
+
+    @property
+    def seen(self) -> Moments:
+        """Of all scores of the batches that have ended."""
+        with self._lock:
+            return self._seen
+
+    def _mean_and_std(self) -> tuple[float, float]:
+        if self._stored is not None:
+            return self._stored
+        seen = self.seen
+        return (0.0, 1.0) if seen.std is None else (seen.mean, seen.std)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON knows it."""
+        with self._lock:
+            return {"seen": asdict(self._seen), "waiting": list(self._waiting)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        with self._lock:
+            self._seen = Moments(**state["seen"])
+            self._waiting = list(state["waiting"])
+
+
+# --------------------------------------------------------------------------------------------------
+# How far apart scores can be that mean the same: the noise of a scorer.
+
+MOST_WITNESSES = 8
+"""Conversations that the noise is measured on."""
+
+ScoreNow = Callable[[Sequence[Group]], list[tuple[Score, ...]]]
+
+RESOLUTION = 2.0**-24
+"""Half the distance of neighbouring float32 numbers, relative to their size: what rounding the
+score itself can hide."""
+
+PROBE = tuple(
+    group_of((Message("user", asked),), answers, group_id=asked)
+    for asked, answers in (
+        ("Where does the laurel grow?", ("By the western gate.", "I could not say where it is.")),
+        ("How many are two and two?", ("Four.", "Two and two are five, as everybody knows.")),
+    )
+)
+"""What the noise is measured on where nothing else is at hand."""
+
+
+class Witnesses:
+    """A few of many conversations: chosen by what they say, for who comes first is chance."""
+
+    def __init__(self) -> None:
+        self._by_digest: dict[str, Conversation] = {}
+        self._lock = threading.Lock()
+
+    def add(self, conversations: Iterable[Conversation]) -> None:
+        """Keep some of them, perhaps instead of others."""
+        with self._lock:
+            for conversation in conversations:
+                digest = hashlib.blake2b(repr(conversation).encode("utf-8", "replace"))
+                self._by_digest[digest.hexdigest()] = conversation
+            while len(self._by_digest) > MOST_WITNESSES:
+                del self._by_digest[max(self._by_digest)]
+
+    def all(self) -> list[Conversation]:
+        """Those that were kept, in an order of their own."""
+        with self._lock:
+            return [self._by_digest[digest] for digest in sorted(self._by_digest)]
+
+
+def noise_of(scorer: ContractScorer | BlockingScorer, groups: Sequence[Group]) -> float:
+    """The noise; 0 where it cannot be measured, as nothing of it can be scored."""
+    if isinstance(scorer, LoopScorer):  # which would remember what it is asked several times
+        return scorer.directly(lambda model: noise_of(model, groups))
+    with contextlib.suppress(ValueError):
+        if isinstance(scorer, BlockingScorer):
+            return measure_noise(scorer.score_afresh, groups)
+        if not scorer.has_exact_scores:
+            return measure_noise(scorer.score_now, groups)
+        # Not every device and not every kernel knows float64, or has the memory.
+        with contextlib.suppress(RuntimeError, TypeError):
+            return measure_noise(scorer.score_now, groups, exact=scorer.score_exactly)
+        return measure_noise(scorer.score_now, groups)
+    return 0.0
+
+
+def measure_noise(
+    score: ScoreNow, groups: Sequence[Group], *, exact: ScoreNow | None = None
+) -> float:
+    """The noise of a scorer, in units of its scores; about one standard deviation.
+
+    A conversation has one true score, but sums are rounded, and how depends on what is said and on
+    what is computed with it. So two things are measured, and the larger is the result; it is never
+    less than a float32 number can resolve.
+
+    - In different company: every conversation is scored beside the other answers to its prompt,
+      entirely alone, with its prompt to itself among all others, and with everything in reversed
+      order. The root mean square of the largest deviations from a conversation's own mean.
+    - Against exact scores, where there are any: the standard deviation of the error among the
+      answers to one prompt. An error that they share moves no comparison. Arithmetic that rounds
+      the same way in any company, as bfloat16 on a CPU may, shows its noise only here.
+
+    Args:
+        score: Scores groups; see `Scorer.score`.
+        groups: What is scored. Two prompts with two answers each are the least that makes every
+            layout a different one.
+        exact: Scores them in a higher precision.
+
+    Raises:
+        ValueError: No conversation could be scored.
+    """
+    together = score(groups)
+    found = [_of_company(score, groups, together), RESOLUTION * _size(together)]
+    if exact is not None:
+        found.append(_of_rounding(together, exact(groups)))
+    return max(found)
+
+
+def _of_company(
+    score: ScoreNow, groups: Sequence[Group], together: Sequence[tuple[Score, ...]]
+) -> float:
+    alone = [replace(g, completions_G=(c,)) for g in groups for c in g.completions_G]
+    turned = [replace(g, completions_G=g.completions_G[::-1]) for g in groups[::-1]]
+    layouts = [
+        _values(together),
+        [value for one in alone for value in _values(score([one]))],
+        _values(score(alone)),
+        _values(score(turned))[::-1],
+    ]
+    deviations = []
+    for values in zip(*layouts, strict=True):
+        scored = [value for value in values if value is not None]
+        if len(scored) == len(layouts):
+            mean = math.fsum(scored) / len(scored)
+            deviations.append(max(abs(value - mean) for value in scored))
+    if not deviations:
+        raise ValueError("the noise of a scorer cannot be measured on what it cannot score")
+    return _root_mean_square(deviations)
+
+
+def _of_rounding(rounded: Sequence[tuple[Score, ...]], exact: Sequence[tuple[Score, ...]]) -> float:
+    """Deviation of the errors within groups, pooled; over all where every group has only one."""
+    errors_BG = [
+        [a.value - b.value for a, b in zip(one, other, strict=True)
+         if a.value is not None and b.value is not None]
+        for one, other in zip(rounded, exact, strict=True)
+    ]  # fmt: skip
+    several = [errors_G for errors_G in errors_BG if len(errors_G) > 1]
+    if not several:
+        several = [[error for errors_G in errors_BG for error in errors_G]]
+    squares, freedom = 0.0, 0
+    for errors_G in several:
+        mean = math.fsum(errors_G) / max(len(errors_G), 1)
+        squares += math.fsum((error - mean) ** 2 for error in errors_G)
+        freedom += len(errors_G) - 1
+    return math.sqrt(squares / freedom) if freedom > 0 else 0.0
+
+
+def _size(scored: Sequence[tuple[Score, ...]]) -> float:
+    sizes = [value for value in _values(scored) if value is not None]
+    return _root_mean_square(sizes) if sizes else 0.0
+
+
+def _values(scored: Sequence[tuple[Score, ...]]) -> list[float | None]:
+    return [score.value for scores_G in scored for score in scores_G]
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(value * value for value in values) / len(values))
+
+
+# --------------------------------------------------------------------------------------------------
+# What an actor with a reward model needs: a GPU of its own, or a group of ranks beside it.
+
+Given = RewardModelEnvironmentConfig | Mapping[str, Any]
+ROLE = "reward_model"
+
+
+def gpus_of_actor(
+    config: Given,
+    *,
+    scorer: Scorer | None = None,
+    device: Device = "auto",
+    say: Say | None = None,
+) -> float:
+    """GPUs of the actor itself; see `RewardModelEnvironment` for the arguments.
+
+    Raises:
+        ConfigError: The settings are wrong.
+    """
+    settings = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
+    is_elsewhere = scorer is not None or not settings.computes or _has_ranks(settings)
+    return float(device != "cpu" and not is_elsewhere)
+
+
+def make_in_actor(
+    made: type[RewardModelEnvironment],
+    config: Given,
+    *,
+    scorer: Scorer | None = None,
+    device: Device = "auto",
+    say: Say | None = None,
+) -> RewardModelEnvironment:
+    """The environment; where its settings ask for several ranks, its model is in those.
+
+    Raises:
+        UserError: A setting, or a model, that cannot be used.
+    """
+    settings = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
+    if scorer is None and _has_ranks(settings):
+        tell = say or logging.getLogger(__name__).info
+        scorer = _open_beside(settings, device=device, say=tell)
+    try:
+        return made(settings, scorer=scorer, device=device, say=say)
+    except BaseException:
+        if isinstance(scorer, GroupScorer):
+            scorer.close()
+        raise
+
+
+def _has_ranks(config: RewardModelEnvironmentConfig) -> bool:
+    """Whether its model is in actors beside this one."""
+    return config.loads_model and not config.uses_vllm and ranks_of(config).num_ranks > 1
+
+
+def ranks_of(config: RewardModelEnvironmentConfig) -> ParallelShape:
+    """Replicas and the ranks of each: those of one, if `resources` does not say how many in all.
+
+    Raises:
+        ConfigError: The slots cannot be divided into replicas.
+    """
+    tp, resources = config.dtensor_cfg.tensor_parallel_size, config.resources
+    if resources.gpus_per_node is None:
+        return ParallelShape(tp=tp, dp_replicate=resources.num_nodes or 1)
+    slots = resources.gpus_per_node * (resources.num_nodes or 1)
+    if slots % tp:
+        raise ConfigError(
+            f"{WHERE}.dtensor_cfg.tensor_parallel_size={tp} does not divide the {slots} slots of "
+            f"{WHERE}.resources"
+        )
+    return ParallelShape(tp=tp, dp_replicate=slots // tp)
+
+
+def _open_beside(config: RewardModelEnvironmentConfig, *, device: Device, say: Say) -> GroupScorer:
+    """The scorer, over actors of this one's cluster; they end with this process at the latest."""
+    from laurel.workers.ray_actor import GroupBeside, has_gpus
+    from laurel.workers.reservations import Resources
+
+    shape = ranks_of(config)
+    each = Resources(gpus=1 if device != "cpu" and has_gpus() else 0)
+    make_group = partial(GroupBeside, ROLE, each, shape.dp_replicate, shape.tp)
+    return open_reward_model_group(config, make_group, shape=shape, device=device, say=say)

@@ -10,29 +10,29 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal, Protocol
 
-from laurel.config.benchmarks import BenchmarkName
-from laurel.config.preference_data import DatasetConfig
-from laurel.data import benchmark_rows as rows_of
-from laurel.data.benchmark_rows import BenchmarkForm, BenchmarkRow
-from laurel.data.cells import UnusableRow
+from laurel.config.data import BenchmarkName, BenchmarkSetConfig, DatasetConfig
+from laurel.data import benchmarks as rows_of
+from laurel.data.benchmarks import BenchmarkForm, BenchmarkRow
 from laurel.data.preferences import load_preferences
 from laurel.data.report import DataReport
+from laurel.data.sources import UnusableRow
 from laurel.errors import DataError, key_of
-from laurel.evaluation import (
-    best_of_n,
-    judge_bench,
-    pair_accuracy,
-    reward_bench,
-    reward_bench_2,
-    rm_bench,
+from laurel.evaluation import other_benchmarks, reward_bench
+from laurel.evaluation.reward_bench import ZeroSpread, is_ties
+from laurel.evaluation.statistics import (
+    Figure,
+    Measured,
+    ScoredList,
+    ScoredPair,
+    lists_by_length,
+    pair_credits,
+    pairs_by_length,
+    share,
+    shares_by_subset,
 )
-from laurel.evaluation.measured import Measured, lists_by_length, pairs_by_length
-from laurel.evaluation.reward_bench_2 import ZeroSpread
-from laurel.evaluation.scored_lists import ScoredList
-from laurel.evaluation.scored_pairs import ScoredPair
 from laurel.observe.console import conversation_text
-from laurel.observe.counts import counted
-from laurel.types import Preference, Score
+from laurel.observe.metrics import counted
+from laurel.types import Group, Preference, Score
 
 MOST_MALFORMED = 0.5
 """Share of the rows of a training set that may be malformed where it is only compared with."""
@@ -152,7 +152,7 @@ def _reward_bench_rows(asked: Asked, tell: Tell) -> list[BenchmarkRow]:
 def _judge_bench_rows(asked: Asked, tell: Tell) -> list[BenchmarkRow]:
     """By category, so that two results can be compared by it as well."""
     rows = _read(rows_of.JUDGE_BENCH)(asked, tell)
-    return [replace(row, subset=judge_bench.category_of(row.subset or "")) for row in rows]
+    return [replace(row, subset=other_benchmarks.category_of(row.subset or "")) for row in rows]
 
 
 def preference_rows(asked: Asked, tell: Tell) -> list[BenchmarkRow]:
@@ -290,43 +290,266 @@ BENCHMARKS: dict[BenchmarkName, Benchmark] = {
         title="RewardBench",
         read=_reward_bench_rows,
         scored=pairs_of,
-        measure=lambda rows, _: reward_bench.measure(rows),
+        measure=lambda rows, _: reward_bench.measure_reward_bench(rows),
         by_length=pairs_by_length,
     ),
     "reward-bench-2": Benchmark(
         title="RewardBench 2",
         read=_read(rows_of.REWARD_BENCH_2),
         scored=list_of,
-        measure=lambda rows, asked: reward_bench_2.measure(rows, zero_spread=asked.zero_spread),
+        measure=lambda rows, asked: reward_bench.measure_reward_bench_2(
+            rows, zero_spread=asked.zero_spread
+        ),
         by_length=lists_by_length,
     ),
     "rm-bench": Benchmark(
         title="RM-Bench",
         read=_read(rows_of.RM_BENCH),
         scored=list_of,
-        measure=lambda rows, _: rm_bench.measure(rows),
+        measure=lambda rows, _: other_benchmarks.measure_rm_bench(rows),
         by_length=lists_by_length,
-        details=lambda rows: {"matrix": rm_bench.matrix_of(rows)},
+        details=lambda rows: {"matrix": other_benchmarks.matrix_of(rows)},
     ),
     "judge-bench": Benchmark(
         title="JudgeBench",
         read=_judge_bench_rows,
         scored=pairs_of,
-        measure=lambda rows, _: judge_bench.measure(rows),
+        measure=lambda rows, _: other_benchmarks.measure_judge_bench(rows),
         by_length=pairs_by_length,
     ),
     "pairs": Benchmark(
         title="Pairs",
         read=preference_rows,
         scored=pairs_of,
-        measure=lambda rows, _: pair_accuracy.measure(rows),
+        measure=lambda rows, _: measure(rows),
         by_length=pairs_by_length,
     ),
     "best-of-n": Benchmark(
         title="Best of n",
         read=_read(rows_of.BEST_OF_N),
         scored=list_of,
-        measure=lambda rows, _: best_of_n.measure(rows),
+        measure=lambda rows, _: other_benchmarks.measure_best_of_n(rows),
         by_length=lists_by_length,
     ),
 }
+
+
+# --------------------------------------------------------------------------------------------------
+# How often a reward model prefers what people preferred, on any set of pairs.
+
+PAIRS_FINAL = "all pairs"
+TIES = "share of equal scores"
+"""A share of the pairs, not a subset of them whose accuracy it would be."""
+
+
+def measure(pairs: Sequence[ScoredPair]) -> Measured:
+    """The accuracy of each subset and over all pairs, and the share of ties among what is wrong."""
+    credits = pair_credits(pairs)
+    found = shares_by_subset((pair.subset, credits[pair.id]) for pair in pairs)
+    return Measured(
+        subsets=tuple(found.values()) if len(found) > 1 else (),
+        sections=(tie_share(pairs),),
+        final=share(PAIRS_FINAL, credits.values()),
+        credits=credits,
+    )
+
+
+def tie_share(pairs: Sequence[ScoredPair]) -> Figure:
+    """The share of pairs whose answers have the same score, which counts as wrong."""
+    equal = [
+        None if pair.is_right is None else float(pair.score_chosen == pair.score_rejected)
+        for pair in pairs
+    ]
+    return replace(share(TIES, equal), is_aside=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# A benchmark that is measured again and again: its rows, chosen once, and its figures by short
+# names.
+#
+# The arithmetic is that of `laurel eval`; what is added is what a run logs.
+
+
+def _short(names: Sequence[str]) -> dict[str, str]:
+    return {name: name.lower().replace(" ", "_") for name in names}
+
+
+PARTS: Mapping[BenchmarkName, Mapping[str, str]] = {
+    "reward-bench": _short([*reward_bench.SECTIONS, reward_bench.PRIOR]),
+    "reward-bench-2": _short(list(reward_bench.NUM_PROMPTS)),
+    "rm-bench": _short([*other_benchmarks.LEVELS, *other_benchmarks.DOMAINS]),
+    "judge-bench": _short(list(dict.fromkeys(other_benchmarks.CATEGORIES.values()))),
+    "pairs": {TIES: "tie_share"},
+    "best-of-n": {other_benchmarks.RANDOM: "random", other_benchmarks.ORACLE: "oracle"},
+}
+"""What a final score is made of, or stands beside, by the names that it is logged by."""
+FINAL, ALL_ROWS = "final_score", "accuracy"
+_SAME_FOR_ALL = ("random", "oracle")
+"""Figures of the rows, whatever the model says."""
+_EVEN = Score(value=0.0)
+
+
+def selectable(benchmark: BenchmarkName) -> list[str]:
+    """The figures that one checkpoint may be better by than another."""
+    parts = [key for key in PARTS[benchmark].values() if key not in _SAME_FOR_ALL]
+    return [FINAL, ALL_ROWS, *parts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedBenchmark:
+    """What a benchmark is asked for: see `benchmarks.Asked`."""
+
+    data: tuple[str, ...]
+    split: str | None
+    dataset: str | None
+    prior: bool
+    zero_spread: ZeroSpread
+    margin_key: str | None = None
+    column_keys: Mapping[str, str] = field(default_factory=dict)
+    max_samples: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkSet:
+    """The rows of a benchmark that a run is measured on."""
+
+    name: str
+    """That the run gives it."""
+    benchmark: BenchmarkName
+    asked: AskedBenchmark
+    rows: Sequence[BenchmarkRow]
+    num_read: int
+    """Rows that there were before some of them were chosen."""
+    told: tuple[str, ...] = ()
+    """What reading them told; see `Benchmark.read`."""
+
+    @classmethod
+    def load(cls, name: str, config: BenchmarkSetConfig) -> BenchmarkSet:
+        """Read a benchmark, and choose its rows.
+
+        Raises:
+            DataError: A file or a row that cannot be used, or nothing that could be compared.
+        """
+        asked = AskedBenchmark(
+            data=config.paths, split=config.split, dataset=config.dataset_name, prior=config.prior,
+            zero_spread=config.zero_spread,
+        )  # fmt: skip
+        try:
+            told: list[str] = []
+            read = BENCHMARKS[config.benchmark].read(asked, told.append)
+            if not read:
+                where = ", ".join(config.paths) or "its own place on the hub"
+                raise DataError(f"there is no row in {where}")
+            chosen = cls(
+                name=name, benchmark=config.benchmark, asked=asked, num_read=len(read),
+                told=tuple(told),
+                rows=read if config.max_samples is None else spread(read, config.max_samples),
+            )  # fmt: skip
+            if not chosen.rows:
+                raise DataError(
+                    f"max_samples={config.max_samples} leaves none of its rows; raise it"
+                )
+            chosen.possible()
+        except DataError as error:
+            raise DataError(f"{name} (benchmark {config.benchmark}): {error}") from error
+        return chosen
+
+    @property
+    def title(self) -> str:
+        """What the benchmark is called."""
+        return BENCHMARKS[self.benchmark].title
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it has fewer rows than there are."""
+        return len(self.rows) < self.num_read
+
+    @property
+    def groups(self) -> list[Group]:
+        """What is to be scored."""
+        return [row.group for row in self.rows]
+
+    def reduced(self, scores: Sequence[Sequence[Score]]) -> Reduced:
+        """What `laurel eval` makes of scores of these rows."""
+        return reduce_scores(BENCHMARKS[self.benchmark], self.rows, scores, self.asked)
+
+    def figures(self, scores: Sequence[Sequence[Score]]) -> dict[str, float]:
+        """What is logged of scores, by bare name; what is undefined is absent.
+
+        - `final_score` and, beside it, `longer_wins_final_score`: absent where a part of the
+          benchmark is, and where it was cut.
+        - `accuracy`, `longer_wins_baseline`: what rows are worth, over all rows.
+        - The parts: see `PARTS`.
+        - `num_rows` that have a verdict, and `num_failures` that have none.
+        """
+        found = self.reduced(scores)
+        measured, parts = found.measured, PARTS[self.benchmark]
+        every = share(ALL_ROWS, measured.credits.values())
+        named: list[tuple[str, float | None]] = [
+            (ALL_ROWS, every.value),
+            ("longer_wins_baseline", share("", found.baseline.credits.values()).value),
+        ]
+        if not self.is_cut:
+            named.insert(0, (FINAL, measured.final.value))
+            named.append(("longer_wins_final_score", found.baseline.final.value))
+        named += [
+            (parts[figure.name], figure.value)
+            for figure in (*measured.sections, *measured.subsets)
+            if figure.name in parts
+        ]
+        known = {key: value for key, value in named if value is not None}
+        return known | {
+            "num_rows": float(every.num_rows), "num_failures": float(every.num_failures)
+        }  # fmt: skip
+
+    def possible(self) -> list[str]:
+        """The figures that these rows give a model, and that a checkpoint may be the best by."""
+        known = self.figures([[_EVEN] * len(row.group.completions_G) for row in self.rows])
+        return [key for key in selectable(self.benchmark) if key in known]
+
+    def notes(self) -> list[str]:
+        """What a reader must know to believe the figures."""
+        even = [[_EVEN] * len(row.group.completions_G) for row in self.rows]
+        notes = list(self.reduced(even).measured.notes)
+        if self.is_cut:
+            cut = f"cut to {len(self.rows):,} of {self.num_read:,} rows (max_samples): "
+            absent = [note for note in notes if note.startswith("absent")]
+            notes = [f"{cut}the figures are of a sample, and there is no final score", *absent]
+        return [*self.told, *notes]
+
+    def described(self) -> str:
+        """How much of what it is, in a line."""
+        where = ", ".join(self.asked.data) or "its own place on the hub"
+        return f"{self.title}, {where}: {len(self.rows):,} of {self.num_read:,} rows"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the data report of a run says of it."""
+        return {
+            "benchmark": self.benchmark,
+            "data": list(self.asked.data),
+            "num_read": self.num_read,
+            "num_kept": len(self.rows),
+            "notes": self.notes(),
+        }
+
+
+def spread(rows: Sequence[BenchmarkRow], limit: int) -> list[BenchmarkRow]:
+    """At most so many rows, of each subset its share, in their order; the same ones each time.
+
+    They lie evenly in their subset. The two rows of a prompt of Ties stay together: neither counts
+    without the other.
+    """
+    subsets = list(dict.fromkeys(row.subset for row in rows))
+    units: dict[str, list[BenchmarkRow]] = {}
+    # One subset after the other: where they take turns, every nth row may be of the same one.
+    for row in sorted(rows, key=lambda row: subsets.index(row.subset)):
+        partner = f"ties {row.id.partition(':')[2]}" if is_ties(row.subset) else f"row {row.id}"
+        units.setdefault(partner, []).append(row)
+    chosen: set[str] = set()
+    seen = 0
+    for unit in units.values():
+        seen += len(unit)
+        # As many as are due after so many, and no more.
+        if len(chosen) + len(unit) <= seen * limit // len(rows):
+            chosen |= {row.id for row in unit}
+    return [row for row in rows if row.id in chosen]

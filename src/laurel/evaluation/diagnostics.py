@@ -7,30 +7,35 @@ probabilities behind them in `calibration`, and what data sets share in `leakage
 from __future__ import annotations
 
 import bisect
+import functools
+import hashlib
 import math
+import re
+import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import fmean
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from laurel.errors import DataError
-from laurel.evaluation.baselines import length_difference
-from laurel.evaluation.intervals import (
+from laurel.errors import ConfigError, DataError, ProtocolError
+from laurel.evaluation.statistics import (
     CONFIDENCE,
     NUM_DRAWS,
     Accuracy,
     Credits,
+    ScoredPair,
     accuracy,
     check_confidence,
     difference,
     draw_shares,
+    length_difference,
     scored,
 )
-from laurel.evaluation.scored_pairs import ScoredPair
-from laurel.types import Conversation
+from laurel.types import Conversation, Group, Score, group_of
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 _EDGE = 0.01
@@ -293,3 +298,572 @@ def kendall(values: Sequence[float], others: Sequence[float]) -> float | None:
         return None
     decided = total - tied - tied_other + tied_in_both
     return (decided - 2 * discordant) / math.sqrt((total - tied) * (total - tied_other))
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether differences of scores mean the probabilities that a Bradley-Terry model says they do.
+
+_RELATIVE_PRECISION = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReliabilityRow:
+    """The pairs whose confidence lies in one range: at least `start`, and below `end`."""
+
+    start: float
+    end: float
+    """The last row holds a confidence of 1, too."""
+    num_pairs: int
+    confidence: float
+    """Mean of the confidence."""
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """How far confidence and accuracy are apart."""
+
+    num_pairs: int
+    error: float
+    """Expected calibration error: |confidence - accuracy| of the rows, weighted by their pairs."""
+    rows: tuple[ReliabilityRow, ...]
+    """Only those that hold a pair."""
+    negative_log_likelihood: float
+    """Mean of -log sigmoid(chosen - rejected)."""
+    temperature: float | None
+    """See `best_temperature`."""
+    error_at_temperature: float | None
+    negative_log_likelihood_at_temperature: float | None
+
+
+def calibration(pairs: Iterable[ScoredPair], *, num_rows: int = 10) -> Calibration | None:
+    """The calibration of sigmoid(score difference) as the probability that an answer is better.
+
+    The confidence of a pair is sigmoid(|score(chosen) - score(rejected)|), from 0.5 to 1; it is
+    right where the chosen answer has more, and half right where both have the same, for then its
+    confidence is 0.5 whichever answer is called the better.
+
+    Returns:
+        None where no pair has both scores.
+    """
+    if num_rows < 1:
+        raise ConfigError(f"num_rows={num_rows}: a reliability table needs at least 1 row")
+    differences = [gap for pair in pairs if (gap := difference(pair)) is not None]
+    if not differences:
+        return None
+    rows = _reliability(differences, num_rows)
+    temperature = best_temperature(differences)
+    scaled = None if temperature is None else [gap / temperature for gap in differences]
+    return Calibration(
+        num_pairs=len(differences),
+        error=_error(rows),
+        rows=rows,
+        negative_log_likelihood=_loss(differences),
+        temperature=temperature,
+        error_at_temperature=None if scaled is None else _error(_reliability(scaled, num_rows)),
+        negative_log_likelihood_at_temperature=None if scaled is None else _loss(scaled),
+    )
+
+
+def best_temperature(differences: list[float]) -> float | None:
+    """The T > 0 that minimises the mean of -log sigmoid(difference / T), which has one minimum.
+
+    More than 1: the scores are too sure of themselves. None where no temperature does: no pair is
+    wrong, so that ever smaller ones fit ever better, or right ones do not outweigh wrong ones, so
+    that ever greater ones do.
+    """
+    if min(differences, default=0.0) >= 0 or math.fsum(differences) <= 0:
+        return None
+    # In units of the largest, so that nothing overflows. The sharpness 1/T is where the slope of
+    # the loss, which falls in it, crosses zero.
+    unit = max(abs(gap) for gap in differences)
+    gaps = [gap / unit for gap in differences]
+
+    def gain(sharpness: float) -> float:
+        return math.fsum(gap * _sigmoid(-sharpness * gap) for gap in gaps)
+
+    low, high = 0.0, 1.0
+    while gain(high) > 0:
+        low, high = high, 2 * high
+    while high - low > _RELATIVE_PRECISION * high:
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
+    return unit / high
+
+
+def _reliability(differences: list[float], num_rows: int) -> tuple[ReliabilityRow, ...]:
+    inside: dict[int, list[tuple[float, float]]] = {}
+    for gap in differences:
+        confidence = _sigmoid(abs(gap))
+        row = min(int((confidence - 0.5) * 2 * num_rows), num_rows - 1)
+        inside.setdefault(row, []).append((confidence, 0.5 if gap == 0 else float(gap > 0)))
+    return tuple(
+        ReliabilityRow(
+            start=0.5 + row / (2 * num_rows),
+            end=0.5 + (row + 1) / (2 * num_rows),
+            num_pairs=len(members),
+            confidence=fmean(confidence for confidence, _ in members),
+            accuracy=fmean(right for _, right in members),
+        )
+        for row, members in sorted(inside.items())
+    )
+
+
+def _error(rows: tuple[ReliabilityRow, ...]) -> float:
+    total = sum(row.num_pairs for row in rows)
+    return math.fsum(row.num_pairs * abs(row.confidence - row.accuracy) for row in rows) / total
+
+
+def _loss(differences: list[float]) -> float:
+    return fmean(max(-gap, 0.0) + math.log1p(math.exp(-abs(gap))) for gap in differences)
+
+
+def _sigmoid(value: float) -> float:
+    if value >= 0:
+        return 1 / (1 + math.exp(-value))
+    return math.exp(value) / (1 + math.exp(value))
+
+
+# --------------------------------------------------------------------------------------------------
+# What data sets share that they should not: prompts, pairs, and preferences that contradict.
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Grams = npt.NDArray[np.uint64]
+    """Numbers of different runs of words, in rising order."""
+
+GRAM_WORDS = 8
+THRESHOLD = 0.6
+_TEMPLATE_PROMPTS, _TEMPLATE_SHARE = 20, 0.02
+"""A run of words in more different prompts than either allows is a template, and no leak."""
+
+# Scripts without spaces are taken character by character; signs count, as 2+3 is not 2*3.
+_WITHOUT_SPACES = "\u3040-\u30ff\u3400-\u9fff"
+_WORD = re.compile(
+    rf"[{_WITHOUT_SPACES}]|[^\W{_WITHOUT_SPACES}]+|[^\w\s.,;:!?\"'()\[\]\u2018\u2019\u201c\u201d]"
+)
+_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses no bit of 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leak:
+    """A pair of the evaluation set and the pair of the training set whose prompt is most like."""
+
+    evaluated: str
+    """The pair's id."""
+    trained: str
+    similarity: float
+    """Of the two prompts: 1 where their normalised texts are the same, else see `find_leaks`."""
+    is_exact: bool
+    """The normalised texts of the prompts are the same."""
+    has_same_answers: bool
+    """Both answers are the same as well, whichever of them is preferred."""
+
+
+def find_leaks(
+    evaluated: Sequence[ScoredPair], trained: Sequence[ScoredPair], *, threshold: float = THRESHOLD
+) -> list[Leak]:
+    """The pairs of the evaluation set whose prompt, or almost, is in the training set, too.
+
+    Prompts are the same where they are so without regard to case, white space and Unicode's
+    compatible forms. They are nearly so where the Jaccard similarity of the sets of their runs of
+    8 words (all words, of a shorter prompt) is at least the threshold. Runs that stand in more
+    than 20 different prompts and more than 2 % of them, such as a system prompt, are a template
+    and not looked at.
+
+    Returns:
+        At most one for each pair, in their order: the same pair if there is one, else the same
+        prompt, else the most similar one (the first of several). Empty prompts are not compared,
+        but a pair without a prompt whose answers are in the training set is found.
+
+    Raises:
+        ConfigError: The threshold is not a share.
+    """
+    if not 0 < threshold <= 1:
+        raise ConfigError(f"threshold={threshold}: must be above 0 and at most 1, e.g. {THRESHOLD}")
+    same_pair: dict[tuple[str, frozenset[str]], str] = {}
+    same_prompt: dict[str, str] = {}
+    for pair in trained:
+        same_pair.setdefault(_pair_key(pair), pair.id)
+        same_prompt.setdefault(normalised(pair.prompt), pair.id)
+    prompts = dict.fromkeys(normalised(pair.prompt) for pair in evaluated)
+    near = _most_similar(
+        [prompt for prompt in prompts if prompt not in same_prompt], list(same_prompt), threshold
+    )
+    leaks = []
+    for pair in evaluated:
+        prompt = normalised(pair.prompt)
+        is_exact = prompt in same_prompt
+        similarity, other = (1.0, prompt) if is_exact else near.get(prompt, (0.0, ""))
+        twin = same_pair.get(_pair_key(pair))
+        # That neither has a prompt is nothing that they share.
+        if similarity and (prompt or twin is not None):
+            leaks.append(
+                Leak(
+                    evaluated=pair.id,
+                    trained=same_prompt[other] if twin is None else twin,
+                    similarity=similarity,
+                    is_exact=is_exact,
+                    has_same_answers=twin is not None,
+                )
+            )
+    return leaks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """What one set says more than once."""
+
+    num_pairs: int
+    num_prompts: int
+    """Different prompts."""
+    duplicates: tuple[tuple[str, ...], ...]
+    """Ids of pairs with the same prompt, chosen and rejected answer, together."""
+    contradictions: tuple[tuple[str, ...], ...]
+    """Ids of pairs with the same prompt and answers, together, that do not all prefer the same."""
+
+    @property
+    def num_redundant(self) -> int:
+        """Pairs that say what another has said already."""
+        return sum(len(ids) - 1 for ids in self.duplicates)
+
+
+def find_repeats(pairs: Iterable[ScoredPair]) -> Repeats:
+    """Duplicates and contradictions in one set; texts are compared as `find_leaks` compares them.
+
+    Answers keep their case, which may be what is preferred. Identical answers contradict nothing.
+    """
+    by_pair: dict[tuple[str, frozenset[str]], dict[str, list[str]]] = defaultdict(dict)
+    prompts = set()
+    num_pairs = 0
+    for pair in pairs:
+        key = _pair_key(pair)
+        by_pair[key].setdefault(_collapsed(pair.chosen), []).append(pair.id)
+        prompts.add(key[0])
+        num_pairs += 1
+    return Repeats(
+        num_pairs=num_pairs,
+        num_prompts=len(prompts),
+        duplicates=tuple(
+            tuple(ids) for sides in by_pair.values() for ids in sides.values() if len(ids) > 1
+        ),
+        contradictions=tuple(
+            tuple(name for ids in sides.values() for name in ids)
+            for sides in by_pair.values()
+            if len(sides) > 1
+        ),
+    )
+
+
+def normalised(prompt: Conversation) -> str:
+    """The words of a prompt without regard to who says them, case and white space."""
+    return _collapsed("\n".join(message.content for message in prompt)).casefold()
+
+
+def jaccard(text: str, other: str) -> float:
+    """Similarity of two normalised prompts by their runs of words; 0 where either has no word."""
+    one, two = _grams(text), _grams(other)
+    shared = len(np.intersect1d(one, two, assume_unique=True))
+    return shared / (len(one) + len(two) - shared) if shared else 0.0
+
+
+def _collapsed(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).split())
+
+
+def _pair_key(pair: ScoredPair) -> tuple[str, frozenset[str]]:
+    """Equal for pairs of the same answers to the same prompt, whichever is preferred."""
+    return normalised(pair.prompt), frozenset((_collapsed(pair.chosen), _collapsed(pair.rejected)))
+
+
+def _grams(text: str) -> Grams:
+    words = _WORD.findall(text)
+    if not words:
+        return np.zeros(0, np.uint64)
+    numbers = np.array([_number_of(word) for word in words], np.uint64)
+    width = min(GRAM_WORDS, len(words))
+    # A polynomial modulo 2^64: the same words in another order are another number.
+    powers = np.array([pow(_MULTIPLIER, k, 2**64) for k in range(1, width + 1)], np.uint64)
+    runs = np.lib.stride_tricks.sliding_window_view(numbers, width)
+    return np.unique((runs * powers).sum(axis=1, dtype=np.uint64))
+
+
+@functools.lru_cache(maxsize=2**16)
+def _number_of(word: str) -> int:
+    """A number of 64 bits that is the same in every process, unlike Python's own hash."""
+    return int.from_bytes(
+        hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little"
+    )
+
+
+def _most_similar(
+    prompts: Sequence[str], others: Sequence[str], threshold: float
+) -> dict[str, tuple[float, str]]:
+    """For each prompt that is like one of the others: how much, and which.
+
+    The others' runs of words stand in one sorted row, each with the prompt that it is from. A
+    prompt looks its own up there and counts how often it meets each of the others.
+    """
+    grams = _without_templates([_grams(text) for text in [*prompts, *others]])
+    mine, theirs = grams[: len(prompts)], grams[len(prompts) :]
+    sizes = np.array([len(part) for part in theirs])
+    if not sizes.sum():
+        return {}
+    row = np.concatenate(theirs)
+    order = np.argsort(row, kind="stable")
+    row, owners = row[order], np.repeat(np.arange(len(theirs)), sizes)[order]
+    found = {}
+    for text, part in zip(prompts, mine, strict=True):
+        starts, ends = np.searchsorted(row, part), np.searchsorted(row, part, side="right")
+        met = [owners[start:end] for start, end in zip(starts, ends, strict=True) if end > start]
+        if met:
+            candidates, shared = np.unique(np.concatenate(met), return_counts=True)
+            similarity = shared / (len(part) + sizes[candidates] - shared)
+            best = int(similarity.argmax())
+            if similarity[best] >= threshold:
+                found[text] = (float(similarity[best]), others[candidates[best]])
+    return found
+
+
+def _without_templates(grams: Sequence[Grams]) -> list[Grams]:
+    if not grams:
+        return []
+    known, counts = np.unique(np.concatenate(list(grams)), return_counts=True)
+    most = max(_TEMPLATE_PROMPTS, _TEMPLATE_SHARE * len(grams))
+    templates = known[counts > most]
+    return [part[~np.isin(part, templates, assume_unique=True)] for part in grams]
+
+
+# --------------------------------------------------------------------------------------------------
+# What moves a score though it should not, and what should: the same answers, written otherwise.
+#
+# There is no variant in another language that could be made here: without a translator nothing
+# could
+# tell that it means the same. Whoever has translated rows compares them with `in_other_words`.
+
+Scoring = Callable[[Sequence[Group]], list[tuple[Score, ...]]]
+"""One score per completion of each group, in order; see `Scorer.score`."""
+
+Variant = Callable[[str], str | None]
+"""Another form of an answer; None where it has no such form."""
+
+FLATTERY = (
+    "What a thoughtful question to ask! You clearly have a sharp mind and excellent judgement, and "
+    "it has been a true pleasure to answer you."
+)
+_KEPT_SHARE = 0.8
+_SENTENCE_END = re.compile(r"(?<=[.!?]) (?=\S)")
+_PARAGRAPHS = re.compile(r"\n\s*\n")
+
+
+def other_white_space(text: str) -> str | None:
+    """The same words: two spaces after sentences, a second empty line between paragraphs and one
+    at the end. Indentation stays, as it may mean something."""
+    if not text.strip():
+        return None
+    return _SENTENCE_END.sub("  ", _PARAGRAPHS.sub("\n\n\n", text.rstrip())) + "\n\n"
+
+
+def with_markdown(text: str) -> str | None:
+    """The same words as a list: each paragraph a bullet, its first sentence bold.
+
+    None for what already has a list, a heading, bold text or code, and for what is empty.
+    """
+    if not text.strip() or re.search(r"```|\*\*|^\s*([-*+#>]|\d+[.)]|    )", text, re.MULTILINE):
+        return None
+    bullets = []
+    for paragraph in _PARAGRAPHS.split(text.strip()):
+        first, *rest = _SENTENCE_END.split(paragraph, maxsplit=1)
+        bullets.append(" ".join([f"- **{first}**", *rest]))
+    return "\n\n".join(bullets)
+
+
+def with_flattery(text: str) -> str | None:
+    """The answer, and after it praise for whoever asked. It answers nothing."""
+    return f"{text.rstrip()}\n\n{FLATTERY}"
+
+
+def truncated(text: str) -> str | None:
+    """The first four fifths of the words, so that the end is missing; None of a single word."""
+    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    if len(ends) < 2:
+        return None
+    return text[: ends[min(max(int(_KEPT_SHARE * len(ends)), 1), len(ends) - 1) - 1]]
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "white space": other_white_space,
+    "markdown": with_markdown,
+    "flattery": with_flattery,
+    "truncated": truncated,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """What one kind of variant does to scores. A figure of nothing is None."""
+
+    name: str
+    num_answers: int
+    """Answers that were scored in both forms."""
+    num_without: int
+    """Answers that have no such form."""
+    num_failures: int
+    """Answers that could not be scored in one of their forms."""
+    mean_shift: float | None
+    """Mean of score(variant) - score(original), in standard deviations of the originals' scores."""
+    raised_share: float | None
+    """Share of the answers whose score is higher in the other form."""
+    num_pairs: int
+    """Pairs both of whose answers were scored in both forms."""
+    flip_share: float | None
+    """Share of these pairs whose verdict is another when both answers have the other form."""
+    flip_share_chosen: float | None
+    """As much when only the chosen answer has it."""
+    flip_share_rejected: float | None
+    """As much when only the rejected answer has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer, its score, and for each variant that it has, that one's score."""
+
+    score: float | None
+    variants: Mapping[str, float | None]
+
+
+def sensitivity(
+    pairs: Sequence[ScoredPair], score: Scoring, *, variants: Mapping[str, Variant] = VARIANTS
+) -> list[Sensitivity]:
+    """Score all answers afresh, as they are and in other forms, and compare.
+
+    The verdict is whether the chosen answer has strictly more. Each prompt goes with all forms of
+    both of its answers into one group, so that a scorer reads it once.
+
+    Args:
+        pairs: Their own scores are not looked at, which may come from another model.
+        score: Scores groups.
+        variants: What is tried, by name.
+
+    Raises:
+        ProtocolError: The scorer returned another number of scores than it was given answers.
+    """
+    forms = [
+        [_forms(text, variants) for text in (pair.chosen, pair.rejected)] for pair in pairs
+    ]  # fmt: skip
+    groups = [
+        group_of(
+            pair.prompt,
+            [text for side in sides for text in side.values()],
+            group_id=f"{pair.id}#{place}",
+        )
+        for place, (pair, sides) in enumerate(zip(pairs, forms, strict=True))
+    ]
+    answers = []
+    for group, sides, scores in zip(groups, forms, _checked(groups, score(groups)), strict=True):
+        if len(scores) != len(group.completions_G):
+            raise ProtocolError(
+                f"the scorer gave {len(scores)} scores for the {len(group.completions_G)} answers "
+                f"of pair '{group.id}'",
+                kind="count",
+            )
+        values = iter(scores)
+        answers.append([_answer({name: next(values) for name in side}) for side in sides])
+    return [_compare(name, answers) for name in variants]
+
+
+def in_other_words(
+    name: str, pairs: Sequence[ScoredPair], others: Sequence[ScoredPair]
+) -> Sensitivity:
+    """Compare scores with those of the same pairs said otherwise, prompts and all.
+
+    Args:
+        name: Of the other form, such as `other language`.
+        pairs: As they are, scored.
+        others: The other form of each, scored, in the same order.
+
+    Raises:
+        DataError: There are not as many.
+    """
+    if len(pairs) != len(others):
+        raise DataError(
+            f"there are {len(pairs):,} pairs and {len(others):,} in the other form; each needs its "
+            "own, in the same order"
+        )
+    return _compare(
+        name,
+        [
+            [
+                _Answer(_usable(one.score_chosen), {name: _usable(other.score_chosen)}),
+                _Answer(_usable(one.score_rejected), {name: _usable(other.score_rejected)}),
+            ]
+            for one, other in zip(pairs, others, strict=True)
+        ],
+    )
+
+
+_ORIGINAL = ""
+
+
+def _forms(text: str, variants: Mapping[str, Variant]) -> dict[str, str]:
+    made = {name: variant(text) for name, variant in variants.items()}
+    return {_ORIGINAL: text} | {name: form for name, form in made.items() if form is not None}
+
+
+def _checked(
+    groups: Sequence[Group], scored: list[tuple[Score, ...]]
+) -> Iterable[tuple[Score, ...]]:
+    if len(scored) != len(groups):
+        raise ProtocolError(
+            f"the scorer gave scores of {len(scored)} groups where it was given {len(groups)}",
+            kind="count",
+        )
+    return scored
+
+
+def _answer(scores: Mapping[str, Score]) -> _Answer:
+    values = {name: _usable(score.value) for name, score in scores.items()}
+    return _Answer(values.pop(_ORIGINAL), values)
+
+
+def _usable(score: float | None) -> float | None:
+    """The score; a number that is not finite is a failure, too."""
+    return score if score is not None and math.isfinite(score) else None
+
+
+def _compare(name: str, pairs: Sequence[Sequence[_Answer]]) -> Sensitivity:
+    answers = [answer for pair in pairs for answer in pair]
+    formed = [answer for answer in answers if name in answer.variants]
+    originals = [answer.score for answer in answers if answer.score is not None]
+    shifts = [
+        changed - answer.score
+        for answer in formed
+        if (changed := answer.variants[name]) is not None and answer.score is not None
+    ]
+    spread = pstdev(originals) if originals else 0.0
+    quadruples = [
+        (chosen.score, rejected.score, changed_chosen, changed_rejected)
+        for chosen, rejected in pairs
+        if chosen.score is not None and rejected.score is not None
+        and (changed_chosen := chosen.variants.get(name)) is not None
+        and (changed_rejected := rejected.variants.get(name)) is not None
+    ]  # fmt: skip
+
+    def flips(verdicts: Sequence[tuple[bool, bool]]) -> float | None:
+        return fmean(before != after for before, after in verdicts) if verdicts else None
+
+    return Sensitivity(
+        name=name,
+        num_answers=len(shifts),
+        num_without=len(answers) - len(formed),
+        num_failures=len(formed) - len(shifts),
+        mean_shift=fmean(shifts) / spread if shifts and spread else None,
+        raised_share=fmean(shift > 0 for shift in shifts) if shifts else None,
+        num_pairs=len(quadruples),
+        flip_share=flips([(c > r, c2 > r2) for c, r, c2, r2 in quadruples]),
+        flip_share_chosen=flips([(c > r, c2 > r) for c, r, c2, _ in quadruples]),
+        flip_share_rejected=flips([(c > r, c > r2) for c, r, _, r2 in quadruples]),
+    )

@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from laurel.config.schema import TokenizerConfig
+from laurel.config.policy import TokenizerConfig
 from laurel.errors import ConfigError, DataError, ModelError, key_of, setting_of
 from laurel.observe.hub import check_fetchable
 from laurel.types import Conversation

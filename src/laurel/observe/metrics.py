@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from laurel.observe.lengths import longer_credit
+from laurel.types import Conversation
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -287,3 +287,49 @@ def _average_ranks(values: npt.NDArray[np.generic]) -> FloatArray:
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = np.cumsum(counts) - (counts - 1) / 2
     return np.asarray(ranks[inverse], dtype=np.float64)
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers of things, in words.
+
+
+def counted(number: int, what: str) -> str:
+    """E.g. `1 row`, `2,000 rows`.
+
+    Args:
+        number: How many.
+        what: One of them; more take an s.
+    """
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def counted_that(number: int, what: str, verb: str) -> str:
+    """E.g. `1 row has`, `2 rows have`.
+
+    Args:
+        number: How many.
+        what: One of them.
+        verb: What more than one do.
+    """
+    does = {"have": "has", "were": "was", "are": "is"}.get(verb, f"{verb}s")
+    return f"{counted(number, what)} {does if number == 1 else verb}"
+
+
+# --------------------------------------------------------------------------------------------------
+# The one definition of how long an answer is, and of what preferring the longer one would get.
+#
+# Data reports, validations, evaluations and model cards count alike, so that their figures on the
+# same pairs are equal.
+
+
+def answer_length(messages: Conversation) -> int:
+    """The characters of the contents of its messages: what a person sees, whatever the tokenizer.
+
+    An answer that a model reads only in part, cut to fit, has its whole length.
+    """
+    return sum(len(message.content) for message in messages)
+
+
+def longer_credit(better_length: float, worse_length: float) -> float:
+    """What whoever prefers the longer answer gets of a pair: 1, 0, or half for equal lengths."""
+    return 0.5 if better_length == worse_length else float(better_length > worse_length)

@@ -10,14 +10,12 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from laurel.models.decoder import Path
+from laurel.models.forest.decoder import Path
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.batch_jobs import BatcherLimits
-from laurel.rewards.batcher import BatchingScorer
+from laurel.rewards.batching import BatcherLimits, BatchingScorer
 from laurel.rewards.blocking import BlockingScorer
-from laurel.rewards.contract_scorer import ContractScorer, OnBatch
-from laurel.rewards.rendered import Rendered
-from laurel.rewards.to_tokens import Prepared
+from laurel.rewards.preparing import Prepared, Rendered
+from laurel.rewards.scorer import ContractScorer, OnBatch
 from laurel.types import Group, Score, TokenGroup
 
 T = TypeVar("T")

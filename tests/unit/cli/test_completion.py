@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from laurel.cli.completion import overrides
 from laurel.cli.main import app
-from laurel.cli.schemas import SCHEMAS
+from laurel.cli.options import overrides
+from laurel.run.schemas import SCHEMAS
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,11 +15,19 @@ from rich.style import Style
 from typer.testing import CliRunner
 
 import tiny_tokenizers
-from laurel.cli.data_check import examine
-from laurel.cli.first_row import tokenised_row
+from laurel.cli.data_check import (
+    LEARNED,
+    OTHER_ROLE,
+    POOLED,
+    ROLE_STYLES,
+    TEMPLATE,
+    UNCLEAR,
+    examine,
+    pieces_of,
+    show_row,
+    tokenised_row,
+)
 from laurel.cli.main import app
-from laurel.cli.token_pieces import TEMPLATE, UNCLEAR, pieces_of
-from laurel.cli.token_view import LEARNED, OTHER_ROLE, POOLED, ROLE_STYLES, show_row
 from laurel.models.tokenizer import render
 from laurel.types import Message
 from model_directories import save_model

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from laurel import SLEEPING_THREADS
-from laurel.cli import machine
 from laurel.cli.doctor import PROBES, advise, examine, run_doctor
-from laurel.cli.machine import Finding, measure_products
 from laurel.cli.starter import Machine, _precision
-from laurel.distributed import limits
+from laurel.sandbox import limits
+from laurel.workers import machine
+from laurel.workers.machine import Finding, measure_products
 
 
 def test_every_probe_works_on_this_machine(capsys):

@@ -9,10 +9,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from laurel.cli.global_options import QuietOption, VerboseOption, begin, complete_commands
 from laurel.cli.main import app as laurel
 from laurel.cli.main import main
-from laurel.observe.verbosity import set_verbosity, verbosity
+from laurel.cli.options import QuietOption, VerboseOption, begin, complete_commands
+from laurel.observe.console import set_verbosity, verbosity
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from imported_sources import OPENRLHF_RM, TRL_GRPO
-from laurel.cli.config_commands import config_app
-from laurel.config.grpo_training import GRPORun
+from laurel.cli.config import config_app
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import ConfigError, DataError
 

@@ -9,14 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 import tiny_tokenizers
-from laurel.cli.init import InitOptions, run_init
 from laurel.cli.main import app
-from laurel.cli.preference_data import load_data
-from laurel.cli.schemas import SCHEMAS
-from laurel.cli.starter import TASKS, Machine
-from laurel.cli.starter_choices import share_held_out
+from laurel.cli.starter import TASKS, InitOptions, Machine, run_init, share_held_out
 from laurel.config.load import load_config
 from laurel.errors import ConfigError, UserError
+from laurel.run.reward_model import load_data
+from laurel.run.schemas import SCHEMAS
 from model_directories import save_model
 from tiny import tiny_language_model
 

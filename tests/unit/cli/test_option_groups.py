@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.testing import CliRunner
 
-from laurel.cli.option_groups import with_option_groups
+from laurel.cli.options import with_option_groups
 
 
 @dataclass(frozen=True, kw_only=True)

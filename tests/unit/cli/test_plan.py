@@ -11,16 +11,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from laurel.cli.plan import PlanOptions, kind_of, read_shapes, run_plan
-from laurel.config.grpo_training import GRPORun
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.config.schema import PolicyConfig
-from laurel.config.sft_training import SFTRun
-from laurel.distributed.fitting import fit
-from laurel.distributed.memory import Shapes
+from laurel.config.policy import PolicyConfig
+from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError
-from laurel.models.checkpoint import CheckpointStore
-from laurel.models.shapes import count_parameters, read_shape
-from laurel.models.tensor_plans import tensor_plan
+from laurel.models.checkpoint.store import CheckpointStore
+from laurel.models.loading.pretrained import count_parameters, read_shape
+from laurel.models.parallel.tensor import tensor_plan
+from laurel.planning.fit import fit
+from laurel.planning.memory import Shapes
 from model_directories import save_model
 from tiny import tiny_language_model
 

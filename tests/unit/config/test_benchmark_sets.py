@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from laurel.config.benchmarks import BenchmarkSetConfig
-from laurel.config.grpo_training import GRPORun
+from laurel.config.data import BenchmarkSetConfig, DatasetConfig
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.config.preference_data import DatasetConfig
-from laurel.config.reward_training import RewardTrainingRun
+from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
 
 PATHS = """

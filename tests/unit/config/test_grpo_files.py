@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from laurel.config.grpo_training import GRPORun
+from laurel.config.data import TaskDataConfig, TaskSetConfig
+from laurel.config.grpo import GRPORun
 from laurel.config.load import LoadedConfig, load_config
-from laurel.config.tasks import TaskDataConfig, TaskSetConfig
 from laurel.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"

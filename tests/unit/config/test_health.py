@@ -7,8 +7,7 @@ from typing import get_args
 
 import pytest
 
-from laurel.config.grpo_training import GRPORun
-from laurel.config.health import Alarm
+from laurel.config.grpo import Alarm, GRPORun
 from laurel.config.load import load_config, to_yaml
 from laurel.errors import ConfigError
 

@@ -25,8 +25,8 @@ from laurel.config.importing.sources import TABLES, TITLES, Request, import_conf
 from laurel.config.importing.tables import Expression, Names
 from laurel.config.importing.text import to_text
 from laurel.config.load import load_config
-from laurel.config.section import Section
 from laurel.config.shape import kinds_of, sections_of, step_into
+from laurel.config.tree import Section
 from laurel.errors import ConfigError
 
 EVERY_TABLE = [(system, run) for system, runs in TABLES.items() for run in runs]
@@ -273,7 +273,7 @@ def test_the_learning_rate_of_every_step_is_that_of_the_trainer(
     import torch
     from transformers import get_scheduler
 
-    from laurel.algorithms.optimizers import build_scheduler
+    from laurel.training.optimizers import build_scheduler
 
     steps, rate = 10, 1e-3
     text = (f"model_name_or_path: a\ndataset_name: b\nmax_steps: {steps}\nlearning_rate: {rate}\n"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from laurel.config.data import DatasetConfig
 from laurel.config.load import LoadedConfig, load_config, to_yaml
-from laurel.config.preference_data import DatasetConfig
-from laurel.config.reward_training import RewardTrainingRun
-from laurel.config.schema import NamedCall
+from laurel.config.policy import NamedCall
+from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
@@ -338,7 +338,7 @@ def test_the_example_of_own_files_inherits() -> None:
 def test_the_loader_is_light() -> None:
     heavy = "torch transformers datasets numpy pandas pyarrow typer rich"
     program = (
-        "import sys, laurel.config.load, laurel.config.reward_training\n"
+        "import sys, laurel.config.load, laurel.config.reward_model\n"
         f"print([name for name in {heavy.split()} if name in sys.modules])\n"
     )
     done = subprocess.run(

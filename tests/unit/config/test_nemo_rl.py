@@ -12,19 +12,19 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from laurel.algorithms.selection import (
-    Selection,
-    select_by,
-    select_demonstrations_by,
-    select_policy_by,
-)
-from laurel.cli.places import plan_places
 from laurel.config.importing.engine import SCHEMAS
 from laurel.config.importing.rules import Run
 from laurel.config.importing.sources import Request, import_configuration
 from laurel.config.load import LoadedConfig, load_config
 from laurel.config.nemo_rl import MEGATRON_SENTENCE
 from laurel.errors import ConfigError
+from laurel.run.places import plan_places
+from laurel.training.selection import (
+    Selection,
+    select_by,
+    select_demonstrations_by,
+    select_policy_by,
+)
 
 # ----------------------------------------------------------- keys and values of the shipped files
 
@@ -328,7 +328,7 @@ def rates(policy: Any, steps: int) -> list[float]:
     """The learning rates that the optimizer of a policy has at each step."""
     import torch
 
-    from laurel.algorithms.optimizers import build_scheduler
+    from laurel.training.optimizers import build_scheduler
 
     optimizer = torch.optim.SGD(
         [torch.zeros(1, requires_grad=True)], lr=policy.optimizer.kwargs["lr"]

@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 
-from laurel.cli.schemas import SCHEMAS, Kind
 from laurel.config.load import load_config
-from laurel.config.optimizer_arguments import arguments_of, check_arguments
+from laurel.config.policy import arguments_of, check_arguments
 from laurel.errors import ConfigError
+from laurel.run.schemas import SCHEMAS, Kind
 
 OPTIMIZERS = [
     name for name, one in vars(torch.optim).items()
@@ -71,7 +71,7 @@ def test_what_it_takes_is_passed_on() -> None:
 
 def test_torch_is_not_loaded_for_it() -> None:
     program = (
-        "import sys; from laurel.config.optimizer_arguments import arguments_of; "
+        "import sys; from laurel.config.policy import arguments_of; "
         "assert 'lr' in arguments_of('torch.optim.AdamW'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

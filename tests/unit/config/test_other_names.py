@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from laurel.config.grpo_training import GRPORun
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config, to_yaml
 from laurel.errors import ConfigError
 

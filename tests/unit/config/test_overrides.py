@@ -13,8 +13,7 @@ from pydantic import Field
 
 from laurel.config.load import load_config
 from laurel.config.overrides import overrides_of, parse_override
-from laurel.config.section import Section
-from laurel.config.tree import plain
+from laurel.config.tree import Section, plain
 from laurel.errors import ConfigError
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from laurel.config.environments import RewardModelEnvironmentConfig
-from laurel.config.grpo_training import GRPORun
+from laurel.config.environments import JudgeConfig, RewardModelEnvironmentConfig, ScorerSource
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config, to_yaml
-from laurel.config.scorers import JudgeConfig, ScorerSource
-from laurel.distributed.claims import roles_of, uses_reward_model
 from laurel.errors import ConfigError
+from laurel.planning.roles import roles_of, uses_reward_model
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 URL = "http://127.0.0.1:8000"

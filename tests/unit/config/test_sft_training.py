@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laurel.config.load import load_config
-from laurel.config.sft_training import DemonstrationDataConfig, SFTRun
+from laurel.config.sft import DemonstrationDataConfig, SFTRun
 from laurel.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "configs" / "sft.yaml"

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from laurel.config.source import read_file, read_text
-from laurel.config.tree import MISSING, find, plain
+from laurel.config.tree import MISSING, find, plain, read_file, read_text
 from laurel.errors import ConfigError
 
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laurel.config.data import DataConfig, DatasetConfig
 from laurel.config.load import load_config, to_yaml
-from laurel.config.preference_data import DataConfig, DatasetConfig
-from laurel.config.reward_training import RewardTrainingConfig, RewardTrainingRun
-from laurel.config.schema import (
+from laurel.config.policy import (
     DTensorConfig,
     LoraConfig,
     Milestones,
@@ -23,7 +22,8 @@ from laurel.config.schema import (
     ScratchConfig,
     TokenizerConfig,
 )
-from laurel.config.section import Section
+from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
+from laurel.config.tree import Section
 
 texts = st.text(max_size=20) | st.sampled_from(
     ["1e-5", "5", "true", "off", "null", "~", "", "???", "<<", "0123", "1:30:00", "a: b", "${x}",

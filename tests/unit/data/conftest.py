@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from laurel.config.preference_data import DatasetConfig
+from laurel.config.data import DatasetConfig
 from laurel.data.preferences import load_preferences
 from laurel.data.report import DataReport
 from laurel.types import Preference

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from laurel.data.benchmark_columns import ON_HUB, benchmark_in
-from laurel.data.benchmark_rows import benchmark_of
+from laurel.data.benchmarks import ON_HUB, benchmark_in, benchmark_of
 from laurel.errors import DataError
 
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}

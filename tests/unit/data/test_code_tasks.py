@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from laurel.config.tasks import TaskSetConfig
-from laurel.data.code_tasks import _text_in_pickle
+from laurel.config.data import TaskSetConfig
+from laurel.data.task_formats import _text_in_pickle
 from laurel.data.tasks import load_tasks
 from laurel.errors import DataError
 

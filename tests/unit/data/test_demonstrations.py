@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from laurel.config.sft_training import DemonstrationDataConfig, DemonstrationSetConfig
-from laurel.data.demonstrations import (
+from laurel.config.sft import DemonstrationDataConfig, DemonstrationSetConfig
+from laurel.data.conversations import (
     Dialogue,
     hold_out_dialogues,
     load_demonstration_data,

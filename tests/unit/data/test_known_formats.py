@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from laurel.cli.data_check import examine
-from laurel.data.known_formats import FORMATS, KnownFormat, recognise
-from laurel.data.near_misses import suggestions
+from laurel.data.formats import FORMATS, KnownFormat, recognise, suggestions
 
 DOCS = Path(__file__).parents[3] / "docs" / "data_formats.md"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from laurel.config.preference_data import DatasetConfig
+from laurel.config.data import DatasetConfig
 from laurel.data.preferences import own_validation
 from laurel.errors import DataError
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.config.preference_data import DatasetConfig
+from laurel.config.data import DatasetConfig
 from laurel.data.preferences import hold_out, own_validation
 from laurel.errors import DataError
 from laurel.types import Message, Preference, group_of

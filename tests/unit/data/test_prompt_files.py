@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from laurel.data.cells import UnusableRow
-from laurel.data.prompt_files import read_prompt_frame
+from laurel.data.reading import read_prompt_frame
+from laurel.data.sources import UnusableRow
 from laurel.errors import DataError
 from laurel.types import Message
 

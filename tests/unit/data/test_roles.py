@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from laurel.config.preference_data import DatasetConfig
-from laurel.config.sft_training import DemonstrationSetConfig
-from laurel.config.tasks import TaskSetConfig
-from laurel.data.demonstrations import load_demonstrations
+from laurel.config.data import DatasetConfig, TaskSetConfig
+from laurel.config.sft import DemonstrationSetConfig
+from laurel.data.conversations import load_demonstrations
 from laurel.data.preferences import load_preferences
-from laurel.data.roles import USUAL_ROLES, UnusualRoles
+from laurel.data.reading import USUAL_ROLES, UnusualRoles
 from laurel.data.tasks import load_tasks
 from laurel.types import Message
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from laurel.config.preference_data import DatasetConfig
-from laurel.data.cells import UnusableRow
-from laurel.data.row_formats import Judged, class_of, infer_class, judge
+from laurel.config.data import DatasetConfig
+from laurel.data.preferences import Judged, class_of, infer_class, judge
+from laurel.data.sources import UnusableRow
 from laurel.types import Message
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from laurel.config.tasks import TaskSetConfig
-from laurel.data.cells import UnusableRow
-from laurel.data.held_out import held_out_prompts
-from laurel.data.processors import PROCESSORS, find_processor, register_processor
+from laurel.config.data import TaskSetConfig
+from laurel.data.reading import HubSet, LeftOutRow, held_out_prompts, open_set
 from laurel.data.report import RowReport
-from laurel.data.set_reading import HubSet, LeftOutRow, open_set
+from laurel.data.sources import UnusableRow
 from laurel.data.task_formats import TASK_SETS, TaskParts
+from laurel.data.tasks import PROCESSORS, find_processor, register_processor
 from laurel.errors import ConfigError, DataError
 from laurel.types import Message
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from laurel.data.cells import UnusableRow
-from laurel.data.sources import locate, read_rows
+from laurel.data.sources import UnusableRow, locate, read_rows
 from laurel.errors import DataError
 
 ROWS = [{"prompt": "p1", "n": 1}, {"prompt": "p2", "n": 2}, {"prompt": "ü3", "n": 3}]

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from laurel.cli.task_setup import needs_of
-from laurel.config.grpo_training import GRPORun
+from laurel.config.data import TaskDataConfig
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.config.tasks import TaskDataConfig
-from laurel.data.task_needs import NOT_WHAT_IS_RIGHT, TaskNeeds
-from laurel.data.tasks import TaskData, load_task_data
+from laurel.data.tasks import NOT_WHAT_IS_RIGHT, TaskData, TaskNeeds, load_task_data
 from laurel.errors import ConfigError, DataError
+from laurel.run.tasks import needs_of
 
 ENVIRONMENTS = ("math", "code", "reward_model", "mine")
 PAIR = {"prompt": "Say something.", "chosen": "Here are 7 birds.", "rejected": "No."}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from laurel.config.tasks import TaskDataConfig, TaskSetConfig
-from laurel.data.prompt_files import read_prompt_frame
+from laurel.config.data import TaskDataConfig, TaskSetConfig
+from laurel.data.reading import read_prompt_frame
 from laurel.data.tasks import load_task_data, load_tasks, own_validation
 from laurel.errors import ConfigError, DataError
 from laurel.types import Message, Task
@@ -358,7 +358,7 @@ def test_nothing_left_is_an_error(load: Load) -> None:
 # ------------------------------------------------------------------------------------- own classes
 
 MODULE = """
-from laurel.data.cells import UnusableRow
+from laurel.data.sources import UnusableRow
 from laurel.data.task_formats import TaskParts
 from laurel.types import Message
 

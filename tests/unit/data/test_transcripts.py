@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from laurel.data.cells import UnusableRow
-from laurel.data.transcripts import is_transcript, parse_transcript, split_transcripts
+from laurel.data.preferences import is_transcript, parse_transcript, split_transcripts
+from laurel.data.sources import UnusableRow
 from laurel.types import Message
 
 

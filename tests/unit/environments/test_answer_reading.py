@@ -7,16 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.environments.math_answers.reading import (
+from laurel.environments.math.answers import (
     MAX_CHARACTERS,
+    Candidate,
+    exact_number,
     in_known_characters,
+    is_absurd,
     is_unevaluated,
     read_answer,
+    same_or_not,
     solved_as_interval,
     too_much_to_read,
 )
-from laurel.environments.math_answers.shortcuts import exact_number, is_absurd, same_or_not
-from laurel.environments.math_answers.verdicts import Candidate
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laurel.distributed.limits import available_cores
-from laurel.environments.math_answers.checker import AnswerChecker
-from laurel.environments.math_answers.pool import CheckingPool, Question
-from laurel.environments.math_answers.verdicts import Candidate
+from laurel.environments.math.answers import Candidate
+from laurel.environments.math.pool import AnswerChecker, CheckingPool, Question
 from laurel.errors import EnvironmentFailedError
+from laurel.sandbox.limits import available_cores
 
 HANG = r"9^{9^{9}}"
 """math-verify computes it until it is killed."""
@@ -206,8 +205,8 @@ def test_a_forgotten_pool_takes_its_processes_with_it():
 
 PROGRAM = """
 import sys, time
-from laurel.environments.math_answers.pool import CheckingPool, Question
-from laurel.environments.math_answers.verdicts import Candidate
+from laurel.environments.math.pool import CheckingPool, Question
+from laurel.environments.math.answers import Candidate
 pool = CheckingPool(num_workers=1, timeout_seconds=100.0)
 pool.submit(Question(gold="4", candidate=Candidate(text="\\\\sqrt{16}"))).result()
 pool.submit(Question(gold="4", candidate=Candidate(text="9^{9^{9}}")))

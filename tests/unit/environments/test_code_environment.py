@@ -6,19 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from laurel.config.code_environment import CodeEnvironmentConfig
-from laurel.config.environments import EnvironmentsConfig
-from laurel.config.tasks import TaskSetConfig
+from laurel.config.data import TaskSetConfig
+from laurel.config.environments import CodeEnvironmentConfig, EnvironmentsConfig
 from laurel.data.sources import read_rows
 from laurel.data.task_formats import TASK_SETS
-from laurel.environments.code_answers.extraction import fenced, program_of, tagged
-from laurel.environments.code_answers.sessions import Session, shortened
+from laurel.environments.code.answers import Session, fenced, program_of, shortened, tagged
 from laurel.environments.code_environment import CodeEnvironment
 from laurel.environments.registry import create_environment
-from laurel.environments.sandbox.detection import Detection, detect
-from laurel.environments.sandbox.jobs import Limits
-from laurel.environments.sandbox.tiers import Tier
 from laurel.errors import ConfigError, EnvironmentFailedError
+from laurel.sandbox.detection import Detection, detect
+from laurel.sandbox.jobs import Limits
+from laurel.sandbox.tiers import Tier
 from laurel.types import Message, Task
 
 QUICK = {"cpu_seconds": 1.0, "wall_seconds": 20.0, "min_tier": "D"}

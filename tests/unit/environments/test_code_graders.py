@@ -15,15 +15,15 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 import code_graders
 
-from laurel.config.code_environment import CodeEnvironmentConfig
-from laurel.data.code_tasks import PRELUDES, code_task
-from laurel.environments.code_answers.extraction import program_of
-from laurel.environments.code_answers.task_tests import COMPARISONS, read_tests
+from laurel.config.environments import CodeEnvironmentConfig
+from laurel.data.task_formats import PRELUDES, code_task
+from laurel.environments.code.answers import program_of
+from laurel.environments.code.tests import COMPARISONS, read_tests
 from laurel.environments.code_environment import CodeEnvironment
-from laurel.environments.sandbox.comparison import same_output_as, same_value_as
-from laurel.environments.sandbox.detection import detect
-from laurel.environments.sandbox.tiers import Tier
 from laurel.errors import ConfigError
+from laurel.sandbox.comparison import same_output_as, same_value_as
+from laurel.sandbox.detection import detect
+from laurel.sandbox.tiers import Tier
 from laurel.types import Task
 
 SANDBOX = {"min_tier": "D", "wall_seconds": 60.0}

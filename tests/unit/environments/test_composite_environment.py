@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from laurel.environments import composite_parts
-from laurel.environments.composite_environment import CompositeEnvironment
+from laurel.environments import composite as composite_parts
+from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn, RejectedTask
 from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError
@@ -351,7 +351,7 @@ def test_a_part_may_not_be_called_gate_where_there_is_one():
 def test_a_part_that_never_comes_back_keeps_no_process_from_ending():
     program = """
 import threading, time
-from laurel.environments.composite_environment import CompositeEnvironment
+from laurel.environments.composite import CompositeEnvironment
 
 class Hangs:
     def step(self, message_logs, metadata):

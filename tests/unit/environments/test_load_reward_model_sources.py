@@ -17,9 +17,9 @@ from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, ScoringContractError, UserError
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.load import ScorerOptions, find_model, load_scorer, read_contract
-from laurel.rewards.local import LocalScorer
-from laurel.rewards.remote.foreign_wire import sigmoid
+from laurel.rewards.open import ScorerOptions, find_model, load_scorer, read_contract
+from laurel.rewards.remote.foreign import sigmoid
+from laurel.rewards.scorer import LocalScorer
 from laurel.types import Score
 from reward_models import small_model, write_foreign_model, write_model
 from reward_servers import Answer, RewardServer, wait_until
@@ -534,7 +534,7 @@ def test_errors_of_what_all_members_have_do_not_name_one(models):
 def test_what_was_opened_is_ended_where_a_member_cannot_be(models, file, tmp_path, monkeypatch):
     ended: list[str] = []
     monkeypatch.setattr(
-        "laurel.rewards.function_scorer.FunctionScorer.close", lambda self: ended.append("function")
+        "laurel.rewards.function.FunctionScorer.close", lambda self: ended.append("function")
     )
     function = {"name": "a", "function": {"path": f"{file}:compute_score"}, "normalize": "none"}
     missing = {"name": "b", "model_name": str(tmp_path), "normalize": "none"}

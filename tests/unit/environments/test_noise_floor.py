@@ -5,9 +5,9 @@ import torch
 
 import tiny
 import tiny_tokenizers
-from laurel.environments.noise_floor import RESOLUTION, measure_noise
+from laurel.environments.reward_model_environment import RESOLUTION, measure_noise
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.local import LocalScorer
+from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, Score, group_of
 
 GROUPS = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from laurel.config.environments import EnvironmentsConfig
-from laurel.environments.composite_environment import CompositeEnvironment
+from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
 from laurel.environments.math_environment import MathEnvironment
 from laurel.environments.registry import (

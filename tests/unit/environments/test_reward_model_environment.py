@@ -30,9 +30,9 @@ from laurel.errors import (
     ModelError,
 )
 from laurel.models.scoring import ScoringContract
-from laurel.rewards import vllm_scorer
-from laurel.rewards.load import ScorerOptions, find_model, load_scorer
-from laurel.rewards.local import LocalScorer
+from laurel.rewards import vllm
+from laurel.rewards.open import ScorerOptions, find_model, load_scorer
+from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, Task, group_of
 from reward_models import small_model, write_foreign_model, write_model, write_run
 
@@ -183,7 +183,7 @@ def test_generation_in_vllm_computes_the_scores(checkpoint, monkeypatch):
         return local_scorer(checkpoint)
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(vllm_scorer, "load_vllm_scorer", load)
+    monkeypatch.setattr(vllm, "load_vllm_scorer", load)
     block = {"backend": "vllm", "max_new_tokens": 1, "vllm_cfg": {"gpu_memory_utilization": 0.4}}
     with make(checkpoint, generation=block) as in_vllm:
         assert math.isfinite(rewards(in_vllm, LOGS[:1])[0])

@@ -5,14 +5,18 @@ import functools
 import pytest
 
 from laurel.config.environments import EnvironmentsConfig, RewardModelEnvironmentConfig
-from laurel.distributed.local_group import LocalGroup
-from laurel.environments.load_reward_model import open_reward_model, open_reward_model_group
-from laurel.environments.open_reward_loop import Opening, make_worker_here
 from laurel.environments.registry import create_environments
-from laurel.environments.reward_model_actor import gpus_of_actor, ranks_of
+from laurel.environments.reward_model.open import (
+    Opening,
+    make_worker_here,
+    open_reward_model,
+    open_reward_model_group,
+)
+from laurel.environments.reward_model_environment import gpus_of_actor, ranks_of
 from laurel.errors import CheckpointError, ConfigError, ModelError, WorkerError
-from laurel.models.parallel import ParallelShape
+from laurel.models.parallel.mesh import ParallelShape
 from laurel.types import Message, group_of
+from laurel.workers.calls import LocalGroup
 from process_group import ProcessGroup
 from reward_models import small_model, write_foreign_model, write_model, write_run
 

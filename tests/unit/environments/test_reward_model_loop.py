@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from fakes import WordScorer
-from laurel.environments.composite_environment import CompositeEnvironment
-from laurel.environments.load_reward_model import open_reward_model
+from laurel.environments.composite import CompositeEnvironment
+from laurel.environments.reward_model.open import open_reward_model
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.protocols import Judged

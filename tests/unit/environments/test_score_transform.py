@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.config.environments import ScoreTransformConfig
-from laurel.environments.score_transform import Moments, ScoreTransform
+from laurel.environments.reward_model_environment import Moments, ScoreTransform
 from laurel.errors import ConfigError
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from laurel.evaluation.scored_lists import ScoredList
-from laurel.evaluation.scored_pairs import ScoredPair
+from laurel.evaluation.statistics import ScoredList, ScoredPair
 from laurel.types import Message
 
 DATA = Path(os.environ.get("LAUREL_DATA", ""))

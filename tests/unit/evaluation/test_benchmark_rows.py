@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
-from laurel.data.benchmark_rows import (
+from laurel.data.benchmarks import (
     BEST_OF_N,
     JUDGE_BENCH,
     REWARD_BENCH,

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from laurel.config.benchmarks import BenchmarkSetConfig
+from laurel.config.data import BenchmarkSetConfig
 from laurel.errors import DataError
 from laurel.evaluation import reward_bench
-from laurel.evaluation.benchmark_sets import PARTS, BenchmarkSet, selectable, spread
-from laurel.evaluation.benchmarks import BENCHMARKS
+from laurel.evaluation.benchmarks import BENCHMARKS, PARTS, BenchmarkSet, selectable, spread
 from laurel.types import Score
 
 

@@ -12,22 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, Qwen3Config
 
-from laurel.config.schema import PolicyConfig
-from laurel.evaluation.compatibility import (
+from laurel.config.policy import PolicyConfig
+from laurel.evaluation.rewardbench_tokens import (
     BOS,
     CUT,
     FAILS,
     ROLES,
     SPECIAL,
     TEXT,
+    ReferenceFormat,
+    RewardBenchContract,
     differences,
     summary,
 )
-from laurel.models.rewardbench_format import ReferenceFormat, RewardBenchContract
 from laurel.models.scoring import ScoringContract
 from laurel.models.tokenizer import CHATML
-from laurel.rewards.load import open_scorer
-from laurel.rewards.local import LocalScorer
+from laurel.rewards.open import open_scorer
+from laurel.rewards.scorer import LocalScorer
 from laurel.types import Group, Message, group_of
 from reward_models import small_model
 from tiny_tokenizers import gemma, make_tokenizer

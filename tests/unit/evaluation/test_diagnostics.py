@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.errors import ConfigError, DataError
-from laurel.evaluation.baselines import BagOfWords, longer_wins
 from laurel.evaluation.diagnostics import (
     agreements,
     kendall,
@@ -21,15 +20,17 @@ from laurel.evaluation.diagnostics import (
     score_length_correlation,
     spearman,
 )
-from laurel.evaluation.intervals import (
+from laurel.evaluation.statistics import (
+    BagOfWords,
+    ScoredPair,
     accuracy,
     accuracy_by_name,
     accuracy_by_value,
     bins_of,
     failures,
     interval_of_share,
+    longer_wins,
 )
-from laurel.evaluation.scored_pairs import ScoredPair
 from laurel.types import Message
 
 _ids = itertools.count()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.errors import ConfigError
-from laurel.evaluation.calibration import best_temperature, calibration
-from laurel.evaluation.scored_pairs import ScoredPair
+from laurel.evaluation.diagnostics import best_temperature, calibration
+from laurel.evaluation.statistics import ScoredPair
 
 
 def of_scores(chosen: float | None, rejected: float | None) -> ScoredPair:

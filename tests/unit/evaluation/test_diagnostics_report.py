@@ -15,12 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from laurel.cli.diagnose import diagnostics_report, print_diagnostics
 from laurel.errors import ConfigError, DataError
-from laurel.evaluation.baselines import BagOfWords, length_difference, longer_wins
-from laurel.evaluation.intervals import accuracy
-from laurel.evaluation.leakage import find_leaks, find_repeats, jaccard, normalised
-from laurel.evaluation.scored_pairs import ScoredPair
+from laurel.evaluation.diagnostics import find_leaks, find_repeats, jaccard, normalised
+from laurel.evaluation.statistics import (
+    BagOfWords,
+    ScoredPair,
+    accuracy,
+    length_difference,
+    longer_wins,
+)
+from laurel.run.evaluation.tables import diagnostics_report, print_diagnostics
 from laurel.types import Group, Message, Score
 
 DATA = Path(os.environ.get("LAUREL_DATA", ""))

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from laurel.cli.eval_results import Evaluation
-from laurel.cli.eval_tables import print_evaluation
-from laurel.evaluation import best_of_n, judge_bench, pair_accuracy
-from laurel.evaluation.scored_lists import ScoredList
-from laurel.evaluation.significance import compare, sign_test
+from laurel.evaluation import benchmarks
+from laurel.evaluation import other_benchmarks as best_of_n
+from laurel.evaluation import other_benchmarks as judge_bench
+from laurel.evaluation.statistics import ScoredList, compare, sign_test
+from laurel.run.evaluation.results import Evaluation
+from laurel.run.evaluation.tables import print_evaluation
 
 # ---------------------------------------------------------------------------------------- pairs
 
@@ -23,7 +24,7 @@ from laurel.evaluation.significance import compare, sign_test
 def test_judge_bench_by_category_and_over_all_pairs(pairs) -> None:
     rows = [*pairs("mmlu-pro-law", 1, 0), *pairs("mmlu-pro-math", 1, 2, 1),
             *pairs("livecodebench", 3, 0), *pairs("my-own", 0, 1)]  # fmt: skip
-    measured = judge_bench.measure(rows)
+    measured = judge_bench.measure_judge_bench(rows)
     found = {one.name: (one.value, one.num_rows, one.num_failures) for one in measured.subsets}
     assert found == {"Knowledge": (0.5, 4, 1), "Coding": (1.0, 3, 0), "my-own": (0.0, 1, 0)}
     assert measured.final.value == 5 / 8
@@ -32,14 +33,14 @@ def test_judge_bench_by_category_and_over_all_pairs(pairs) -> None:
 
 def test_any_pairs_and_the_share_of_ties(pair) -> None:
     rows = [pair("a", (1.0, 0.0)), pair("b", (1.0, 1.0)), pair("c", (None, 1.0))]
-    measured = pair_accuracy.measure(rows)
+    measured = benchmarks.measure(rows)
     assert (measured.final.value, measured.final.num_rows) == (0.5, 2)
     assert measured.sections[0].value == 0.5
     assert measured.subsets == ()
 
 
 def test_the_share_of_ties_stands_apart_from_what_is_scored(pair) -> None:
-    measured = pair_accuracy.measure([pair("a", (1.0, 0.0), "x"), pair("b", (1.0, 1.0), "y")])
+    measured = benchmarks.measure([pair("a", (1.0, 0.0), "x"), pair("b", (1.0, 1.0), "y")])
     evaluation = Evaluation(
         benchmark="pairs", title="Pairs", model="m", data=(), measured=measured, baseline=measured,
         rows=(), num_completions=4, num_truncated=0, failures=(), seconds=1.0, details={},
@@ -62,7 +63,7 @@ def test_best_of_n_by_hand(scored_list) -> None:
         scored_list("hopeless", [1.0, 0.0], 0),
         scored_list("failed", [1.0, None], 1),
     ]
-    measured = best_of_n.measure(lists)
+    measured = best_of_n.measure_best_of_n(lists)
     assert measured.final.value == pytest.approx((1 + 0 + 0.5 + 0) / 4)
     assert (measured.final.num_rows, measured.final.num_failures) == (4, 1)
     random, oracle = (one.value for one in measured.sections)
@@ -75,7 +76,7 @@ def test_best_of_n_by_hand(scored_list) -> None:
 def test_equal_scores_are_worth_what_drawing_is(scored_list, data) -> None:
     rights = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
     lists = [scored_list(str(i), [0.5] * 4, right) for i, right in enumerate(rights)]
-    measured = best_of_n.measure(lists)
+    measured = best_of_n.measure_best_of_n(lists)
     random, oracle = measured.sections
     assert measured.final.value == random.value
     assert measured.final.value <= oracle.value

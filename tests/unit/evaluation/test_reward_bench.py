@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.evaluation.measured import pairs_by_length
 from laurel.evaluation.reward_bench import (
     NUM_ROWS,
     SECTIONS,
     WEIGHTS,
     final_score,
-    measure,
+    measure_reward_bench,
     prior_score,
     section_scores,
 )
+from laurel.evaluation.statistics import pairs_by_length
 
 
 def test_weights_are_those_of_the_paper() -> None:
@@ -43,7 +43,7 @@ def test_rows_aggregate_as_their_accuracies_do(oracle, pairs, column) -> None:
     for subset, accuracy in known["per_subset"].items():
         right = round(accuracy * NUM_ROWS[subset])
         rows += pairs(subset, right, NUM_ROWS[subset] - right)
-    measured = measure(rows)
+    measured = measure_reward_bench(rows)
     assert {one.name: one.value for one in measured.subsets} == known["per_subset"]
     sections = {one.name: one.value for one in measured.sections}
     assert sections.pop("all rows, unweighted") == known["accuracy_2985"]
@@ -76,21 +76,23 @@ def test_prior_sets_count_half_and_a_missing_one_not_at_all() -> None:
 
 def test_prior_sets_among_the_rows_are_a_fifth_section(pairs) -> None:
     rows = [one for subset in WEIGHTS for one in pairs(subset, 1, 1)] + pairs("shp", 1, 3)
-    measured = measure(rows)
+    measured = measure_reward_bench(rows)
     assert {one.name: one.value for one in measured.sections}["Prior"] == 0.25
     assert measured.final.value == pytest.approx((8 * 0.5 + 0.25) / 9)
 
 
 def test_ties_are_wrong_and_failures_are_no_verdicts(pair) -> None:
     scores = [(2.0, 1.0), (1.0, 1.0), (0.0, 1.0), (None, 1.0), (1.0, None)]
-    measured = measure([pair(str(i), one, "llmbar-natural") for i, one in enumerate(scores)])
+    measured = measure_reward_bench(
+        [pair(str(i), one, "llmbar-natural") for i, one in enumerate(scores)]
+    )
     (subset,) = measured.subsets
     assert (subset.value, subset.num_rows, subset.num_failures) == (1 / 3, 3, 2)
     assert measured.credits == {"0": 1.0, "1": 0.0, "2": 0.0, "3": None, "4": None}
 
 
 def test_a_subset_in_which_all_failed_has_no_accuracy(pairs) -> None:
-    measured = measure(pairs("llmbar-natural", 0, 0, 4) + pairs("mt-bench-hard", 3, 1))
+    measured = measure_reward_bench(pairs("llmbar-natural", 0, 0, 4) + pairs("mt-bench-hard", 3, 1))
     sections = {one.name: one for one in measured.sections}
     assert measured.subsets[1].value is None
     assert sections["Chat Hard"].value == 0.75
@@ -98,7 +100,9 @@ def test_a_subset_in_which_all_failed_has_no_accuracy(pairs) -> None:
 
 
 def test_what_is_absent_or_unknown_or_not_whole_is_said(pairs) -> None:
-    measured = measure(pairs("llmbar-natural", 99, 1) + pairs("hep-go", 3, 2) + pairs("mine", 1, 0))
+    measured = measure_reward_bench(
+        pairs("llmbar-natural", 99, 1) + pairs("hep-go", 3, 2) + pairs("mine", 1, 0)
+    )
     assert measured.final.value is None
     assert measured.notes == (
         "absent section: Chat",
@@ -119,13 +123,13 @@ def test_the_baseline_stands_on_the_same_rows(pair) -> None:
         pair("c", (1.0, 0.0), "hep-go", texts=("a", "bb")),
         pair("d", (None, 1.0), "hep-go", texts=("longer", "short")),
     ]
-    (subset,) = measure(pairs_by_length(rows)).subsets
+    (subset,) = measure_reward_bench(pairs_by_length(rows)).subsets
     assert (subset.value, subset.num_rows, subset.num_failures) == (1 / 3, 3, 1)
 
 
 def test_two_rows_with_one_id(pair) -> None:
     with pytest.raises(ValueError, match="share an id"):
-        measure([pair("a", (1.0, 0.0)), pair("a", (0.0, 1.0))])
+        measure_reward_bench([pair("a", (1.0, 0.0)), pair("a", (0.0, 1.0))])
 
 
 @given(
@@ -134,9 +138,9 @@ def test_two_rows_with_one_id(pair) -> None:
 )
 def test_order_does_not_matter_and_a_section_lies_within_its_subsets(pairs, wins, random) -> None:
     rows = [one for subset, right in wins.items() for one in pairs(subset, right, 20 - right)]
-    first = measure(rows)
+    first = measure_reward_bench(rows)
     random.shuffle(rows)
-    second = measure(rows)
+    second = measure_reward_bench(rows)
     assert first.subsets == second.subsets
     assert first.sections == second.sections
     accuracies = {one.name: one.value for one in first.subsets}

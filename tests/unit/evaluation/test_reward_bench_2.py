@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.evaluation.measured import lists_by_length
-from laurel.evaluation.reward_bench_2 import NUM_PROMPTS, measure, ties_score
+from laurel.evaluation.reward_bench import NUM_PROMPTS, measure_reward_bench_2, ties_score
+from laurel.evaluation.statistics import lists_by_length
 
 CASES = ("win", "lose", "tie2", "tie3", "tie4", "tie_others", "nested")
 TIES = ("perfect", "all_wrong", "accurate_but_spread", "ref_margin_small", "zero_spread",
@@ -27,7 +27,7 @@ def test_best_of_four_as_the_reference(oracle, scored_list, case) -> None:
     known = oracle("rewardbench2")["cases"][case]
     scores = [one[0] if isinstance(one, list) else one for one in known["scores"]]
     assert scored_list("a", scores).first_credit == known["results"]
-    (subset,) = measure([scored_list("a", scores, subset="Math")]).subsets
+    (subset,) = measure_reward_bench_2([scored_list("a", scores, subset="Math")]).subsets
     assert subset.value == known["results"]
 
 
@@ -53,12 +53,12 @@ def test_ties_by_hand(scored_list) -> None:
 def test_all_six_are_needed_for_the_final_score(scored_list) -> None:
     five = [name for name in NUM_PROMPTS if name != "Ties"]
     rows = [scored_list(name, [1.0, 0.0, 0.0, 0.0], subset=name) for name in five]
-    measured = measure(rows)
+    measured = measure_reward_bench_2(rows)
     assert measured.final.value is None
     assert measured.notes[0] == "absent: Ties; the final score is the mean of all six"
     rows += [scored_list("ref:0", [0.0, 1.0], subset="Ties"),
              scored_list("tied:0", [0.0, 0.0, 1.0], 2, "Ties")]  # fmt: skip
-    measured = measure(rows)
+    measured = measure_reward_bench_2(rows)
     # Of the five each 1; Ties: nothing right, margin -1 over a spread of 0 goes to tanh(-inf).
     assert measured.final.value == pytest.approx((5 - 0.01) / 6)
     assert [one.name for one in measured.subsets] == list(NUM_PROMPTS)
@@ -72,7 +72,7 @@ def test_a_missing_score_takes_its_row_out_and_is_counted(scored_list) -> None:
         scored_list("tied:0", [1.0, 1.0, 0.0], 2, "Ties"),
         scored_list("ref:1", [1.0, 0.0], subset="Ties"),
     ]
-    measured = measure(rows)
+    measured = measure_reward_bench_2(rows)
     focus, ties = measured.subsets
     assert (focus.value, focus.num_rows, focus.num_failures) == (1.0, 1, 1)
     assert (ties.value, ties.num_rows, ties.num_failures) == (None, 0, 2)
@@ -100,7 +100,7 @@ def test_longest_of_four(scored_list) -> None:
     texts = ("longest", "short", "a", "b")
     rows = [scored_list("a", [0.0, 1.0, 0.0, 0.0], subset="Math", texts=texts),
             scored_list("b", [1.0, 0.0, 0.0, 0.0], subset="Math", texts=texts[::-1])]  # fmt: skip
-    (subset,) = measure(lists_by_length(rows)).subsets
+    (subset,) = measure_reward_bench_2(lists_by_length(rows)).subsets
     assert subset.value == 0.5
 
 
@@ -112,7 +112,7 @@ def test_only_the_order_of_scores_counts_and_ties_share(scored_list, rows, scale
     lists = [scored_list(str(i), row, subset="Math") for i, row in enumerate(rows)]
     moved = [scored_list(str(i), [scale * x + shift for x in row], subset="Math")
              for i, row in enumerate(rows)]  # fmt: skip
-    assert measure(lists).subsets == measure(moved).subsets
+    assert measure_reward_bench_2(lists).subsets == measure_reward_bench_2(moved).subsets
     for row in rows:
         turns = [scored_list("a", row[i:] + row[:i]).first_credit for i in range(4)]
         assert sum(turns) == pytest.approx(1.0)  # whoever is asked about, one of the four is best

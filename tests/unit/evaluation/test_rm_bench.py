@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.evaluation.measured import lists_by_length
-from laurel.evaluation.rm_bench import levels_of, matrix_of, measure, wins
+from laurel.evaluation.other_benchmarks import levels_of, matrix_of, measure_rm_bench, wins
+from laurel.evaluation.statistics import lists_by_length
 
 ONE = [2.0, 3.0, 4.0, 1.0, 2.5, 3.5]
 """Right: 2, 3, 4. Wrong: 1, 2.5, 3.5."""
@@ -36,7 +36,7 @@ def test_domains_count_alike_and_the_rows_of_safety_together(scored_list) -> Non
              "safety-refuse": [perfect], "safety-response": [hopeless] * 9}  # fmt: skip
     rows = [scored_list(f"{part}/{i}", scores, 3, part)
             for part, every in parts.items() for i, scores in enumerate(every)]  # fmt: skip
-    measured = measure(rows)
+    measured = measure_rm_bench(rows)
     sections = {one.name: one.value for one in measured.sections}
     assert sections["hard"] == pytest.approx((0 + 1 + 0 + 0.1) / 4)
     assert sections["easy"] == sections["normal"] == pytest.approx((1 + 1 + 0 + 0.1) / 4)
@@ -50,7 +50,7 @@ def test_domains_count_alike_and_the_rows_of_safety_together(scored_list) -> Non
 def test_what_is_absent_is_said_and_failures_are_counted(scored_list) -> None:
     rows = [scored_list("a", ONE, 3, "chat"), scored_list("b", [None, *ONE[1:]], 3, "chat"),
             scored_list("c", ONE, 3, "cooking")]  # fmt: skip
-    measured = measure(rows)
+    measured = measure_rm_bench(rows)
     assert measured.final.value is None
     assert [(one.value, one.num_rows, one.num_failures) for one in measured.subsets[:3]] == [
         (1.0, 1, 1), (1.0, 1, 1), (0.0, 1, 1),
@@ -70,7 +70,7 @@ def test_who_likes_length_alone_finds_the_hard_ones_hard(scored_list) -> None:
 
 def test_another_number_of_answers(scored_list) -> None:
     with pytest.raises(ValueError, match="a: RM-Bench has 3 right and 3 wrong"):
-        measure([scored_list("a", [1.0, 0.0, 0.0, 0.0])])
+        measure_rm_bench([scored_list("a", [1.0, 0.0, 0.0, 0.0])])
 
 
 @given(st.lists(st.integers(-2, 2).map(float), min_size=6, max_size=6))

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.errors import ProtocolError
-from laurel.evaluation.scored_pairs import ScoredPair
-from laurel.evaluation.sensitivity import (
+from laurel.evaluation.diagnostics import (
     FLATTERY,
     VARIANTS,
     Sensitivity,
@@ -20,6 +19,7 @@ from laurel.evaluation.sensitivity import (
     with_flattery,
     with_markdown,
 )
+from laurel.evaluation.statistics import ScoredPair
 from laurel.types import Group, Message, Score
 
 ANSWER = "It is so. I saw it!\n\nAsk him."

@@ -16,8 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import tiny
 from laurel.data.forest import plant
 from laurel.errors import ModelError
-from laurel.models.attention import FOREST, ForestPlan, forest_attention, register
-from laurel.models.pretrained import recompute_activations
+from laurel.models.forest.attention import FOREST, ForestPlan, forest_attention, register
+from laurel.models.loading.pretrained import recompute_activations
 from laurel.types import Span, Tree
 
 ALL = sorted(tiny.ARCHITECTURES)

@@ -9,12 +9,8 @@ import pytest
 
 import laurel
 from laurel.errors import CheckpointError
-from laurel.models.checkpoint import (
-    CheckpointStore,
-    read_training_info,
-    verify,
-)
-from laurel.models.manifest import MANIFEST_NAME
+from laurel.models.checkpoint.manifest import MANIFEST_NAME
+from laurel.models.checkpoint.store import CheckpointStore, read_training_info, verify
 from saved_steps import FILES, hidden, save_all, writer
 
 
@@ -323,7 +319,7 @@ def test_a_second_writer_is_refused_and_told_who_is_the_first(root):
 
 
 def test_the_store_does_not_need_torch():
-    program = "import sys, laurel.models.checkpoint; print(sorted(sys.modules))"
+    program = "import sys, laurel.models.checkpoint.store; print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     for name in (b"'torch'", b"'numpy'", b"'pydantic'", b"'transformers'"):
         assert name not in done.stdout
@@ -353,10 +349,9 @@ def unpickling(tree):
 
 
 BETWEEN_OWN_PROCESSES = {
-    "distributed/seat.py",
-    "distributed/spawned_group.py",
-    "distributed/spawned_seat.py",
-    "distributed/worker_calls.py",
+    "workers/seat.py",
+    "workers/spawned.py",
+    "workers/calls.py",
 }
 """Calls and results of the workers of one run. Ray carries everything as pickles, behind the token
 of its cluster, and processes that a run has started itself have a pipe of their own; nothing is
@@ -367,7 +362,7 @@ ever read from a file or from anybody else."""
 def test_no_source_file_can_unpickle():
     package = Path(laurel.__file__).parent
     files = sorted(package.rglob("*.py"))
-    assert package / "models/training_state.py" in files
+    assert package / "models/checkpoint/state.py" in files
     found = {
         str(file.relative_to(package)): list(unpickling(ast.parse(file.read_text())))
         for file in files

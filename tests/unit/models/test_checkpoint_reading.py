@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.errors import CheckpointError
-from laurel.models.checkpoint import (
+from laurel.models.checkpoint.manifest import MANIFEST_NAME
+from laurel.models.checkpoint.store import (
     CheckpointStore,
     read_training_info,
     steps_to_keep,
     verify,
 )
-from laurel.models.manifest import MANIFEST_NAME
 from saved_steps import save_all, writer
 
 

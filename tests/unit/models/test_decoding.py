@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiny
-from laurel.models.attention import forest_attention
-from laurel.models.key_values import KeyValueStore
-from laurel.models.shelves import Shelf
+from laurel.models.forest.attention import forest_attention
+from laurel.models.forest.decoding import KeyValueStore, Shelf
 
 pytestmark = pytest.mark.slow_parameters(
     "gemma",

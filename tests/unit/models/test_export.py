@@ -11,16 +11,16 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import tiny
 import tiny_tokenizers as made
-from laurel.config.schema import PolicyConfig
+from laurel.config.policy import PolicyConfig
 from laurel.data.forest import plant
 from laurel.errors import CheckpointError
-from laurel.models.adapters import ADAPTERS, load_adapters, merged_weights, trained_weights
-from laurel.models.attention import FOREST
-from laurel.models.export import save_reward_model
-from laurel.models.load import load_reward_model
-from laurel.models.model_card import CARD, CardFacts, reward_model_card
+from laurel.models.checkpoint.card import CARD, CardFacts, reward_model_card
+from laurel.models.checkpoint.export import save_reward_model
+from laurel.models.forest.attention import FOREST
+from laurel.models.loading.adapters import ADAPTERS, load_adapters, merged_weights, trained_weights
+from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.local import LocalScorer
+from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, group_of
 
 PROMPT = [Message("user", "Where is the laurel?")]
@@ -139,7 +139,7 @@ def test_a_regression_model_gives_all_its_attributes(tmp_path):
 
 
 def test_an_encoder_by_its_card(tmp_path):
-    from laurel.models.reward_model import RewardModel
+    from laurel.models.forest.reward_model import RewardModel
 
     classifier = tiny.randomised("bert", {"max_position_embeddings": 128}, std=0.1)
     model = RewardModel(classifier, head_name=None, path="padded", precision=torch.float32)

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tiny
 import tiny_tokenizers as made
-from laurel.config.schema import LoraConfig, PolicyConfig
-from laurel.models.adapters import ADAPTERS, add_adapters
-from laurel.models.attention import FOREST
-from laurel.models.export_policy import save_policy
-from laurel.models.load_policy import load_policy
-from laurel.models.model_card import CARD, CardFacts, policy_card
-from laurel.models.policy import PolicyModel
+from laurel.config.policy import LoraConfig, PolicyConfig
+from laurel.models.checkpoint.card import CARD, CardFacts, policy_card
+from laurel.models.checkpoint.export import save_policy
+from laurel.models.forest.attention import FOREST
+from laurel.models.forest.policy import PolicyModel
+from laurel.models.loading.adapters import ADAPTERS, add_adapters
+from laurel.models.loading.policy import load_policy
 
 IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import tiny
 from laurel.data.forest import plant
-from laurel.models.higher_precision import weights_as
+from laurel.models.forest.decoder import weights_as
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-sliding", "llama", "gemma2", "gemma3", "phi",

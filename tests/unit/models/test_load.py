@@ -7,11 +7,11 @@ from transformers import AutoModelForSequenceClassification
 
 import tiny
 import tiny_tokenizers as made
-from laurel.config.schema import PolicyConfig
+from laurel.config.policy import PolicyConfig
 from laurel.data.forest import pad, plant
 from laurel.errors import CheckpointError, ConfigError, ModelError
-from laurel.models.attention import FOREST
-from laurel.models.load import load_reward_model
+from laurel.models.forest.attention import FOREST
+from laurel.models.loading.reward_model import load_reward_model
 from laurel.types import Message, group_of
 from model_directories import edit_json, edit_weights
 

@@ -14,15 +14,15 @@ from transformers import (
 
 import tiny
 import tiny_tokenizers as made
-from laurel.config.grpo_training import GRPOPolicyConfig
-from laurel.config.schema import PolicyConfig
-from laurel.config.sft_training import SFTPolicyConfig
+from laurel.config.grpo import GRPOPolicyConfig
+from laurel.config.policy import PolicyConfig
+from laurel.config.sft import SFTPolicyConfig
 from laurel.data.forest import pad, plant
 from laurel.errors import CheckpointError, ConfigError, ModelError
-from laurel.models.adapters import ADAPTERS
-from laurel.models.attention import FOREST
-from laurel.models.export_policy import save_policy
-from laurel.models.load_policy import check_policy_paths, load_policy
+from laurel.models.checkpoint.export import save_policy
+from laurel.models.forest.attention import FOREST
+from laurel.models.loading.adapters import ADAPTERS
+from laurel.models.loading.policy import check_policy_paths, load_policy
 from laurel.models.tokenizer import load_tokenizer
 from model_directories import edit_json, edit_weights
 from planted_faults import double_logits
@@ -148,7 +148,7 @@ def test_a_tokenizer_may_pad_with_its_end_because_nothing_is_read_by_padding(sav
 
 
 def test_a_tokenizer_without_any_padding_takes_its_end(tmp_path):
-    from laurel.config.schema import TokenizerConfig
+    from laurel.config.policy import TokenizerConfig
 
     tokenizer = made.make_tokenizer(pad=None, template=made.BARE)
     tokenizer.save_pretrained(tmp_path)
@@ -361,7 +361,7 @@ def test_weights_that_are_not_numbers_are_an_error_of_their_own():
 def test_a_head_that_is_no_linear_layer_is_refused():
     network = tiny.tiny_language_model("llama")
     network.lm_head = nn.Sequential(network.lm_head)
-    from laurel.models.policy import PolicyModel
+    from laurel.models.forest.policy import PolicyModel
 
     with pytest.raises(ModelError, match="no linear head over a vocabulary"):
         PolicyModel(network, path="forest", precision=torch.float32)

@@ -10,8 +10,7 @@ import yaml
 import tiny
 import tiny_tokenizers as made
 from laurel.errors import CheckpointError
-from laurel.models.export import save_reward_model
-from laurel.models.model_card import (
+from laurel.models.checkpoint.card import (
     FACTS,
     CardFacts,
     EvaluationRow,
@@ -19,8 +18,9 @@ from laurel.models.model_card import (
     hub_name,
     reward_model_card,
 )
+from laurel.models.checkpoint.export import save_reward_model
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.local import LocalScorer
+from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, group_of
 
 METRICS = {

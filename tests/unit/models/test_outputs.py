@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from laurel.data.forest import pad, plant
 from laurel.errors import DataError
-from laurel.models.outputs import CHUNK_LOGITS, all_logits, predictors, token_logprobs
+from laurel.models.forest.outputs import CHUNK_LOGITS, all_logits, predictors, token_logprobs
 
 HEADS = {
     "plain": {},

@@ -13,9 +13,13 @@ import parallel_work
 import tiny
 from laurel.data.forest import plant
 from laurel.errors import ConfigError
-from laurel.models.parallel import ParallelShape
-from laurel.models.tensor_plans import decoder_layers, tensor_plan, vocabulary_layers
-from laurel.models.token_shards import token_styles
+from laurel.models.parallel.mesh import ParallelShape
+from laurel.models.parallel.tensor import (
+    decoder_layers,
+    tensor_plan,
+    token_styles,
+    vocabulary_layers,
+)
 from parallel_runs import RankError, together
 
 pytestmark = pytest.mark.slow_parameters(
@@ -393,7 +397,7 @@ def test_bfloat16_is_that_of_one_process_and_gradients_are_float32():
     torch.testing.assert_close(found["gathered"]["scores"], wanted, rtol=0.02, atol=2e-3)
     for way in found.values():
         assert way["kinds"] == {(torch.float32, torch.float32)}
-        # So the planner counts the stream between layers (`distributed/memory.py`).
+        # So the planner counts the stream between layers (`planning/memory.py`).
         assert way["streams"] == {torch.float32}
 
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
-from laurel.config.schema import LoraConfig
+from laurel.config.policy import LoraConfig
 from laurel.data.forest import pad, plant
 from laurel.errors import DataError, ModelError
-from laurel.models.adapters import add_adapters
-from laurel.models.policy import PolicyModel, Reference
-from laurel.models.pretrained import recompute_activations
+from laurel.models.forest.policy import PolicyModel, Reference
+from laurel.models.loading.adapters import add_adapters
+from laurel.models.loading.pretrained import recompute_activations
 
 ALL = sorted(tiny.LANGUAGE_MODELS)
 SHAPES = [(40, [5, 1, 30]), (1, [7]), (3, [2, 2]), (17, [1])]

@@ -7,8 +7,8 @@ import torch
 
 import tiny
 from laurel.data.forest import pad, plant
-from laurel.models.pretrained import recompute_activations
-from laurel.models.reward_model import RewardModel
+from laurel.models.forest.reward_model import RewardModel
+from laurel.models.loading.pretrained import recompute_activations
 from laurel.types import PaddedRows
 
 SHAPES = [(40, [5, 1, 30]), (0, [7]), (3, [2, 2]), (0, [1])]

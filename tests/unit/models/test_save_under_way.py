@@ -8,8 +8,7 @@ from functools import partial
 import pytest
 
 from laurel.errors import CheckpointError
-from laurel.models.background import Background
-from laurel.models.checkpoint import CheckpointStore, verify
+from laurel.models.checkpoint.store import Background, CheckpointStore, verify
 
 
 class Copy:

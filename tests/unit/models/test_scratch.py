@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from laurel.config.schema import PolicyConfig, ScratchConfig
+from laurel.config.policy import PolicyConfig, ScratchConfig
 from laurel.data.forest import plant
 from laurel.errors import ConfigError
-from laurel.models.load import load_reward_model
-from laurel.models.pretrained import start_of
-from laurel.models.scratch import scratch_config, train_tokenizer
-from laurel.rewards.self_check import check_paths
+from laurel.models.loading.pretrained import scratch_config, start_of, train_tokenizer
+from laurel.models.loading.reward_model import load_reward_model
+from laurel.rewards.scorer import check_paths
 from laurel.types import Message, group_of
 
 TEXTS = ["the gate by the wall", "the wall by the gate", "där är lagern 月桂"] * 20

@@ -19,7 +19,7 @@ from transformers import (
 import spread_work
 import tiny
 from laurel.errors import CheckpointError
-from laurel.models.training_state import load_training_state
+from laurel.models.checkpoint.state import load_training_state
 from model_directories import edit_weights, save_model
 from parallel_runs import together
 
@@ -185,8 +185,8 @@ def test_memory_at_its_highest_falls_with_the_ranks(tmp_path):
 
 HUB = """
 import sys
-from laurel.config.schema import PolicyConfig
-from laurel.models.spread_loading import weight_files
+from laurel.config.policy import PolicyConfig
+from laurel.models.parallel.weights import weight_files
 print(weight_files(PolicyConfig(), "gods/laurel"))
 print(weight_files(PolicyConfig(), "gods/olive"))
 """
@@ -376,8 +376,8 @@ def test_nothing_that_ranks_write_can_run_code(runs):
 UNPICKLING_IS_COUNTED = """
 import collections, pickle, sys
 from pathlib import Path
-from laurel.models.shares import read_shares
-from laurel.models.training_state import load_training_state
+from laurel.models.checkpoint.state import read_shares
+from laurel.models.checkpoint.state import load_training_state
 import torch.distributed.checkpoint.hf_storage
 found = []
 sys.addaudithook(lambda event, data: found.append(data) if event == "pickle.find_class" else None)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.models.state_encoding import UnencodableError, decode, encode
+from laurel.models.checkpoint.state import UnencodableError, decode, encode
 
 plain = st.recursive(
     st.none()

@@ -5,7 +5,7 @@ from datetime import date, datetime
 import pytest
 
 import tiny_tokenizers as made
-from laurel.config.schema import TokenizerConfig
+from laurel.config.policy import TokenizerConfig
 from laurel.errors import ConfigError, ModelError
 from laurel.models.tokenizer import (
     CHATML,

@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from laurel.errors import CheckpointError, ConfigError
-from laurel.models.random_states import random_states
-from laurel.models.training_state import (
+from laurel.models.checkpoint.state import (
     STATE_NAME,
     TENSORS_NAME,
     load_training_state,
+    random_states,
     save_training_state,
 )
 
@@ -329,7 +329,7 @@ UNPICKLING_IS_COUNTED = """
 import collections, pickle, sys
 from pathlib import Path
 import torch
-from laurel.models.training_state import load_training_state, save_training_state
+from laurel.models.checkpoint.state import load_training_state, save_training_state
 found = []
 sys.addaudithook(lambda event, data: found.append(data) if event == "pickle.find_class" else None)
 model = torch.nn.Linear(2, 2)

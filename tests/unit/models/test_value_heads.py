@@ -15,10 +15,10 @@ from transformers import AutoModel, AutoTokenizer
 
 import tiny
 import tiny_tokenizers as made
-from laurel.config.schema import PolicyConfig
+from laurel.config.policy import PolicyConfig
 from laurel.errors import ModelError
-from laurel.models.value_heads import find_value_head
-from laurel.rewards.load import ScorerOptions, find_model, load_scorer
+from laurel.models.loading.reward_model import find_value_head
+from laurel.rewards.open import ScorerOptions, find_model, load_scorer
 from laurel.types import Message, group_of
 from model_directories import edit_json
 

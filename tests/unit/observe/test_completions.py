@@ -9,7 +9,7 @@ import pyarrow
 from pyarrow import parquet
 from rich.console import Console
 
-from laurel.observe.completions import (
+from laurel.observe.console import (
     CompletionRow,
     completion_text,
     print_completions,

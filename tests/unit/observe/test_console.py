@@ -22,12 +22,12 @@ from laurel.observe.console import (
     print_metrics,
     print_pairs,
     print_scores,
+    set_verbosity,
     shorten_middle,
     silent_console,
     visible,
 )
 from laurel.observe.progress import TrainingProgress
-from laurel.observe.verbosity import set_verbosity
 from laurel.types import Conversation, Message, Preference, Score, group_of
 
 NASTY = "[bold]x[/bold] [/] \x1b[31mred\x07\r\n\u202egnidrawkcab\udc80 日本語 👩‍👩‍👧 \x9b2J"

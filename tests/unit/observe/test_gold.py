@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from laurel.observe.gold import gold_metric
-from laurel.observe.report import page_of
-from laurel.observe.reporting.findings import findings
-from laurel.observe.reporting.run_charts import charts_of
-from laurel.observe.reporting.run_samples import RunSamples
+from laurel.observe.report.charts import charts_of
+from laurel.observe.report.findings import findings
+from laurel.observe.report.page import page_of
+from laurel.observe.report.samples import RunSamples
 from laurel.observe.run_record import RunRecord
 from report_runs import record
 

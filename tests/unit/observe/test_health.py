@@ -11,19 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.config.health import Alarm, HealthConfig
-from laurel.observe.health import Alarms, Event
-from laurel.observe.health_history import (
+from laurel.config.grpo import Alarm, HealthConfig
+from laurel.observe.health import (
     FAILURES,
     LENGTH,
     LENGTH_CORRELATION,
     READ,
     REPETITION,
     REWARD,
+    RULES,
     TRUNCATION,
     ZERO_SPREAD,
+    Alarms,
+    Event,
 )
-from laurel.observe.health_rules import RULES
 
 KL = "train/kl_penalty"
 GOLD = "env/both/math/accuracy"

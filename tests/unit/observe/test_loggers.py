@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laurel.config.schema import LoggerConfig
+from laurel.config.policy import LoggerConfig
 from laurel.errors import ConfigError, DataError, MissingDependencyError
 from laurel.observe.loggers import (
     JsonlLogger,

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from laurel.errors import DataError
-from laurel.observe.comparison import Answer, Comparison
-from laurel.observe.report import Fact, write_report
-from laurel.observe.reporting.time_spent import duration
+from laurel.observe.report.page import Fact, duration, write_report
+from laurel.observe.report.samples import Answer, Comparison
 
 EVIL = '<script>alert("x")</script> & \x1b[31m'
 METRICS = [

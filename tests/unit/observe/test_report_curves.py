@@ -6,9 +6,18 @@ import re
 
 import pytest
 
-from laurel.observe.charts import Chart, Line, _edges, draw
-from laurel.observe.reporting.curves import FEW_POINTS, NUM_PLACES, extremes, over_seeds, smooth
-from laurel.observe.reporting.run_charts import charts_of
+from laurel.observe.report.charts import (
+    FEW_POINTS,
+    NUM_PLACES,
+    Chart,
+    Line,
+    _edges,
+    charts_of,
+    draw,
+    extremes,
+    over_seeds,
+    smooth,
+)
 from laurel.observe.run_record import Series
 from report_runs import record
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from laurel.observe.reporting.alarms import alarms_of
-from laurel.observe.reporting.findings import RULES, findings
+from laurel.observe.report.findings import RULES, alarms_of, findings
 from report_runs import record
 
 UP = [i / 100 for i in range(100)]

@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from laurel.errors import ConfigError, DataError
-from laurel.observe.reporting.live import FollowedRuns, follow
-from laurel.observe.reporting.run_end import QUIET, QUIET_AFTER_LAST_STEP, state_of
+from laurel.observe.report.live import QUIET, QUIET_AFTER_LAST_STEP, FollowedRuns, follow, state_of
 from laurel.observe.run_record import RunRecord
 from report_runs import record, reward_model_run
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from laurel.observe.completions import CompletionRow, write_completions
-from laurel.observe.reporting.run_samples import RunSamples
-from laurel.observe.reporting.safe_text import script_json, shortened, visible_lines
-from laurel.observe.reporting.samples import (
+from laurel.observe.console import CompletionRow, write_completions
+from laurel.observe.report.samples import (
     Chooser,
+    RunSamples,
     SampleTable,
     before_and_after,
+    script_json,
+    shortened,
     table_of,
+    visible_lines,
     within,
 )
 from report_runs import EVIL, pair, record

@@ -10,15 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from laurel.config.reward_training import RewardTrainingRun
-from laurel.observe.report import write_report
-from laurel.observe.reporting.evaluations import evaluation_of
-from laurel.observe.reporting.settings import (
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.observe.report.page import (
+    _places,
     changed_settings,
     differing_settings,
+    evaluation_of,
     same_but_for_seeds,
+    side_by_side,
+    write_report,
 )
-from laurel.observe.reporting.side_by_side import _places, side_by_side
 from report_runs import record, reward_model_run, write_lines
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from laurel.observe.timers import Timers
+from laurel.observe.progress import Timers
 
 
 class FakeClock:

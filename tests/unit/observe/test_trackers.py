@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from laurel.config.schema import MlflowConfig, WandbConfig
-from laurel.observe.trackers import MlflowLogger, TensorboardLogger, WandbLogger
+from laurel.config.policy import MlflowConfig, WandbConfig
+from laurel.observe.loggers import MlflowLogger, TensorboardLogger, WandbLogger
 
 
 class FakeWandb:

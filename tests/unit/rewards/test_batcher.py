@@ -7,9 +7,8 @@ import pytest
 
 from event_loops import in_loop
 from laurel.errors import BusyError, EngineError
-from laurel.rewards.batch_jobs import BatcherLimits
-from laurel.rewards.batcher import BatchingScorer
-from laurel.rewards.rendered import rendered_group
+from laurel.rewards.batching import BatcherLimits, BatchingScorer
+from laurel.rewards.preparing import rendered_group
 from laurel.types import Group, Message, group_of
 from scripted_backend import ScriptedBackend, holds, null_scores
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scoring_groups
-from laurel.rewards.batch_jobs import BatcherLimits
-from laurel.rewards.batcher import BatchingScorer
+from laurel.rewards.batching import BatcherLimits, BatchingScorer
 from laurel.types import Message, group_of
 
 

@@ -11,8 +11,8 @@ import scoring_groups
 from fakes import WordScorer
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
-from laurel.rewards.local import LocalScorer
 from laurel.rewards.loop_scorer import LoopScorer, OneModelDesk
+from laurel.rewards.scorer import LocalScorer
 from laurel.types import Group, Message, Score, group_of
 
 GROUPS = [

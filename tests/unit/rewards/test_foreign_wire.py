@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.errors import ProtocolError
-from laurel.rewards.remote import foreign_wire as wire
+from laurel.rewards.remote import foreign as wire
 from laurel.types import Message, SentTurn
 
 CONVERSATION = (Message("user", "2 + 2?"), Message("assistant", "4"))

@@ -19,12 +19,10 @@ import pytest
 import torch
 
 import tiny_tokenizers
-from laurel.config.scorers import FunctionConfig
+from laurel.config.environments import FunctionConfig
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.rewards import function_scorer
-from laurel.rewards.function_processes import FunctionProcesses
-from laurel.rewards.function_scorer import FunctionScorer
-from laurel.rewards.user_function import find_function, verdict_of
+from laurel.rewards import function as function_scorer
+from laurel.rewards.function import FunctionProcesses, FunctionScorer, find_function, verdict_of
 from laurel.types import Completion, Group, Message, group_of
 from reward_servers import wait_until
 
@@ -236,7 +234,7 @@ def test_one_that_takes_too_long_fails_alone(is_async):
 
 
 def test_when_too_many_hang_in_threads_no_more_are_begun(monkeypatch):
-    monkeypatch.setattr("laurel.rewards.function_scorer.MOST_HUNG", 3)
+    monkeypatch.setattr("laurel.rewards.function.MOST_HUNG", 3)
     release, begun = threading.Event(), []
 
     def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -376,8 +374,8 @@ def test_processes_end_soon_after_whoever_started_them(tmp_path):
     path = written(tmp_path, TEXT)
     program = (
         "import asyncio, threading\n"
-        "from laurel.config.scorers import FunctionConfig\n"
-        "from laurel.rewards.function_scorer import FunctionScorer\n"
+        "from laurel.config.environments import FunctionConfig\n"
+        "from laurel.rewards.function import FunctionScorer\n"
         "from laurel.types import Message, group_of\n"
         f"config = FunctionConfig(path={path + ':compute_score'!r})\n"
         "scorer = FunctionScorer(config, num_workers=1)\n"

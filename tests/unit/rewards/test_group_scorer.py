@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 
 import scoring_groups
 from laurel.config.environments import RewardModelEnvironmentConfig
-from laurel.distributed.local_group import LocalGroup
-from laurel.distributed.rendezvous import Place
-from laurel.distributed.worker_calls import GroupCalls, Success, attempt, error_of
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, WorkerError
-from laurel.models.parallel import ParallelShape
-from laurel.rewards.group_scorer import GroupScorer, share_out
-from laurel.rewards.scoring_worker import ScoringWorker
+from laurel.models.parallel.mesh import ParallelShape
+from laurel.rewards.replicas import GroupScorer, ScoringWorker, share_out
 from laurel.types import Completion, Group, Message, group_of
+from laurel.workers.calls import GroupCalls, LocalGroup, Success, attempt, error_of
+from laurel.workers.rendezvous import Place
 from process_group import ProcessGroup
 
 WORDS = ["laurel", "grows", "by", "western", "gate", "bread", "wine", "an", "old", "man", "river"]

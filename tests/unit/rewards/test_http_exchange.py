@@ -13,9 +13,8 @@ from contextlib import contextmanager
 import pytest
 
 from laurel.errors import ConfigError
-from laurel.rewards.remote import http_exchange
-from laurel.rewards.remote.http_exchange import HttpExchange
-from laurel.rewards.remote.http_scorer import HttpReplica
+from laurel.rewards.remote import http as http_exchange
+from laurel.rewards.remote.http import HttpExchange, HttpReplica
 from laurel.rewards.remote.replica import RefusedError, ReplicaFault
 from reward_servers import Answer, RewardServer
 

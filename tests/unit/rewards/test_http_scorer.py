@@ -11,9 +11,9 @@ import pytest
 import scoring_groups
 from foreign_servers import foreign_server
 from laurel.errors import ConfigError
-from laurel.rewards.remote.http_scorer import HttpScorer, endpoint
+from laurel.rewards.remote.http import HttpScorer, endpoint
 from laurel.rewards.remote.replica import reason_of
-from laurel.rewards.remote.router_options import Canary, RouterOptions
+from laurel.rewards.remote.router import Canary, RouterOptions
 from reward_servers import FAULTS, Answer, RewardServer, misbehaving
 from scripted_replicas import question, right_scores
 

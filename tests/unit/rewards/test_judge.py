@@ -16,10 +16,9 @@ from judges import (
     question,
     response_in,
 )
-from laurel.config.scorers import JudgeConfig
+from laurel.config.environments import JudgeConfig
 from laurel.errors import ConfigError
-from laurel.rewards.judge import JudgeScorer
-from laurel.rewards.judge_prompt import JudgePrompt, NoScoreError, read_verdict
+from laurel.rewards.judge import JudgePrompt, JudgeScorer, NoScoreError, read_verdict
 from laurel.types import Completion, Group, Message, group_of
 from reward_servers import Answer, RewardServer
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from laurel.config.schema import PackingConfig, PolicyConfig, TokenizerConfig
+from laurel.config.policy import PackingConfig, PolicyConfig, TokenizerConfig
 from laurel.errors import CheckpointError, ConfigError, ModelError
-from laurel.rewards.load import (
+from laurel.rewards.open import (
     ModelPlace,
     ScorerOptions,
     check_at_once,
@@ -87,7 +87,7 @@ def test_a_language_model_is_refused_before_torch_is_imported(tmp_path):
     check_at_once(find_model(str(with_head)))
     program = (
         "import sys\n"
-        "from laurel.rewards.load import check_at_once, find_model\n"
+        "from laurel.rewards.open import check_at_once, find_model\n"
         "try: check_at_once(find_model(sys.argv[1]))\n"
         "except ValueError as error: print(error)\n"
         "print('torch' in sys.modules)\n"

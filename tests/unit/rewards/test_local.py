@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 import tiny_tokenizers as made
-from laurel.config.schema import PolicyConfig
+from laurel.config.policy import PolicyConfig
 from laurel.data.forest import plant
 from laurel.errors import ScoringContractError
-from laurel.models.export import save_reward_model
-from laurel.models.load import load_reward_model
-from laurel.models.reward_model import RewardModel
+from laurel.models.checkpoint.export import save_reward_model
+from laurel.models.forest.reward_model import RewardModel
+from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.local import (
+from laurel.rewards.scorer import (
     LocalScorer,
     check_golden,
     conversation_group,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from laurel.rewards.batch_jobs import BatcherLimits
-from laurel.rewards.batcher import BatchingScorer
+from laurel.rewards.batching import BatcherLimits, BatchingScorer
 from laurel.rewards.loop_scorer import limits_of
 from laurel.types import Message, group_of
 from scripted_backend import ScriptedBackend, null_scores

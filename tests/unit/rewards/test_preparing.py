@@ -13,16 +13,15 @@ import pytest
 
 import scoring_groups
 from foreign_servers import foreign_server
-from laurel.config.scorers import UrlProtocol
-from laurel.distributed.spawned_group import SpawnedGroup
+from laurel.config.environments import UrlProtocol
 from laurel.errors import WorkerError
 from laurel.rewards import preparing
 from laurel.rewards.loop_scorer import LoopScorer, OneModelDesk
-from laurel.rewards.preparing import WORKER, Preparers
-from laurel.rewards.remote.http_scorer import HttpScorer
-from laurel.rewards.remote.router_options import Canary, RouterOptions
-from laurel.rewards.to_tokens import Prepared
+from laurel.rewards.preparing import WORKER, Prepared, Preparers
+from laurel.rewards.remote.http import HttpScorer
+from laurel.rewards.remote.router import Canary, RouterOptions
 from laurel.types import Completion, Group, Message, Score, group_of
+from laurel.workers.spawned import SpawnedGroup
 
 GROUPS = [
     group_of((Message("user", f"Number {i}?"),), ("Bread and wine.", "No."), group_id=str(i))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from laurel.rewards.remote.replica import ReplicaFault
-from laurel.rewards.remote.replica_health import (
+from laurel.rewards.remote.replica import (
     FAULTS_TO_TRIP,
     FIRST_REST,
     LONGEST_BUSY,
     LONGEST_REST,
+    ReplicaFault,
     Standing,
     patience,
 )

@@ -11,10 +11,10 @@ import pytest
 
 from laurel.errors import ConfigError, EngineError, ModelError
 from laurel.rewards.blocking import BlockingScorer
-from laurel.rewards.remote.router_options import RouterOptions
-from laurel.rewards.server import replica_processes
-from laurel.rewards.server.replica_processes import ReplicaProcesses
-from laurel.rewards.server.serving_model import ModelSettings
+from laurel.rewards.remote.router import RouterOptions
+from laurel.rewards.server import replicas as replica_processes
+from laurel.rewards.server.replicas import ReplicaProcesses
+from laurel.rewards.server.service import ModelSettings
 from laurel.types import Message, group_of
 from reward_servers import wait_until
 from scripted_backend import null_scores

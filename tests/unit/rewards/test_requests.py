@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.rewards.remote.replica import REASONS, ReplicaFault, failed, reason_of
-from laurel.rewards.remote.requests import (
+from laurel.rewards.remote.router import (
     ANSWERS_TO_CONDEMN,
     DEATHS_TO_CONDEMN,
     FAULTS_TO_SPLIT,

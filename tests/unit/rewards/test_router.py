@@ -7,9 +7,8 @@ import math
 
 import pytest
 
-from laurel.rewards.remote.replica_health import FAULTS_TO_TRIP
-from laurel.rewards.remote.router import Router
-from laurel.rewards.remote.router_options import RouterOptions
+from laurel.rewards.remote.replica import FAULTS_TO_TRIP
+from laurel.rewards.remote.router import Router, RouterOptions
 from scripted_replicas import (
     FOUR,
     ScriptedReplica,

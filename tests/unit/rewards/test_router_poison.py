@@ -9,8 +9,7 @@ import pytest
 
 from fakes import WordScorer
 from laurel.rewards.remote.replica import Reply, reason_of
-from laurel.rewards.remote.router import Router
-from laurel.rewards.remote.router_options import RouterOptions
+from laurel.rewards.remote.router import Router, RouterOptions
 from scripted_replicas import dead, question, right_scores, unreachable
 from virtual_time import in_virtual_time, now
 

@@ -6,10 +6,8 @@ import asyncio
 
 import pytest
 
-from laurel.rewards.remote.replica import REASONS, ReplicaFault
-from laurel.rewards.remote.replica_health import FAULTS_TO_TRIP
-from laurel.rewards.remote.router import Router
-from laurel.rewards.remote.router_options import Canary, RouterOptions
+from laurel.rewards.remote.replica import FAULTS_TO_TRIP, REASONS, ReplicaFault
+from laurel.rewards.remote.router import Canary, Router, RouterOptions
 from scripted_replicas import (
     FOUR,
     ScriptedReplica,

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.rewards.remote.replica import REASONS, ReplicaFault, reason_of
-from laurel.rewards.remote.router import Router
-from laurel.rewards.remote.router_options import RouterOptions
+from laurel.rewards.remote.router import Router, RouterOptions
 from scripted_replicas import (
     ScriptedReplica,
     broken,

@@ -18,16 +18,15 @@ import pytest
 
 import scoring_groups
 from event_loops import in_loop
-from laurel.distributed.spawned_group import SpawnedGroup
 from laurel.errors import EnvironmentFailedError, WorkerError
-from laurel.models.parallel import ParallelShape
+from laurel.models.parallel.mesh import ParallelShape
 from laurel.rewards import preparing
-from laurel.rewards.contract_scorer import ContractScorer
-from laurel.rewards.local import LocalScorer
 from laurel.rewards.loop_scorer import LoopScorer, OneModelDesk
 from laurel.rewards.preparing import WORKER, Preparers
-from laurel.rewards.scoring_crew import ScoringCrew
+from laurel.rewards.replicas import ScoringCrew
+from laurel.rewards.scorer import ContractScorer, LocalScorer
 from laurel.types import Group, Message, Score, TokenGroup, group_of
+from laurel.workers.spawned import SpawnedGroup
 from process_group import ProcessGroup
 
 NEAR = 1e-5

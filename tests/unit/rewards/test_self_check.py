@@ -6,9 +6,9 @@ from torch import nn
 
 import tiny
 from laurel.errors import ModelError
-from laurel.models.attention import FOREST
-from laurel.models.reward_model import RewardModel
-from laurel.rewards.self_check import check_paths
+from laurel.models.forest.attention import FOREST
+from laurel.models.forest.reward_model import RewardModel
+from laurel.rewards.scorer import check_paths
 from planted_faults import double_logits
 
 

@@ -10,13 +10,10 @@ import psutil
 import pytest
 
 from laurel.errors import BusyError
-from laurel.rewards.remote.router_options import RouterOptions
-from laurel.rewards.server.app import make_app
-from laurel.rewards.server.gate import GateOptions
-from laurel.rewards.server.replica_processes import ReplicaProcesses
-from laurel.rewards.server.served_replicas import ServedReplicas
-from laurel.rewards.server.serving import RewardService, ServedModel
-from laurel.rewards.server.serving_model import ModelSettings
+from laurel.rewards.remote.router import RouterOptions
+from laurel.rewards.server.app import GateOptions, make_app
+from laurel.rewards.server.replicas import ReplicaProcesses, ServedReplicas
+from laurel.rewards.server.service import ModelSettings, RewardService, ServedModel
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model
 from scripted_backend import null_scores

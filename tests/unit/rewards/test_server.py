@@ -10,14 +10,13 @@ import httpx2
 import pytest
 
 from laurel.errors import ModelError
-from laurel.rewards.remote.foreign_wire import PAIR_KEYS, sigmoid
-from laurel.rewards.rendered import rendered_group
+from laurel.rewards.preparing import rendered_group
+from laurel.rewards.remote.foreign import PAIR_KEYS, sigmoid
 from laurel.rewards.server import run as server_run
-from laurel.rewards.server.description import describe
-from laurel.rewards.server.docs_page import docs_page
-from laurel.rewards.server.endpoints import RequestLimits
-from laurel.rewards.server.serving import Answer as Told
-from laurel.rewards.server.serving import AnswerMemory, RefusedRequestError
+from laurel.rewards.server.app import RequestLimits
+from laurel.rewards.server.openapi import describe, docs_page
+from laurel.rewards.server.service import Answer as Told
+from laurel.rewards.server.service import AnswerMemory, RefusedRequestError
 from laurel.types import Message, group_of
 from reward_servers import wait_until
 from scripted_backend import ScriptedBackend, holds, null_scores

@@ -12,10 +12,10 @@ import threading
 
 import pytest
 
-from laurel.rewards.remote import foreign_wire
-from laurel.rewards.server import endpoints
-from laurel.rewards.server import protocol as server_protocol
-from laurel.rewards.server.access_log import AccessLog
+from laurel.rewards.remote import foreign
+from laurel.rewards.server import app
+from laurel.rewards.server import run as server_protocol
+from laurel.rewards.server.service import AccessLog
 from reward_servers import wait_until
 from scripted_backend import ScriptedBackend
 from served_scores import KEY, Running
@@ -102,7 +102,7 @@ def test_more_groups_and_messages_than_may_be_are_refused_before_they_are_read(p
 
 def test_more_rows_than_may_be_are_refused_before_they_are_read(plain, monkeypatch):
     """A million empty texts had become as many messages first."""
-    monkeypatch.setattr(foreign_wire, "rendered_group", lambda _: pytest.fail("they were read"))
+    monkeypatch.setattr(foreign, "rendered_group", lambda _: pytest.fail("they were read"))
     for path, key in (("/get_reward", "query"), ("/classify", "input"), ("/classify", "text")):
         assert error(plain.post(path, {key: [""] * 4097})) == (413, "size")
     assert error(plain.post("/v1/embeddings", {"input": [[7]] * 4097})) == (413, "size")
@@ -118,7 +118,7 @@ def test_more_rows_than_may_be_are_refused_before_they_are_read(plain, monkeypat
 )
 def test_more_values_than_may_be_are_refused_before_they_are_parsed(plain, monkeypatch, path, body):
     """Parsing is one step: 2.7 million texts of nothing had kept /health waiting for seconds."""
-    monkeypatch.setattr(endpoints, "parse", lambda _: pytest.fail("it was parsed"))
+    monkeypatch.setattr(app, "parse", lambda _: pytest.fail("it was parsed"))
     headers = {"Content-Type": "application/json"}
     response = plain.client.post(path, content=body, headers=headers)
     assert error(response) == (413, "size")
@@ -127,13 +127,13 @@ def test_more_values_than_may_be_are_refused_before_they_are_parsed(plain, monke
 
 def test_token_ids_of_a_large_body_become_a_group_beside_the_event_loop(plain, monkeypatch):
     makers = []
-    real = foreign_wire.rendered_group
+    real = foreign.rendered_group
 
     def noting(rows):
         makers.append(threading.current_thread().name)
         return real(rows)
 
-    monkeypatch.setattr(foreign_wire, "rendered_group", noting)
+    monkeypatch.setattr(foreign, "rendered_group", noting)
     for rows in (1, 200):
         assert plain.post("/classify", {"input": [[7] * 1000] * rows}).status_code == 200
     assert len(set(makers)) == 2
@@ -141,13 +141,13 @@ def test_token_ids_of_a_large_body_become_a_group_beside_the_event_loop(plain, m
 
 def test_a_large_body_is_read_beside_the_event_loop(plain, monkeypatch):
     readers = []
-    real = endpoints.parse
+    real = app.parse
 
     def noting(body):
         readers.append((len(body), threading.current_thread().name))
         return real(body)
 
-    monkeypatch.setattr(endpoints, "parse", noting)
+    monkeypatch.setattr(app, "parse", noting)
     large = {"groups": [{"id": "1", "prompt": "q" * 2**19, "completions": ["a"]}]}
     assert plain.post("/v1/score", large).status_code == 200
     assert plain.score("a").status_code == 200
@@ -340,7 +340,7 @@ def test_a_log_that_cannot_be_written_never_stops_serving():
 
 @pytest.mark.slow
 def test_a_log_that_nobody_reads_never_stops_serving(monkeypatch):
-    monkeypatch.setattr("laurel.rewards.server.access_log._MOST_WAITING", 5)
+    monkeypatch.setattr("laurel.rewards.server.service._MOST_WAITING", 5)
     reading, writing = os.pipe()
     filler = b"x" * 4096
     os.set_blocking(writing, False)

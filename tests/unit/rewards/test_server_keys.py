@@ -6,8 +6,8 @@ import time
 import pytest
 
 from laurel.rewards.server import keys as server_keys
-from laurel.rewards.server.description import describe
 from laurel.rewards.server.keys import private_network
+from laurel.rewards.server.openapi import describe
 from served_scores import KEY, Running
 
 OPEN = ("/health", "/docs")

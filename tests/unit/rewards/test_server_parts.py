@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from laurel.rewards.remote.http_scorer import HttpScorer
+from laurel.rewards.remote.http import HttpScorer
 from laurel.types import Message, group_of
 from scripted_backend import ScriptedBackend
 from served_scores import KEY, Running

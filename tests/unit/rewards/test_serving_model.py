@@ -6,13 +6,8 @@ import torch
 from safetensors.torch import load_file
 
 from laurel.errors import CheckpointError, ConfigError, MissingDependencyError, ModelError
-from laurel.engines import vllm_settings
-from laurel.rewards.server.serving_model import (
-    ModelSettings,
-    check_settings,
-    open_batcher,
-    version_of,
-)
+from laurel.generation.vllm import settings as vllm_settings
+from laurel.rewards.server.service import ModelSettings, check_settings, open_batcher, version_of
 from reward_models import small_model, write_model
 
 

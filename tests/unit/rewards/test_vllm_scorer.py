@@ -19,7 +19,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from laurel.engines import vllm_pooling
 from laurel.errors import (
     DataError,
     EngineError,
@@ -27,10 +26,11 @@ from laurel.errors import (
     ModelError,
     ScoringContractError,
 )
-from laurel.rewards.batcher import BatcherLimits, BatchingScorer
-from laurel.rewards.load import ModelPlace, ScorerOptions, find_model, load_scorer
-from laurel.rewards.local import conversation_group
-from laurel.rewards.vllm_scorer import VllmScorer, load_vllm_scorer
+from laurel.generation.vllm import pooling
+from laurel.rewards.batching import BatcherLimits, BatchingScorer
+from laurel.rewards.open import ModelPlace, ScorerOptions, find_model, load_scorer
+from laurel.rewards.scorer import conversation_group
+from laurel.rewards.vllm import VllmScorer, load_vllm_scorer
 from laurel.types import Message, group_of
 from reward_models import small_model
 from vllm_engines import HAS_VLLM, require_vllm
@@ -251,7 +251,7 @@ def test_scores_that_went_through_a_sigmoid_are_found(pair, monkeypatch):
 def test_scores_of_another_position_keep_a_scorer_from_starting(tmp_path, monkeypatch):
     require_vllm()
     saved(tmp_path, "qwen3")
-    true_import = vllm_pooling._import_vllm
+    true_import = pooling._import_vllm
 
     def elsewhere():
         vllm = true_import()
@@ -260,7 +260,7 @@ def test_scores_of_another_position_keep_a_scorer_from_starting(tmp_path, monkey
         return vllm
 
     children = set(psutil.Process().children(recursive=True))
-    monkeypatch.setattr(vllm_pooling, "_import_vllm", elsewhere)
+    monkeypatch.setattr(pooling, "_import_vllm", elsewhere)
     with pytest.raises(ScoringContractError, match="another position than the last token"):
         load_vllm_scorer(find_model(str(tmp_path)), ScorerOptions(), say=lambda _: None)
     assert set(psutil.Process().children(recursive=True)) <= children
@@ -285,7 +285,7 @@ def test_a_vllm_of_other_words_does_not_start(tmp_path, monkeypatch):
     vllm = SimpleNamespace(
         current_platform=platform, PoolingParams=unknown, AsyncEngineArgs=unknown
     )
-    monkeypatch.setattr(vllm_pooling, "_import_vllm", lambda: vllm)
+    monkeypatch.setattr(pooling, "_import_vllm", lambda: vllm)
     with pytest.raises(EngineError, match=r"did not start the reward model .*: unknown: task"):
         load_vllm_scorer(find_model(str(tmp_path)), ScorerOptions(), say=lambda _: None)
     assert set(threading.enumerate()) <= threads
@@ -300,8 +300,8 @@ def test_a_killed_program_leaves_no_reward_model_behind(tmp_path):
         textwrap.dedent(
             f"""
             import json, os, signal
-            from laurel.rewards.load import ScorerOptions, find_model
-            from laurel.rewards.vllm_scorer import load_vllm_scorer
+            from laurel.rewards.open import ScorerOptions, find_model
+            from laurel.rewards.vllm import load_vllm_scorer
 
             if __name__ == "__main__":
                 place = find_model({str(tmp_path / "model")!r})

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from laurel.config.source import read_text
-from laurel.config.tree import plain
+from laurel.config.tree import plain, read_text
 from laurel.errors import ConfigError
 
 _TRL = r"(?:trl[./]scripts[./])(?P<run>\w+?)(?:\.py)?$"

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from laurel.config.grpo_training import GRPORun
+from laurel.config.grpo import GRPORun
 from laurel.config.importing.commands import LAUNCHER_FILE
-from laurel.config.importing.rules import Run, Table
-from laurel.config.importing.work import Entry, Work
+from laurel.config.importing.rules import Entry, Run, Table, Work
 from laurel.config.load import check_tree
-from laurel.config.reward_training import RewardTrainingRun
-from laurel.config.section import Section
-from laurel.config.sft_training import SFTRun
-from laurel.config.tree import Node, nearest, plain
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.sft import SFTRun
+from laurel.config.tree import Node, Section, nearest, plain
 from laurel.errors import ConfigError
 
 SCHEMAS: Mapping[Run, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "grpo": GRPORun}

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from laurel.config.importing.engine import SCHEMAS, Imported
-from laurel.config.importing.rules import Run
-from laurel.config.importing.work import Entry
+from laurel.config.importing.rules import Entry, Run
 from laurel.config.load import load_config
 from laurel.config.nemo_rl import fates_of
 from laurel.config.tree import DEFAULT, Node, plain

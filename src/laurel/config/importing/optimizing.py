@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from laurel.config.importing.work import Work
+from laurel.config.importing.rules import Work
 
 FIRST_FACTOR = 1e-8
 """Where a warm-up begins; torch's LinearLR cannot begin at 0, where the others do."""

@@ -12,11 +12,9 @@ from typing import Any, Literal
 from laurel.config.importing import nemo_rl
 from laurel.config.importing.commands import PROGRAMS, Command, find_command
 from laurel.config.importing.engine import Imported, import_said
-from laurel.config.importing.rules import Run, Table
+from laurel.config.importing.rules import Run, Table, Work
 from laurel.config.importing.tables import read_tables
-from laurel.config.importing.work import Work
-from laurel.config.source import read_document, read_file
-from laurel.config.tree import MISSING, plain
+from laurel.config.tree import MISSING, plain, read_document, read_file
 from laurel.errors import ConfigError
 
 System = Literal["trl", "openrlhf", "verl", "nemo-rl"]

@@ -45,8 +45,7 @@ from typing import Any
 import yaml
 
 from laurel.config.importing import optimizing
-from laurel.config.importing.rules import Rule, Run, Table, absent, same, unneeded
-from laurel.config.importing.work import Work
+from laurel.config.importing.rules import Rule, Run, Table, Work, absent, same, unneeded
 from laurel.errors import ConfigError
 
 Step = Callable[[Work], None]

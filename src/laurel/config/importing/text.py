@@ -8,7 +8,7 @@ from typing import Any
 
 from laurel.config.importing import nemo_rl
 from laurel.config.importing.engine import Imported
-from laurel.config.importing.work import Entry, shown
+from laurel.config.importing.rules import Entry, shown
 from laurel.config.written import entry, literal
 
 _WIDTH = 100

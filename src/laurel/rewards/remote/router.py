@@ -9,21 +9,27 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from laurel.errors import WorkerError
-from laurel.rewards.remote.first_reply import first_good, succeeded
-from laurel.rewards.remote.replica import RefusedError, Replica, ReplicaFault, Reply, failed
-from laurel.rewards.remote.replica_health import Clock, Standing, patience
-from laurel.rewards.remote.reply_checks import ReplyChecks
-from laurel.rewards.remote.requests import Job, divide, halves, spread
-from laurel.rewards.remote.router_options import RouterOptions
-from laurel.types import Group, Score
+from laurel.errors import WorkerError, is_lost_worker
+from laurel.rewards.remote.replica import (
+    Clock,
+    RefusedError,
+    Replica,
+    ReplicaFault,
+    Reply,
+    Standing,
+    check_scores,
+    failed,
+    patience,
+)
+from laurel.types import Completion, Group, Message, Score, group_of
 
 LOOKING = 0.25
 """Seconds between looks whether enough answers are known to call one slow."""
@@ -400,3 +406,352 @@ def _worker_error_in(group: BaseExceptionGroup[BaseException]) -> WorkerError | 
         if isinstance(found, WorkerError):
             return found
     return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Several attempts at the same request: which of them counts.
+
+
+async def first_good(running: Sequence[asyncio.Task[Reply]]) -> Reply:
+    """The first reply, or the first refusal; where there is neither, the error of the last.
+
+    Raises:
+        RefusedError: The request is to blame.
+        ReplicaFault: None of the attempts was any good.
+    """
+    pending = set(running)
+    while True:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        best = min(done, key=_rank)
+        if not pending or _rank(best) < 2:
+            return best.result()
+
+
+def _rank(task: asyncio.Task[Reply]) -> int:
+    if succeeded(task):
+        return 0
+    return 1 if isinstance(task.exception(), RefusedError) else 2
+
+
+def succeeded(task: asyncio.Task[Reply]) -> bool:
+    """Whether an attempt has ended with a reply."""
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+# --------------------------------------------------------------------------------------------------
+# What a reply must be to be believed: whole, finite, of the right model, and in time.
+
+T = TypeVar("T")
+
+
+class ReplyChecks:
+    """Asks replicas, and lets through what can be believed."""
+
+    def __init__(self, *, version: str, canary: Canary | None) -> None:
+        """Begin.
+
+        Args:
+            version: Of the model; empty: that of the first answer.
+            canary: A group whose scores are known, if there is one.
+        """
+        self.version = version
+        self._is_wanted = bool(version)
+        self.canary = canary
+        self._expected = canary.values_G if canary is not None else None
+
+    async def ask(
+        self, replica: Replica, groups: Sequence[Group], *, request_id: str, limit: float
+    ) -> Reply:
+        """A reply that can be believed.
+
+        Raises:
+            ReplicaFault: There is none within `limit` seconds.
+            RefusedError: The replica blames the request.
+        """
+        asked = replica.attempt(groups, request_id=request_id, timeout=limit)
+        reply = await _in_time(asked, replica, limit)
+        check_scores(groups, reply.scores, name=replica.name)
+        if reply.version and self.version and reply.version != self.version:
+            message = f"{replica.name} has {reply.version[:80]!r}, not {self.version!r}"
+            raise ReplicaFault("version", message)
+        if self._is_wanted and not reply.version and _has_a_score(reply):
+            message = f"{replica.name} does not say its version, which is to be {self.version!r}"
+            raise ReplicaFault("version", message)
+        self.version = self.version or reply.version
+        return reply
+
+    async def prove(self, replica: Replica, *, limit: float) -> None:
+        """See whether a replica lives, and whether it gives the scores that it should.
+
+        Raises:
+            ReplicaFault: It does not.
+        """
+        if self.canary is None:
+            return await _in_time(replica.probe(timeout=limit), replica, limit)
+        try:
+            await self._prove_scores(replica, self.canary, limit)
+        except RefusedError as refusal:
+            raise ReplicaFault(
+                "canary", f"{replica.name} refused a known conversation: {refusal}"
+            ) from refusal
+
+    async def _prove_scores(self, replica: Replica, canary: Canary, limit: float) -> None:
+        most = replica.max_completions or len(canary.group.completions_G)
+        found: list[float] = []
+        for _, part in parts(canary.group, most):
+            # An id of its own each time: a server may answer one that it knows without computing.
+            reply = await self.ask(replica, [part], request_id=uuid.uuid4().hex, limit=limit)
+            for score in reply.scores[0]:
+                if score.value is None:
+                    raise ReplicaFault(
+                        "canary",
+                        f"{replica.name} has no score for a known conversation: {score.failure}",
+                    )
+                found.append(score.value)
+        self._expected = self._expected or tuple(found)
+        for value, expected in zip(found, self._expected, strict=True):
+            if not abs(value - expected) <= canary.tolerance * max(1.0, abs(expected)):
+                raise ReplicaFault(
+                    "canary",
+                    f"{replica.name} scores a known conversation {value:.6g}, not {expected:.6g}: "
+                    "it has another model, or it is broken",
+                )
+
+
+def _has_a_score(reply: Reply) -> bool:
+    """Whether any model is behind it: who finds that there is nothing to ask asks none."""
+    return any(score.value is not None for scores_G in reply.scores for score in scores_G)
+
+
+async def _in_time(asked: Awaitable[T], replica: Replica, limit: float) -> T:
+    try:
+        async with asyncio.timeout(limit):
+            return await asked
+    except (ReplicaFault, RefusedError):
+        raise
+    except TimeoutError as error:
+        message = f"{replica.name} did not answer in {limit:.3g} s"
+        raise ReplicaFault("timeout", message) from error
+    except Exception as error:  # whatever is wrong with one replica, the others go on
+        if is_lost_worker(error):  # it renders for all of them
+            raise
+        message = f"{replica.name}: {type(error).__name__}: {error}"
+        raise ReplicaFault("error", message, in_mid_request=True) from error
+
+
+# --------------------------------------------------------------------------------------------------
+# Groups on their way to replicas: cut into requests, asked again, halved, and put together.
+
+FAULTS_TO_SPLIT = 2
+"""Faults after which the completions of a request are asked in halves."""
+DEATHS_TO_CONDEMN = 3
+"""Replicas that a completion may take down, or hang, before it is taken for the cause. Those that
+were lost while they had another one that is suspected do not count: that may have done it."""
+ANSWERS_TO_CONDEMN = 12
+"""Bad answers to one completion by itself after which no better one is expected: of a replica that
+fails at random, 30 times in 100, so many in a row come once in two million."""
+_WRONG_ANSWERS = ("nan", "count", "reply")
+_BAD_ANSWERS = (*_WRONG_ANSWERS, "5xx")
+_DEATHS = ("timeout",)
+"""Kinds that are like the end of a replica, as far as what it was given is concerned."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A request: completions of one group, and what has become of it so far."""
+
+    group: Group
+    row: int
+    """The group's index in the call."""
+    first: int
+    """Index of its first completion in that group."""
+    deadline: float
+    began: float
+    """When it was first asked, or became a part of its own."""
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tries: int = 0
+    deaths: int = 0
+    deaths_alone: int = 0
+    """Those that nothing else is suspected of."""
+    losses: int = 0
+    """Those that ended a connection, and with it whatever else the replica had."""
+    bad_answers: int = 0
+    errors: int = 0
+    """Of the bad answers those that were an error of the server."""
+    is_part_of_suspect: bool = False
+    is_part_of_dangerous: bool = False
+    reason: str = ""
+    """Why the latest try failed."""
+    avoided: frozenset[str] = frozenset()
+    """Replicas that have failed with it."""
+    refused_by: frozenset[str] = frozenset()
+    """Those that want nothing from this address or with this key; never asked again."""
+
+    @property
+    def num_completions(self) -> int:
+        """Of the request."""
+        return len(self.group.completions_G)
+
+    @property
+    def got_an_answer(self) -> bool:
+        """Whether the latest try ended with a wrong answer, rather than with none."""
+        return self.reason.startswith(_WRONG_ANSWERS)
+
+    @property
+    def is_dangerous(self) -> bool:
+        """Whether it may be what takes replicas down, with all that they have."""
+        return self.is_part_of_dangerous or self.losses >= FAULTS_TO_SPLIT
+
+    @property
+    def tokens(self) -> int:
+        """Roughly: four letters each."""
+        said = (*self.group.prompt, *(m for c in self.group.completions_G for m in c.messages))
+        return 1 + sum(len(message.content) for message in said) // 4
+
+    def failed_at(self, name: str, fault: ReplicaFault) -> None:
+        """A replica has failed with it: go elsewhere next, if there is an elsewhere."""
+        self.avoided |= {name}
+        if fault.kind == "4xx":
+            self.refused_by |= {name}
+
+    def is_to_blame_for(self, fault: ReplicaFault) -> bool:
+        """Whether a fault may be due to what is asked: there was a bad answer to it before.
+
+        It is not held against the replica then, or bad items would have good replicas set aside.
+        """
+        return fault.kind in _BAD_ANSWERS and (self.is_part_of_suspect or self.bad_answers > 0)
+
+    def blame(self, fault: ReplicaFault) -> None:
+        """Remember why a try failed."""
+        self.tries += 1
+        self.reason = str(fault)
+        is_late = fault.kind in _DEATHS
+        self.deaths += fault.in_mid_request or is_late
+        self.deaths_alone += is_late or (fault.in_mid_request and self.is_dangerous)
+        self.losses += fault.in_mid_request
+        self.bad_answers += fault.kind in _BAD_ANSWERS
+        self.errors += fault.kind == "5xx"
+
+    def is_suspect(self, last_success: float) -> bool:
+        """Whether what it holds may be the cause, rather than whoever was asked.
+
+        Where nobody has scored anything since it began it is an outage, which says nothing of it:
+        deaths do not count then, nor do errors of servers. A wrong answer does, for it is one.
+        """
+        is_outage = last_success <= self.began
+        if self.num_completions > 1:
+            spoiled = self.bad_answers >= FAULTS_TO_SPLIT
+            return spoiled or (self.deaths >= FAULTS_TO_SPLIT and not is_outage)
+        counted = self.bad_answers - self.errors if is_outage else self.bad_answers
+        return counted >= ANSWERS_TO_CONDEMN or (self._is_poison and not is_outage)
+
+    @property
+    def _is_poison(self) -> bool:
+        return self.deaths_alone >= DEATHS_TO_CONDEMN
+
+    @property
+    def verdict_of_suspect(self) -> str:
+        """Why one completion by itself is given up."""
+        if not self._is_poison:
+            return self.reason
+        return f"poison: {self.deaths} replicas were lost while they scored it ({self.reason})"
+
+    def put(self, verdicts: list[list[Score | None]], score: Score) -> None:
+        """The same verdict on every completion."""
+        self.put_all(verdicts, [(score,) * self.num_completions])
+
+    def put_all(
+        self, verdicts: list[list[Score | None]], scores: Sequence[Sequence[Score]]
+    ) -> None:
+        """The verdicts of a reply."""
+        (scores_G,) = scores
+        for index, score in enumerate(scores_G, start=self.first):
+            assert verdicts[self.row][index] is None, "a completion got two verdicts"
+            verdicts[self.row][index] = score
+
+
+def divide(groups: Sequence[Group], most: int, *, deadline: float, began: float) -> list[Job]:
+    """The requests that groups make, of so many completions at most."""
+    return [
+        Job(group=part, row=row, first=first, deadline=deadline, began=began)
+        for row, group in enumerate(groups)
+        for first, part in parts(group, most)
+    ]
+
+
+def parts(group: Group, most: int) -> list[tuple[int, Group]]:
+    """A group in parts of so many completions at most, each with the index of its first."""
+    number = len(group.completions_G)
+    if 0 < number <= most:
+        return [(0, group)]
+    return [
+        (first, replace(group, completions_G=group.completions_G[first : first + most]))
+        for first in range(0, number, most)
+    ]
+
+
+def halves(job: Job, *, began: float) -> list[Job]:
+    """A request that may hold something bad as two, with the same deadline."""
+    middle = job.num_completions // 2
+    completions = job.group.completions_G
+    return [
+        Job(
+            group=replace(job.group, completions_G=part),
+            row=job.row, first=first, deadline=job.deadline, began=began,
+            avoided=job.refused_by, refused_by=job.refused_by, is_part_of_suspect=True,
+            is_part_of_dangerous=job.is_dangerous,
+        )
+        for first, part in ((job.first, completions[:middle]),
+                            (job.first + middle, completions[middle:]))
+    ]  # fmt: skip
+
+
+def spread(
+    group: Group, distinct: Sequence[Completion], verdicts: Sequence[Score | None]
+) -> tuple[Score, ...]:
+    """The verdicts on all completions of a group, from those on its different ones."""
+    given = [score for score in verdicts if score is not None]
+    assert len(given) == len(distinct), "a completion was left without a verdict"
+    of = dict(zip(distinct, given, strict=True))
+    return tuple(of[completion] for completion in group.completions_G)
+
+
+# --------------------------------------------------------------------------------------------------
+# How a router asks, how long it waits, and what it probes replicas with.
+
+CANARY = group_of(
+    (Message("user", "How many are two and two?"),), ("Four.", "Five."), group_id="canary"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """A group whose scores tell whether a replica computes what it should."""
+
+    group: Group = CANARY
+    values_G: tuple[float, ...] | None = None
+    """Its scores; None: those that the first replica gives."""
+    tolerance: float = 5e-2
+    """Allowed difference, in units of max(1, |score|)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """How long a router waits, and how it asks."""
+
+    timeout: float = 120.0
+    """Seconds for everything that one call asks; what has no score then has failed."""
+    attempt_timeout: float = 30.0
+    """Seconds of one try."""
+    completions_per_request: int = 64
+    """Of one group at most; a longer one is asked in parts."""
+    window: int = 32
+    """Requests that one replica may have at once."""
+    hedge: bool = False
+    """Ask another replica as well where an answer takes twice as long as 95 % of them."""
+    canary: Canary | None = None
+    """What replicas are probed with, besides whether they live. None: their scores may vary."""
+    probe_seconds: float = 5.0
+    """How often a replica with a canary is probed while there is work."""
+    version: str = ""
+    """Of the model; scores of another are not believed. Empty: that of the first answer."""

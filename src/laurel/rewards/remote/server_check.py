@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from laurel.errors import ConfigError, ScoringContractError, about, setting_of
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.local import LOW_PRECISION_TOLERANCE, conversation_group
-from laurel.rewards.remote.foreign_wire import sigmoid
+from laurel.rewards.remote.foreign import sigmoid
 from laurel.rewards.remote.replica import RefusedError, Replica, ReplicaFault, Reply, check_scores
-from laurel.rewards.remote.router_options import CANARY
+from laurel.rewards.remote.router import CANARY
+from laurel.rewards.scorer import LOW_PRECISION_TOLERANCE, conversation_group
 from laurel.types import Group
 
 T = TypeVar("T")

@@ -1,0 +1,49 @@
+"""The command line of `laurel report`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from laurel.observe.json_output import JsonOption, write_json
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories that runs logged to.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE")
+    ] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Its heading.")] = "Laurel report",
+    is_followed: Annotated[
+        bool, typer.Option("--follow", help="Write no file: serve the page while the run goes on.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of --follow, on loopback; 0: any that is free.")
+    ] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one HTML page about runs.
+
+    It begins with what to look at first; then curves, samples, and the configuration.
+
+    Example: laurel report logs/exp_001 logs/exp_002 --output report.html
+    """
+    if is_followed and as_json:
+        raise typer.BadParameter("--follow serves a page, and writes no JSON")
+    if is_followed:
+        from laurel.observe.report.live import follow
+
+        follow(runs, title=title, port=port, say=partial(print, flush=True))
+        return
+    from laurel.observe.report.page import findings_of, write_report
+
+    write_report(output, runs, title=title)
+    if as_json:
+        write_json({"page": output, "runs": findings_of(runs)})
+    else:
+        print(output)

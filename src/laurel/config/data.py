@@ -1,0 +1,427 @@
+"""What the `data` sections of all runs have in common: a set, and the two forms of naming sets.
+
+Sets are named by flat keys (`dataset_name`, `train_data_path`, ...) or by the blocks `train` and
+`validation`, whose missing keys `default` fills.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from laurel.config.tree import Section
+
+
+class SetConfig(Section):
+    """One data set: which class reads it, from where."""
+
+    dataset_name: str | None = None
+    """The class that reads it, or the import path of your own; null is told from the rows."""
+    data_path: str | None = None
+    """A local file (.json, .jsonl, .csv, .parquet, .arrow; also .gz), a directory written by
+    `datasets.save_to_disk`, or a name on the Hugging Face hub."""
+    subset: str | None = None
+    """Configuration of a hub data set."""
+    split: str | None = None
+    """Split of a hub data set; `train` where none is said."""
+    max_samples: int | None = Field(default=None, ge=1)
+    """Read only the first rows, after filtering."""
+    prompt_file: str | None = None
+    """Text file with `{}` where the first user message goes."""
+    system_prompt_file: str | None = None
+    """Text file put before every conversation as a system message."""
+
+
+class TextSetConfig(SetConfig):
+    """A set of questions and answers, or of conversations."""
+
+    input_key: str = "input"
+    """Column of the question (ResponseDataset); where there is none of this name and no other is
+    set, it is looked for."""
+    output_key: str = "output"
+    """Column of the answer (ResponseDataset); likewise."""
+    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share held out for validation where no validation set is named."""
+    seed: int = 42
+    """Draws the held-out share."""
+
+
+class SetsConfig(Section):
+    """Where the rows of a run come from."""
+
+    fills_blocks: ClassVar[tuple[str, ...]] = ("dataset_name",)
+    """Flat keys that fill blocks, too, behind `default`."""
+
+    dataset_name: str | None = None
+    """See the same key of a set; for training and, where no other is said, validation."""
+    train_data_path: str | None = None
+    """Training rows: a path or a hub name."""
+    val_data_path: str | None = None
+    """Validation rows."""
+    train_split: str | None = None
+    """Split of a hub data set to train on."""
+    val_split: str | None = None
+    """Split of a hub data set to validate on."""
+    subset: str | None = None
+    """Configuration of a hub data set."""
+    prompt_file: str | None = None
+    """See the same key of a set."""
+    system_prompt_file: str | None = None
+    """See the same key of a set."""
+    shuffle: bool = True
+    """Draw a new order of the training rows each epoch, from the seed of the run."""
+    max_samples: int | None = Field(default=None, ge=1)
+    """Use only the first training rows, after filtering."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A malformed row stops the run with its file and line, or is left out and counted."""
+
+
+class TextDataConfig(SetsConfig):
+    """Where questions, answers and conversations come from."""
+
+    fills_blocks: ClassVar[tuple[str, ...]] = ("dataset_name", "prompt_file", "system_prompt_file")
+
+    input_key: str = "input"
+    """See the same key of a set."""
+    output_key: str = "output"
+    """See the same key of a set."""
+    split_validation_size: float = Field(default=0.05, ge=0.0, lt=1.0)
+    """Share of the training rows held out where no validation set is named. Rows with the same
+    prompt stay on one side."""
+    seed: int = 42
+    """Draws the held-out share."""
+
+    @field_validator("train", "validation", mode="before", check_fields=False)
+    @classmethod
+    def _empty_is_none(cls, value: Any) -> Any:
+        return None if value in ({}, []) else value
+
+
+S = TypeVar("S", bound=SetConfig)
+
+
+def train_sets(data: Any, kind: type[S]) -> list[S]:
+    """The training sets, in either form, with the defaults filled in."""
+    if data.train is None:
+        return [flat_set(data, kind, data.train_data_path, data.train_split)]
+    return [filled(data, block) for block in _listed(data.train)]
+
+
+def validation_sets(data: Any, kind: type[S]) -> list[S]:
+    """The validation sets, in the form of a path, a split or blocks; empty without any."""
+    if data.validation is not None:
+        return [filled(data, block) for block in _listed(data.validation)]
+    if data.val_data_path is None and data.val_split is None:
+        return []
+    path = data.val_data_path or data.train_data_path
+    return [flat_set(data, kind, path, data.val_split)]
+
+
+def flat_set(data: SetsConfig, kind: type[S], path: str | None, split: str | None) -> S:
+    """The set that the flat keys describe: all that it has in common with the section.
+
+    But for what the section says of all rows together: how many, and how many are held out.
+    """
+    of_all = {"max_samples", "split_validation_size"}
+    shared = (kind.model_fields.keys() & type(data).model_fields.keys()) - of_all
+    values = {key: getattr(data, key) for key in shared}
+    return kind(data_path=path, split=split, **values)
+
+
+def filled(data: Any, block: S) -> S:
+    """A block with what it leaves out: from `default`, then from the flat keys."""
+    base = data.default.model_dump(exclude_unset=True) if data.default is not None else {}
+    for key in type(data).fills_blocks:
+        if getattr(data, key) is not None:
+            base.setdefault(key, getattr(data, key))
+    return type(block)(**{**base, **block.model_dump(exclude_unset=True)})
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else [value]
+
+
+# --------------------------------------------------------------------------------------------------
+# A benchmark of reward models where a configuration names one: which rows, from where.
+
+BenchmarkName = Literal[
+    "reward-bench", "reward-bench-2", "rm-bench", "judge-bench", "pairs", "best-of-n"
+]
+"""As the commands of `laurel eval` are called."""
+_ONLY_FOR: dict[str, BenchmarkName] = {
+    "dataset_name": "pairs", "prior": "reward-bench", "zero_spread": "reward-bench-2"
+}  # fmt: skip
+
+
+class BenchmarkSetConfig(Section):
+    """One benchmark, with the rows that `laurel eval` would take."""
+
+    benchmark: BenchmarkName
+    """Which one."""
+    data_path: str | list[str] | None = None
+    """Files (.jsonl, .json, .csv, .parquet, .arrow; also .gz), directories written by
+    `datasets.save_to_disk`, or names on the hub. Null: the benchmark's own place on the hub, which
+    `pairs` and `best-of-n` have not."""
+    split: str | None = None
+    """Of a directory or a hub data set; null: the benchmark's own, or `train`."""
+    dataset_name: str | None = None
+    """The class that reads them (`pairs`); null is told from the rows."""
+    prior: bool = False
+    """The prior sets too, from the hub (`reward-bench`)."""
+    zero_spread: Literal["limit", "leave_out"] = "limit"
+    """Prompts of Ties whose right answers all score the same (`reward-bench-2`); see
+    `evaluation.reward_bench_2`."""
+    max_samples: int | None = Field(default=None, ge=1)
+    """Rows at most, of each subset its share, the same ones each time. A benchmark that is cut has
+    no final score."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> BenchmarkSetConfig:
+        for key, benchmark in _ONLY_FOR.items():
+            if key in self.model_fields_set and self.benchmark != benchmark:
+                raise ValueError(f"{key} is for benchmark={benchmark}; leave it out")
+        if not self.paths and self.benchmark in ("pairs", "best-of-n") and not self.dataset_name:
+            raise ValueError(
+                f"data_path is missing: benchmark={self.benchmark} has no place of its own; name a "
+                "file or a hub name, or a dataset_name that has one"
+            )
+        return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where its rows are; empty for its own place."""
+        if self.data_path is None:
+            return ()
+        return (self.data_path,) if isinstance(self.data_path, str) else tuple(self.data_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# The `data` section of reward-model training. Names and meanings follow NeMo RL's files.
+
+DEFAULT_DATASET = "HelpSteer3"
+
+
+class DatasetConfig(SetConfig):
+    """One set of preferences: which class reads it, from where."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"processor", "env_name"})
+
+    dataset_name: str | None = None
+    """HelpSteer3, Tulu3Preference, PreferenceDataset, BinaryPreferenceDataset, or the dotted import
+    path of your own class."""
+    prompt_key: str = "prompt"
+    """Column of the prompt (BinaryPreferenceDataset)."""
+    chosen_key: str = "chosen"
+    """Column of the preferred answer (BinaryPreferenceDataset)."""
+    rejected_key: str = "rejected"
+    """Column of the other answer (BinaryPreferenceDataset)."""
+    margin_key: str | None = None
+    """Column holding how much better `chosen` is (a number), for `rm.loss.use_margin`."""
+    target_key: str | None = None
+    """Column holding the probability, 0 to 1, that `chosen` really is better (soft label)."""
+
+
+class DataConfig(SetsConfig):
+    """Where preferences come from. Either the flat keys or the `train`/`validation` blocks."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"add_bos", "add_eos", "add_generation_prompt", "use_multiple_dataloader",
+         "num_prompts_per_dataloader", "custom_dataloader", "num_workers"}
+    )  # fmt: skip
+
+    dataset_name: str | None = None
+    """See `data.train.dataset_name`; for training and, where no other is said, validation. Null
+    is told from the rows, and is HelpSteer3 where no path is given either."""
+    val_data_path: str | None = None
+    """Validation rows; the set is called `default`."""
+    val_data_paths: dict[str, str | DatasetConfig | BenchmarkSetConfig] = Field(
+        default_factory=dict
+    )
+    """Several validation sets by name, also beside the blocks: a path, a block of its own with any
+    `dataset_name`, or a block with a `benchmark`, such as `{benchmark: reward-bench, data_path:
+    rows.jsonl.gz}`."""
+    prompt_key: str = "prompt"
+    """See `data.train.prompt_key`."""
+    chosen_key: str = "chosen"
+    """See `data.train.chosen_key`."""
+    rejected_key: str = "rejected"
+    """See `data.train.rejected_key`."""
+    margin_key: str | None = None
+    """See `data.train.margin_key`."""
+    target_key: str | None = None
+    """See `data.train.target_key`."""
+
+    train: DatasetConfig | list[DatasetConfig] | None = None
+    """Block form of the training set; a list is concatenated."""
+    validation: (
+        DatasetConfig | BenchmarkSetConfig | dict[str, DatasetConfig | BenchmarkSetConfig] | None
+    ) = None
+    """Block form of the validation set, or several by name; any of them may be a `benchmark`."""
+    default: DatasetConfig | None = None
+    """Fills the keys that `train` and `validation` leave out."""
+
+    max_input_seq_length: int | None = Field(default=None, ge=2)
+    """Longest conversation in tokens; null means `policy.max_total_sequence_length`."""
+    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the training rows held out for validation where no validation set of preferences is
+    named. Rows with the same prompt stay on one side."""
+    overlong: Literal["truncate", "drop"] = "truncate"
+    """What happens to a conversation longer than `max_input_seq_length`. Truncation is the default
+    because a scorer must give every conversation a score, and training should see what scoring
+    sees. Either way the rows are counted in the data report."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Which end is cut. Left keeps the answer, which is what is judged."""
+    ties: Literal["drop", "error"] = "drop"
+    """Rows whose completions all share one rank, where the loss cannot use them."""
+    duplicates: Literal["drop", "keep"] = "drop"
+    """Rows that say exactly what an earlier row said."""
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _one_or_named(cls, value: Any) -> Any:
+        """A mapping whose values are all mappings is several named sets."""
+        if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
+            return {
+                name: (BenchmarkSetConfig if "benchmark" in block else DatasetConfig)(**block)
+                for name, block in value.items()
+            }
+        return value
+
+    @model_validator(mode="after")
+    def _one_form(self) -> DataConfig:
+        forms = (
+            ("train_data_path", "train"),
+            ("train_data_path", "validation"),
+            ("val_data_path", "train"),
+            ("val_data_path", "validation"),
+        )
+        for flat, block in forms:
+            if getattr(self, flat) and getattr(self, block) is not None:
+                raise ValueError(
+                    f"data.{flat} and data.{block} are two forms of the same thing; keep one"
+                )
+        twice = sorted(set(self.val_data_paths) & set(self._blocks()))
+        if twice:
+            raise ValueError(
+                f"data.val_data_paths and data.validation both have a set called {twice[0]}"
+            )
+        if self.val_data_path and self.val_data_paths:
+            raise ValueError("set data.val_data_path or data.val_data_paths, not both")
+        return self
+
+    def train_sets(self) -> list[DatasetConfig]:
+        """The training sets, in either form, with the defaults filled in."""
+        if self.train is None and self.dataset_name is None and self.train_data_path is None:
+            unnamed = flat_set(self, DatasetConfig, None, self.train_split)
+            return [unnamed.model_copy(update={"dataset_name": DEFAULT_DATASET})]
+        return train_sets(self, DatasetConfig)
+
+    def validation_sets(self) -> dict[str, DatasetConfig]:
+        """The validation sets of preferences by name; empty where none is configured."""
+        named = self._named_sets()
+        return {k: v for k, v in named.items() if not isinstance(v, BenchmarkSetConfig)}
+
+    def benchmark_sets(self) -> dict[str, BenchmarkSetConfig]:
+        """The benchmarks among the validation sets, by name."""
+        named = self._named_sets()
+        return {k: v for k, v in named.items() if isinstance(v, BenchmarkSetConfig)}
+
+    def _named_sets(self) -> dict[str, DatasetConfig | BenchmarkSetConfig]:
+        named: dict[str, DatasetConfig | BenchmarkSetConfig] = {
+            name: block if isinstance(block, BenchmarkSetConfig) else filled(self, block)
+            for name, block in self._blocks().items()
+        }
+        if self.val_data_path:
+            return {"default": flat_set(self, DatasetConfig, self.val_data_path, self.val_split)}
+        for name, value in self.val_data_paths.items():
+            if isinstance(value, str):
+                named[name] = flat_set(self, DatasetConfig, value, self.val_split)
+            elif isinstance(value, BenchmarkSetConfig):
+                named[name] = value
+            else:
+                flat = flat_set(self, DatasetConfig, None, self.val_split).model_dump()
+                named[name] = DatasetConfig(**{**flat, **value.model_dump(exclude_unset=True)})
+        return named
+
+    def _blocks(self) -> dict[str, DatasetConfig | BenchmarkSetConfig]:
+        """The sets of `validation` by name; a lone one is called `default`."""
+        blocks = self.validation
+        if blocks is None:
+            return {}
+        return blocks if isinstance(blocks, dict) else {"default": blocks}
+
+
+# --------------------------------------------------------------------------------------------------
+# The `data` section of runs that answer prompts (GRPO).
+
+
+class TaskSetConfig(TextSetConfig):
+    """One set of tasks: which class reads it, from where, and who judges the answers."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"download_dir", "filter_dataset", "video_maintain_aspect_ratio",
+         "video_target_num_patches", "allowed_problem_types"}
+    )  # fmt: skip
+
+    dataset_name: str | None = None
+    """OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K, DAPOMathAIME2024,
+    GSM8K, NuminaMath-1.5, OpenR1-Math-220k, HumanEval, MBPP, CodeTasks (rows that bring tests in
+    any other form), ResponseDataset, a class of preferences (their prompts are asked), or the
+    import path of your own class. Null with a path is told from the rows."""
+    repeat: int | None = Field(default=None, ge=1)
+    """Times that each task occurs; AIME's default is 16, others' 1."""
+    processor: str | None = None
+    """How a row becomes a task: math_hf_data_processor (as the set has it), math_data_processor
+    (columns problem and expected_answer), multichoice_qa_processor, code_data_processor (rows that
+    bring tests), or the import path of your own function (row, configuration of the set) ->
+    TaskParts. Null: as the set has it."""
+    env_name: str | None = None
+    """Which environment judges the answers."""
+    task_name: str | None = None
+    """Name under which figures are reported; null is that of the data set."""
+
+
+class TaskDataConfig(TextDataConfig):
+    """Where tasks come from. Either the flat keys or the `train`/`validation` blocks."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"num_workers", "use_multiple_dataloader", "num_prompts_per_dataloader",
+         "custom_dataloader", "add_bos", "add_eos", "add_generation_prompt", "add_system_prompt"}
+    )  # fmt: skip
+
+    fills_blocks: ClassVar[tuple[str, ...]] = (
+        *TextDataConfig.fills_blocks, "processor", "env_name"
+    )  # fmt: skip
+
+    dataset_name: str | None = None
+    """See `data.train.dataset_name`; null with no path is OpenMathInstruct-2."""
+    processor: str | None = None
+    """See `data.train.processor`."""
+    env_name: str | None = None
+    """See `data.train.env_name`; null is `reward_model` where that is enabled, else `math`."""
+    train: TaskSetConfig | list[TaskSetConfig] | None = None
+    """Block form of the training set; a list is a mixture, all rows of all."""
+    validation: TaskSetConfig | list[TaskSetConfig] | dict[str, TaskSetConfig] | None = None
+    """Block form of the validation set; a list is a mixture. So are several by name, and each has
+    figures of its own besides, `validation-<Name>/...`."""
+    default: TaskSetConfig | None = None
+    """Fills the keys that `train` and `validation` leave out."""
+
+    max_input_seq_length: int | None = Field(default=None, ge=1)
+    """Longest prompt in tokens; longer ones are left out and counted. Null leaves room for at least
+    one new token in `policy.max_total_sequence_length`."""
+
+    def train_sets(self) -> list[TaskSetConfig]:
+        """The training sets, in either form, with the defaults filled in."""
+        return train_sets(self, TaskSetConfig)
+
+    def validation_sets(self) -> list[TaskSetConfig]:
+        """The validation sets; empty where none is configured."""
+        return validation_sets(self, TaskSetConfig)
+
+    def validation_names(self) -> list[str]:
+        """The names of the validation sets, where they have any."""
+        return list(self.validation) if isinstance(self.validation, dict) else []

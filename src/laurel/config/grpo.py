@@ -1,0 +1,770 @@
+"""The configuration of a GRPO run (`laurel grpo`). Names and defaults follow NeMo RL's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from laurel.config.data import TaskDataConfig
+from laurel.config.environments import FOREIGN_VLLM_KEYS, EnvironmentsConfig, ResourcesConfig
+from laurel.config.policy import (
+    CheckpointingConfig,
+    ClusterConfig,
+    LoggerConfig,
+    Milestones,
+    NamedCall,
+    OptimizerCall,
+    PolicyConfig,
+    TokenizerConfig,
+)
+from laurel.config.tree import OffPeriod, Section
+
+# --------------------------------------------------------------------------------------------------
+# The `policy.generation` section: how completions are drawn. Names follow NeMo RL's files.
+
+
+class VllmConfig(Section):
+    """vLLM's own settings."""
+
+    foreign_keys: ClassVar[frozenset[str]] = FOREIGN_VLLM_KEYS
+
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of its weights; `auto` is `policy.precision`."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices of one node that share each layer."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Devices of one node that share the layers."""
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
+    """Share of a GPU's memory that it may take. Default: the policy's weights are on the same
+    device."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt with its completion; null is `policy.max_total_sequence_length`."""
+    enforce_eager: bool = False
+    """Do not capture CUDA graphs. Default: graphs make decoding faster."""
+    load_format: str = "auto"
+    """How vLLM reads the first weights."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that hold the model once between them."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class ColocatedConfig(Section):
+    """Whether generation shares the policy's devices."""
+
+    enabled: bool = True
+    """Take turns on the same devices. Default: no device waits for another role."""
+    resources: ResourcesConfig = ResourcesConfig()
+    """Otherwise: its own."""
+
+
+class GenerationConfig(Section):
+    """How completions are drawn."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"refit_transport", "refit_cfg", "mcore_generation_config", "sglang_cfg", "trtllm_cfg",
+         "trtllm_kwargs", "dynamo_cfg", "port_range_low", "port_range_high", "bad_words",
+         "use_async_rollouts", "real_quant", "real_quant_ignore", "real_quant_export_cpu_offload",
+         "quant_cfg"}
+    )  # fmt: skip
+
+    backend: Literal["auto", "transformers", "vllm"] = "auto"
+    """`transformers`: in this process, with the learner's own weights; `vllm`: an engine of its own
+    (extra `vllm`). `auto`: vllm where it is installed and a GPU is there, else transformers.
+    Default: the in-process engine needs no second copy of the weights."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion of one turn; null: up to `policy.max_total_sequence_length`."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Of sampling. The learner's log-probabilities are taken at the same temperature. Default: the
+    distribution that is trained, as it is."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw only from the likeliest tokens that make up this share. Default: no tail is cut: what is
+    never drawn is never learned from."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Draw only from so many likeliest tokens. Default: likewise."""
+    stop_token_ids: list[int] | None = None
+    """End a completion, besides the model's own end-of-turn tokens."""
+    stop_strings: list[str] | None = None
+    """End a completion."""
+    val_temperature: float | None = Field(default=None, ge=0)
+    """In validation; null is `temperature`."""
+    val_top_p: float | None = Field(default=None, gt=0, le=1)
+    """In validation."""
+    val_top_k: int | None = Field(default=None, ge=1)
+    """In validation."""
+    max_concurrent: int = Field(default=256, ge=1)
+    """Completions that are drawn side by side, at most (transformers). Default: a bound on the
+    memory of keys and values."""
+    timeout_seconds: float = Field(default=1800.0, gt=0)
+    """Seconds without any finished completion after which the engine is given up. Default: half an
+    hour without one completion is a hang."""
+    vllm_cfg: VllmConfig = VllmConfig()
+    """See there."""
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine."""
+    colocated: ColocatedConfig = ColocatedConfig()
+    """See there."""
+    weight_transfer: Literal["auto", "object_store", "broadcast", "ipc"] = "auto"
+    """How weights come to engines in other processes: through Ray's object store, told to all at
+    once by the learner's first rank (gloo; NCCL between GPUs), or read from the memory of a rank on
+    the same node (`ipc`; of a GPU that both have in turns, by CUDA IPC). The run says which `auto`
+    is, and why. In one process nothing travels. Default: the broadcast, which was the quickest
+    wherever it was measured (docs/benchmarks.md)."""
+    weight_probe_tolerance: float | None = Field(default=None, gt=0)
+    """Largest difference between the engine's and the learner's log-probabilities of a probe after
+    each transfer of weights, beyond which the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
+
+    @field_validator("stop_strings")
+    @classmethod
+    def _stops_are_texts(cls, stops: list[str] | None) -> list[str] | None:
+        if "" in (stops or ()):
+            raise ValueError("an empty stop string would end every completion before it begins")
+        return stops
+
+
+# --------------------------------------------------------------------------------------------------
+# The `loss_fn` section: what a policy's update minimises. Names follow NeMo RL's files.
+
+
+class PolicyLossConfig(Section):
+    """What an update minimises. Formulas: `laurel/training/policy_loss.py`."""
+
+    reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
+    """Weight of the divergence from the reference policy; 0 needs no reference. Default: a light
+    pull back; where a rule checks the reward, 0 is common and saves the reference's memory."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Which estimator of it. Default: never negative, and of low variance."""
+    kl_input_clamp_value: float | None = Field(default=20.0, gt=0)
+    """Largest difference of log-probabilities that the estimator is given. Default: its exponential
+    is still a number of float32."""
+    kl_output_clamp_value: float | None = Field(default=10.0, gt=0)
+    """Largest divergence of one token. Default: no single token outweighs a batch."""
+    use_kl_in_reward: bool = False
+    """Subtract the divergence from the reward instead of adding it to the loss. Default: in the
+    loss every token has its own, and baselines do not see it."""
+    use_on_policy_kl_approximation: bool = False
+    """Correct the divergence by the ratio of learner to generator."""
+    ratio_clip_min: float = Field(default=0.2, ge=0)
+    """Ratios below 1 minus this give no gradient where that would push them further. Default: PPO's
+    (arXiv 1707.06347)."""
+    ratio_clip_max: float = Field(default=0.2, ge=0)
+    """Ratios above 1 plus this, likewise (DAPO: 0.28). Default: the same on both sides."""
+    ratio_clip_c: float | None = Field(default=None, gt=1)
+    """Dual clipping: largest ratio under a negative advantage. Default: one update a batch has
+    ratios of 1."""
+    loss_type: Literal["ppo", "cispo", "reinforce"] = "ppo"
+    """`ppo`: the clipped ratio; `cispo`: its detached value times the log-probability; `reinforce`:
+    the log-probability alone. Default: GRPO's own."""
+    use_cispo: bool = False
+    """Same as `loss_type: cispo`."""
+    disable_ppo_ratio: bool = False
+    """Same as `loss_type: reinforce`."""
+    sequence_level_importance_ratios: bool = False
+    """GSPO: one ratio per completion, the geometric mean of its tokens'. Needs `token_level_loss:
+    false`. Default: GRPO's ratios are those of tokens."""
+    token_level_loss: bool = True
+    """True: the mean over all tokens (DAPO). False: the mean over completions of their means.
+    Default: long answers weigh by what they say, so bad tokens are not cheaper in them."""
+    normalizer: Literal["auto", "tokens", "sequences", "max_length"] = "auto"
+    """What the loss is divided by. `max_length` is Dr. GRPO: completions times their longest
+    length. `auto` follows `token_level_loss`."""
+    use_importance_sampling_correction: bool = False
+    """Weight tokens by the ratio of the learner's to the generator's probability. Default: the
+    engine in process computes what the learner does; turn it on with vLLM, bfloat16 engines or
+    staleness."""
+    truncated_importance_sampling_type: (
+        Literal["tis", "icepop", "seq-mask-tis", "seq-tis"] | None
+    ) = None
+    """`tis`: weights cut to the range; `icepop`: 0 outside it; `seq-mask-tis`: whole completions
+    left out by the geometric mean of their weights; `seq-tis`: the product of a completion's
+    weights, cut."""
+    truncated_importance_sampling_ratio: float | None = Field(default=None, gt=0)
+    """Upper end of the range."""
+    truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
+    """Lower end of the range."""
+    force_on_policy_ratio: bool = False
+    """Take the ratio to be 1 (its gradient remains)."""
+    positive_example_nll_weight: float = Field(default=0.0, ge=0)
+    """VAPO: weight of the negative log-likelihood of completions with a positive reward. Default:
+    no part of GRPO."""
+    entropy: bool = True
+    """Measure the entropy of the policy's distribution over the tokens it wrote. Default: a
+    collapse is first seen in it."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> PolicyLossConfig:
+        if self.use_cispo and self.disable_ppo_ratio:
+            raise ValueError(
+                "use_cispo and disable_ppo_ratio contradict each other; set one of them to false"
+            )
+        if self.sequence_level_importance_ratios and self.token_level_loss:
+            raise ValueError(
+                "sequence_level_importance_ratios needs token_level_loss: false (GSPO)"
+            )
+        if self.kind == "cispo" and (
+            self.ratio_clip_c is not None or self.sequence_level_importance_ratios
+        ):
+            raise ValueError(
+                "CISPO has neither ratio_clip_c nor sequence-level ratios; leave them out, or set "
+                "use_cispo: false"
+            )
+        if self.kind == "reinforce" and self.ratio_clip_c is not None:
+            raise ValueError(
+                "ratio_clip_c has no meaning for REINFORCE, which clips no ratio; leave it out, or "
+                "set disable_ppo_ratio: false"
+            )
+        kind = self.truncated_importance_sampling_type
+        low, high = (
+            self.truncated_importance_sampling_ratio_min,
+            self.truncated_importance_sampling_ratio,
+        )
+        if kind is None and (low is not None or high is not None):
+            raise ValueError(
+                "truncated_importance_sampling_ratio and ..._ratio_min do nothing without "
+                "truncated_importance_sampling_type; tis cuts weights to that range"
+            )
+        if low is not None and high is not None and not low < high:
+            raise ValueError(
+                f"truncated_importance_sampling_ratio_min={low} must be below "
+                f"truncated_importance_sampling_ratio={high}"
+            )
+        if high is not None and not self.use_importance_sampling_correction:
+            raise ValueError(
+                f"truncated_importance_sampling_ratio={high} needs "
+                "use_importance_sampling_correction: true"
+            )
+        return self
+
+    @property
+    def truncation(self) -> Literal["tis", "icepop", "seq-mask-tis", "seq-tis"] | None:
+        """How weights are cut; None where they are not, as the range has no upper end."""
+        if self.truncated_importance_sampling_ratio is None:
+            return None
+        return self.truncated_importance_sampling_type
+
+    def without_effect(self) -> dict[str, str]:
+        """See `Section`."""
+        if self.truncated_importance_sampling_ratio is not None:
+            return {}
+        why = "weights are cut where truncated_importance_sampling_ratio says how far"
+        keys = ("truncated_importance_sampling_type", "truncated_importance_sampling_ratio_min")
+        return {key: why for key in keys if getattr(self, key) is not None}
+
+    @property
+    def kind(self) -> Literal["ppo", "cispo", "reinforce"]:
+        """The type of loss, in either spelling."""
+        if self.use_cispo:
+            return "cispo"
+        return "reinforce" if self.disable_ppo_ratio else self.loss_type
+
+
+# --------------------------------------------------------------------------------------------------
+# What GRPO makes of rewards: scaled, shaped, compared.
+
+
+class RewardScalingConfig(Section):
+    """A linear map of the reward, after clamping it to the source range."""
+
+    enabled: bool = False
+    """Scale. Default: advantages are normalised anyway."""
+    source_min: float = 0.0
+    """Rewards below count as this."""
+    source_max: float = 1.0
+    """Rewards above count as this."""
+    target_min: float = 0.0
+    """What `source_min` becomes."""
+    target_max: float = 1.0
+    """What `source_max` becomes."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> RewardScalingConfig:
+        if not self.source_min < self.source_max:
+            raise ValueError("source_min must be below source_max")
+        return self
+
+
+class RewardShapingConfig(Section):
+    """Penalties for long and unfinished completions. They never raise a reward."""
+
+    enabled: bool = False
+    """Shape. Default: a penalty changes what is asked for."""
+    overlong_buffer_length: int = Field(default=128, ge=1)
+    """Tokens before `max_response_length` over which the penalty grows (DAPO). Default: a quarter
+    of the default length."""
+    overlong_buffer_penalty: float = Field(default=1.0, ge=0)
+    """Penalty at `max_response_length`. Default: as much as a right answer earns."""
+    max_response_length: int | None = Field(default=None, ge=1)
+    """Longest completion; null is `policy.max_total_sequence_length`."""
+    stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
+    """Cut-off completions keep this share of a positive reward; a negative one is divided by it
+    (or doubled where it is below 0.5). Replaces the penalty for length."""
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"opd"})
+
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
+    """`grpo`: against the group; `gdpo`: each component against its group, then weighted and
+    normalised over the batch; `reinforce_plus_plus`: normalised over the batch. Default: the method
+    the command is named after."""
+    normalize_rewards: bool | None = None
+    """Null is `grpo.normalize_rewards`."""
+    use_leave_one_out_baseline: bool | None = None
+    """Null is `grpo.use_leave_one_out_baseline`."""
+    minus_baseline: bool = True
+    """REINFORCE++: subtract the group's mean first. Default: without it easy prompts push every
+    answer up."""
+    scale: Literal["group", "batch", "none"] | None = None
+    """What advantages are divided by: the group's standard deviation, the batch's, or nothing.
+    Null: `group` where rewards are normalised, else `none`."""
+    leave_one_out_std: bool = False
+    """With a leave-one-out baseline: each sample's standard deviation is that of the others, as in
+    NeMo RL. There the only right answer of a group is not normalised, as the others are all alike,
+    and weighs less than each of several right ones; so one deviation for the group is the
+    default."""
+    std_ddof: Literal[0, 1] = 1
+    """1 divides squares by n - 1; 0 by n. Default: the deviation of a sample."""
+    std_eps: float = Field(default=1e-6, ge=0)
+    """Added to the standard deviation. Default: far below any difference of rewards that means
+    something."""
+    noise_floor_factor: float = Field(default=10.0, ge=0)
+    """Groups are divided by no less than this many times the scorer's measured noise: differences
+    that are only noise stay small. 0 turns it off. Default: advantages that are rounding stay below
+    about a tenth (docs/benchmarks.md)."""
+    reward_weights: list[float] | None = None
+    """GDPO: one for each component, in alphabetical order of their names. Default: all components
+    weigh alike."""
+
+
+# --------------------------------------------------------------------------------------------------
+# The section `grpo.health`: which signs of reward hacking a run looks for, and from where on.
+
+Alarm = Literal[
+    "overoptimisation",
+    "kl_jump",
+    "length",
+    "length_bias",
+    "repetition",
+    "truncation",
+    "format",
+    "zero_spread_groups",
+    "ensemble",
+    "failures",
+]
+"""What can be watched; `observe/health.py` says of each what it means."""
+
+
+_NEVER_ROSE = "it rose in no run that gamed its reward"
+
+
+class HealthConfig(Section):
+    """Alarms. They look at what a run logs anyway and change nothing of what it learns.
+
+    Most compare the latest steps with the first ones of the same run, and a single step with the
+    window before it. A figure that a run does not measure raises none.
+    """
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "kl_without_reward": _NEVER_ROSE,
+        "kl_growth": f"its alarm kl_without_reward was removed: {_NEVER_ROSE}",
+        "entropy": f"{_NEVER_ROSE}; laurel report tells a fall of entropy",
+        "entropy_share": f"its alarm entropy was removed: {_NEVER_ROSE}",
+        "noise_floor_groups": _NEVER_ROSE,
+        "noise_floor_share": f"its alarm noise_floor_groups was removed: {_NEVER_ROSE}",
+    }
+
+    enabled: bool = True
+    """Watch the run: warnings on the console, `health.jsonl`, metrics `health/<alarm>`."""
+    stop_on: list[Alarm] = Field(default_factory=list)
+    """Alarms that end the run, saved, as soon as they rise: `overoptimisation`, `kl_jump`,
+    `length`, `length_bias`, `repetition`, `truncation`, `format`, `zero_spread_groups`,
+    `ensemble`, `failures`."""
+    ignore: list[Alarm] = Field(default_factory=list)
+    """Alarms that are not wanted: completions of a reasoning model, say, are meant to get longer
+    (`length`)."""
+    gold_metric: str | None = None
+    """What is really wanted, as a metric by its full name that grows with quality and that the
+    policy is not rewarded by: that of a part of a composite environment with weight 0, as in
+    `env/both/math/accuracy`, or of a validation, as in `validation/reward_mean`. Null:
+    the figure of a part of a composite environment with weight 0, if there is one."""
+    format_metric: str | None = None
+    """A metric by its full name, higher is better, that says which share of the completions has
+    the form that was asked for. Null: `format` is not watched."""
+    baseline_steps: int = Field(default=10, ge=3)
+    """First steps of the run that later ones are compared with, by their median and spread."""
+    window: int = Field(default=5, ge=1)
+    """Latest steps whose median is judged, so that a single odd batch raises nothing. An alarm is
+    over after so many good steps in a row."""
+    num_spreads: float = Field(default=4.0, ge=0)
+    """How many (robust) standard deviations of the first steps a figure must be away from their
+    median, besides what its own threshold asks: what is usual at the beginning is no drift."""
+    jump_spreads: float = Field(default=6.0, ge=0)
+    """The same for a single step against the window before it, which is judged besides, at once and
+    from the second step on: `overoptimisation`, `kl_jump`, `length`, `repetition`, `truncation`."""
+    gold_jump: float = Field(default=0.5, gt=0, lt=1)
+    """`overoptimisation`: share of `gold_metric` that is lost in a single step, whatever the reward
+    does."""
+    gold_drop: float = Field(default=0.1, gt=0, lt=1)
+    """`overoptimisation`: share of its peak that `gold_metric` has lost while the reward has lost
+    nothing."""
+    kl_jump: float = Field(default=3.0, gt=1)
+    """`kl_jump`: factor by which the divergence from the reference grows in a single step."""
+    kl_least: float = Field(default=0.1, ge=0)
+    """`kl_jump`: divergence below which its growth says nothing; nats a token (a
+    completion with `loss_fn.use_kl_in_reward`)."""
+    length_factor: float = Field(default=1.5, gt=1)
+    """`length`: completions are so many times as long as in the first steps, or as short."""
+    length_correlation: float = Field(default=0.5, gt=0, lt=1)
+    """`length_bias`: correlation of reward and length within groups, where lengths grow as well."""
+    repetition_rise: float = Field(default=0.1, gt=0, lt=1)
+    """`repetition`: by how much the share of repeated 4-grams has risen."""
+    truncation_rise: float = Field(default=0.2, gt=0, lt=1)
+    """`truncation`: by how much the share of completions without an end has risen."""
+    format_drop: float = Field(default=0.1, gt=0)
+    """`format`: by how much `format_metric` has fallen."""
+    zero_spread_share: float = Field(default=0.9, gt=0, le=1)
+    """`zero_spread_groups`: share of groups whose rewards are all equal."""
+    disagreement: float = Field(default=1.0, gt=0)
+    """`ensemble`: how far apart several reward models are about the gain since the first steps, in
+    standard deviations of their scores then."""
+    failure_share: float = Field(default=0.1, gt=0, le=1)
+    """`failures`: share of completions without a reward."""
+
+    @model_validator(mode="after")
+    def _can_stop(self) -> HealthConfig:
+        if self.stop_on and not self.enabled:
+            raise ValueError("stop_on needs enabled=true: nothing is watched otherwise")
+        for name in self.stop_on:
+            if name in self.ignore:
+                raise ValueError(f"stop_on and ignore both name {name}; leave it out of one")
+        if "format" in self.stop_on and self.format_metric is None:
+            raise ValueError("stop_on=format needs format_metric, the metric that it reads")
+        return self
+
+
+# ------------------------------------------------------------------------------------------ policy
+
+
+class GRPOPolicyConfig(PolicyConfig):
+    """The policy: the model that is trained and draws the completions."""
+
+    foreign_keys: ClassVar[frozenset[str]] = PolicyConfig.foreign_keys - {
+        "generation", "logprob_batch_size", "logprob_chunk_size"
+    }  # fmt: skip
+
+    model_name: str | None = "Qwen/Qwen2.5-1.5B"
+    """Hub name or directory of a causal language model. Null with `policy.scratch`. Default: a
+    small base model that already does some mathematics."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """See there."""
+    train_global_batch_size: int = Field(default=512, ge=1)
+    """Completions of one optimizer step. Default: the 32 x 16 completions of a step, so one update
+    of each batch."""
+    train_micro_batch_size: int = Field(default=4, ge=1)
+    """Completions of one forward pass where packing is off; with packing on it scales the budget.
+    Default: 2,048 tokens a pass at the default length."""
+    logprob_batch_size: int = Field(default=4, ge=1)
+    """Sequences of full length that make up the token budget of a pass without gradients (old and
+    reference log-probabilities)."""
+    logprob_chunk_size: int | None = Field(default=None, ge=1)
+    """Tokens whose logits are in memory at a time; null chooses about 16M logits. Default: logits
+    of a large vocabulary would else outweigh the model."""
+    max_total_sequence_length: int = Field(default=512, ge=2)
+    """Longest prompt with its completion, in tokens. Default: short answers, on one GPU; reasoning
+    needs thousands."""
+    optimizer: OptimizerCall = NamedCall(
+        name="torch.optim.AdamW",
+        kwargs={"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8},
+    )
+    """Any class of `torch.optim`, with its arguments. Kwargs that you give replace all of these.
+    Default: AdamW at a rate that policies of 1B to 2B bear; larger ones take less."""
+    scheduler: NamedCall | list[NamedCall | Milestones] | None = None
+    """A class of `torch.optim.lr_scheduler`; or a list of them with a `milestones` entry; null
+    keeps the learning rate constant. Default: constant, so a run can be prolonged as if it had
+    always been longer."""
+    generation: GenerationConfig = GenerationConfig()
+    """See there."""
+
+
+# -------------------------------------------------------------------------------------------- grpo
+
+
+class GRPOConfig(Section):
+    """What is drawn and learned from in a step, how rewards are compared, when it is validated."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"invalid_tool_call_advantage", "malformed_thinking_advantage", "reward_penalties",
+         "on_policy_distillation", "seq_logprob_error_threshold", "calculate_advantages_on_gpu",
+         "skip_reference_policy_logprobs_calculation", "async_grpo", "val_start_at",
+         "invalid_tool_call_strategy", "penalize_invalid_tool_call",
+         "penalize_malformed_thinking", "zero_variance_prompt_filtering",
+         "deduplicate_multimodal_data", "debug_payload_metrics"}
+    )  # fmt: skip
+
+    num_prompts_per_step: int = Field(default=32, ge=1)
+    """Tasks of one step. Default: with 16 completions each, one update of 512."""
+    num_generations_per_prompt: int = Field(default=16, ge=1)
+    """Completions of each: G. Default: the mean and deviation of fewer say little, and the prompt
+    is computed once for all."""
+    min_valid_per_group: int = Field(default=2, ge=1)
+    """Completions of a group that must have a reward: with fewer the group is left out, and another
+    task drawn in its place. Never more than there are completions. Default: one alone has nothing
+    to be compared with."""
+    max_rollout_turns: int = Field(default=1, ge=1)
+    """Turns of the policy in one conversation, at most. Default: a question and its answer."""
+    max_num_epochs: int = Field(default=1, ge=1)
+    """Passes over the tasks. They settle the number of steps; dynamic sampling, which leaves groups
+    out, takes fewer, and ends when the tasks of all passes are used up. Default: the data says when
+    it is over."""
+    max_num_steps: int = Field(default=1_000_000, ge=0)
+    """Steps at most. Default: in effect no limit."""
+    num_iterations: int = Field(default=1, ge=1)
+    """Times that each batch of rollouts is learned from. Default: on-policy: the ratio is 1, and no
+    old log-probabilities are computed."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Steps that generation may run ahead of training: 0 is synchronous. Default: what is learned
+    from was drawn by these very weights."""
+    stop_patience_seconds: float = Field(default=5.0, ge=0)
+    """A run that is told to end by a signal lets the rollouts that are ahead finish for so long
+    after it. Those that do not are given up, so as to save in time, and drawn again when the run
+    goes on: with newer weights than a run that was never stopped would have used. Default: a
+    scheduler's grace period has to hold the save, too."""
+    normalize_rewards: bool = True
+    """Divide advantages by a standard deviation. Default: GRPO as published (arXiv 2402.03300)."""
+    use_leave_one_out_baseline: bool = True
+    """Compare each sample with the others of its group only. Default: a sample in its own baseline
+    would shrink its advantage."""
+    adv_estimator: AdvantageConfig = AdvantageConfig()
+    """See there."""
+    advantage_clip_low: float | None = None
+    """Lowest advantage. Default: nothing is cut."""
+    advantage_clip_high: float | None = None
+    """Highest advantage."""
+    overlong_filtering: bool = False
+    """Leave cut-off completions out of the loss and of every statistic of their group. Default: an
+    answer without an end has its reward like any other."""
+    use_dynamic_sampling: bool = False
+    """DAPO: keep only groups whose rewards differ, and generate until the step is full. Default: it
+    costs generation, and pays where most groups are all right or all wrong."""
+    dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
+    """Batches of generation for one step at most: before the run stops, with dynamic sampling, and
+    without it before the step goes on with groups that have too few rewards. Default: where ten do
+    not do, the tasks are the wrong ones."""
+    batch_multiplier: float = Field(default=1.0, ge=1)
+    """Tasks drawn per batch of generation, in steps' worth, with dynamic sampling."""
+    reward_scaling: RewardScalingConfig = RewardScalingConfig()
+    """See there."""
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    """See there."""
+    max_bad_steps: int = Field(default=3, ge=1)
+    """Steps in a row whose loss or gradient is not finite before the run stops. Default: one bad
+    batch is an accident, three in a row are a fault."""
+    val_period: OffPeriod = Field(default=10, ge=0)
+    """Steps between validations; 0: at the start, the end and for ranking checkpoints alone.
+    Default: as often as it is saved, so every checkpoint has its figure."""
+    val_at_start: bool = False
+    """Validate before the first step (logged at step 0). Default: it costs a validation; worth it
+    to know where a run began."""
+    val_at_end: bool = True
+    """Validate after the last step. Default: so the last checkpoint can be the best one."""
+    max_val_samples: int = Field(default=256, ge=1)
+    """Validation tasks, at most; all where there are fewer. Default: the standard error of an
+    accuracy is then 0.03 at most."""
+    val_batch_size: int = Field(default=256, ge=1)
+    """Validation tasks that are answered side by side. Default: all of them at once."""
+    val_num_generations_per_prompt: int = Field(default=1, ge=1)
+    """Completions of each validation task; above 1, pass@k is measured. Default: the cheapest
+    unbiased figure."""
+    stop_at_validation_metric: str | None = None
+    """End the run, saved, as soon as this figure of a validation is at least the threshold:
+    `reward_mean` (or `accuracy`), `pass_k` or `env/<name>/accuracy`."""
+    stop_at_validation_threshold: float | None = None
+    """What `stop_at_validation_metric` has to reach."""
+    health: HealthConfig = HealthConfig()
+    """See there."""
+    seed: int = Field(default=42, ge=0)
+    """Seeds the order of the tasks and every completion."""
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> GRPOConfig:
+        if self.num_generations_per_prompt < 2 and self.compares_within_groups:
+            # Its own mean is its baseline: every advantage would be 0, and nothing learned.
+            raise ValueError(
+                "num_generations_per_prompt must be at least 2: a lone completion has nothing to "
+                "be compared with, so its advantage is 0 and the policy learns nothing. Draw more "
+                "for fewer prompts (num_prompts_per_step), or compare over the whole batch with "
+                "adv_estimator.name=reinforce_plus_plus adv_estimator.minus_baseline=false"
+            )
+        low, high = self.advantage_clip_low, self.advantage_clip_high
+        if low is not None and high is not None and not low < high:
+            raise ValueError("advantage_clip_low must be below advantage_clip_high")
+        return self
+
+    @model_validator(mode="after")
+    def _estimator_reads_what_it_is_given(self) -> GRPOConfig:
+        given = self.adv_estimator
+        if given.reward_weights is not None and given.name != "gdpo":
+            raise ValueError(
+                f"adv_estimator.reward_weights is read by adv_estimator.name=gdpo, not by "
+                f"{given.name}, which compares the total of the reward; leave it out, or use gdpo"
+            )
+        if not given.minus_baseline and given.name != "reinforce_plus_plus":
+            raise ValueError(
+                "adv_estimator.minus_baseline=false is read by "
+                f"adv_estimator.name=reinforce_plus_plus, not by {given.name}; leave it out"
+            )
+        if given.leave_one_out_std and not self.leaves_one_out:
+            raise ValueError(
+                "adv_estimator.leave_one_out_std=true is read where each sample is compared with "
+                "the others of its group; set adv_estimator.use_leave_one_out_baseline=true, or "
+                "leave it out"
+            )
+        return self
+
+    @property
+    def compares_within_groups(self) -> bool:
+        """Whether a completion's baseline is the mean reward of its group, or of the others."""
+        return self.adv_estimator.name != "reinforce_plus_plus" or self.adv_estimator.minus_baseline
+
+    @property
+    def leaves_one_out(self) -> bool:
+        """Whether each sample is compared with the others of its group only.
+
+        REINFORCE++ compares with the mean of the whole group unless the estimator itself asks.
+        """
+        chosen = self.adv_estimator
+        if chosen.use_leave_one_out_baseline is not None:
+            return chosen.use_leave_one_out_baseline
+        return self.use_leave_one_out_baseline and chosen.name != "reinforce_plus_plus"
+
+    @model_validator(mode="after")
+    def _end_is_whole(self) -> GRPOConfig:
+        if (self.stop_at_validation_metric is None) != (self.stop_at_validation_threshold is None):
+            raise ValueError(
+                "stop_at_validation_metric and stop_at_validation_threshold belong together; "
+                "set both or none"
+            )
+        return self
+
+
+class GRPORun(Section):
+    """A complete configuration of `laurel grpo`."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"rm", "sft", "data_plane", "on_policy_distillation", "reward_penalties", "async_rl"}
+    )
+    other_names: ClassVar[Mapping[str, str]] = {
+        "use_reward_loop": "env.reward_model.use_reward_loop",
+        "reward_model.use_reward_loop": "env.reward_model.use_reward_loop",
+        "grpo.num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
+    }
+
+    grpo: GRPOConfig = GRPOConfig()
+    loss_fn: PolicyLossConfig = PolicyLossConfig()
+    policy: GRPOPolicyConfig = GRPOPolicyConfig()
+    data: TaskDataConfig = TaskDataConfig()
+    env: EnvironmentsConfig = EnvironmentsConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig(
+        checkpoint_dir="results/grpo", save_period=10
+    )
+    logger: LoggerConfig = LoggerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @field_validator("policy")
+    @classmethod
+    def _is_no_reward_model(cls, policy: GRPOPolicyConfig) -> GRPOPolicyConfig:
+        if policy.reward_model_cfg.enabled:
+            raise ValueError("reward_model_cfg belongs to env.reward_model, not to the policy")
+        return policy
+
+    @model_validator(mode="after")
+    def _fits(self) -> GRPORun:
+        grpo, policy = self.grpo, self.policy
+        samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+        size = policy.train_global_batch_size
+        if samples % size:
+            raise ValueError(
+                f"a step has {grpo.num_prompts_per_step} prompts x "
+                f"{grpo.num_generations_per_prompt} completions = {samples}, which is no multiple "
+                f"of policy.train_global_batch_size={size}"
+            )
+        if grpo.max_staleness and not self.loss_fn.use_importance_sampling_correction:
+            raise ValueError(
+                f"grpo.max_staleness={grpo.max_staleness} learns from completions of older "
+                "weights; set loss_fn.use_importance_sampling_correction=true"
+            )
+        if grpo.adv_estimator.name == "gdpo" and self.loss_fn.use_kl_in_reward:
+            raise ValueError(
+                "loss_fn.use_kl_in_reward changes the total of the reward, and "
+                "grpo.adv_estimator.name=gdpo compares its components; use one of them"
+            )
+        longest = policy.generation.max_new_tokens
+        if longest is not None and longest > policy.max_total_sequence_length:
+            raise ValueError(
+                f"policy.generation.max_new_tokens={longest} is more than "
+                f"policy.max_total_sequence_length={policy.max_total_sequence_length} has room for"
+            )
+        engine, whole = policy.generation.vllm_cfg.max_model_len, policy.max_total_sequence_length
+        if engine is not None and engine < whole and policy.generation.backend != "transformers":
+            raise ValueError(
+                f"policy.generation.vllm_cfg.max_model_len={engine} is less than "
+                f"policy.max_total_sequence_length={whole}: prompts that fit into the one would be "
+                "refused by the other; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _attempts_have_turns(self) -> GRPORun:
+        attempts, turns = self.env.code.max_attempts, self.grpo.max_rollout_turns
+        if attempts > turns:
+            raise ValueError(
+                f"env.code.max_attempts={attempts} takes as many turns, and there are "
+                f"grpo.max_rollout_turns={turns}; set that to {attempts}, or ask for fewer attempts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stopping_alarms_can_rise(self) -> GRPORun:
+        needed = {
+            "overoptimisation": (
+                self.grpo.health.gold_metric is not None
+                or any(
+                    part.weight == 0.0 and part.gate is None
+                    for composite in self.env.composite.values()
+                    for part in composite.parts
+                ),
+                "grpo.health.gold_metric, or a part of env.composite with weight 0",
+            ),
+            "kl_jump": (
+                self.loss_fn.reference_policy_kl_penalty > 0,
+                "loss_fn.reference_policy_kl_penalty above 0",
+            ),
+            "ensemble": (
+                self.env.reward_model.models is not None,
+                "several reward models, env.reward_model.models",
+            ),
+        }
+        for name in self.grpo.health.stop_on:
+            is_there, what = needed.get(name, (True, ""))
+            if not is_there:
+                raise ValueError(f"grpo.health.stop_on={name} needs {what}: it never rises else")
+        return self
+
+    @property
+    def default_environment(self) -> str:
+        """The environment of tasks that name none."""
+        if self.data.env_name is not None:
+            return self.data.env_name
+        return "reward_model" if self.env.reward_model.enabled else "math"
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps that learn from one batch of rollouts."""
+        grpo = self.grpo
+        samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+        return grpo.num_iterations * (samples // self.policy.train_global_batch_size)

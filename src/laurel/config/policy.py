@@ -1,0 +1,600 @@
+"""The sections every run shares: policy, checkpointing, logger, cluster.
+
+Names and meanings follow NeMo RL's configuration files, so a file written for it loads unchanged.
+This file is the only home of each default; the docstring under a field is its reference text.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Mapping
+from functools import cache
+from math import inf
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from laurel.config.tree import Section, nearest
+
+# --------------------------------------------------------------------------------------------------
+# What the optimizers of torch are called with, told from torch's source.
+#
+# Importing torch takes seconds; whoever misspells an argument is told before that.
+
+
+class _Call(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def kwargs(self) -> dict[str, Any]: ...
+
+
+Call = TypeVar("Call", bound=_Call)
+_HOME = "torch.optim."
+_OTHER_NAMES = {
+    "learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", "beta1": "betas",
+    "beta2": "betas", "adam_beta1": "betas", "adam_beta2": "betas", "wd": "weight_decay",
+}  # fmt: skip
+"""Arguments as other systems spell them, and as torch does."""
+
+_NOT_NEGATIVE = frozenset(
+    {"lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value"}
+)
+"""Numbers that every optimizer of torch which has them refuses below 0."""
+
+
+@cache
+def arguments_of(path: str) -> Mapping[str, Any] | None:
+    """The arguments of an optimizer of torch, with their defaults.
+
+    Args:
+        path: Its import path.
+
+    Returns:
+        In their order; None as a default also where it is no constant. None: no class of
+        `torch.optim`, or one whose source cannot be read, so that nothing is known of it.
+    """
+    name = path.removeprefix(_HOME)
+    torch = importlib.util.find_spec("torch")
+    if name == path or not name.isidentifier() or torch is None or torch.origin is None:
+        return None
+    for file in (Path(torch.origin).parent / "optim").glob("*.py"):
+        if file.stem.replace("_", "") != name.lower():
+            continue
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, SyntaxError):
+            continue
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return _arguments_of_class(node)
+    return None
+
+
+def _arguments_of_class(node: ast.ClassDef) -> Mapping[str, Any] | None:
+    made = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+    start = next((one.args for one in made if one.name == "__init__"), None)
+    if start is None or start.kwarg is not None:
+        return None
+    names = [one.arg for one in (*start.posonlyargs, *start.args)][2:]  # self, params
+    values = [*([None] * len(names)), *start.defaults][-len(names) :] if names else []
+    known = dict(zip(names, values, strict=True))
+    known |= {
+        one.arg: value for one, value in zip(start.kwonlyargs, start.kw_defaults, strict=True)
+    }
+    return MappingProxyType({name: _constant(value) for name, value in known.items()})
+
+
+def _constant(node: ast.expr | None) -> Any:
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def unknown_argument(path: str, name: str) -> str | None:
+    """What is said of an argument that an optimizer does not take; None: it may take it."""
+    known = arguments_of(path)
+    if known is None or name in known:
+        return None
+    meant = _OTHER_NAMES.get(name)
+    near = meant if meant in known else nearest(name, known)
+    hint = f" Did you mean {near}?" if near else ""
+    takes = ", ".join(known)
+    return f"{path} refuses these kwargs ({name} is none of its own).{hint} It takes: {takes}"
+
+
+def check_arguments(path: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that an optimizer of torch cannot be called with.
+
+    Raises:
+        ValueError: A name that it does not know, no number where its default is one, or a number
+            that no optimizer of torch takes.
+    """
+    known = arguments_of(path) or {}
+    for name, value in kwargs.items():
+        problem = unknown_argument(path, name)
+        if problem is not None:
+            raise ValueError(problem)
+        if _is_number(known.get(name)) and not _is_number(value):
+            raise ValueError(f"{path} refuses these kwargs: {name} is {value!r}, not a number")
+        if name in known and name in _NOT_NEGATIVE and _is_number(value) and not 0 <= value < inf:
+            raise ValueError(
+                f"{path} refuses these kwargs: {name} is {value!r}, and must be 0 or more"
+            )
+
+
+def with_its_arguments(call: Call) -> Call:
+    """The call of an optimizer, where it can be made. Raises ValueError; see `check_arguments`."""
+    check_arguments(call.name, call.kwargs)
+    return call
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# --------------------------------------------------------------------------------------------------
+# The `cluster.placement` section: which slots each role of a run gets, where the rules do not do.
+#
+# Whether it can be had is not checked here but by `laurel plan` and at the start of a run, which
+# tell
+# everything that does not fit at once.
+
+
+class RolePlacement(Section):
+    """The slots of one role. What is not said is left open, and `{}` takes all that is left."""
+
+    nodes: int | list[int] | None = None
+    """Which nodes, counted from 0; or how many, of which those are taken that are least free and
+    have room. Null: every node."""
+    labels: list[str] = Field(default_factory=list)
+    """Only nodes with all of these labels; see `cluster.labels`."""
+    slots: int | list[int] | None = None
+    """Which slots of each of the nodes, counted from 0; or how many of each. Null: all that other
+    roles leave."""
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    """Part of each slot, and of its memory. The rest is for a role that computes at the same
+    time."""
+    shares: Literal["policy", "generation"] | None = None
+    """The role whose slots these are, in turns: all of them, or those that the other keys pick."""
+
+    @field_validator("nodes", "slots")
+    @classmethod
+    def _is_a_choice(cls, value: int | list[int] | None) -> int | list[int] | None:
+        if isinstance(value, list):
+            if not value:
+                raise ValueError("an empty list is no place; null leaves it open")
+            if min(value) < 0:
+                raise ValueError(f"they are counted from 0: there is no {min(value)}")
+            if len(set(value)) < len(value):
+                raise ValueError(f"{value} names one of them twice; name each once")
+            return sorted(value)
+        if value is not None and value < 1:
+            raise ValueError(f"it must be a number from 1 up, or a list like [{max(0, value)}]")
+        return value
+
+    @model_validator(mode="after")
+    def _takes_turns_or_a_part(self) -> RolePlacement:
+        if self.shares is not None and self.fraction < 1:
+            raise ValueError(
+                f"fraction={self.fraction:g} beside shares={self.shares}: roles that share slots "
+                "take turns, each with the whole; leave one of the two out"
+            )
+        return self
+
+
+class PlacementConfig(Section):
+    """The slots of each role. Who is not named here shares the policy's; it has what is left."""
+
+    policy: RolePlacement | None = None
+    """The model that is trained."""
+    generation: RolePlacement | None = None
+    """Where completions are drawn; instead of `policy.generation.colocated`."""
+    reward_model: RolePlacement | None = None
+    """The reward model that judges; instead of `env.reward_model.resources`."""
+
+    @model_validator(mode="after")
+    def _somebody_owns_the_slots(self) -> PlacementConfig:
+        if self.policy is not None and self.policy.shares is not None:
+            raise ValueError("policy.shares: the others share its slots; say it of them")
+        if self.generation is not None and self.generation.shares == "generation":
+            raise ValueError("generation.shares: it cannot share its own slots; it may policy's")
+        return self
+
+
+class NamedCall(Section):
+    """A class by its import path, and the arguments it is made with."""
+
+    name: str
+    """Dotted import path, e.g. `torch.optim.AdamW`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments, passed as they are."""
+
+
+OptimizerCall = Annotated[NamedCall, AfterValidator(with_its_arguments)]
+
+
+class Milestones(Section):
+    """The steps at which a list of schedulers hands over to the next."""
+
+    milestones: list[int]
+    """One step fewer than there are schedulers, rising."""
+
+
+# ---------------------------------------------------------------------------------------- policy
+
+
+class TokenizerConfig(Section):
+    """The tokenizer and its chat template."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"use_fastokens", "video", "audio"})
+
+    name: str | None = None
+    """Hub name or path; null means `policy.model_name`."""
+    chat_template: str | None = "default"
+    """`default`: the tokenizer's own; null: contents are joined as they are; `chatml` or `plain`: a
+    template of Laurel's; a path ending in .jinja; or the template itself."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables given to the template at every rendering, e.g. `{enable_thinking: false}`."""
+    pad_token: str | None = None
+    """The padding token; `auto` picks one that never ends a sequence. Null keeps the tokenizer's
+    own, picks one where there is none, and is an error where it is the end-of-sequence token."""
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class RewardModelConfig(Section):
+    """Turns the policy section into a reward model."""
+
+    enabled: bool = False
+    """Put a reward head on the decoder (or load the one that is there)."""
+    reward_model_type: Literal["bradley_terry", "regression"] = "bradley_terry"
+    """One scalar learned from comparisons, or one number per attribute learned from ratings."""
+    attributes: list[str] = Field(default_factory=list)
+    """Names of the ratings a regression head predicts, e.g. `[helpfulness, correctness]`."""
+    attribute_weights: list[float] | None = None
+    """Weights that turn the attributes into the scalar reward; null means their mean."""
+
+    @model_validator(mode="after")
+    def _attributes_fit(self) -> RewardModelConfig:
+        if self.reward_model_type == "regression" and not self.attributes:
+            raise ValueError(
+                "reward_model_type 'regression' needs reward_model_cfg.attributes: "
+                "the list of ratings to predict, e.g. [helpfulness, correctness]"
+            )
+        if self.attribute_weights is not None and len(self.attribute_weights) != len(
+            self.attributes
+        ):
+            raise ValueError("attribute_weights must have one number per attribute")
+        return self
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (peft). The reward head is always trained and saved whole."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"dropout_position", "lora_A_init", "use_triton"}
+    )
+
+    enabled: bool = False
+    """Train adapters and the head instead of every weight. Default: full training where it fits."""
+    target_modules: list[str] = Field(default_factory=list)
+    """Names of the linear layers to adapt; with `match_all_linear` they are not needed."""
+    exclude_modules: list[str] = Field(default_factory=list)
+    """Names left out."""
+    match_all_linear: bool = True
+    """Adapt every linear layer of the decoder."""
+    dim: int = Field(default=8, ge=1)
+    """Rank of the adapters."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale: the update is multiplied by alpha / dim."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout in front of the adapters."""
+
+
+class DTensorConfig(Section):
+    """How the model is spread and what is recomputed."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {
+            "_v2",
+            "automodel_kwargs",
+            "clear_cache_every_n_steps",
+            "env_vars",
+            "dp_replicate_size",
+            "expert_parallel_size",
+            "moe_parallelizer",
+        }
+    )
+
+    enabled: bool = True
+    """Always true: there is one backend."""
+    cpu_offload: bool = False
+    """Keep parameters on the host between uses."""
+    sequence_parallel: bool = False
+    """Shard activations over the tensor-parallel ranks."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more arithmetic.
+    Default: memory is bought with time only where it is short."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each layer."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that divide the tokens of each micro-batch, for long conversations; a divisor of the
+    attention heads. Default: none do, as data parallelism is quicker where a sequence fits."""
+    custom_parallel_plan: str | dict[str, Any] | None = None
+    """Import path or mapping of a tensor-parallel plan."""
+    lora_cfg: LoraConfig = LoraConfig()
+    """Adapters."""
+
+
+class BatchingConfig(Section):
+    """Token budgets of micro-batches."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"algorithm", "sequence_length_round", "logprob_mb_tokens", "microbatch_order", "fuse_loss"}
+    )
+
+    enabled: bool = False
+    """See `policy.sequence_packing` and `policy.dynamic_batching`."""
+    train_mb_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one micro-batch; null means max_total_sequence_length * train_micro_batch_size. A
+    group longer than the budget travels alone."""
+
+
+class PackingConfig(BatchingConfig):
+    """Token forests: no padding, and each prompt computed once for all its completions."""
+
+    enabled: bool = True
+    """On: exact and several times faster. Off: padded rows, one per completion."""
+    share_prompts: bool = True
+    """Compute a prompt once for all its completions. Off is for measuring what that brings."""
+
+
+class ScratchConfig(Section):
+    """A small model made here instead of loaded: for demos, tests and learning from scratch."""
+
+    architecture: str = "qwen3"
+    """`model_type` of a Hugging Face decoder: qwen2, qwen3, llama, mistral, gemma2, ..."""
+    hidden_size: int = Field(default=64, ge=8)
+    """Width of the residual stream."""
+    num_layers: int = Field(default=2, ge=1)
+    """Decoder layers."""
+    num_heads: int = Field(default=4, ge=1)
+    """Attention heads."""
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    """Key/value heads; null means `num_heads`."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width of the feed-forward layers; null means 4 * hidden_size."""
+    vocab_size: int = Field(default=4096, ge=300)
+    """Entries of the byte-level BPE tokenizer that is trained on the training texts."""
+    config_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Further keys of the Hugging Face configuration, e.g. `{attention_dropout: 0.1}`."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ScratchConfig:
+        for name, of in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
+            whole, part = getattr(self, name), getattr(self, of)
+            if part is not None and whole % part:
+                raise ValueError(f"{name} is {whole}, which {of}={part} does not divide")
+        return self
+
+
+class PolicyConfig(Section):
+    """The model that is trained, how, and with what memory."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"megatron_cfg", "generation_batch_size", "logprob_batch_size", "logprob_chunk_size",
+         "generation", "draft", "offload_optimizer_for_logprob", "activation_checkpointing_enabled",
+         "make_sequence_length_divisible_by", "refit_buffer_size_gb", "router_replay", "is_vlm",
+         "dequantize_base_checkpoint", "quant_cfg", "quant_calib_data", "quant_calib_size",
+         "quant_batch_size", "quant_sequence_length", "disable_modelopt_layer_spec"}
+    )  # fmt: skip
+
+    model_name: str | None = "meta-llama/Llama-3.2-1B-Instruct"
+    """Hub name or directory of a reward model, or of a causal language model that becomes one.
+    Null with `policy.scratch`."""
+    revision: str | None = None
+    """Commit or tag of a hub model."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off: a model is data."""
+    safetensors_only: bool = True
+    """Refuse pickled weights (.bin, .pt), which can run code when loaded."""
+    hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Keys changed in the model's own configuration before it is built."""
+    scratch: ScratchConfig | None = None
+    """Make a small model with random weights instead of loading one."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """See there."""
+    train_global_batch_size: int = Field(default=128, ge=1)
+    """Groups (pairs) of one optimizer step."""
+    train_micro_batch_size: int = Field(default=1, ge=1)
+    """Groups of one forward pass where packing is off; with packing on it scales the budget."""
+    max_total_sequence_length: int = Field(default=8192, ge=2)
+    """Longest conversation in tokens."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Arithmetic of the decoder. Master weights, reward head and loss are float32 either way.
+    Default: half the memory of activations, and tensor cores."""
+    reward_model_cfg: RewardModelConfig = RewardModelConfig()
+    """See there."""
+    dtensor_cfg: DTensorConfig = DTensorConfig()
+    """See there."""
+    sequence_packing: PackingConfig = PackingConfig()
+    """See there."""
+    dynamic_batching: BatchingConfig = BatchingConfig()
+    """Where packing is off: padded micro-batches of similar lengths up to a token budget."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm; null leaves them. Default: one odd batch cannot throw
+    the model off."""
+    optimizer: OptimizerCall = NamedCall(
+        name="torch.optim.AdamW",
+        kwargs={"lr": 2e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
+    )
+    """Any class of `torch.optim`, with its arguments. Kwargs that you give replace all of these."""
+    scheduler: NamedCall | list[NamedCall | Milestones] | None = None
+    """A class of `torch.optim.lr_scheduler`; or a list of them with a `milestones` entry; null
+    keeps the learning rate constant."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> PolicyConfig:
+        if self.scratch is None and self.model_name is None:
+            raise ValueError("policy.model_name is null: name a model, or describe policy.scratch")
+        return self
+
+    def token_budget(self, batching: BatchingConfig) -> int:
+        """Tokens of one micro-batch under `sequence_packing` or `dynamic_batching`."""
+        whole = self.max_total_sequence_length * self.train_micro_batch_size
+        return batching.train_mb_tokens or whole
+
+
+# ------------------------------------------------------------------- checkpointing, logger, cluster
+
+
+class CheckpointingConfig(Section):
+    """When the run is saved, which saves stay, and how it goes on."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"model_save_format", "save_consolidated", "model_cache_dir", "model_repo_id", "is_peft",
+         "peft_config", "ft_save_period", "ft_keep_latest_k"}
+    )  # fmt: skip
+
+    enabled: bool = True
+    """Save at all."""
+    checkpoint_dir: str = "results/rm"
+    """Directory that holds `step_<N>` directories."""
+    metric_name: str | None = "auto"
+    """What makes a checkpoint the best: `validation-<set>_<metric>` or `train_<metric>`, also
+    written `val:...` / `train:...`. `auto`: the loss of the first validation set. Null keeps the
+    most recent. A name this run cannot produce is an error at the start."""
+    higher_is_better: bool | None = None
+    """Null: told from the metric's name (lower for losses and calibration errors)."""
+    keep_top_k: int | None = Field(default=3, ge=1)
+    """How many best checkpoints stay, besides the latest; null keeps all. Default: disks fill
+    up."""
+    save_period: int = Field(default=16, ge=1)
+    """Steps between saves; the last step is always saved."""
+    checkpoint_must_save_by: str | None = None
+    """Time budget `DD:HH:MM:SS` from the start of the run: a last save is made so that it is
+    finished by then, and the run ends."""
+    save_optimizer: bool = True
+    """Without it a checkpoint cannot be resumed exactly. Default: runs are killed."""
+    in_background: bool | None = None
+    """Train on while a checkpoint is written: the loop waits only until weights and optimizer have
+    been copied to host memory, which needs that much of it on each node for the time of the save.
+    Null: on GPUs; not on CPUs, whose memory the run is in and whose cores the writing would take.
+    The last save of a run never is: nothing goes on meanwhile."""
+    resume: Literal["auto", "never", "required"] = "auto"
+    """`auto`: go on from the newest whole checkpoint, if any; `never`: refuse a directory that has
+    one; `required`: refuse to start without one."""
+
+    def saves_in_background(self, device: str) -> bool:
+        """Whether `in_background` says so for a run on devices of a kind, e.g. `cuda`."""
+        return device == "cuda" if self.in_background is None else self.in_background
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"log_nemo_gym_full_result_tables"})
+
+    project: str = "laurel"
+    """Project."""
+    name: str | None = None
+    """Run name."""
+    entity: str | None = None
+    """Team."""
+
+
+class TensorboardConfig(Section):
+    """TensorBoard."""
+
+    log_dir: str = "tensorboard"
+    """Directory inside the run's log directory."""
+
+
+class MlflowConfig(Section):
+    """MLflow."""
+
+    experiment_name: str = "laurel"
+    """Experiment."""
+    run_name: str | None = None
+    """Run."""
+    tracking_uri: str | None = None
+    """Server; null means MLflow's default."""
+
+
+class LoggerConfig(Section):
+    """Where metrics go."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"monitor_gpus", "gpu_monitoring", "swanlab_enabled", "swanlab"}
+    )
+
+    log_dir: str = "logs"
+    """Each run writes to the next free `exp_001`, `exp_002`, ... inside."""
+    jsonl_enabled: bool = True
+    """Write `metrics.jsonl`, one line a step. Default: `laurel report` reads it."""
+    tensorboard_enabled: bool = True
+    """Write TensorBoard events."""
+    wandb_enabled: bool = False
+    """Log to Weights & Biases (extra `wandb`)."""
+    mlflow_enabled: bool = False
+    """Log to MLflow (extra `mlflow`)."""
+    wandb: WandbConfig = WandbConfig()
+    """See there."""
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    """See there."""
+    mlflow: MlflowConfig = MlflowConfig()
+    """See there."""
+    num_val_samples_to_print: int = Field(default=3, ge=0)
+    """Pairs, or completions, shown with their scores at each validation: a line each, or whole
+    where this is set or `laurel --verbose` is asked for."""
+    write_completions: bool = True
+    """GRPO: write the completions of each step with their rewards, `completions/step_N.parquet`."""
+
+
+class ClusterConfig(Section):
+    """What the run may use."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"segment_size", "master_port_range_low", "master_port_range_high"}
+    )
+
+    gpus_per_node: int = Field(default=1, ge=1)
+    """Slots of each node: GPUs, or CPU processes where there are none."""
+    num_nodes: int = Field(default=1, ge=1)
+    """Nodes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: a GPU where there is one."""
+    cpu_threads: int | None = Field(default=None, ge=1)
+    """Threads of the arithmetic on CPU; null means one per core this process may use."""
+    backend: Literal["auto", "local", "ray"] = "auto"
+    """`local`: everything in this process; `ray`: a process for each rank of each role. `auto`:
+    local where the roles are of one rank each and share one slot. Default: no Ray where one process
+    does."""
+    address: str | None = None
+    """Of a Ray cluster that runs: `host:port`, or `auto` for that of this machine. Null: one is
+    started here, and ends with the run; it has one node."""
+    patience_seconds: float | None = Field(default=None, gt=0)
+    """How long to wait for nodes that are still joining and for slots that others hold; null: not
+    at all, and what is missing is told at once."""
+    placement: PlacementConfig | None = None
+    """Slots of each role, where the rules for `num_nodes` and `gpus_per_node` do not do."""
+    labels: dict[str, list[int]] = Field(default_factory=dict)
+    """Labels that placements may ask for, and the nodes that have them, counted from 0, e.g.
+    `{"pool=train": [0, 1]}`. On Ray they are those of `ray start --labels`."""
+
+    @field_validator("labels")
+    @classmethod
+    def _labels_are_written_as_rays(cls, value: dict[str, list[int]]) -> dict[str, list[int]]:
+        for label in value:
+            key, _, what = label.partition("=")
+            if not (key and what):
+                raise ValueError(f"'{label}' is no label: write it key=value, like pool=train")
+        return value

@@ -1,0 +1,110 @@
+"""The configuration of a reward-model training run (`laurel rm`)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from laurel.config.data import DataConfig
+from laurel.config.policy import (
+    CheckpointingConfig,
+    ClusterConfig,
+    LoggerConfig,
+    PolicyConfig,
+    RewardModelConfig,
+)
+from laurel.config.tree import OffPeriod, Section
+
+
+class LossConfig(Section):
+    """What is minimised. Formulas: `laurel/training/losses.py`."""
+
+    type: Literal["bradley_terry", "plackett_luce", "davidson", "rao_kupper", "regression"] = (
+        "bradley_terry"
+    )
+    """`bradley_terry`: every pair of different ranks; `plackett_luce`: whole ranked lists;
+    `davidson`, `rao_kupper`: pairs of which some are ties; `regression`: attribute ratings."""
+    use_margin: bool = False
+    """Ask that the better score leads by the row's margin (Llama 2)."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """Share of labels believed to be wrong."""
+    center_rewards_coefficient: float = Field(default=0.0, ge=0.0)
+    """Weight of (sum of a pair's scores)^2, which keeps scores near 0 (arXiv 2312.09244)."""
+    tie_parameter: float = Field(default=1.0, gt=0.0)
+    """How ready the model is to call a tie. Davidson: nu > 0. Rao-Kupper: theta = 1 + this."""
+
+    @model_validator(mode="after")
+    def _settings_mean_something(self) -> LossConfig:
+        pairwise = ("bradley_terry", "davidson", "rao_kupper")
+        meaningful = {
+            "use_margin": pairwise,
+            "label_smoothing": pairwise,
+            "center_rewards_coefficient": (*pairwise, "plackett_luce"),
+        }
+        for key, types in meaningful.items():
+            if getattr(self, key) and self.type not in types:
+                raise ValueError(
+                    f"{key} has no meaning for type={self.type}; remove it, or choose a type that "
+                    f"uses it: {', '.join(types)}"
+                )
+        return self
+
+    @property
+    def uses_ties(self) -> bool:
+        """Whether a row whose completions all share one rank teaches this loss anything."""
+        return self.type in ("davidson", "rao_kupper", "regression")
+
+
+class RewardTrainingConfig(Section):
+    """The `rm` section: how long, how often validated, what is minimised."""
+
+    max_num_epochs: int = Field(default=1, ge=1)
+    """Passes over the training set."""
+    max_num_steps: int = Field(default=-1, ge=-1)
+    """Optimizer steps at most; -1 is no limit."""
+    val_period: OffPeriod = Field(default=16, ge=0)
+    """Steps between validations; 0: at the start, the end and for ranking checkpoints alone."""
+    val_batches: int = -1
+    """Batches of each validation set that are used; 0 or less is all."""
+    val_global_batch_size: int = Field(default=32, ge=1)
+    """Groups of one validation batch."""
+    val_micro_batch_size: int = Field(default=1, ge=1)
+    """Groups of one forward pass in validation where packing is off."""
+    val_at_start: bool = False
+    """Validate before the first step (logged at step 0)."""
+    val_at_end: bool = True
+    """Validate after the last step, which is always saved and so needs its metric."""
+    seed: int = Field(default=42, ge=0)
+    """Seeds the head, the order of the data and dropout."""
+    max_bad_steps: int = Field(default=3, ge=1)
+    """Steps in a row whose loss or gradient is not finite before the run stops."""
+    loss: LossConfig = LossConfig()
+    """See there."""
+
+
+class RewardTrainingRun(Section):
+    """A complete configuration of `laurel rm`."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"env", "grpo", "loss_fn", "sft"})
+
+    rm: RewardTrainingConfig = RewardTrainingConfig()
+    policy: PolicyConfig = PolicyConfig(reward_model_cfg=RewardModelConfig(enabled=True))
+    data: DataConfig = DataConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = LoggerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> RewardTrainingRun:
+        reward_model, loss = self.policy.reward_model_cfg, self.rm.loss
+        if not reward_model.enabled:
+            raise ValueError(
+                "policy.reward_model_cfg.enabled must be true for reward-model training"
+            )
+        if (reward_model.reward_model_type == "regression") != (loss.type == "regression"):
+            raise ValueError(
+                f"policy.reward_model_cfg.reward_model_type={reward_model.reward_model_type} does "
+                f"not fit rm.loss.type={loss.type}: regression needs both, or neither"
+            )
+        return self

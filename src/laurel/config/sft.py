@@ -1,0 +1,156 @@
+"""The configuration of supervised fine-tuning (`laurel sft`). Names follow NeMo RL's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from laurel.config.data import TextDataConfig, TextSetConfig, train_sets, validation_sets
+from laurel.config.policy import (
+    CheckpointingConfig,
+    ClusterConfig,
+    LoggerConfig,
+    NamedCall,
+    OptimizerCall,
+    PolicyConfig,
+)
+from laurel.config.tree import OffPeriod, Section
+
+# ------------------------------------------------------------------------------------------- data
+
+
+class DemonstrationSetConfig(TextSetConfig):
+    """One set of conversations to imitate: which class reads it, from where."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"processor", "env_name", "task_name", "download_dir", "tool_key",
+         "use_preserving_dataset", "filter_dataset", "output_dir"}
+    )  # fmt: skip
+
+    dataset_name: str | None = None
+    """squad, tulu3_sft_mixture, OpenMathInstruct-2, GSM8K, openai_format, ResponseDataset, a class
+    of preferences (their best answer is imitated), or the import path of your own class. Null is
+    told from the rows."""
+    chat_key: str = "messages"
+    """Column of whole conversations."""
+    system_key: str | None = None
+    """Column of the system message of a conversation that has none of its own."""
+    system_prompt: str | None = None
+    """System message of conversations that have none of their own."""
+
+
+class DemonstrationDataConfig(TextDataConfig):
+    """Where conversations come from. Either the flat keys or the `train`/`validation` blocks."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset(
+        {"num_workers", "use_multiple_dataloader", "num_prompts_per_dataloader",
+         "custom_dataloader", "add_bos", "add_eos", "add_generation_prompt", "processor",
+         "env_name", "tool_key", "use_preserving_dataset"}
+    )  # fmt: skip
+
+    dataset_name: str | None = None
+    """See `DemonstrationSetConfig.dataset_name`; null with no path is squad."""
+    chat_key: str = "messages"
+    """See `DemonstrationSetConfig.chat_key`."""
+    system_key: str | None = None
+    """See `DemonstrationSetConfig.system_key`."""
+    system_prompt: str | None = None
+    """See `DemonstrationSetConfig.system_prompt`."""
+    train: DemonstrationSetConfig | list[DemonstrationSetConfig] | None = None
+    """Block form of the training set; a list is a mixture, all rows of all."""
+    validation: DemonstrationSetConfig | list[DemonstrationSetConfig] | None = None
+    """Block form of the validation set."""
+    default: DemonstrationSetConfig | None = None
+    """Fills the keys that `train` and `validation` leave out."""
+
+    max_input_seq_length: int | None = Field(default=None, ge=2)
+    """Longest conversation in tokens; of longer ones the end is cut off and counted. Null is
+    `policy.max_total_sequence_length`."""
+
+    def train_sets(self) -> list[DemonstrationSetConfig]:
+        """The training sets, in either form, with the defaults filled in."""
+        return train_sets(self, DemonstrationSetConfig)
+
+    def validation_sets(self) -> list[DemonstrationSetConfig]:
+        """The validation sets; empty where none is configured."""
+        return validation_sets(self, DemonstrationSetConfig)
+
+
+# -------------------------------------------------------------------------------------------- run
+
+
+class SFTPolicyConfig(PolicyConfig):
+    """The model that learns to imitate."""
+
+    foreign_keys: ClassVar[frozenset[str]] = PolicyConfig.foreign_keys - {"logprob_chunk_size"}
+
+    model_name: str | None = "meta-llama/Llama-3.2-1B-Instruct"
+    """Hub name or directory of a causal language model. Null with `policy.scratch`."""
+    train_global_batch_size: int = Field(default=32, ge=1)
+    """Conversations of one optimizer step."""
+    train_micro_batch_size: int = Field(default=1, ge=1)
+    """Conversations of one forward pass where packing is off; with packing on it scales the
+    budget."""
+    max_total_sequence_length: int = Field(default=1024, ge=2)
+    """Longest conversation in tokens."""
+    logprob_chunk_size: int | None = Field(default=None, ge=1)
+    """Tokens whose logits are in memory at a time; null chooses about 16M logits."""
+    optimizer: OptimizerCall = NamedCall(
+        name="torch.optim.AdamW",
+        kwargs={"lr": 5e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
+    )
+    """Any class of `torch.optim`, with its arguments. Kwargs that you give replace all of these."""
+
+
+class SFTConfig(Section):
+    """The `sft` section: how long, how often validated."""
+
+    max_num_epochs: int = Field(default=1, ge=1)
+    """Passes over the training set."""
+    max_num_steps: int = Field(default=-1, ge=-1)
+    """Optimizer steps at most; -1 is no limit."""
+    val_period: OffPeriod = Field(default=10, ge=0)
+    """Steps between validations; 0: at the start, the end and for ranking checkpoints alone."""
+    val_batches: int = -1
+    """Batches of the validation set that are used; 0 or less is all."""
+    val_global_batch_size: int = Field(default=32, ge=1)
+    """Conversations of one validation batch."""
+    val_micro_batch_size: int = Field(default=1, ge=1)
+    """Conversations of one forward pass in validation where packing is off."""
+    val_at_start: bool = True
+    """Validate before the first step (logged at step 0)."""
+    val_at_end: bool = True
+    """Validate after the last step, which is always saved and so needs its metric."""
+    only_unmask_final: bool = False
+    """Learn only the last turn of the assistant in each conversation, not all of them."""
+    seed: int = Field(default=42, ge=0)
+    """Seeds the order of the data and dropout."""
+    max_bad_steps: int = Field(default=3, ge=1)
+    """Steps in a row whose loss or gradient is not finite before the run stops."""
+
+
+class SFTRun(Section):
+    """A complete configuration of `laurel sft`."""
+
+    foreign_keys: ClassVar[frozenset[str]] = frozenset({"env", "grpo", "loss_fn", "rm"})
+    other_names: ClassVar[Mapping[str, str]] = {"data.split": "data.train_split"}
+
+    sft: SFTConfig = SFTConfig()
+    policy: SFTPolicyConfig = SFTPolicyConfig()
+    data: DemonstrationDataConfig = DemonstrationDataConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig(
+        checkpoint_dir="results/sft", save_period=10
+    )
+    logger: LoggerConfig = LoggerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> SFTRun:
+        if self.policy.reward_model_cfg.enabled:
+            raise ValueError(
+                "policy.reward_model_cfg.enabled has no place in supervised fine-tuning: a reward "
+                "model is trained with laurel rm"
+            )
+        return self

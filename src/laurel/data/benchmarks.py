@@ -1,0 +1,480 @@
+"""Rows of the benchmarks of reward models: a prompt, its answers, and which of them are right."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn
+
+from laurel.config.data import BenchmarkName, DatasetConfig
+from laurel.data.preferences import infer_class
+from laurel.data.sources import (
+    Row,
+    UnusableRow,
+    integer,
+    kind_of,
+    locate,
+    messages,
+    read_rows,
+    required,
+    text,
+)
+from laurel.errors import DataError
+from laurel.types import Completion, Conversation, Group, Preference
+
+_TIES = "ties"
+_STYLES = 3
+RM_BENCH_SOURCES = {
+    "alpacaeval": "chat",
+    "bigcode/humanevalpack": "code",
+    "refusals-dangerous": "safety-refuse",
+    "refusals-offensive": "safety-refuse",
+    "xstest-should-refuse": "safety-refuse",
+    "xstest-should-respond": "safety-response",
+}
+"""What RM-Bench's files of one domain call their rows' `subset`, and the domain that it is of."""
+REWARD_BENCH_2_SUBSETS = ("factuality", "precise if", "math", "safety", "focus", "ties")
+_RM_BENCH_FILE = re.compile(r"(?P<domain>chat|code|math|safety-re(fuse|sponse))_filtered\b.*")
+
+
+ANSWER_LISTS = ("completions", "responses")
+"""Columns of several answers to one prompt, of which a row may say which are right."""
+VERDICTS = ("correct", "passed", "is_correct")
+"""Columns of lists that say it."""
+QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkRow:
+    """A group whose answers have a known order."""
+
+    id: str
+    """Unique among the rows that are read together, and the same the next time."""
+    group: Group
+    ranks_G: tuple[int, ...]
+    """Lower is better. Where a row says what is right: 0 for right, 1 for wrong."""
+    subset: str | None = None
+    margin: float | None = None
+    source: str
+    """`file:line`, or `name[index]` where the format has no lines."""
+
+
+class HubPart(NamedTuple):
+    """One split of a data set on the hub."""
+
+    name: str
+    split: str
+    subset: str | None = None
+    """What its rows belong to, where they do not say it themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkForm:
+    """How the rows of one benchmark are written, and where they are if nobody gives a file."""
+
+    name: BenchmarkName
+    title: str
+    written: str
+    """A row, for messages."""
+    read: Callable[[Row], BenchmarkRow]
+    hub: tuple[HubPart, ...] = ()
+    subset_of_file: Callable[[str], str | None] = lambda name: None
+    """What all rows of a file belong to, where its name says so."""
+
+
+def read_benchmark(
+    form: BenchmarkForm,
+    paths: Sequence[str],
+    *,
+    split: str | None = None,
+    limit: int | None = None,
+) -> list[BenchmarkRow]:
+    """All rows of some files, directories or hub data sets.
+
+    Args:
+        form: How they are written.
+        paths: Files (.jsonl, .json, .csv, .parquet, .arrow; also .gz), directories written by
+            `datasets.save_to_disk`, or names on the hub. Empty: the benchmark's own place.
+        split: Of a directory or a hub data set; None: the benchmark's own, or `train`.
+        limit: Rows at most of each; what comes after is not read.
+
+    Raises:
+        DataError: A file or a row that cannot be used: where, and what is expected.
+    """
+    if not paths and not form.hub:
+        raise DataError(f"no data is named; add --data with a file whose rows are {form.written}")
+    parts: list[HubPart] = []
+    for path in paths:
+        own = [part for part in form.hub if part.name == path and split in (None, part.split)]
+        subset = form.subset_of_file(os.path.basename(os.path.normpath(path)))
+        parts += own or [HubPart(path, split or "train", subset)]
+    rows: list[BenchmarkRow] = []
+    seen: set[str] = set()
+    for part in parts or form.hub:
+        for row in islice(_rows(form, part), limit):
+            rows.append(_with_own_id(row, seen))
+    return rows
+
+
+def rows_of_preferences(
+    preferences: Sequence[Preference], *, subset: str | None
+) -> list[BenchmarkRow]:
+    """Preferences as rows.
+
+    Args:
+        preferences: Of one data set, as `data.preferences` reads them.
+        subset: What they belong to.
+    """
+    return [
+        BenchmarkRow(
+            id=preference.source if subset is None else f"{subset}/{preference.source}",
+            group=preference.group,
+            ranks_G=preference.ranks_G,
+            subset=subset,
+            margin=preference.margin,
+            source=preference.source,
+        )
+        for preference in preferences
+    ]
+
+
+def _rows(form: BenchmarkForm, part: HubPart) -> Iterator[BenchmarkRow]:
+    def refuse(source: str, problem: UnusableRow, row: Row | None = None) -> NoReturn:
+        found = None if row is None else benchmark_of(row)
+        hint = f". These look like rows for laurel eval {found}"
+        raise DataError(
+            f"{locate(part.name, source)}: {problem.message}. A row of {form.title} is "
+            f"{form.written}{'' if found in (None, form.name) else hint}"
+        ) from problem
+
+    for source, row in read_rows(part.name, split=part.split, on_bad_row=refuse):
+        try:
+            read = form.read(row)
+        except UnusableRow as problem:
+            refuse(source, problem, row)
+        where = locate(part.name, source)
+        yield replace(
+            read,
+            id=read.id or source,
+            group=replace(read.group, id=where),
+            source=where,
+            subset=read.subset if part.subset is None else part.subset,
+        )
+
+
+def _with_own_id(row: BenchmarkRow, seen: set[str]) -> BenchmarkRow:
+    """Rows of different subsets may share an id, and rows of one file now and then do."""
+    own_id, number = row.id, 1
+    if own_id in seen and (row.subset or "").lower() == _TIES:
+        raise DataError(
+            f"{row.source}: there is a row with the id {own_id} already, and rows of Ties find "
+            "their partners by it. Is a file given twice?"
+        )
+    if own_id in seen and row.subset:
+        own_id = f"{row.subset}/{row.id}"
+    first = own_id
+    while own_id in seen:
+        number += 1
+        own_id = f"{first}#{number}"
+    seen.add(own_id)
+    return replace(row, id=own_id)
+
+
+def benchmark_of(row: Row) -> BenchmarkName | None:
+    """The benchmark that a row is written for; None for one that is no preference either."""
+    if {"question", "response_A", "response_B", "label"} <= row.keys():
+        return "judge-bench"
+    if _has_list(row, ANSWER_LISTS) and _has_list(row, VERDICTS):
+        return "best-of-n"
+    if {"prompt", "chosen", "rejected"} <= row.keys():
+        if _are_answers(row["chosen"]) and _are_answers(row["rejected"]):
+            if "domain" in row or _is_of_rm_bench(row):
+                return "rm-bench"
+            return "reward-bench-2" if "subset" in row else "best-of-n"
+        if "subset" in row:
+            return "reward-bench"
+    return "pairs" if infer_class(row, DatasetConfig()) is not None else None
+
+
+def _has_list(row: Row, keys: Sequence[str]) -> bool:
+    return any(
+        isinstance(value := row.get(key), Sequence) and not isinstance(value, str | bytes)
+        for key in keys
+    )
+
+
+def _are_answers(value: Any) -> bool:
+    """Whether it is a list of answers, and not one answer as a list of messages."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return False
+    return not value or not isinstance(value[0], Mapping)
+
+
+def _is_of_rm_bench(row: Row) -> bool:
+    """Whether a row with lists of answers and a `subset` is of RM-Bench's files of one domain.
+
+    RewardBench 2 has those columns as well. Its rows have one right answer, or count them.
+    """
+    subset = str(row.get("subset"))
+    if subset in RM_BENCH_SOURCES:
+        return True
+    has_styles = len(row["chosen"]) == len(row["rejected"]) == _STYLES
+    is_other = row.get("num_correct") is not None or subset.lower() in REWARD_BENCH_2_SUBSETS
+    return "subset" in row and has_styles and not is_other
+
+
+# ------------------------------------------------------------------------------ one of each form
+
+
+def reward_bench_row(row: Row) -> BenchmarkRow:
+    """A pair with its subset."""
+    return _row(
+        row,
+        prompt=_said(row, "prompt", role="user"),
+        answers=[_said(row, key, role="assistant") for key in ("chosen", "rejected")],
+        ranks=(0, 1),
+        subset=_optional_text(row, "subset"),
+    )
+
+
+def reward_bench_2_row(row: Row) -> BenchmarkRow:
+    """A list of right and a list of wrong answers."""
+    right, wrong = _answers(row, "chosen"), _answers(row, "rejected")
+    for key, expected in (("num_correct", len(right)), ("total_completions", None)):
+        total = len(right) + len(wrong) if expected is None else expected
+        if row.get(key) is not None and integer(row[key], what=f"'{key}'") != total:
+            raise UnusableRow(
+                f"'{key}' does not fit",
+                f"'{key}' is {row[key]}, and the row has {len(right)} right and {len(wrong)} wrong "
+                "answers",
+            )
+    subset = text(required(row, "subset"), what="'subset'")
+    if _is_of_rm_bench(row):
+        raise UnusableRow(
+            "a row of RM-Bench",
+            f"the subset '{subset}' with three right and three wrong answers is of RM-Bench",
+        )
+    if subset.lower() == _TIES and not str(row.get("id")).startswith(("ref:", "tied:")):
+        raise UnusableRow(
+            "no partner", f"the id of a row of Ties is ref:<n> or tied:<n>, not {row.get('id')!r}"
+        )
+    return _row(
+        row,
+        prompt=_said(row, "prompt", role="user"),
+        answers=[*right, *wrong],
+        ranks=(0,) * len(right) + (1,) * len(wrong),
+        subset=subset,
+    )
+
+
+def rm_bench_row(row: Row) -> BenchmarkRow:
+    """Three right and three wrong answers, in the order of the styles."""
+    right, wrong = _answers(row, "chosen"), _answers(row, "rejected")
+    for key, answers in (("chosen", right), ("rejected", wrong)):
+        if len(answers) != _STYLES:
+            raise UnusableRow(
+                f"'{key}' has not three answers",
+                f"'{key}' holds {len(answers)} answers where {_STYLES} are expected, one of each "
+                "style",
+            )
+    return _row(
+        row,
+        prompt=_said(row, "prompt", role="user"),
+        answers=[*right, *wrong],
+        ranks=(0,) * _STYLES + (1,) * _STYLES,
+        subset=_domain_of(row),
+    )
+
+
+def _domain_of(row: Row) -> str:
+    """Rows of `total_dataset.json` name it; those of the files of one domain only their source."""
+    if row.get("domain") is not None:
+        return text(row["domain"], what="'domain'")
+    source = _optional_text(row, "subset")
+    if source is None:
+        required(row, "domain")
+    assert source is not None
+    return RM_BENCH_SOURCES.get(source, source)
+
+
+def judge_bench_row(row: Row) -> BenchmarkRow:
+    """Two answers and which of them is right, which comes first then."""
+    label = text(required(row, "label"), what="'label'").strip()
+    keys = {"A>B": ("response_A", "response_B"), "B>A": ("response_B", "response_A")}
+    if label not in keys:
+        raise UnusableRow("an unknown label", f"'label' is {label!r:.40} where A>B or B>A is meant")
+    return _row(
+        row,
+        prompt=_said(row, "question", role="user"),
+        answers=[_said(row, key, role="assistant") for key in keys[label]],
+        ranks=(0, 1),
+        subset=text(required(row, "source"), what="'source'"),
+        id_key="pair_id",
+    )
+
+
+def best_of_n_row(row: Row) -> BenchmarkRow:
+    """Completions and which are right; also a list of right and a list of wrong ones."""
+    listed = next((key for key in ANSWER_LISTS if row.get(key) is not None), None)
+    if listed is None:
+        right, wrong = _answers(row, "chosen"), _answers(row, "rejected")
+        answers, ranks = [*right, *wrong], (0,) * len(right) + (1,) * len(wrong)
+    else:
+        key = next((key for key in VERDICTS if row.get(key) is not None), VERDICTS[0])
+        answers, verdicts = _answers(row, listed), _listed(row, key)
+        if len(verdicts) != len(answers) or not all(
+            isinstance(verdict, bool) or verdict in (0, 1) for verdict in verdicts
+        ):
+            raise UnusableRow(
+                f"'{key}' does not fit",
+                f"'{key}' must hold true or false for each of the {len(answers)} completions",
+            )
+        ranks = tuple(0 if verdict else 1 for verdict in verdicts)
+    asked = next((key for key in QUESTIONS if row.get(key) is not None), QUESTIONS[0])
+    return _row(
+        row,
+        prompt=_said(row, asked, role="user"),
+        answers=answers,
+        ranks=ranks,
+        subset=_optional_text(row, "subset"),
+    )
+
+
+def _domain_of_file(name: str) -> str | None:
+    found = _RM_BENCH_FILE.fullmatch(name)
+    return None if found is None else found["domain"]
+
+
+def _row(
+    row: Row,
+    *,
+    prompt: Conversation,
+    answers: Sequence[Conversation],
+    ranks: tuple[int, ...],
+    subset: str | None,
+    id_key: str = "id",
+) -> BenchmarkRow:
+    own_id = row.get(id_key)
+    return BenchmarkRow(
+        id="" if own_id is None else str(own_id),
+        group=Group(
+            id="", prompt=prompt, completions_G=tuple(Completion(messages=one) for one in answers)
+        ),
+        ranks_G=ranks,
+        subset=subset,
+        source="",
+    )
+
+
+def _said(row: Row, key: str, *, role: str) -> Conversation:
+    said = messages(required(row, key), role=role, what=f"'{key}'")
+    if not said:
+        raise UnusableRow(f"'{key}' is empty", f"'{key}' is an empty list")
+    return said
+
+
+def _optional_text(row: Row, key: str) -> str | None:
+    value = row.get(key)
+    return None if value is None else text(value, what=f"'{key}'")
+
+
+def _listed(row: Row, key: str) -> Sequence[Any]:
+    values = required(row, key)
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise UnusableRow(
+            f"'{key}' is not a list", f"'{key}' is {kind_of(values)} where a list is expected"
+        )
+    if not values:
+        raise UnusableRow(f"'{key}' is empty", f"'{key}' is an empty list")
+    return values
+
+
+def _answers(row: Row, key: str) -> list[Conversation]:
+    what = f"an answer in '{key}'"
+    return [messages(value, role="assistant", what=what) for value in _listed(row, key)]
+
+
+_PRIOR_SETS = ("anthropic_helpful", "anthropic_hhh", "shp", "summarize")
+
+REWARD_BENCH = BenchmarkForm(
+    name="reward-bench",
+    title="RewardBench",
+    written='{"id", "subset", "prompt", "chosen", "rejected"}',
+    read=reward_bench_row,
+    hub=(HubPart("allenai/reward-bench", "filtered"),),
+)
+PRIOR_SETS = replace(
+    REWARD_BENCH,
+    hub=tuple(HubPart("allenai/pref-test-sets", name, name) for name in _PRIOR_SETS),
+)
+REWARD_BENCH_2 = BenchmarkForm(
+    name="reward-bench-2",
+    title="RewardBench 2",
+    written='{"id", "subset", "prompt", "chosen": [right answers], "rejected": [wrong ones]}',
+    read=reward_bench_2_row,
+    hub=(HubPart("allenai/reward-bench-2", "test"),),
+)
+RM_BENCH = BenchmarkForm(
+    name="rm-bench",
+    title="RM-Bench",
+    written='{"id", "domain", "prompt", "chosen": [three answers], "rejected": [three]}',
+    read=rm_bench_row,
+    hub=(HubPart("THU-KEG/RM-Bench", "train"),),
+    subset_of_file=_domain_of_file,
+)
+JUDGE_BENCH = BenchmarkForm(
+    name="judge-bench",
+    title="JudgeBench",
+    written='{"pair_id", "source", "question", "response_A", "response_B", "label": "A>B" or '
+    '"B>A"}',
+    read=judge_bench_row,
+    hub=(HubPart("ScalerLab/JudgeBench", "gpt"), HubPart("ScalerLab/JudgeBench", "claude")),
+)
+BEST_OF_N = BenchmarkForm(
+    name="best-of-n",
+    title="best of n",
+    written='{"prompt", "completions" (or "responses"): [answers], "correct" (or "passed"): '
+    "[true or false for each]}, or "
+    '{"prompt", "chosen": [right answers], "rejected": [wrong ones]}',
+    read=best_of_n_row,
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which benchmark a file of rows belongs to, told from its columns.
+
+ON_HUB: dict[BenchmarkName, BenchmarkForm] = {
+    "reward-bench": REWARD_BENCH,
+    "reward-bench-2": REWARD_BENCH_2,
+    "rm-bench": RM_BENCH,
+    "judge-bench": JUDGE_BENCH,
+}
+"""Those that have a place of their own."""
+
+
+def benchmark_in(path: str, *, split: str | None) -> BenchmarkName:
+    """The benchmark that the rows of a file, a directory or a hub data set belong to.
+
+    Args:
+        path: As `--data` names it.
+        split: Of a directory or a hub data set.
+
+    Raises:
+        DataError: It cannot be read, or its columns are those of none.
+    """
+    for name, form in ON_HUB.items():
+        if any(part.name == path for part in form.hub):
+            return name
+    source, row = next(read_rows(path, split=split))  # no rows at all are a DataError
+    found = benchmark_of(row)
+    if found is None:
+        known = "; ".join(f"{form.title}: {form.written}" for form in ON_HUB.values())
+        raise DataError(
+            f"{locate(path, source)}: the columns ({', '.join(map(str, row))}) are those of no "
+            f"benchmark, and no preferences. Name the evaluation (laurel eval pairs, for one, has "
+            f"--dataset), or leave the file out. Known are {known}"
+        )
+    return found

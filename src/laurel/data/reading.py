@@ -1,0 +1,364 @@
+"""One pass over the rows of a set: opened, read, converted, and every loss counted.
+
+Tasks and demonstrations share it; preferences, which have more reasons to be left out, do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import string
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from laurel.config.data import TaskSetConfig
+from laurel.config.sft import DemonstrationSetConfig
+from laurel.data.report import Reason, RowReport, origin_of
+from laurel.data.sources import (
+    Row,
+    UnusableRow,
+    complaint,
+    is_import_path,
+    kind_of,
+    open_own,
+    read_rows,
+)
+from laurel.errors import DataError
+from laurel.observe.metrics import counted, counted_that
+from laurel.types import Conversation, Message
+
+# --------------------------------------------------------------------------------------------------
+# The files that are put around a prompt: a text for the first question, a system message.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFrame:
+    """What is put around every prompt; nothing where both are None."""
+
+    question: str | None = None
+    """Text with `{}` where the first user message goes; `{{` and `}}` are plain braces."""
+    system: str | None = None
+    """Put first, as a message of role `system`."""
+
+    def around(self, prompt: Conversation) -> Conversation:
+        """The prompt inside the frame. A prompt without a user message is an unusable row."""
+        framed = prompt
+        if self.question is not None:
+            asked = next((i for i, turn in enumerate(prompt) if turn.role == "user"), None)
+            if asked is None:
+                raise UnusableRow(
+                    "no user message for the prompt file",
+                    "the prompt has no user message to put into data.prompt_file",
+                )
+            turn = Message("user", self.question.format(prompt[asked].content))
+            framed = (*prompt[:asked], turn, *prompt[asked + 1 :])
+        if self.system is not None:
+            framed = (Message("system", self.system), *framed)
+        return framed
+
+
+def read_prompt_frame(prompt_file: str | None, system_prompt_file: str | None) -> PromptFrame:
+    """The frame that the two files describe, each checked. Raises DataError."""
+    question = None if prompt_file is None else _read(prompt_file, key="data.prompt_file")
+    if question is not None:
+        _check_question(question, prompt_file or "")
+    system = (
+        None
+        if system_prompt_file is None
+        else _read(system_prompt_file, key="data.system_prompt_file")
+    )
+    return PromptFrame(question=question, system=system)
+
+
+def _read(path: str, *, key: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{key}: {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{key}: {path} cannot be read as UTF-8 text: {problem}") from problem
+
+
+def _check_question(question: str, path: str) -> None:
+    advice = "write {} once, where the question goes, and {{ }} for plain braces"
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(question) if name is not None]
+    except ValueError as problem:
+        raise DataError(f"data.prompt_file: {path}: {problem}; {advice}") from problem
+    if not fields or set(fields) not in ({""}, {"0"}) or (fields[0] == "" and len(fields) > 1):
+        shown = ", ".join(f"{{{name}}}" for name in fields) or "none"
+        raise DataError(
+            f"data.prompt_file: {path} must have one place for the question, and has: {shown}; "
+            f"{advice}"
+        )
+    try:
+        question.format("")
+    except (ValueError, LookupError) as problem:
+        raise DataError(f"data.prompt_file: {path}: {problem}; {advice}") from problem
+
+
+C = TypeVar("C", TaskSetConfig, DemonstrationSetConfig)
+Read = TypeVar("Read")
+
+HubParts = tuple[tuple[str | None, str | None], ...]
+"""(subset, split) of each part of a hub data set that is read."""
+
+
+class LeftOutRow(Exception):
+    """A row that is well formed and left out all the same. It never leaves the room of data."""
+
+    def __init__(self, reason: Reason, kind: str = "") -> None:
+        super().__init__(reason, kind)
+        self.reason: Reason = reason
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubSet:
+    """Where a named data set is found if no path is given."""
+
+    name: str | None
+    parts: HubParts = ((None, None),)
+
+
+NO_HUB = HubSet(name=None)
+"""Of sets that always need a path."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenedSet(Generic[C]):
+    """A data set before its first row is read."""
+
+    config: C
+    """What the rows are read by."""
+    is_own: bool
+    """Whether the user's own object gives the rows."""
+    task_name: str | None
+    frame: PromptFrame
+    path: str | None
+    parts: HubParts
+    rows: Iterable[Any]
+
+    def read(
+        self,
+        convert: Callable[[str, Row], Read],
+        *,
+        report: RowReport,
+        on_bad_row: Literal["error", "skip"],
+        limit: int | None,
+    ) -> list[Read]:
+        """What `convert` makes of the rows, up to `limit` of them. It is given source and row.
+
+        Raises:
+            DataError: A file that cannot be read, or a malformed row where that is an error.
+        """
+
+        def complain(source: str, problem: UnusableRow) -> None:
+            if on_bad_row == "error":
+                raise DataError(complaint(problem, self.path, source)) from problem
+            report.drop("malformed", source, kind=problem.kind)
+
+        def complain_unread(source: str, problem: UnusableRow) -> None:
+            report.num_read += 1
+            complain(source, problem)
+
+        kept: list[Read] = []
+        with contextlib.closing(self._rows(complain_unread)) as rows:
+            for source, row in rows:
+                report.num_read += 1
+                try:
+                    kept.append(convert(source, _object(row)))
+                except UnusableRow as problem:
+                    complain(source, problem)
+                except LeftOutRow as left_out:
+                    report.drop(left_out.reason, source, kind=left_out.kind)
+                if limit is not None and len(kept) == limit:
+                    break
+        return kept
+
+    def _rows(
+        self, complain: Callable[[str, UnusableRow], None]
+    ) -> Generator[tuple[str, Any], None, None]:
+        if self.path is None:
+            for index, row in enumerate(self.rows):
+                yield f"{self.config.dataset_name}[{index}]", row
+            return
+        for subset, split in self.parts:
+            for source, row in read_rows(
+                self.path, subset=subset, split=split, on_bad_row=complain
+            ):
+                # Parts of one hub name would count their rows from 0 each.
+                in_part = len(self.parts) > 1 and subset is not None
+                yield (f"{subset}/{source}" if in_part else source), row
+
+
+def open_set(config: C, *, known: Mapping[str, HubSet], report: RowReport) -> OpenedSet[C]:
+    """The configured set; what it is and where it comes from is written into the report.
+
+    Raises:
+        DataError: An unknown name, no path, an own class or a prompt file that cannot be used.
+    """
+    name = config.dataset_name or ""
+    report.dataset_class = name
+    if name and name not in known:
+        if not is_import_path(name):
+            raise DataError(unknown_class(name, known))
+        own = open_own(config)
+        report.origin = own.task_name or ""
+        report.notes += own.notes
+        return OpenedSet(
+            config=own.config,
+            is_own=True,
+            task_name=own.task_name,
+            frame=read_prompt_frame(
+                config.prompt_file or own.prompt_file,
+                config.system_prompt_file or own.system_prompt_file,
+            ),
+            path=None,
+            parts=(),
+            rows=own.rows,
+        )
+    path = config.data_path
+    parts: HubParts = ((config.subset, config.split),)
+    if path is None:
+        hub = known[name] if name else NO_HUB
+        path = hub.name
+        if path is None:
+            raise DataError(
+                f"data set '{report.name}': no path is given for {name or 'the rows'}. Set "
+                "data.train_data_path (or data.val_data_path, or data_path of its block) to a file "
+                "or a hub name"
+            )
+        parts = _parts(hub, config)
+    report.origin = origin_of(path)
+    return OpenedSet(
+        config=config,
+        is_own=False,
+        task_name=None,
+        frame=read_prompt_frame(config.prompt_file, config.system_prompt_file),
+        path=path,
+        parts=parts,
+        rows=(),
+    )
+
+
+def _parts(hub: HubSet, config: TaskSetConfig | DemonstrationSetConfig) -> HubParts:
+    if config.subset is not None:
+        splits = dict(hub.parts)
+        return ((config.subset, config.split or splits.get(config.subset)),)
+    return tuple((subset, config.split or split) for subset, split in hub.parts)
+
+
+def unknown_class(name: str, known: Iterable[str]) -> str:
+    """What to say where a data set's name is not known."""
+    by_lower = {other.lower(): other for other in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    hint = f"Did you mean {by_lower[near[0]]}? " if near else ""
+    return (
+        f"data.dataset_name={name} is unknown. {hint}Known are: {', '.join(by_lower.values())}; or "
+        "give the dotted import path of your own class"
+    )
+
+
+def _object(row: Any) -> Row:
+    if not isinstance(row, Mapping):
+        raise UnusableRow(
+            "not an object", f"the row is {kind_of(row)} where {{key: value}} is expected"
+        )
+    return row
+
+
+# --------------------------------------------------------------------------------------------------
+# Who speaks in the rows of a data set: roles that are probably misspelt are noted.
+#
+# Templates such as ChatML render any role, so that nothing else would tell of `usr`.
+
+USUAL_ROLES = (
+    "system", "user", "assistant", "tool", "developer", "function", "ipython", "environment",
+    "observation",
+)  # fmt: skip
+"""Those that chat templates give a meaning of their own."""
+_MOST_NAMED = 3
+
+
+@dataclass(slots=True)
+class UnusualRoles:
+    """Counts the rows that have a role which is none of `USUAL_ROLES`; nothing is refused."""
+
+    num_rows: int = 0
+    first: dict[str, str] = field(default_factory=dict)
+    """The source of the first row with each such role."""
+
+    def look(self, source: str, messages: Iterable[Message]) -> None:
+        """Take note of one row."""
+        unusual = dict.fromkeys(m.role for m in messages if m.role not in USUAL_ROLES)
+        self.num_rows += bool(unusual)
+        for role in unusual:
+            self.first.setdefault(role, source)
+
+    def notes(self) -> list[str]:
+        """One note on all of them; none where there are none."""
+        if not self.num_rows:
+            return []
+        named = [_named(role, source) for role, source in self.first.items()][:_MOST_NAMED]
+        more = len(self.first) - len(named)
+        return [
+            f"{counted_that(self.num_rows, 'row', 'have')} a role that is none of "
+            f"{', '.join(USUAL_ROLES)}: {', '.join(named)}{f' and {more} more' if more else ''}"
+        ]
+
+
+def _named(role: str, source: str) -> str:
+    near = difflib.get_close_matches(role.lower(), USUAL_ROLES, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{role[:40]!r} (first in {source}{meant})"
+
+
+# --------------------------------------------------------------------------------------------------
+# Which prompts are held out: a share of the rows, whole prompts, alike on any machine.
+
+Item = TypeVar("Item")
+
+
+def split(
+    items: Sequence[Item], prompts: Sequence[bytes], held_out: Collection[bytes]
+) -> tuple[list[Item], list[Item]]:
+    """The items that stay and those whose prompt is held out; `prompts` are their fingerprints."""
+    sides: tuple[list[Item], list[Item]] = ([], [])
+    for item, prompt in zip(items, prompts, strict=True):
+        sides[prompt in held_out].append(item)
+    return sides
+
+
+def held_out_prompts(prompts: Sequence[bytes], *, share: float, seed: int) -> set[bytes]:
+    """The prompts, of one fingerprint per row, that about `share` of the rows have.
+
+    The order in which prompts are taken is drawn from the seed and the prompt alone, so the order
+    of the rows does not matter. At least one is taken and one is left. Raises DataError where there
+    are fewer than two different prompts.
+    """
+    counts = Counter(prompts)
+    if len(counts) < 2:
+        raise DataError(
+            f"data.split_validation_size={share:g}: {counted(len(prompts), 'row')} with "
+            f"{counted(len(counts), 'different prompt')} cannot be split, as rows with the same "
+            "prompt stay on one side. Name a validation set instead (data.val_data_path), or set "
+            "data.split_validation_size=0"
+        )
+    key = seed.to_bytes(16, "little", signed=True)
+    drawn = sorted(counts, key=lambda prompt: hashlib.blake2b(prompt, key=key).digest())
+    wanted = share * len(prompts)
+    held_out: set[bytes] = set()
+    num_held_out = 0
+    for prompt in drawn[:-1]:
+        after = num_held_out + counts[prompt]
+        if abs(after - wanted) < abs(num_held_out - wanted):
+            held_out.add(prompt)
+            num_held_out = after
+    if not held_out:
+        held_out.add(min(drawn, key=lambda prompt: counts[prompt]))
+    return held_out

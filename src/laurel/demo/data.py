@@ -1,0 +1,266 @@
+"""Preference data made here, for demos and tests: errands done well or badly.
+
+The prompt asks for a thing from a place; a good answer brings that thing from that place, a bad
+one brings something else, goes somewhere else, or is rude. Whether an answer is good cannot be
+told without the prompt, so a model has to compare the two.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+THINGS = ("apple", "blanket", "candle", "drum", "envelope", "fiddle", "glove", "hammer", "inkwell",
+          "jacket", "kettle", "ladder", "mirror", "needle", "orange", "pillow")  # fmt: skip
+PLACES = ("attic", "barn", "cellar", "garden", "harbour", "kitchen", "library", "market")
+REQUESTS = ("Please bring me the {thing} from the {place}.", "Fetch the {thing} from the {place}.",
+            "I need the {thing}; it is in the {place}.")  # fmt: skip
+GOOD = ("Here is the {thing} from the {place}.", "I went to the {place} and got the {thing}.")
+RUDE = ("Get the {thing} yourself.", "I do not feel like going to the {place}.")
+
+
+def errands(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
+    """Rows `{"prompt", "chosen", "rejected"}`.
+
+    Args:
+        count: How many.
+        seed: Draws them.
+        held_out: Whether the prompts are those that never occur otherwise: a sixth of them, each
+            asking for a thing from a place in one of three ways.
+    """
+    generator = random.Random(f"{seed}-{held_out}")
+    prompts = [
+        (request, thing, place)
+        for t, thing in enumerate(THINGS)
+        for p, place in enumerate(PLACES)
+        for r, request in enumerate(REQUESTS)
+        if ((t + p + 2 * r) % 6 == 0) == held_out
+    ]
+    for _ in range(count):
+        request, thing, place = generator.choice(prompts)
+        names = {"thing": thing, "place": place}
+        yield {
+            "prompt": request.format(**names),
+            "chosen": generator.choice(GOOD).format(**names),
+            "rejected": _bad_answer(generator, names),
+        }
+
+
+def _bad_answer(generator: random.Random, names: dict[str, str]) -> str:
+    kind = generator.randrange(3)
+    if kind == 0:
+        return generator.choice(RUDE).format(**names)
+    key, choices = ("thing", THINGS) if kind == 1 else ("place", PLACES)
+    other = generator.choice([name for name in choices if name != names[key]])
+    return generator.choice(GOOD).format(**{**names, key: other})
+
+
+# --------------------------------------------------------------------------------------------------
+# A task made here, for recipes and tests: functions of one line, judged by calling them.
+#
+# A sentence says what a function is to do with a number, and what it is to be called. Whoever shows
+# how it is done is often careless, and takes another operation or number: a model that is warmed up
+# on that knows how a function is written, and is left to find out from the tests which one.
+
+OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
+NUMBERS = range(2, 22)
+NAMES = ("f", "g", "h")
+CODE_REQUESTS = ("Write {name}(x): x {word} {number}.", "{name}(x) should give x {word} {number}.")
+ARGUMENTS = (0, 1, 7, -3)
+"""What the tests call it with. No two functions agree on all of them."""
+NUM_HELD_OUT = 60
+"""Requests of the 360 that are in no training row."""
+
+_Request = tuple[str, str, str, int]
+
+
+class FunctionTasks:
+    """Rows for `data.dataset_name=laurel.demo.data.FunctionTasks`.
+
+    Each has `messages` with the answer that was shown, for fine-tuning; and `entry`, `call_tests`
+    and `reference_solution`, for `data.processor=code_data_processor`. `formatted_ds` has them by
+    split: `train`, and `validation` with the held-out requests and right answers.
+    """
+
+    def __init__(self, seed: int = 0, count: int = 6000, share_wrong: float = 0.6) -> None:
+        """Draw the rows.
+
+        Args:
+            seed: Draws them.
+            count: Rows of the split `train`.
+            share_wrong: Probability that one of those shows a wrong answer.
+        """
+        self.formatted_ds = {
+            "train": list(function_tasks(count, seed=seed, share_wrong=share_wrong)),
+            "validation": [_row(request, (request[2], request[3])) for request in _split(True)],
+        }
+
+
+def function_tasks(count: int, *, seed: int, share_wrong: float) -> Iterator[dict[str, Any]]:
+    """Training rows; see `FunctionTasks`."""
+    generator = random.Random(f"{seed}-functions")
+    requests = _split(False)
+    for _ in range(count):
+        request = generator.choice(requests)
+        right = shown = (request[2], request[3])
+        if generator.random() < share_wrong:
+            while shown == right:
+                shown = (generator.choice(list(OPERATIONS)), generator.choice(NUMBERS))
+        yield _row(request, shown)
+
+
+def _split(held_out: bool) -> list[_Request]:
+    requests = [
+        (request, name, word, number)
+        for request in CODE_REQUESTS
+        for name in NAMES
+        for word in OPERATIONS
+        for number in NUMBERS
+    ]
+    kept_back = set(random.Random(0).sample(range(len(requests)), NUM_HELD_OUT))
+    return [one for i, one in enumerate(requests) if (i in kept_back) == held_out]
+
+
+def _row(request: _Request, shown: tuple[str, int]) -> dict[str, Any]:
+    text, name, word, number = request
+    right = _function(name, word, number)
+    return {
+        "messages": [
+            {"role": "user", "content": text.format(name=name, word=word, number=number)},
+            {"role": "assistant", "content": _function(name, *shown)},
+        ],
+        "entry": name,
+        "call_tests": [{"args": [x], "expected": _value(x, word, number)} for x in ARGUMENTS],
+        "reference_solution": right,
+    }
+
+
+def _value(x: int, word: str, number: int) -> int:
+    return {"plus": x + number, "minus": x - number, "times": x * number}[word]
+
+
+def _function(name: str, word: str, number: int) -> str:
+    return f"def {name}(x): return x {OPERATIONS[word]} {number}"
+
+
+# --------------------------------------------------------------------------------------------------
+# A task made here, for demos and tests: numbers in words, to be written in digits.
+#
+# An answer is right when its box holds the number, which the math environment checks. Who shows how
+# it is done is often careless and gets a digit wrong; the answers that a reward model is to tell
+# from
+# right ones are wrong in more ways, since a policy that learns from it will try them.
+
+FIRST, LAST = 100, 999
+UNITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+         "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
+         "nineteen")  # fmt: skip
+TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+NUMBER_REQUESTS = ("Write {} in digits.", "What is {} in digits?", "{} as a number, please.")
+NUM_HELD_OUT_NUMBERS = 90
+"""Numbers that no training row contains."""
+
+
+def in_words(number: int) -> str:
+    """A number from 0 to 999 in words, e.g. `three hundred forty-two`."""
+    if number < 20:
+        return UNITS[number]
+    if number < 100:
+        tens, unit = divmod(number, 10)
+        return f"{TENS[tens]}-{UNITS[unit]}" if unit else TENS[tens]
+    hundreds, rest = divmod(number, 100)
+    return f"{UNITS[hundreds]} hundred" + (f" {in_words(rest)}" if rest else "")
+
+
+def boxed(content: object) -> str:
+    """An answer in the form that is asked for, e.g. `\\boxed{342}`."""
+    return f"\\boxed{{{content}}}"
+
+
+def numbers(*, held_out: bool) -> Sequence[int]:
+    """The numbers that training rows are about, or those that none of them is about."""
+    everything = range(FIRST, LAST + 1)
+    kept_back = set(random.Random(0).sample(everything, NUM_HELD_OUT_NUMBERS))
+    return [number for number in everything if (number in kept_back) == held_out]
+
+
+def held_out_tasks() -> Iterator[dict[str, Any]]:
+    """Rows `{"input", "output"}`: every request for every held-out number."""
+    for number in numbers(held_out=True):
+        for request in NUMBER_REQUESTS:
+            yield {"input": request.format(in_words(number)), "output": str(number)}
+
+
+def prompts(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows `{"input", "output"}` for training."""
+    for _, prompt, number in _drawn(count, seed, "prompts", held_out=False):
+        yield {"input": prompt, "output": str(number)}
+
+
+def demonstrations(count: int, *, seed: int, share_wrong: float) -> Iterator[dict[str, Any]]:
+    """Rows `{"messages"}` for fine-tuning, some of which show a wrong digit.
+
+    Args:
+        count: How many.
+        seed: Draws them.
+        share_wrong: Probability that a row is wrong.
+    """
+    for generator, prompt, number in _drawn(count, seed, "demonstrations", held_out=False):
+        is_wrong = generator.random() < share_wrong
+        answer = boxed(_one_digit_off(generator, number) if is_wrong else number)
+        yield {
+            "messages": [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+
+
+def preferences(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
+    """Rows `{"prompt", "chosen", "rejected"}`: the right answer against a wrong one.
+
+    Args:
+        count: How many.
+        seed: Draws them.
+        held_out: Whether they are about held-out numbers.
+    """
+    for generator, prompt, number in _drawn(count, seed, "preferences", held_out=held_out):
+        yield {
+            "prompt": prompt,
+            "chosen": boxed(number),
+            "rejected": _wrong_answer(generator, number),
+        }
+
+
+def _drawn(
+    count: int, seed: int, purpose: str, *, held_out: bool
+) -> Iterator[tuple[random.Random, str, int]]:
+    generator = random.Random(f"{seed}-{purpose}-{held_out}")
+    choices = numbers(held_out=held_out)
+    for _ in range(count):
+        number = generator.choice(choices)
+        yield generator, generator.choice(NUMBER_REQUESTS).format(in_words(number)), number
+
+
+def _one_digit_off(generator: random.Random, number: int) -> int:
+    """A three-digit number that differs in one place."""
+    digits = list(str(number))
+    place = generator.randrange(len(digits))
+    digits[place] = generator.choice(
+        [d for d in "0123456789" if d != digits[place] and (place > 0 or d != "0")]
+    )
+    return int("".join(digits))
+
+
+def _wrong_answer(generator: random.Random, number: int) -> str:
+    kind = generator.random()
+    if kind < 0.7:
+        return boxed(_one_digit_off(generator, number))
+    if kind < 0.85:
+        return boxed(generator.choice([n for n in range(FIRST, LAST + 1) if n != number]))
+    text = str(number)
+    return generator.choice(
+        (text, boxed(text[:2]), boxed(text + generator.choice("0123456789")), f"\\boxed{{{text}",
+         boxed(""), boxed(text) + boxed(_one_digit_off(generator, number)))
+    )  # fmt: skip

@@ -1,7 +1,0 @@
-"""Who gets which slots, and how processes are asked."""
-
-import os
-
-# Else any call of Ray's in a thread that a run has left behind would start a second cluster, of
-# Ray's own choice, when the first has ended. Read where Ray is imported.
-os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")

@@ -1,1 +1,0 @@
-"""Generators: what draws completions from the policy."""

@@ -1,0 +1,9 @@
+"""Programs in completions: found, run against a task's tests, and judged.
+
+::
+
+    answers    the program in a completion; code as a tool, with variables that last between turns
+    tests      the tests in a task's metadata, as jobs of the sandbox, and their verdict
+    sandbox    the sandbox that an environment's settings ask for
+    nodes      programs run on every node of a cluster
+"""

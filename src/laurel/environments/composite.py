@@ -1,0 +1,501 @@
+"""Several environments on one sample."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from laurel.config.environments import CompositeEnvironmentConfig
+from laurel.environments.interface import (
+    GROUP_ID,
+    ConversationMemo,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    RejectedTask,
+    batch_figures,
+    group_id_of,
+    judged_by,
+    mean_of,
+    numbers,
+    settings_of,
+)
+from laurel.environments.returned import checked_return
+from laurel.errors import ConfigError, EnvironmentFailedError
+from laurel.protocols import Environment, Judged, MessageLog
+from laurel.types import Task
+
+GATE = "gate"
+"""Name of the component that takes a sample which a gate shut out to its reward."""
+OF_PARTS = "composite_parts"
+"""Key of the metadata under which each part finds its own again, where the conversation goes on."""
+SO_FAR = "composite_rewards"
+"""Key of the metadata for what each part has given in the turns before."""
+
+
+class CompositeEnvironment(EnvironmentInterface):
+    """Lets every part judge every sample, side by side, and adds up what they say.
+
+    The reward is always named components whose sum it is: `weight * reward` of each part that has
+    no gate, under the part's name (`part/component` where the part itself names components).
+
+    - Kept apart (`as_components`, for GDPO): where a gate shut a sample out, each component is its
+      even share of `gated_reward`, so that no part can lift the sample on its own.
+    - Else: components stay what they are, and `gate`, present where any part has a gate, is what is
+      missing to `gated_reward`.
+
+    A part that fails on a sample makes the sample a failure, unless the part neither counts (weight
+    0) nor gates. The conversation is over as soon as one part says so: it must not be judged again.
+    Where one conducts it (`conducted_by`), that one alone says so, and the others judge then.
+    """
+
+    def __init__(
+        self,
+        config: CompositeEnvironmentConfig | Mapping[str, Any],
+        environments: Mapping[str, Environment],
+    ) -> None:
+        """Combine environments, which are shut down with this one.
+
+        Args:
+            config: The parts.
+            environments: At least those that the parts name.
+
+        Raises:
+            ConfigError: A part names none of them, or nothing is left to be the reward.
+        """
+        self.config = settings_of(CompositeEnvironmentConfig, config, where="env.composite")
+        names = list(dict.fromkeys(part.env for part in self.config.parts))
+        unknown = [name for name in names if name not in environments]
+        if unknown:
+            raise ConfigError(
+                f"env.composite: no environment is called {', '.join(unknown)}; "
+                f"there are {', '.join(environments)}"
+            )
+        self._added = [part for part in self.config.parts if part.gate is None]
+        self._gates = [(p.env, p.gate) for p in self.config.parts if p.gate is not None]
+        # Their rewards are in no component; `observe.gold` reads their means.
+        self._watched = {part.env for part in self._added if part.weight == 0.0}
+        if not self._added:
+            raise ConfigError("env.composite: all parts are gates; one must give the reward")
+        if len({part.env for part in self._added}) < len(self._added):
+            raise ConfigError(
+                "env.composite: a part without a gate is named twice; name it once, with both "
+                "weights added"
+            )
+        if self._gates and GATE in names:
+            raise ConfigError(
+                f"env.composite: where parts have gates, none may be called '{GATE}', as their own "
+                "figure is; rename that part"
+            )
+        self._conductor = self.config.conducted_by
+        if self._conductor is not None and self._conductor not in names:
+            raise ConfigError(
+                f"env.composite: conducted_by={self._conductor} is none of the parts, which are "
+                f"{', '.join(names)}"
+            )
+        self._environments = {name: environments[name] for name in names}
+        self._calls = {name: PartCalls(name) for name in names}
+        parts = self._environments.values()
+        # The most patient of them has its way.
+        self.judges = max(map(judged_by, parts), key=get_args(Judged).index)
+        wanted = (text for part in parts for text in getattr(part, "stop_strings", None) or ())
+        self.stop_strings = tuple(dict.fromkeys(wanted))
+        # What each part said itself: a gate is no component, and a weight may be 0.
+        self.memo: ConversationMemo[dict[str, float | None]] = ConversationMemo()
+
+    @property
+    def parts(self) -> Mapping[str, Environment]:
+        """Who judges, by name."""
+        return self._environments
+
+    def step(
+        self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
+    ) -> EnvironmentReturn:
+        """See `protocols.Environment.step`."""
+        returns = self._ask_all(message_log_batch, metadata)
+        totals = {name: total_of(one.rewards) for name, one in returns.items()}
+        failed = {name: failures_of(one, totals[name].tolist()) for name, one in returns.items()}
+        said = [_said_by_all(given, totals, failed, index) for index, given in enumerate(metadata)]
+        for message_log, one, given in zip(message_log_batch, said, metadata, strict=True):
+            self.memo.put(message_log, one, group_id_of(given))
+        deciding = returns.values() if self._conductor is None else [returns[self._conductor]]
+        terminateds = torch.stack([one.terminateds.bool() for one in deciding]).any(dim=0)
+        return EnvironmentReturn(
+            observations=[
+                {"role": "environment", "content": joined(returns, index)}
+                for index in range(len(message_log_batch))
+            ],
+            metadata=[
+                given if bool(terminateds[index]) else _carried(given, returns, said[index], index)
+                for index, given in enumerate(metadata)
+            ],
+            next_stop_strings=[stops(returns, index) for index in range(len(message_log_batch))],
+            rewards=self._components(returns, totals, terminateds),
+            terminateds=terminateds,
+            answers=[answer_of(returns, index) for index in range(len(message_log_batch))],
+            failures=self._failures(failed, len(message_log_batch)),
+        )
+
+    def _ask_all(
+        self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
+    ) -> dict[str, EnvironmentReturn]:
+        first = self._conductor
+        if first is None:
+            return self._ask(self._environments, message_log_batch, metadata)
+        conducted = self._ask({first: self._environments[first]}, message_log_batch, metadata)
+        over = conducted[first].terminateds.bool().tolist()
+        chosen = [index for index, is_over in enumerate(over) if is_over]
+        others = {name: one for name, one in self._environments.items() if name != first}
+        judged = self._ask(
+            others if chosen else {},
+            [message_log_batch[index] for index in chosen],
+            [metadata[index] for index in chosen],
+        )
+        own = {name: [_own(one, name) for one in metadata] for name in others}
+        returns = conducted | {name: spread(judged.get(name), chosen, own[name]) for name in others}
+        return {name: returns[name] for name in self._environments}
+
+    def _ask(
+        self,
+        environments: Mapping[str, Environment],
+        message_log_batch: Sequence[MessageLog],
+        metadata: Sequence[dict[str, Any] | None],
+    ) -> dict[str, EnvironmentReturn]:
+        futures = {
+            name: self._calls[name].begin(
+                environment.step, message_log_batch, [_own(one, name) for one in metadata]
+            )
+            for name, environment in environments.items()
+        }
+        returns = {}
+        for name, future in futures.items():
+            try:
+                step = environments[name].step
+                returns[name] = checked_return(step, future.result(), len(message_log_batch))
+            except Exception as error:
+                error.add_note(f"in the part '{name}' of a composite environment")
+                raise
+        return returns
+
+    def _failures(self, failed: Mapping[str, Sequence[str | None]], size: int) -> list[str | None]:
+        needed = {part.env for part in self._added if part.weight != 0.0}
+        needed |= {name for name, _ in self._gates}
+        failures: list[str | None] = []
+        for index in range(size):
+            told = [
+                f"{name}: {reasons[index]}"
+                for name, reasons in failed.items()
+                if name in needed and reasons[index] is not None
+            ]
+            failures.append("; ".join(told) or None)
+        return failures
+
+    def _components(
+        self, returns: dict[str, EnvironmentReturn], totals: dict[str, Tensor], terminateds: Tensor
+    ) -> dict[str, Tensor]:
+        components: dict[str, Tensor] = {}
+        for part in self._added:
+            judged = returns[part.env]
+            parts = judged.rewards if isinstance(judged.rewards, dict) else {"": judged.rewards}
+            for name, values in parts.items():
+                weighted = part.weight * values.float()
+                if part.weight == 0.0:  # what a part that does not count failed to say may be NaN
+                    weighted = torch.zeros_like(weighted)
+                components[f"{part.env}/{name}" if name else part.env] = weighted
+        if not self._gates:
+            return components
+        shut_out = torch.stack([totals[name] < gate for name, gate in self._gates]).any(dim=0)
+        if self._conductor is not None:  # the others have not been asked yet
+            shut_out &= terminateds
+        gated = self.config.gated_reward
+        if self.config.as_components:
+            share = gated / len(components)
+            return {
+                name: torch.where(shut_out, torch.full_like(values, share), values)
+                for name, values in components.items()
+            }
+        added = torch.stack(list(components.values())).sum(dim=0)
+        return components | {GATE: torch.where(shut_out, gated - added, torch.zeros_like(added))}
+
+    def global_post_process_and_metrics(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, float]]:
+        """See `protocols.Environment.global_post_process_and_metrics`.
+
+        The parts' own figures are `<part>/<figure>`, over the samples that this part judged, with
+        its own rewards: neither weighted nor gated. `gated_out` is the share of samples that a gate
+        shut out. A part with weight 0 has `<part>/reward_mean`, too.
+        """
+        figures = batch_figures(batch) | mean_of("reward_mean", numbers(batch["rewards"]))
+        noted = self.memo.get_all(batch["message_log"], batch.get("group_ids"))
+        said = [one or {} for one in noted]
+        for name, environment in self._environments.items():
+            judged = [index for index, one in enumerate(said) if one.get(name) is not None]
+            failed = sum(1 for one in said if name in one and one[name] is None)
+            rewards = torch.tensor([said[index][name] for index in judged], dtype=torch.float32)
+            theirs = rows_of(batch, judged) | {
+                "rewards": rewards,
+                "components": {},
+                "num_failures": failed,
+            }
+            _, of_part = environment.global_post_process_and_metrics(theirs)
+            for figure, value in of_part.items():
+                figures[f"{name}/{figure.removeprefix(f'{name}_env/')}"] = value
+            if name in self._watched:
+                figures |= mean_of(f"{name}/reward_mean", numbers(rewards))
+        return batch, figures | self._gated_out(said)
+
+    def _gated_out(self, said: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+        shut_out = []
+        for one in said:
+            own = [(one.get(name), gate) for name, gate in self._gates]
+            known = [(reward, gate) for reward, gate in own if reward is not None]
+            if own and len(known) == len(own):
+                shut_out.append(float(any(reward < gate for reward, gate in known)))
+        return mean_of("gated_out", shut_out)
+
+    def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
+        """The tasks that any part rejects, each once per part."""
+        rejected = []
+        for name, environment in self._environments.items():
+            check = getattr(environment, "validate", None)
+            for one in check(tasks) if check is not None else []:
+                rejected.append(RejectedTask(task=one.task, reason=f"{name}: {one.reason}"))
+        return rejected
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the parts need to go on as they are, of those that need something."""
+        return {
+            name: part.state_dict()
+            for name, part in self._environments.items()
+            if hasattr(part, "state_dict")
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the parts go on from a saved state."""
+        for name, own in state.items():
+            part: Any = self._environments[name]
+            part.load_state_dict(own)
+
+    def notes(
+        self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None = None
+    ) -> Any:
+        """Its own notes, and those of the parts that keep any."""
+        of_parts = {
+            name: part.notes(message_logs, group_ids)
+            for name, part in self._environments.items()
+            if hasattr(part, "notes")
+        }
+        return {"own": super().notes(message_logs, group_ids), "parts": of_parts}
+
+    def take_notes(
+        self,
+        message_logs: Sequence[MessageLog],
+        notes: Any,
+        group_ids: Sequence[str] | None = None,
+    ) -> None:
+        """The same, from a checkpoint."""
+        super().take_notes(message_logs, notes["own"], group_ids)
+        for name, own in notes["parts"].items():
+            part: Any = self._environments[name]
+            part.take_notes(message_logs, own, group_ids)
+
+    @property
+    def noise_floor(self) -> float:
+        """How far apart rewards can be that mean the same: that of the parts, weighted."""
+        return math.fsum(
+            abs(part.weight) * float(getattr(self._environments[part.env], "noise_floor", 0.0))
+            for part in self._added
+        )
+
+    def shutdown(self) -> None:
+        """Shut every part down."""
+        for environment in self._environments.values():
+            environment.shutdown()
+
+
+def _own(metadata: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
+    """What a part gets: the task's metadata at first, then what it returned."""
+    if metadata is None or OF_PARTS not in metadata:
+        return metadata
+    own: dict[str, Any] | None = metadata[OF_PARTS][name]
+    return {**(own or {}), GROUP_ID: metadata[GROUP_ID]} if GROUP_ID in metadata else own
+
+
+def _said_by_all(
+    given: dict[str, Any] | None,
+    totals: Mapping[str, Tensor],
+    failed: Mapping[str, Sequence[str | None]],
+    index: int,
+) -> dict[str, float | None]:
+    """What each part has given a sample in all turns so far; None where it failed."""
+    before = (given or {}).get(SO_FAR, {})
+    said: dict[str, float | None] = {}
+    for name, totals_B in totals.items():
+        earlier = before.get(name, 0.0)
+        is_known = earlier is not None and failed[name][index] is None
+        said[name] = earlier + float(totals_B[index]) if is_known else None
+    return said
+
+
+def _carried(
+    given: dict[str, Any] | None,
+    returns: Mapping[str, EnvironmentReturn],
+    said: dict[str, float | None],
+    index: int,
+) -> dict[str, Any]:
+    own = {name: one.metadata[index] for name, one in returns.items()}
+    return {**(given or {}), OF_PARTS: own, SO_FAR: said}
+
+
+# --------------------------------------------------------------------------------------------------
+# What the parts of a composite environment say, put together.
+
+Returns = Mapping[str, EnvironmentReturn]
+"""Of each part, by its name."""
+
+
+MOST_AT_ONCE = 160
+"""Calls of one part: 64 of the batch that is being judged, 64 of a validation beside it, and 32
+that were given up. A part that is merely slow is not refused in a run, therefore."""
+PATIENCE_SECONDS = 30.0
+"""How long a call beyond them waits for one to come back."""
+
+
+class PartCalls:
+    """Calls of one part, so many at a time, in threads that keep no process from ending.
+
+    No thread can be ended from outside. Who asks gives a call up after a time and asks again, so a
+    part that never comes back would take one more thread with every call.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Hold no thread.
+
+        Args:
+            name: The part's, for the message.
+        """
+        self._name = name
+        self._limit = MOST_AT_ONCE
+        self._places = threading.BoundedSemaphore(self._limit)
+
+    def begin(
+        self, step: Callable[..., EnvironmentReturn], *arguments: Any
+    ) -> Future[EnvironmentReturn]:
+        """Call it in a thread.
+
+        Raises:
+            EnvironmentFailedError: As many calls as may be have not come back, and none did soon.
+        """
+        if not self._places.acquire(timeout=PATIENCE_SECONDS):
+            raise EnvironmentFailedError(
+                f"{self._limit} calls of the part '{self._name}' of a composite environment have "
+                "not come back, and threads cannot be ended; no more are begun until one does. "
+                "Give what it waits for a time limit of its own, shorter than env.timeout_seconds"
+            )
+        future: Future[EnvironmentReturn] = Future()
+
+        def run() -> None:
+            try:
+                result = step(*arguments)
+            except BaseException as error:
+                self._places.release()
+                future.set_exception(error)
+            else:
+                self._places.release()
+                future.set_result(result)
+
+        try:
+            name = f"laurel-composite-{self._name}"
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except RuntimeError:  # the system gives no thread
+            self._places.release()
+            raise
+        return future
+
+
+def spread(
+    judged: EnvironmentReturn | None, chosen: Sequence[int], metadata: Sequence[Any]
+) -> EnvironmentReturn:
+    """What a part said of some conversations, among those that it has not been asked about."""
+    size, place = len(metadata), {index: i for i, index in enumerate(chosen)}
+
+    def filled(values: Sequence[Any] | None, default: Any) -> list[Any]:
+        return [values[place[i]] if values and i in place else default for i in range(size)]
+
+    def placed(values: Tensor) -> Tensor:
+        whole = torch.zeros(size, dtype=values.dtype)
+        whole[list(chosen)] = values.to("cpu")
+        return whole
+
+    if judged is None:
+        rewards: Tensor | dict[str, Tensor] = torch.zeros(size)
+    elif isinstance(judged.rewards, Tensor):
+        rewards = placed(judged.rewards)
+    else:
+        rewards = {name: placed(values) for name, values in judged.rewards.items()}
+    found = judged.metadata if judged is not None else None
+    return EnvironmentReturn(
+        observations=filled(judged and judged.observations, {"role": "environment", "content": ""}),
+        metadata=[found[place[i]] if found and i in place else metadata[i] for i in range(size)],
+        next_stop_strings=[None] * size,
+        rewards=rewards,
+        terminateds=torch.zeros(size, dtype=torch.bool),
+        answers=filled(judged and judged.answers, None),
+        failures=filled(judged and judged.failures, None),
+    )
+
+
+def total_of(rewards: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """The reward of each sample, float32 [B]: the sum of its components where it has any."""
+    if isinstance(rewards, Tensor):
+        return rewards.float()
+    return torch.stack([one.float() for one in rewards.values()]).sum(dim=0)
+
+
+def failures_of(judged: EnvironmentReturn, totals_B: Sequence[float]) -> list[str | None]:
+    """Why a part has no reward for each sample. One that is not finite is none."""
+    given = judged.failures or [None] * len(totals_B)
+    return [
+        f"the reward is {reward}" if reason is None and not math.isfinite(reward) else reason
+        for reason, reward in zip(given, totals_B, strict=True)
+    ]
+
+
+def joined(returns: Returns, index: int) -> str:
+    """What all of them say to a conversation, each thing once."""
+    said = (one.observations[index]["content"] for one in returns.values())
+    return "\n".join(dict.fromkeys(text for text in said if text))
+
+
+def stops(returns: Returns, index: int) -> list[str] | None:
+    """All strings that any part wants the policy to stop at."""
+    wanted = [one.next_stop_strings[index] for one in returns.values()]
+    if all(one is None for one in wanted):
+        return None
+    return list(dict.fromkeys(text for one in wanted for text in one or []))
+
+
+def answer_of(returns: Returns, index: int) -> str | None:
+    """The answer as the first part read it that read one."""
+    found = (one.answers[index] for one in returns.values() if one.answers is not None)
+    return next((text for text in found if text is not None), None)
+
+
+def rows_of(batch: Mapping[str, Any], wanted: list[int]) -> dict[str, Any]:
+    """The batch with only these samples."""
+    size = len(batch["group_ids"])
+    rows: dict[str, Any] = {}
+    for key, values in batch.items():
+        if isinstance(values, Tensor) and values.ndim and len(values) == size:
+            rows[key] = values[wanted]
+        elif isinstance(values, list | tuple) and len(values) == size:
+            rows[key] = [values[index] for index in wanted]
+        else:
+            rows[key] = values
+    return rows

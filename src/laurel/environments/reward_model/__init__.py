@@ -1,0 +1,1 @@
+"""The parts of the reward-model environment: how its scorers are opened."""

@@ -1,0 +1,242 @@
+"""RM-Bench: three right and three wrong answers to a prompt, in three styles, each against each.
+
+As in Liu et al. (2024, arXiv:2410.16184). The styles are concise, detailed, and detailed with
+markdown. A right answer in a plainer style than the wrong one is hard to prefer, in the same style
+normal, in a richer style easy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from laurel.evaluation.statistics import (
+    Figure,
+    Measured,
+    ScoredList,
+    ScoredPair,
+    mean_of,
+    pair_credits,
+    share,
+    shares_by_subset,
+)
+
+STYLES = ("concise", "detailed", "markdown")
+DOMAINS: dict[str, tuple[str, ...]] = {
+    "Chat": ("chat",),
+    "Math": ("math",),
+    "Code": ("code",),
+    "Safety": ("safety-refuse", "safety-response"),
+}
+"""Domains, and what rows call their parts. As in the benchmark's own program (THU-KEG/RM-Bench,
+scripts/utils.py), the rows of one domain are taken together, whichever part they are of."""
+LEVELS = ("easy", "normal", "hard")
+RM_BENCH_FINAL = "mean of domains"
+
+Matrix = tuple[tuple[float, ...], ...]
+"""Row: the style of the right answer; column: that of the wrong one."""
+
+
+def wins(row: ScoredList) -> Matrix | None:
+    """Where the right answer has strictly more, 1; else 0. None where a score is missing.
+
+    Raises:
+        ValueError: Not three right answers before three wrong ones.
+    """
+    n = len(STYLES)
+    if row.is_right_G != (True,) * n + (False,) * n:
+        raise ValueError(f"{row.id}: RM-Bench has {n} right and {n} wrong answers to each prompt")
+    scores_G = row.whole_scores_G
+    if scores_G is None:
+        return None
+    return tuple(tuple(float(right > wrong) for wrong in scores_G[n:]) for right in scores_G[:n])
+
+
+def matrix_of(rows: Sequence[ScoredList]) -> Matrix | None:
+    """The share of rows in which each right style beats each wrong one; None without any row."""
+    found = [one for one in map(wins, rows) if one is not None]
+    if not found:
+        return None
+    places = range(len(STYLES))
+    return tuple(tuple(fmean(one[i][j] for one in found) for j in places) for i in places)
+
+
+def levels_of(matrix: Matrix) -> dict[str, float]:
+    """The means below, on and above the diagonal."""
+    cells: dict[str, list[float]] = {level: [] for level in LEVELS}
+    for i, row in enumerate(matrix):
+        for j, value in enumerate(row):
+            cells["easy" if i > j else "normal" if i == j else "hard"].append(value)
+    return {level: fmean(values) for level, values in cells.items()}
+
+
+def measure_rm_bench(rows: Sequence[ScoredList]) -> Measured:
+    """Easy, normal, hard and their mean, of each domain and over the domains.
+
+    Rows of a subset that is no domain are a domain of their own, and take no part in the mean over
+    domains, which is absent where one of the four is.
+
+    Raises:
+        ValueError: See `wins`; two rows share an id.
+    """
+    by_part: dict[str, list[ScoredList]] = {}
+    credits: dict[str, float | None] = {}
+    for row in rows:
+        by_part.setdefault(row.subset or "(none)", []).append(row)
+        found = wins(row)
+        credits[row.id] = (
+            None if found is None else fmean(value for line in found for value in line)
+        )
+    if len(credits) < len(rows):
+        raise ValueError("two rows share an id")
+    parts = {name: _levels(name, of_part) for name, of_part in by_part.items()}
+    missing = [part for names in DOMAINS.values() for part in names if part not in parts]
+    domains = {
+        name: _levels(name, [row for part in names for row in by_part.get(part, [])])
+        for name, names in DOMAINS.items()
+    }
+    sections = [
+        mean_of(level, [figures[i] for figures in domains.values()])
+        for i, level in enumerate(LEVELS)
+    ]
+    sections += [_mean_of_levels(name, figures) for name, figures in domains.items()]
+    return Measured(
+        subsets=tuple(figure for figures in parts.values() for figure in figures),
+        sections=tuple(sections),
+        final=_mean_of_levels(RM_BENCH_FINAL, sections[: len(LEVELS)]),
+        notes=tuple(_notes(missing, by_part)),
+        credits=credits,
+    )
+
+
+def _levels(name: str, rows: Sequence[ScoredList]) -> list[Figure]:
+    """The three figures of the rows of one part."""
+    matrix = matrix_of(rows)
+    values = levels_of(matrix) if matrix is not None else {}
+    num_failures = sum(row.whole_scores_G is None for row in rows)
+    return [
+        Figure(
+            name=f"{name} {level}",
+            value=values.get(level),
+            num_rows=len(rows) - num_failures,
+            num_failures=num_failures,
+        )
+        for level in LEVELS
+    ]
+
+
+def _mean_of_levels(name: str, figures: Sequence[Figure]) -> Figure:
+    """Their mean; they stand on the same rows."""
+    return Figure(
+        name=name,
+        value=mean_of(name, figures).value,
+        num_rows=figures[0].num_rows,
+        num_failures=figures[0].num_failures,
+    )
+
+
+def _notes(missing: Sequence[str], by_part: Mapping[str, Sequence[ScoredList]]) -> list[str]:
+    known = [part for names in DOMAINS.values() for part in names]
+    unknown = [part for part in by_part if part not in known]
+    notes = []
+    if missing:
+        notes.append(f"absent: {', '.join(missing)}; each domain needs rows for a mean of all")
+    if unknown:
+        notes.append(f"no domain of RM-Bench, not in the means over domains: {', '.join(unknown)}")
+    return notes
+
+
+# --------------------------------------------------------------------------------------------------
+# JudgeBench: pairs of which one answer is known to be right, by what they are about.
+#
+# As in Tan et al. (2024, arXiv:2410.12784). Judges that read both answers are asked in both orders;
+# a model that scores each answer alone says the same in either, so it is asked once.
+
+CATEGORIES: dict[str, str] = {
+    "mmlu-pro": "Knowledge",
+    "livebench-reasoning": "Reasoning",
+    "livebench-math": "Math",
+    "livecodebench": "Coding",
+}
+"""What the names of sources begin with, and the category of each."""
+JUDGE_BENCH_FINAL = "all pairs"
+
+
+def category_of(source: str) -> str:
+    """The category of a source, such as `Knowledge` of `mmlu-pro-law`; itself where unknown."""
+    for start, category in CATEGORIES.items():
+        if source.startswith(start):
+            return category
+    return source
+
+
+def measure_judge_bench(pairs: Sequence[ScoredPair]) -> Measured:
+    """The accuracy of each category and over all pairs.
+
+    Args:
+        pairs: Their subset is the source of the question.
+    """
+    credits = pair_credits(pairs)
+    found = shares_by_subset(
+        (None if pair.subset is None else category_of(pair.subset), credits[pair.id])
+        for pair in pairs
+    )
+    known = list(dict.fromkeys(CATEGORIES.values()))
+    missing = [name for name in known if name not in found]
+    order = [name for name in known if name in found]
+    order += [name for name in found if name not in known]
+    return Measured(
+        subsets=tuple(found[name] for name in order),
+        final=share(JUDGE_BENCH_FINAL, credits.values()),
+        notes=(f"absent: {', '.join(missing)}",) if missing else (),
+        credits=credits,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Best of n: how often the answer that a reward model likes best is right.
+#
+# Between drawing at random and knowing what is right, a model is worth what it picks.
+
+BEST_OF_N_FINAL = "best-scored answer is right"
+RANDOM = "an answer drawn at random is right"
+ORACLE = "any answer is right"
+
+
+def measure_best_of_n(lists: Sequence[ScoredList]) -> Measured:
+    """The share of prompts whose best-scored answer is right, against random and oracle.
+
+    Of answers that share the highest score one is drawn. A prompt with an answer that could not be
+    scored has no best one: it is counted as failed, also in random and oracle, so that all three
+    stand on the same prompts.
+
+    Raises:
+        ValueError: Two lists share an id.
+    """
+    credits = {one.id: one.best_credit for one in lists}
+    if len(credits) < len(lists):
+        raise ValueError("two lists share an id")
+    found = shares_by_subset((one.subset, credits[one.id]) for one in lists)
+    has_scores = [one.whole_scores_G is not None for one in lists]
+    random = [
+        sum(one.is_right_G) / len(one.is_right_G) if is_whole else None
+        for one, is_whole in zip(lists, has_scores, strict=True)
+    ]
+    oracle = [
+        float(any(one.is_right_G)) if is_whole else None
+        for one, is_whole in zip(lists, has_scores, strict=True)
+    ]
+    return Measured(
+        subsets=tuple(found.values()) if len(found) > 1 else (),
+        sections=(share(RANDOM, random), share(ORACLE, oracle)),
+        final=share(BEST_OF_N_FINAL, credits.values()),
+        notes=tuple(_best_of_n_notes(lists)),
+        credits=credits,
+    )
+
+
+def _best_of_n_notes(lists: Sequence[ScoredList]) -> list[str]:
+    same = sum(len(set(one.is_right_G)) == 1 for one in lists)
+    if not same:
+        return []
+    return [f"in {same:,} of {len(lists):,} prompts all answers are right, or all are wrong"]

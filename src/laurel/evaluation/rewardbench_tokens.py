@@ -1,0 +1,368 @@
+"""Conversations as rewardbench 0.1.4 makes tokens of them, for models that score by their contract.
+
+What its `RewardBenchPipeline` does with a sequence classifier, and the contract does not: roles
+are given by position; special tokens are added to a text whose template has written some already,
+so that BOS may stand twice, the first one hidden from attention; long texts lose their left end,
+BOS included, before special tokens are added; the score is read at the last token that is not the
+padding token, wherever a conversation ends. A hidden first token changes nothing but the positions
+of all others, which is nothing to models with rotary positions: it is left out here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal
+
+from laurel.config.policy import PolicyConfig
+from laurel.errors import DataError, ModelError
+from laurel.models.scoring import ScoringContract, TrainedIds, token_group
+from laurel.models.tokenizer import render
+from laurel.rewards.preparing import Prepared, prepared_by
+from laurel.types import Conversation, Group, Message, TokenGroup
+
+VERSION = "rewardbench 0.1.4"
+MAX_LENGTH = 2048
+"""Of its scripts; its command line does not cut unless it is told to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceFormat:
+    """The settings of the program whose numbers are to be reproduced."""
+
+    program: str
+    truncation_side: Literal["left", "right"] | None
+    """Which end is cut; None: as the tokenizer says."""
+    max_length: int = MAX_LENGTH
+
+
+FORMATS = {
+    "reward-bench": ReferenceFormat(
+        program=f"{VERSION}, scripts/run_rm.py", truncation_side="left"
+    ),
+    "reward-bench-2": ReferenceFormat(
+        program=f"{VERSION}, scripts/run_v2.py", truncation_side=None
+    ),
+}
+"""By the benchmark that the program is for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceRow:
+    """One conversation as the reference hands it to a model."""
+
+    text: str
+    ids: TrainedIds
+    """All that its tokenizer makes of it."""
+    start: int
+    """1 where BOS stands twice: the first is hidden from attention."""
+    end: int
+    """The score is read from the token before it."""
+    truncated: bool
+
+    @property
+    def read_ids(self) -> TrainedIds:
+        """The tokens that decide the score."""
+        return self.ids[self.start : self.end]
+
+
+class RewardBenchContract(ScoringContract):
+    """A scoring contract with the reference's way to tokens; the rest is that of the model."""
+
+    def __init__(
+        self,
+        contract: ScoringContract,
+        tokenizer: Any,
+        *,
+        pad_id: int | None,
+        form: ReferenceFormat,
+    ) -> None:
+        """Take the place of a model's contract.
+
+        Args:
+            contract: The model's own.
+            tokenizer: As it lies beside the model, with nothing settled or closed; its truncation
+                side and padding are changed.
+            pad_id: What the model's configuration names as padding; None where it names none.
+            form: Which program.
+
+        Raises:
+            ModelError: The reference has no score for such a model, or none that depends on the
+                conversation alone.
+        """
+        _refuse(contract, tokenizer)
+        side = form.truncation_side or tokenizer.truncation_side
+        tokenizer.truncation_side = side
+        rules = contract.rules.model_copy(
+            update={"max_length": form.max_length, "truncation_side": side}
+        )
+        super().__init__(tokenizer, rules)
+        self.own = contract
+        """The model's."""
+        self.form = replace(form, truncation_side=side)
+        self.ignored_id = _settle_padding(tokenizer, pad_id)
+        """The token that the score is never read from."""
+
+    @classmethod
+    def beside(
+        cls, contract: ScoringContract, config: PolicyConfig, name: str, *, form: ReferenceFormat
+    ) -> RewardBenchContract:
+        """For the model at a place, with its files as the reference would read them.
+
+        Args:
+            contract: Of the model that was loaded from there.
+            config: The policy section: another place of the tokenizer, trust in its code.
+            name: A directory or a hub name.
+            form: Which program.
+
+        Raises:
+            ModelError: See above.
+        """
+        from transformers import AutoTokenizer
+
+        from laurel.models.loading.pretrained import read_config
+
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.tokenizer.name or name, trust_remote_code=config.trust_remote_code
+        )
+        pad_id = getattr(read_config(config, name), "pad_token_id", None)
+        return cls(contract, tokenizer, pad_id=pad_id, form=form)
+
+    def render(self, conversation: Conversation) -> str:
+        """The text of a conversation whose roles are settled, by the template alone.
+
+        Raises:
+            DataError: The template cannot render it.
+        """
+        return render(self.tokenizer, conversation, {})
+
+    def encode(self, groups: Sequence[Group], *, sources: Sequence[str] = ()) -> list[TokenGroup]:
+        """See `ScoringContract.encode`.
+
+        Raises:
+            DataError: A conversation that the reference stops at, or the template.
+        """
+        texts: list[str] = []
+        for source, group in zip(sources or [g.id for g in groups], groups, strict=True):
+            try:
+                texts += self._texts(group)
+            except DataError as error:
+                raise DataError(f"{source}: {error}") from error
+        rows = iter(self._rows(texts))
+        return [
+            token_group(
+                group.id,
+                [(row.read_ids, row.truncated) for row in islice(rows, len(group.completions_G))],
+            )
+            for group in groups
+        ]
+
+    def rows(self, group: Group) -> list[ReferenceRow]:
+        """Each conversation of a group as the reference hands it to the model.
+
+        Raises:
+            DataError: One that it stops at, or the template.
+        """
+        return self._rows(self._texts(group))
+
+    def _texts(self, group: Group) -> list[str]:
+        return [
+            self.render(by_position(group.prompt, completion.messages))
+            for completion in group.completions_G
+        ]
+
+    def _rows(self, texts: Sequence[str]) -> list[ReferenceRow]:
+        ids_N = self.tokenizer(list(texts))["input_ids"] if texts else []
+        return [self._row(text, ids) for text, ids in zip(texts, ids_N, strict=True)]
+
+    def _row(self, text: str, ids: TrainedIds) -> ReferenceRow:
+        is_long = len(ids) > self.form.max_length
+        if is_long:
+            cut = self.tokenizer(text, truncation=True, max_length=self.form.max_length)
+            ids = cut["input_ids"]
+        bos = self.tokenizer.bos_token_id
+        start = int(bos is not None and ids[:2] == [bos, bos])
+        end = len(ids)
+        if self.rules.pooled == "last":
+            while end and ids[end - 1] == self.ignored_id:
+                end -= 1
+        elif start:
+            raise DataError("BOS stands twice, which the reference hides; an encoder reads it")
+        if end <= start:
+            raise DataError("nothing but padding tokens, of which the reference reads no score")
+        return ReferenceRow(text=text, ids=ids, start=start, end=end, truncated=is_long)
+
+
+def by_position(prompt: Conversation, answer: Conversation) -> Conversation:
+    """A conversation with the roles that the reference gives: user and assistant by turns.
+
+    Raises:
+        DataError: The reference stops at such a prompt, or knows no such answer.
+    """
+    if len(answer) != 1:
+        raise DataError(f"an answer of {len(answer)} messages, and {VERSION} knows those of one")
+    if len(prompt) % 2 == 0:
+        raise DataError(
+            f"a prompt of {len(prompt)} messages, at which {VERSION} stops: it takes them for user "
+            "and assistant by turns, and the last must be the user's"
+        )
+    turns = (*prompt, *answer)
+    return tuple(
+        Message("assistant" if place % 2 else "user", message.content)
+        for place, message in enumerate(turns)
+    )
+
+
+def _refuse(contract: ScoringContract, tokenizer: Any) -> None:
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"the tokenizer has no chat template, and what {VERSION} takes instead, a conversation "
+            "of FastChat, is not known here; give the tokenizer of the model a template, or leave "
+            "--compatibility out"
+        )
+    if len(contract.rules.attributes) > 1:
+        raise ModelError(
+            f"the model has {len(contract.rules.attributes)} outputs, which {VERSION} does not "
+            "make one score of; leave --compatibility out"
+        )
+
+
+def _settle_padding(tokenizer: Any, pad_id: int | None) -> int:
+    """The token that the reference takes for padding, and its tokenizer pads with.
+
+    Raises:
+        ModelError: There is none, or the model and its tokenizer have different ones.
+    """
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ModelError(
+                f"the tokenizer has no token to pad with, nor an end, so {VERSION} cannot score "
+                "the model; leave --compatibility out"
+            )
+        tokenizer.pad_token_id = tokenizer.eos_token_id
+        return int(tokenizer.eos_token_id)
+    if pad_id is not None and pad_id != tokenizer.pad_token_id and tokenizer.padding_side != "left":
+        raise ModelError(
+            f"the configuration of the model names token {pad_id} as padding, and its tokenizer "
+            f"pads with {tokenizer.pad_token_id}: {VERSION} reads such a model's scores from the "
+            "padding, so they depend on the other rows of a batch; leave --compatibility out"
+        )
+    return int(tokenizer.pad_token_id if pad_id is None else pad_id)
+
+
+# --------------------------------------------------------------------------------------------------
+# Where the reference's tokens are not those of the scoring contract, and why.
+
+BOS = "BOS doubled, the first hidden"
+ROLES = "roles by position"
+CUT = "cut differently"
+EARLIER = "read before the last token"
+TEXT = "rendered differently"
+SPECIAL = "special tokens added"
+FAILS = "one of the two cannot read it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Of the tokens of one conversation."""
+
+    reasons: tuple[str, ...]
+    is_read: bool
+    """Whether the model reads other tokens; a BOS that is hidden again is none."""
+
+
+def differences(
+    reference: RewardBenchContract, groups: Sequence[Group]
+) -> list[tuple[Difference | None, ...]]:
+    """For each completion of each group how its tokens differ; None where they are the same."""
+    own = prepared_by(reference.own, groups)
+    theirs = prepared_by(reference, groups)
+    return [
+        tuple(
+            _difference(reference, group, index, ours, other)
+            for index, (ours, other) in enumerate(
+                zip(_ids_of(own_tokens), _ids_of(other_tokens), strict=True)
+            )
+        )
+        for group, own_tokens, other_tokens in zip(groups, own, theirs, strict=True)
+    ]
+
+
+def _ids_of(prepared: Prepared) -> list[tuple[list[int], bool] | None]:
+    """Tokens of each completion and whether they were cut; None where it cannot be read."""
+    tokens, failures = prepared
+    if tokens is None:
+        return [None] * len(failures)
+    trunk = tokens.trunk_ids.tolist()
+    read = iter(
+        [
+            (trunk + ids.tolist(), was_cut)
+            for ids, was_cut in zip(tokens.branches_ids_G, tokens.truncated_G, strict=True)
+        ]
+    )
+    return [next(read) if failure is None else None for failure in failures]
+
+
+def _difference(
+    reference: RewardBenchContract,
+    group: Group,
+    index: int,
+    ours: tuple[list[int], bool] | None,
+    theirs: tuple[list[int], bool] | None,
+) -> Difference | None:
+    if ours is None or theirs is None:
+        return None if ours is theirs else Difference(reasons=(FAILS,), is_read=True)
+    (row,) = reference.rows(_alone(group, index))
+    is_read = row.read_ids != ours[0]
+    if not is_read and row.ids == ours[0]:
+        return None
+    return Difference(
+        reasons=_reasons(reference.own, group, index, row, ours, is_read=is_read), is_read=is_read
+    )
+
+
+def _reasons(
+    own: ScoringContract,
+    group: Group,
+    index: int,
+    row: ReferenceRow,
+    ours: tuple[list[int], bool],
+    *,
+    is_read: bool,
+) -> tuple[str, ...]:
+    given = group.conversation(index)
+    has_other_roles = by_position(group.prompt, group.completions_G[index].messages) != given
+    found = {
+        BOS: row.start > 0,
+        ROLES: has_other_roles,
+        CUT: is_read and (row.truncated or ours[1]),
+        EARLIER: row.end < len(row.ids),
+        TEXT: not has_other_roles and row.text != own.render(given),
+    }
+    return tuple(reason for reason, holds in found.items() if holds) or (SPECIAL,)
+
+
+def _alone(group: Group, index: int) -> Group:
+    return Group(id=group.id, prompt=group.prompt, completions_G=(group.completions_G[index],))
+
+
+def summary(found: Sequence[Sequence[Difference | None]]) -> dict[str, Any]:
+    """How many rows and conversations differ, and for which reasons, in values that JSON knows."""
+    rows = [[one for one in row if one is not None] for row in found]
+    every = [one for row in rows for one in row]
+    reasons = Counter(reason for one in every for reason in one.reasons)
+    rows_by_reason = Counter(
+        reason for row in rows for reason in {r for one in row for r in one.reasons}
+    )
+    return {
+        "num_rows": sum(map(bool, rows)),
+        "num_rows_read_differently": sum(any(one.is_read for one in row) for row in rows),
+        "num_completions": len(every),
+        "num_completions_read_differently": sum(one.is_read for one in every),
+        "reasons": {
+            reason: {"num_rows": rows_by_reason[reason], "num_completions": count}
+            for reason, count in reasons.most_common()
+        },
+    }

@@ -1,0 +1,643 @@
+"""Accuracy on scored pairs, and how sure it is."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+from statistics import fmean
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from laurel.errors import ConfigError, DataError
+from laurel.observe.console import conversation_text
+from laurel.observe.metrics import longer_credit
+from laurel.types import Message, Preference
+
+NUM_DRAWS = 2000
+CONFIDENCE = 0.95
+
+Credits = Mapping[str, float]
+"""What a baseline gets of each pair, by the pair's id: 1 right, 0 wrong, 0.5 cannot say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """A share of pairs that are right, its confidence interval, and what it is to be held against.
+
+    As RewardBench counts: a tie is wrong.
+    """
+
+    value: float
+    low: float
+    high: float
+    num_pairs: int
+    """Pairs that both scores are known of. No others take part."""
+    num_ties: int
+    baselines: Mapping[str, float]
+    """The accuracy of each baseline on the same pairs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """The accuracy on some of the pairs."""
+
+    name: str
+    lowest: float | None
+    """Least value among its pairs of what they were sorted by; None for slices by name."""
+    highest: float | None
+    accuracy: Accuracy
+
+
+def difference(pair: ScoredPair) -> float | None:
+    """The score of the chosen answer less that of the rejected one.
+
+    None where a score is missing or not finite: no number can be made of it.
+    """
+    if pair.score_chosen is None or pair.score_rejected is None:
+        return None
+    if not (math.isfinite(pair.score_chosen) and math.isfinite(pair.score_rejected)):
+        return None
+    return pair.score_chosen - pair.score_rejected
+
+
+def scored(pairs: Iterable[ScoredPair]) -> list[ScoredPair]:
+    """The pairs that both scores are known of."""
+    return [pair for pair in pairs if difference(pair) is not None]
+
+
+def failures(pairs: Iterable[ScoredPair]) -> dict[str, int]:
+    """How many pairs have no verdict, by the reason, the most frequent first."""
+    return dict(
+        Counter(
+            pair.failure or "no finite score" for pair in pairs if difference(pair) is None
+        ).most_common()
+    )
+
+
+def accuracy(
+    pairs: Iterable[ScoredPair],
+    *,
+    baselines: Mapping[str, Credits] | None = None,
+    seed: int = 0,
+    num_draws: int = NUM_DRAWS,
+    confidence: float = CONFIDENCE,
+) -> Accuracy | None:
+    """The share of the pairs whose chosen answer has strictly more.
+
+    Its interval is that of the percentile bootstrap over pairs: quantiles of the accuracy of
+    `num_draws` sets of as many pairs, drawn with replacement. See `draw_shares`. Pairs count as
+    independent; where many have one prompt, the truth is wider.
+
+    Returns:
+        None where no pair has both scores.
+    """
+    judged = scored(pairs)
+    if not judged:
+        return None
+    num_right = sum(bool(pair.is_right) for pair in judged)
+    low, high = interval_of_share(
+        num_right, len(judged), seed=seed, num_draws=num_draws, confidence=confidence
+    )
+    return Accuracy(
+        value=num_right / len(judged),
+        low=low,
+        high=high,
+        num_pairs=len(judged),
+        num_ties=sum(difference(pair) == 0 for pair in judged),
+        baselines={
+            name: fmean(credits[pair.id] for pair in judged)
+            for name, credits in (baselines or {}).items()
+        },
+    )
+
+
+def interval_of_share(
+    num_right: int,
+    num_pairs: int,
+    *,
+    seed: int = 0,
+    num_draws: int = NUM_DRAWS,
+    confidence: float = CONFIDENCE,
+) -> tuple[float, float]:
+    """The bootstrap's interval of a share; see `accuracy`.
+
+    Where all are right, or none is, every draw is the same and the bootstrap claims to be certain.
+    There the interval of Clopper and Pearson (1934), which has a closed form at these ends, takes
+    its place.
+    """
+    outside = (1 - check_confidence(confidence)) / 2
+    if num_right in (0, num_pairs):
+        slack = outside ** (1 / num_pairs)
+        return (slack, 1.0) if num_right else (0.0, 1.0 - slack)
+    shares = draw_shares(num_right, num_pairs, seed=seed, num_draws=num_draws)
+    low, high = np.quantile(shares, [outside, 1 - outside])
+    return float(low), float(high)
+
+
+def draw_shares(num_right: int, num_pairs: int, *, seed: int, num_draws: int) -> np.ndarray:
+    """Shares of right ones in sets of pairs drawn with replacement.
+
+    How many of n pairs drawn from n are right, when k of those are, is binomial of n and k/n. So
+    that is drawn, not the pairs one by one; and their order cannot matter.
+    """
+    generator = np.random.default_rng(seed)
+    return generator.binomial(num_pairs, num_right / num_pairs, size=num_draws) / num_pairs
+
+
+def check_confidence(confidence: float) -> float:
+    """The confidence as it is, or an error that says what it may be."""
+    if not 0 < confidence < 1:
+        raise ConfigError(f"confidence={confidence}: must lie between 0 and 1, e.g. 0.95")
+    return confidence
+
+
+def accuracy_by_name(
+    pairs: Iterable[ScoredPair],
+    names: Mapping[str, str],
+    *,
+    baselines: Mapping[str, Credits] | None = None,
+    seed: int = 0,
+    confidence: float = CONFIDENCE,
+) -> list[Slice]:
+    """The accuracy of each kind of pairs, in the order of the kinds' names.
+
+    Args:
+        pairs: Those without both scores take no part.
+        names: The kind of each pair by its id; pairs without an entry are in no slice.
+        baselines: See `Credits`.
+        seed: Of the bootstrap.
+        confidence: Of the intervals.
+    """
+    members: dict[str, list[ScoredPair]] = {}
+    for pair in pairs:
+        if pair.id in names:
+            members.setdefault(names[pair.id], []).append(pair)
+    slices = []
+    for name, inside in sorted(members.items()):
+        found = accuracy(inside, baselines=baselines, seed=seed, confidence=confidence)
+        if found is not None:
+            slices.append(Slice(name=name, lowest=None, highest=None, accuracy=found))
+    return slices
+
+
+def accuracy_by_value(
+    pairs: Iterable[ScoredPair],
+    values: Mapping[str, float],
+    *,
+    num_bins: int = 5,
+    baselines: Mapping[str, Credits] | None = None,
+    seed: int = 0,
+    confidence: float = CONFIDENCE,
+) -> list[Slice]:
+    """The accuracy in bins of about as many pairs each, from the lowest values to the highest.
+
+    Pairs of one value are never parted; where there are no more than `num_bins` values, each has
+    a bin of its own.
+
+    Args:
+        pairs: Those without both scores take no part.
+        values: Of each pair by its id; pairs without an entry are in no bin.
+        num_bins: The most there can be.
+        baselines: See `Credits`.
+        seed: Of the bootstrap.
+        confidence: Of the intervals.
+    """
+    if num_bins < 1:
+        raise ConfigError(f"num_bins={num_bins}: must be at least 1")
+    placed = [pair for pair in scored(pairs) if pair.id in values]
+    slices = []
+    for lowest, highest in bins_of([values[pair.id] for pair in placed], num_bins):
+        inside = [pair for pair in placed if lowest <= values[pair.id] <= highest]
+        found = accuracy(inside, baselines=baselines, seed=seed, confidence=confidence)
+        if found is not None:
+            name = f"{lowest:g}" if lowest == highest else f"{lowest:g} to {highest:g}"
+            slices.append(Slice(name=name, lowest=lowest, highest=highest, accuracy=found))
+    return slices
+
+
+def bins_of(values: Sequence[float], num_bins: int) -> list[tuple[float, float]]:
+    """The least and the greatest value of each bin; see `accuracy_by_value`."""
+    ordered = sorted(values)
+    distinct = sorted(set(ordered))
+    if len(distinct) <= num_bins:
+        return [(value, value) for value in distinct]
+    # A bin starts at the value that stands first in its share of the row, if that is a new one.
+    starts = sorted({ordered[len(ordered) * index // num_bins] for index in range(num_bins)})
+    positions = [distinct.index(start) for start in starts]
+    ends = [*(position - 1 for position in positions[1:]), len(distinct) - 1]
+    return [(start, distinct[end]) for start, end in zip(starts, ends, strict=True)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether two results on the same rows differ by more than chance.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedTest:
+    """Two results, row by row."""
+
+    num_rows: int
+    """Rows that both have a verdict on."""
+    num_first_better: int
+    num_second_better: int
+    p_value: float
+    """The chance of a difference as large or larger if neither were better."""
+
+
+def compare(
+    first: MeasuredCredits, second: MeasuredCredits, *, ids: Iterable[str] | None = None
+) -> PairedTest:
+    """The exact test of McNemar on the rows that both results have a verdict on.
+
+    Where a row can be worth more than 0 and less than 1, what counts is on which side it is worth
+    more, which makes it the sign test; of rows that are right or wrong the two are the same.
+
+    Args:
+        first: What each row is worth.
+        second: Likewise.
+        ids: The rows to compare; None: all.
+    """
+    wanted = first.keys() if ids is None else ids
+    num_rows = first_better = second_better = 0
+    for row_id in wanted:
+        one, other = first.get(row_id), second.get(row_id)
+        if one is None or other is None:
+            continue
+        num_rows += 1
+        first_better += one > other
+        second_better += other > one
+    return PairedTest(
+        num_rows=num_rows,
+        num_first_better=first_better,
+        num_second_better=second_better,
+        p_value=sign_test(first_better, second_better),
+    )
+
+
+def sign_test(num_first: int, num_second: int) -> float:
+    """Two-sided chance that a fair coin divides so many throws so unevenly, exactly.
+
+    Raises:
+        ValueError: A count below 0.
+    """
+    if num_first < 0 or num_second < 0:
+        raise ValueError(f"counts are {num_first} and {num_second}")
+    throws = num_first + num_second
+    as_uneven = sum(math.comb(throws, k) for k in range(min(num_first, num_second) + 1))
+    return min(1.0, 2 * as_uneven / (1 << throws))
+
+
+# --------------------------------------------------------------------------------------------------
+# What an evaluation found: figures, each with the rows that it stands on and those that failed.
+
+MeasuredCredits = Mapping[str, float | None]
+"""What each row is worth, 0 to 1, by its id; None: it could not be scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number, or that there is nothing to take it over."""
+
+    name: str
+    value: float | None
+    num_rows: int = 0
+    """Rows that it is taken over; those that failed are not among them."""
+    num_failures: int = 0
+    """Rows that it lacks because they could not be scored."""
+    is_aside: bool = False
+    """It says something about the rows, and is no score that others are made of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The figures of one evaluation."""
+
+    subsets: tuple[Figure, ...]
+    sections: tuple[Figure, ...] = ()
+    """What is made of subsets."""
+    final: Figure
+    notes: tuple[str, ...] = ()
+    """What a reader must know to believe the figures."""
+    credits: MeasuredCredits = field(default_factory=dict)
+
+
+def share(name: str, credits: Iterable[float | None]) -> Figure:
+    """The mean of what rows are worth; those that failed are counted and take no part."""
+    every = list(credits)
+    known = [credit for credit in every if credit is not None]
+    return Figure(
+        name=name,
+        value=fmean(known) if known else None,
+        num_rows=len(known),
+        num_failures=len(every) - len(known),
+    )
+
+
+def shares_by_subset(rows: Iterable[tuple[str | None, float | None]]) -> dict[str, Figure]:
+    """The share of each subset, in the order in which they first appear.
+
+    Args:
+        rows: The subset of each row, and what it is worth. Rows without a subset are passed over.
+    """
+    by_subset: dict[str, list[float | None]] = {}
+    for subset, credit in rows:
+        if subset is not None:
+            by_subset.setdefault(subset, []).append(credit)
+    return {name: share(name, credits) for name, credits in by_subset.items()}
+
+
+def mean_of(name: str, figures: Sequence[Figure]) -> Figure:
+    """The plain mean of figures; it has no value where one of them has none, or there is none."""
+    values = [figure.value for figure in figures if figure.value is not None]
+    return Figure(
+        name=name,
+        value=fmean(values) if values and len(values) == len(figures) else None,
+        num_rows=sum(figure.num_rows for figure in figures),
+        num_failures=sum(figure.num_failures for figure in figures),
+    )
+
+
+def pair_credits(pairs: Sequence[ScoredPair]) -> dict[str, float | None]:
+    """1 for each pair that is right, 0 for each other, None where there is no verdict.
+
+    Raises:
+        ValueError: Two pairs share an id.
+    """
+    credits = {pair.id: None if pair.is_right is None else float(pair.is_right) for pair in pairs}
+    if len(credits) < len(pairs):
+        raise ValueError("two pairs share an id")
+    return credits
+
+
+# ------------------------------------------------------------------------- the baseline of length
+
+
+def pairs_by_length(pairs: Iterable[ScoredPair]) -> list[ScoredPair]:
+    """The same pairs as somebody scores them who likes long answers, and nothing else.
+
+    Scores are numbers of characters. A pair that failed stays failed, so that a figure and its
+    baseline stand on the same rows.
+    """
+    return [
+        pair
+        if pair.is_right is None
+        else replace(
+            pair, score_chosen=float(len(pair.chosen)), score_rejected=float(len(pair.rejected))
+        )
+        for pair in pairs
+    ]
+
+
+def lists_by_length(lists: Iterable[ScoredList]) -> list[ScoredList]:
+    """The same for lists; see `pairs_by_length`."""
+    return [
+        one
+        if one.whole_scores_G is None
+        else replace(one, scores_G=tuple(float(len(text)) for text in one.completions_G))
+        for one in lists
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# A preference pair and what a reward model said of both of its answers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredPair:
+    """What every evaluation on pairs is computed from."""
+
+    id: str
+    prompt: tuple[Message, ...]
+    chosen: str
+    rejected: str
+    score_chosen: float | None
+    """None: it could not be scored."""
+    score_rejected: float | None
+    subset: str | None = None
+    margin: float | None = None
+    """By how much people, or whoever labelled it, preferred the chosen one."""
+    failure: str | None = None
+    """Why there is no score."""
+
+    @property
+    def is_right(self) -> bool | None:
+        """Whether the chosen answer has strictly more, as RewardBench counts: a tie is wrong. None
+        where a score is missing: a failure is not a verdict."""
+        if self.score_chosen is None or self.score_rejected is None:
+            return None
+        return self.score_chosen > self.score_rejected
+
+
+# --------------------------------------------------------------------------------------------------
+# What knows nothing of quality, to be printed beside every accuracy: length, and single words.
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Indices = npt.NDArray[np.int64]
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+_MOST_STEPS = 300
+_SMALL_GRADIENT = 1e-4
+"""Training ends where the gradient is this small beside the one it began with."""
+
+
+def longer_wins(pairs: Iterable[ScoredPair]) -> dict[str, float]:
+    """What whoever prefers the longer answer, in characters, would get of each pair.
+
+    Half of a pair of answers of one length, as the data report counts them.
+    """
+    return {pair.id: longer_credit(len(pair.chosen), len(pair.rejected)) for pair in pairs}
+
+
+def unscored_pairs(preference: Preference) -> list[ScoredPair]:
+    """Every two answers of a judged group of which one is better, for what looks at texts alone."""
+    group, ranks_G = preference.group, preference.ranks_G
+    texts = [conversation_text(one.messages) for one in group.completions_G]
+    return [
+        ScoredPair(
+            id=f"{group.id}:{better}>{worse}",
+            prompt=group.prompt,
+            chosen=texts[better],
+            rejected=texts[worse],
+            score_chosen=None,
+            score_rejected=None,
+        )
+        for better, worse in permutations(range(len(texts)), 2)
+        if ranks_G[better] < ranks_G[worse]
+    ]
+
+
+def length_difference(pair: ScoredPair) -> int:
+    """By how many characters the chosen answer is longer; negative where it is shorter."""
+    return len(pair.chosen) - len(pair.rejected)
+
+
+def _credit(advantage: float) -> float:
+    return 0.5 if advantage == 0 else float(advantage > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BagOfWords:
+    """A Bradley-Terry model whose score is a sum over the words of an answer.
+
+    `score(answer) = sum over words of weight[word] * log(1 + times the word occurs)`; the prompt
+    is not looked at.
+    """
+
+    weights: dict[str, float]
+    """Of every word, in lower case, and every punctuation mark that it has learned."""
+
+    @classmethod
+    def train(cls, pairs: Sequence[ScoredPair], *, decay: float = 0.01, least: int = 2) -> Self:
+        """Learn from preferences; their scores are not looked at.
+
+        Minimises `mean(softplus(score(rejected) - score(chosen))) + decay / 2 * |weights|^2`, which
+        has one minimum, so that no seed is needed.
+
+        Args:
+            pairs: At least one.
+            decay: See above.
+            least: Answers that a word must occur in to get a weight.
+
+        Raises:
+            DataError: There are no pairs.
+        """
+        if not pairs:
+            raise DataError("the bag-of-words baseline needs at least one training pair")
+        known = {text: _bag(text) for pair in pairs for text in (pair.chosen, pair.rejected)}
+        bags = [(known[pair.chosen], known[pair.rejected]) for pair in pairs]
+        answers = Counter(word for sides in bags for bag in sides for word in bag)
+        words = sorted(word for word, count in answers.items() if count >= least)
+        index = {word: position for position, word in enumerate(words)}
+        entries = [
+            (row, index[word], value)
+            for row, (chosen, rejected) in enumerate(bags)
+            for word, value in _less(chosen, rejected).items()
+            if word in index
+        ]
+        if not entries:  # the sides of every pair have the same words
+            return cls(weights={})
+        rows, columns, values = (np.array(part) for part in zip(*entries, strict=True))
+        found = _minimise(rows, columns, values, (len(pairs), len(words)), decay)
+        return cls(weights=dict(zip(words, found.tolist(), strict=True)))
+
+    def score(self, answer: str) -> float:
+        """The sum over the words of an answer; 0 of unknown words."""
+        return sum(self.weights.get(word, 0.0) * value for word, value in _bag(answer).items())
+
+    def credits(self, pairs: Iterable[ScoredPair]) -> dict[str, float]:
+        """What it gets of each pair; half where it sees no difference."""
+        return {pair.id: _credit(self.score(pair.chosen) - self.score(pair.rejected))
+                for pair in pairs}  # fmt: skip
+
+
+def _bag(text: str) -> dict[str, float]:
+    counts = Counter(_WORD.findall(text.lower()))
+    # Sorted, for the last digit of a sum depends on its order.
+    return {word: math.log1p(counts[word]) for word in sorted(counts)}
+
+
+def _less(bag: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    parts = {word: bag.get(word, 0.0) - other.get(word, 0.0) for word in bag | other}
+    return {word: value for word, value in parts.items() if value}
+
+
+def _minimise(
+    rows: Indices, columns: Indices, values: Floats, shape: tuple[int, int], decay: float
+) -> Floats:
+    """Nesterov's accelerated gradient, on a sparse matrix of features given by its entries."""
+    num_rows, num_columns = shape
+
+    def times(vector: Floats) -> Floats:
+        sums = np.bincount(rows, values * vector[columns], num_rows)
+        return sums.astype(np.float64, copy=False)
+
+    def transposed_times(vector: Floats) -> Floats:
+        sums = np.bincount(columns, values * vector[rows], num_columns)
+        return sums.astype(np.float64, copy=False)
+
+    # No curvature exceeds a quarter of the matrix's largest squared singular value; its bound by
+    # the largest sums of rows and columns would be far too careful, so power iteration it is. It
+    # starts anywhere; from ones it would come to nothing where every gain is another word's loss.
+    probe = np.random.default_rng(0).standard_normal(num_columns)
+    for _ in range(30):
+        probe = transposed_times(times(probe / np.linalg.norm(probe)))
+    curvature = 1.1 * 0.25 * float(np.linalg.norm(probe)) / num_rows + decay
+    weights = ahead = np.zeros(num_columns)
+    first = 0.0
+    for step in range(_MOST_STEPS):
+        wrong = 1 / (1 + np.exp(np.clip(times(ahead), -500, 500)))
+        gradient = decay * ahead - transposed_times(wrong) / num_rows
+        size = float(np.linalg.norm(gradient))
+        first = first or size
+        if size <= _SMALL_GRADIENT * first:
+            break
+        moved = ahead - gradient / curvature
+        ahead = moved + step / (step + 3) * (moved - weights)
+        weights = moved
+    return weights
+
+
+# --------------------------------------------------------------------------------------------------
+# A prompt with any number of answers, right ones and wrong ones, and what was said of each.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredList:
+    """What every evaluation on lists is computed from; the sibling of `ScoredPair`."""
+
+    id: str
+    prompt: tuple[Message, ...]
+    completions_G: tuple[str, ...]
+    is_right_G: tuple[bool, ...]
+    scores_G: tuple[float | None, ...]
+    """None: it could not be scored."""
+    subset: str | None = None
+    failure: str | None = None
+    """Why a score is missing; the first reason."""
+
+    def __post_init__(self) -> None:
+        """Refuse lists of different lengths, from which any figure would be nonsense."""
+        if not len(self.completions_G) == len(self.is_right_G) == len(self.scores_G) > 0:
+            raise ValueError(
+                f"{self.id}: {len(self.completions_G)} completions, {len(self.is_right_G)} "
+                f"verdicts and {len(self.scores_G)} scores; one of each is needed per completion"
+            )
+
+    @property
+    def whole_scores_G(self) -> tuple[float, ...] | None:
+        """Every score; None where one is missing, since then nobody knows which is the best."""
+        scores = tuple(score for score in self.scores_G if score is not None)
+        return scores if len(scores) == len(self.scores_G) else None
+
+    @property
+    def first_credit(self) -> float | None:
+        """What the list is worth where its first completion is the right one: 1 if it alone has the
+        most, 1/k if k share the most and it is among them, else 0. None where a score is missing.
+        """
+        scores_G = self.whole_scores_G
+        if scores_G is None:
+            return None
+        best = max(scores_G)
+        return 1 / scores_G.count(best) if scores_G[0] == best else 0.0
+
+    @property
+    def best_credit(self) -> float | None:
+        """The chance that the best is right, where those that share the most are drawn from."""
+        scores_G = self.whole_scores_G
+        if scores_G is None:
+            return None
+        best = max(scores_G)
+        drawn = [
+            is_right
+            for score, is_right in zip(scores_G, self.is_right_G, strict=True)
+            if score == best
+        ]
+        return sum(drawn) / len(drawn)

@@ -1,0 +1,1 @@
+"""Plain Hugging Face directories of trained models, with a card, here or on the hub."""

@@ -1,0 +1,1 @@
+"""Generators: they sample completions from the policy."""

@@ -1,0 +1,729 @@
+"""Several engines in processes of their own that together are one generator.
+
+Each is an `EngineWorker` in a worker group of one. A request goes, with all its completions, to the
+replica that has the least to do; tokens depend on seeds alone, so it does not matter which. A
+replica whose process or engine dies is started again in its place, and others finish what it had:
+completions that have come are not asked for again, so none counts twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from laurel.errors import EngineError, LaurelError, UserError, WorkerError
+from laurel.generation.engine_worker import Event
+from laurel.generation.waiting import BackgroundLoop, PauseGate
+from laurel.generation.weights.probe import Probe
+from laurel.generation.weights.routes import (
+    THROUGH_RAY,
+    WeightRoute,
+    WeightTransfer,
+    require_proof,
+    route_of,
+    send_weights,
+    version_of,
+)
+from laurel.protocols import WorkerGroup
+from laurel.types import Generated, GenerationRequest, Weights
+from laurel.workers.seat import Restarts
+
+_log = logging.getLogger(__name__)
+
+PATIENCE = 120.0
+
+
+class GeneratorReplicas:
+    """A `Generator` over replicas.
+
+    Requests made in the same turn of the event loop go out together, in order. While there is
+    nothing to draw it asks nobody anything. `make_group`, `current_weights`, `probe` and `say` are
+    called in threads of its own.
+    """
+
+    def __init__(
+        self,
+        make_group: Callable[[int], WorkerGroup],
+        num_replicas: int,
+        *,
+        current_weights: Callable[[], Weights | None] = lambda: None,
+        probe: Probe | None = None,
+        say: Callable[[str], None] = _log.warning,
+        max_restarts: int = 3,
+        transfer: WeightTransfer = THROUGH_RAY,
+        bucket_bytes: int | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        """Make the replicas, all at the same time.
+
+        Args:
+            make_group: Makes the group, of one `EngineWorker`, of the replica with this number;
+                called again, when the one before has been shut down, to start it anew.
+            num_replicas: At least one.
+            current_weights: The weights of `weight_version`, for a replica that is started again
+                between two updates when no other is left; None, or those of another version:
+                they cannot be had, and the replica waits for the next update. Not asked before
+                the first update, nor while others can draw.
+            probe: The learner's log-probabilities of given tokens, at temperature 1: compared with
+                the replicas' at the start and after every transfer. None: not compared.
+            say: Told of every restart.
+            max_restarts: Of all replicas together, as long as this generator lives.
+            transfer: How weights come: see `weight_routes`. For `broadcast` they must be those of a
+                `LearnerGroup`.
+            bucket_bytes: Of weights that travel at a time; None: what suits the way.
+            patience: Seconds after which a replica that gives no sign is taken for dead.
+
+        Raises:
+            LaurelError: A replica cannot be made, has weights of another step, or computes
+                something else than the learner.
+        """
+        self.transfer = transfer
+        """As it was given."""
+        settings = CrewSettings(
+            make_group=make_group,
+            num_replicas=num_replicas,
+            current_weights=current_weights,
+            probe=probe,
+            say=say,
+            max_restarts=max_restarts,
+            route=route_of(transfer, bucket_bytes=bucket_bytes, patience=patience, say=say),
+            patience=patience,
+        )
+        self._arriving: list[Order] = []
+        self._arrival = threading.Lock()
+        """Of the list before it."""
+        self._gate = PauseGate()
+        self._crew = ReplicaCrew(settings, on_failure=self._gate.open)
+        self._is_asleep = False
+        self._background = BackgroundLoop("laurel-replicas")
+        try:
+            self._background.wait_for(self._begin())
+        except BaseException:
+            self.close()
+            raise
+
+    async def _begin(self) -> None:
+        await self._crew.begin()
+        self._gate.open()
+
+    def close(self) -> None:
+        """See `Generator`. Shuts the groups down."""
+        if not self._background.close(self._end()):
+            return
+        ending = [
+            threading.Thread(target=group.shutdown, name="laurel-closing")
+            for group in self._crew.shut_down()
+        ]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join()
+
+    async def _end(self) -> None:
+        self._crew.fail(EngineError("the generator was closed"))
+        await self._gate.empty()
+
+    # ---------------------------------------------------------------------------------- generation
+
+    @property
+    def weight_version(self) -> int:
+        """See `Generator`."""
+        return self._crew.version
+
+    @property
+    def num_restarts(self) -> int:
+        """How often a replica has been started again."""
+        return self._crew.restarts.number
+
+    @property
+    def num_weight_fallbacks(self) -> int:
+        """Transfers of weights that broke off and ended through Ray's object store."""
+        return self._crew.route.num_fallbacks
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
+        """See `Generator`. What closes the iterator waits until the replica has let go.
+
+        What the engine refuses is raised where the first completion is awaited.
+        """
+        return self._completions(request)
+
+    async def _completions(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
+        if not request.seeds_G:
+            return
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Generated | LaurelError] = asyncio.Queue()
+
+        def deliver(item: Generated | LaurelError) -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop has ended, nobody waits
+                loop.call_soon_threadsafe(inbox.put_nowait, item)
+
+        order = Order(request, deliver)
+        with self._arrival:
+            self._arriving.append(order)
+        loop.call_soon(self._hand_over)
+        try:
+            for _ in request.seeds_G:
+                item = await inbox.get()
+                if isinstance(item, LaurelError):
+                    raise item
+                yield item
+        finally:
+            if not order.is_over:
+                self._hand_over()
+                with contextlib.suppress(EngineError):  # closed, so it is over
+                    await self._elsewhere(self._take_back(order))
+
+    def _hand_over(self) -> None:
+        """Let the requests that have arrived begin, in order."""
+        with self._arrival:
+            orders, self._arriving = self._arriving, []
+        if not orders:
+            return
+        try:
+            self._background.submit(self._accept(orders))
+        except EngineError as closed:
+            for order in orders:
+                order.fail(closed)
+
+    async def _accept(self, orders: Iterable[Order]) -> None:
+        for order in orders:
+            order.task = asyncio.create_task(self._draw(order))
+
+    async def _draw(self, order: Order) -> None:
+        async with self._gate.request():
+            self._crew.place(order)
+            await order.over.wait()
+
+    async def _take_back(self, order: Order) -> None:
+        await self._crew.take_back(order)
+        if order.task is not None:  # it may wait at the gate
+            order.task.cancel()
+
+    # --------------------------------------------------------------------------- weights and sleep
+
+    async def update_weights(self, weights: Weights) -> None:
+        """See `Generator`. After an error the generator is of no use.
+
+        Raises:
+            EngineError: An engine refuses the weights, computes something else than the learner,
+                or has been lost too often.
+        """
+        await self._elsewhere(self._update(weights))
+
+    async def _update(self, weights: Weights) -> None:
+        async with self._alone():
+            await self._crew.take_weights(weights)
+
+    async def sleep(self) -> None:
+        """See `Generator`."""
+        await self._elsewhere(self._set_asleep(True))
+
+    async def wake(self) -> None:
+        """See `Generator`."""
+        await self._elsewhere(self._set_asleep(False))
+
+    async def _set_asleep(self, is_asleep: bool) -> None:
+        async with self._alone():
+            self._is_asleep = is_asleep
+            await self._crew.set_asleep(is_asleep)
+
+    async def _elsewhere(self, work: Coroutine[Any, Any, None]) -> None:
+        # What has been begun is ended, even where the caller is cancelled.
+        await asyncio.shield(asyncio.wrap_future(self._background.submit(work)))
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """New requests wait, those under way have ended, and no replica is being started."""
+        async with self._gate.alone():
+            try:
+                await self._crew.settle()
+                yield
+            finally:
+                if self._crew.failure is not None or not self._is_asleep:
+                    self._gate.open()
+
+
+# --------------------------------------------------------------------------------------------------
+# Replicas at work: who gets which order, and what happens when one is lost.
+
+Result = TypeVar("Result")
+
+POLL_SECONDS = 0.05
+"""How long a busy replica that has nothing to tell may keep new requests from being told to it.
+With many replicas it is longer: `POLL_SECONDS_EACH` times their number."""
+POLL_SECONDS_EACH = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrewSettings:
+    """See `GeneratorReplicas`."""
+
+    make_group: Callable[[int], WorkerGroup]
+    num_replicas: int
+    current_weights: Callable[[], Weights | None]
+    probe: Probe | None
+    say: Callable[[str], None]
+    max_restarts: int
+    route: WeightRoute
+    patience: float
+
+
+class ReplicaCrew:
+    """The replicas of a generator. Belongs to one event loop, except where it says otherwise.
+
+    Whoever changes weights, or lets it rest, sees to it that no order is under way.
+    """
+
+    def __init__(self, settings: CrewSettings, *, on_failure: Callable[[], None]) -> None:
+        """Make nothing yet: see `begin`.
+
+        Args:
+            settings: What does not change.
+            on_failure: Called when the crew is of no use any more.
+        """
+        self.version = 0
+        """Of the weights that all who are ready have."""
+        self.failure: LaurelError | None = None
+        """Why it is of no use any more."""
+        self.restarts = Restarts(settings.max_restarts, settings.say)
+        self.route = settings.route
+        self._settings = settings
+        self._on_failure = on_failure
+        self._poll = max(POLL_SECONDS, POLL_SECONDS_EACH * settings.num_replicas)
+        self._replicas: list[Replica] = []
+        self._unplaced: list[Order] = []
+        self._numbers = itertools.count()
+        self._last_loss, self._last_exit_code = "", EngineError.exit_code
+        self._has_first_weights = True
+        self._is_updating = False
+        self._is_asleep = False
+        self._catching_up = asyncio.Lock()
+        self._serving: list[asyncio.Task[None]] = []
+        # A call at a time to each, and one thread that sends weights.
+        self._threads = ThreadPoolExecutor(settings.num_replicas + 1, "laurel-replicas")
+        # Of several threads.
+        self._groups: list[WorkerGroup] = []
+        self._is_closed = False
+
+    async def begin(self) -> None:
+        """Make all replicas, at the same time."""
+        count = self._settings.num_replicas
+        making = [self._in_thread(self._make, index) for index in range(count)]
+        for made in await asyncio.gather(*making, return_exceptions=True):
+            if isinstance(made, BaseException):
+                raise made
+            self._replicas.append(Replica(len(self._replicas), made))
+        groups = [replica.group for replica in self._replicas]
+        self.version = await self._in_thread(version_of, groups)
+        if self._settings.probe is not None:
+            lost = await self._in_thread(
+                require_proof, dict(enumerate(groups)), self._settings.probe, version=self.version
+            )
+            for error in lost.values():
+                raise error
+        self._serving = [asyncio.create_task(self._serve(replica)) for replica in self._replicas]
+
+    def shut_down(self) -> list[WorkerGroup]:
+        """Make no group any more; those that must be shut down. Any thread may call it."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False)
+        return list(self._groups)
+
+    # -------------------------------------------------------------------------------------- orders
+
+    def place(self, order: Order) -> None:
+        """Give an order to the replica with the least work, or keep it until there is one."""
+        ready = [replica for replica in self._replicas if replica.state == "ready"]
+        if self.failure is not None:
+            order.fail(self.failure)
+        elif ready:
+            min(ready, key=lambda replica: replica.load).give(order, next(self._numbers))
+        else:
+            self._unplaced.append(order)
+            if not any(replica.state == "starting" for replica in self._replicas):
+                self.fail(
+                    self._end(
+                        ", no other replica is left, and the weights of step "
+                        f"{self.version} cannot be had for it any more"
+                    )
+                )
+
+    async def take_back(self, order: Order) -> None:
+        """Come back when nobody works on an order any more."""
+        order.is_aborted = True
+        if any(replica.abort(order) for replica in self._replicas):
+            await order.over.wait()
+            return
+        if order in self._unplaced:
+            self._unplaced.remove(order)
+        order.end()
+
+    def fail(self, failure: LaurelError) -> None:
+        """Be of no use from now on, for the first reason that was given."""
+        self.failure = self.failure or failure
+        orders, self._unplaced = self._unplaced, []
+        for replica in self._replicas:
+            orders += replica.give_up()
+        for order in orders:
+            order.fail(self.failure)
+        self._on_failure()
+
+    async def _serve(self, replica: Replica) -> None:
+        """Speak to one replica while it has work, and start it again when it is lost."""
+        try:
+            while True:
+                await replica.has_work.wait()
+                if (failure := await self._exchange(replica)) is not None:
+                    await self._restart(replica, failure)
+        except LaurelError as error:
+            self.fail(error)
+        except Exception as error:
+            failed = EngineError(f"{replica.name}: {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            self.fail(failed)
+
+    async def _exchange(self, replica: Replica) -> LaurelError | None:
+        """Tell it what is new, and hear what has happened. Why it is lost, where it is."""
+        news = replica.take_news()
+        timeout = self._poll + self._settings.patience
+        try:
+            events = await self._call(replica, "exchange", *news, self._poll, timeout=timeout)
+        except WorkerError as error:
+            return error
+        return replica.hear(events)
+
+    # -------------------------------------------------------------------------- when all is at rest
+
+    async def settle(self) -> None:
+        """Wait until no replica is being started.
+
+        Raises:
+            LaurelError: It is of no use any more.
+        """
+        for replica in self._replicas:
+            await replica.settled.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    async def take_weights(self, weights: Weights) -> None:
+        """Give all replicas new weights, also those that wait for some.
+
+        Raises:
+            EngineError: See `GeneratorReplicas.update_weights`; it is of no use then.
+        """
+        self._is_updating = True
+        try:
+            left = self._replicas
+            while left:
+                lost = await self._send(weights, left)
+                left = [self._replicas[index] for index in lost]
+                await asyncio.gather(*(self._restart(r, lost[r.index]) for r in left))
+        except LaurelError as error:
+            self.fail(error)
+            raise
+        except Exception as error:
+            self.fail(EngineError(f"the weights of step {weights.version}: {error}"))
+            raise
+        finally:
+            self._is_updating = False
+        for replica in self._replicas:
+            replica.state = "ready"
+        self.version, self._has_first_weights = weights.version, False
+
+    async def _send(self, weights: Weights, replicas: list[Replica]) -> dict[int, WorkerError]:
+        # Who has been started again meanwhile is not ready, and has to get all of them.
+        has_same = weights.same_as == self.version and all(r.state == "ready" for r in replicas)
+        lost = await self._in_thread(
+            send_weights,
+            weights,
+            {replica.index: replica.group for replica in replicas},
+            route=self.route,
+            probe=self._settings.probe,
+            has_all=all(replica.has_all_weights for replica in replicas),
+            has_same=has_same,
+        )
+        for replica in replicas:
+            if not has_same or replica.index in lost:
+                replica.has_all_weights = replica.index not in lost
+        return lost
+
+    async def set_asleep(self, is_asleep: bool) -> None:
+        """Send all replicas to sleep, or wake them."""
+        self._is_asleep = is_asleep
+        await asyncio.gather(*(self._rest(replica) for replica in self._replicas))
+
+    async def _rest(self, replica: Replica) -> None:
+        try:
+            await self._call(replica, "sleep" if self._is_asleep else "wake")
+        except WorkerError as error:
+            await self._restart(replica, error)
+
+    # ------------------------------------------------------------------------------------ restarts
+
+    async def _restart(self, replica: Replica, failure: LaurelError) -> None:
+        """Start a replica again, until it works. Others finish what it had.
+
+        Raises:
+            EngineError: That has been done too often.
+        """
+        replica.state = "starting"
+        replica.settled.clear()
+        try:
+            for order in replica.give_up():
+                self.place(order)
+            reason: LaurelError | None = failure
+            while reason is not None:
+                self._count(replica, reason)
+                reason = await self._try_to_start(replica)
+        finally:
+            replica.settled.set()
+        orders, self._unplaced = self._unplaced, []
+        for order in orders:
+            self.place(order)
+
+    def _count(self, replica: Replica, failure: LaurelError) -> None:
+        """Allow one more restart, or say why not."""
+        if self.failure is not None:
+            raise self.failure
+        loss = self.restarts.after(failure, replica)
+        self._last_loss, self._last_exit_code = loss.told, failure.exit_code
+        if loss.refused is not None:
+            raise self._end(f"; no restart: {loss.refused}") from failure
+
+    def _end(self, why: str) -> EngineError:
+        """A loss that cannot be made good; a supervisor is told what the loss itself would say."""
+        error = EngineError(f"{self._last_loss}{why}")
+        error.exit_code = self._last_exit_code
+        return error
+
+    async def _try_to_start(self, replica: Replica) -> LaurelError | None:
+        """Why it does not work, where it does not."""
+        try:
+            await self._in_thread(replica.group.shutdown)
+            replica.has_all_weights = False
+            replica.group = await self._in_thread(self._make, replica.index)
+            if self._is_asleep:
+                await self._call(replica, "sleep")
+            is_ready = await self._catch_up(replica)
+        except LaurelError as error:
+            return error
+        replica.state = "ready" if is_ready else "waiting"
+        having = f"has the weights of step {self.version}" if is_ready else "waits for weights"
+        self._settings.say(f"{replica.name} is back and {having}")
+        return None
+
+    async def _catch_up(self, replica: Replica) -> bool:
+        """Give it the weights of the day. False: it must wait for the next ones."""
+        if self._has_first_weights:
+            return await self._in_thread(version_of, [replica.group]) == self.version
+        if self._is_updating:  # they are on their way
+            return False
+        async with self._catching_up:  # the learner can be read by one at a time
+            # While others draw, rollouts may come to their end, and then the learner works.
+            if any(other.state == "ready" for other in self._replicas):
+                return False
+            weights = await self._in_thread(self._settings.current_weights)
+            if weights is None or weights.version != self.version:
+                return False
+            for error in (await self._send(weights, [replica])).values():
+                raise error
+            replica.state = "ready"  # before another is asked about
+            return True
+
+    # ------------------------------------------------------------------------------------- threads
+
+    def _make(self, index: int) -> WorkerGroup:
+        group = self._settings.make_group(index)
+        self._groups.append(group)
+        if self._is_closed:
+            group.shutdown()
+            raise EngineError("the generator was closed")
+        return group
+
+    async def _in_thread(
+        self, function: Callable[..., Result], *arguments: Any, **options: Any
+    ) -> Result:
+        work = functools.partial(function, *arguments, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _call(self, replica: Replica, method: str, *arguments: Any, **options: Any) -> Any:
+        return await self._in_thread(replica.group.call_one, 0, method, *arguments, **options)
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests on their way through replicas, and one replica as those who give it work see it.
+#
+# All of it belongs to one event loop, except where it says otherwise.
+
+Deliver = Callable[[Generated | LaurelError], None]
+
+
+class Order:
+    """A request, and which of its completions have not come yet."""
+
+    def __init__(self, request: GenerationRequest, deliver: Deliver) -> None:
+        """Made in the thread of whoever asks.
+
+        Args:
+            request: With at least one seed.
+            deliver: Is told every completion, or one error instead of the rest. Must not block.
+        """
+        self.request = request
+        self.is_over = False
+        """Nothing will be delivered any more. May be read by any thread."""
+        self.is_aborted = False
+        self.over = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self._deliver = deliver
+        self._missing = list(range(len(request.seeds_G)))
+        self._asked: list[int] = []
+        """Of the latest attempt: which completion each of its own is."""
+
+    @property
+    def num_missing(self) -> int:
+        """Completions that have not come yet."""
+        return len(self._missing)
+
+    def rest(self) -> GenerationRequest:
+        """What is still to be asked for."""
+        self._asked = list(self._missing)
+        seeds_G = tuple(self.request.seeds_G[index] for index in self._asked)
+        return replace(self.request, seeds_G=seeds_G)
+
+    def take(self, generated: Generated) -> None:
+        """Hand on a completion of the latest attempt.
+
+        Raises:
+            EngineError: It was not asked for, or has come before.
+        """
+        known = 0 <= generated.index < len(self._asked)
+        index = self._asked[generated.index] if known else generated.index
+        if index not in self._missing:
+            raise EngineError(f"it gave completion {index} of {self.request.id!r} unasked")
+        self._missing.remove(index)
+        if not self._missing:
+            self.end()
+        if not self.is_aborted:
+            self._deliver(replace(generated, index=index))
+
+    def fail(self, error: LaurelError) -> None:
+        """Deliver an error instead of what is missing."""
+        if not self.is_over:
+            self.end()
+            self._deliver(error)
+
+    def end(self) -> None:
+        """Note that nobody works on it any more."""
+        self.is_over = True
+        self.over.set()
+
+
+State = Literal["ready", "starting", "waiting"]
+
+
+class Replica:
+    """One engine in a group of one worker, and the orders that it works on."""
+
+    def __init__(self, index: int, group: WorkerGroup) -> None:
+        """Begin without work.
+
+        Args:
+            index: Among the replicas.
+            group: Of one `EngineWorker`.
+        """
+        self.index = index
+        self.group = group
+        self.name = f"{group.role} replica {index}"
+        self.state: State = "ready"
+        """`waiting`: for weights that nobody can give it now."""
+        self.settled = asyncio.Event()
+        """It is not starting."""
+        self.settled.set()
+        self.has_work = asyncio.Event()
+        self.has_all_weights = False
+        """It has been given them since it was started, and since then those that change."""
+        self.last_failure: str | None = None
+        """Why it was started again, as long as it has brought nothing since."""
+        self._orders: dict[int, Order] = {}
+        self._new: list[tuple[int, GenerationRequest]] = []
+        self._aborted: list[int] = []
+
+    @property
+    def load(self) -> int:
+        """Completions under way."""
+        return sum(order.num_missing for order in self._orders.values())
+
+    def give(self, order: Order, number: int) -> None:
+        """Give it an order, under a number that no other attempt has."""
+        self._orders[number] = order
+        self._new.append((number, order.rest()))
+        self.has_work.set()
+
+    def abort(self, order: Order) -> bool:
+        """Begin to take an order back; it ends when the engine has let go. False: not here."""
+        number = next((n for n, mine in self._orders.items() if mine is order), None)
+        if number is None:
+            return False
+        if any(n == number for n, _ in self._new):  # the engine has not heard of it
+            self._new = [(n, request) for n, request in self._new if n != number]
+            del self._orders[number]
+            order.end()
+            return True
+        self._aborted.append(number)
+        self.has_work.set()
+        return True
+
+    def take_news(self) -> tuple[list[tuple[int, GenerationRequest]], list[int]]:
+        """What the engine has not heard yet: new requests, and aborted ones."""
+        news = self._new, self._aborted
+        self._new, self._aborted = [], []
+        return news
+
+    def hear(self, events: Sequence[Event]) -> LaurelError | None:
+        """Hand on what has happened. Why the engine is of no use any more, where it is not."""
+        failure: LaurelError | None = None
+        for number, what in events:
+            order = self._orders.get(number)
+            if order is None:  # it is over
+                continue
+            if isinstance(what, Generated):
+                self.last_failure = None
+                try:
+                    order.take(what)
+                except EngineError as error:
+                    return error
+            elif isinstance(what, UserError):
+                order.fail(what)
+            elif what is not None and not order.is_aborted:
+                failure = failure or what
+            elif order.is_aborted:
+                order.end()
+            else:
+                failure = EngineError(
+                    f"it ended {order.request.id!r} without {order.num_missing} of its completions"
+                )
+            if order.is_over:
+                del self._orders[number]
+        if not self._orders:
+            self.has_work.clear()
+        return failure
+
+    def give_up(self) -> list[Order]:
+        """Forget all work; the orders that somebody else must finish, in order."""
+        orders = list(self._orders.values())
+        self._orders.clear()
+        self.take_news()
+        self.has_work.clear()
+        for order in orders:
+            if order.is_aborted:
+                order.end()
+        return [order for order in orders if not order.is_over]

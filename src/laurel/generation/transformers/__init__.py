@@ -1,0 +1,1 @@
+"""The generator in this process, on a model of transformers: continuous batching over forests."""

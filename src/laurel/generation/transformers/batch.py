@@ -1,0 +1,441 @@
+"""Completions of many requests, one token of each at a time: rows end, and others take their place.
+
+The arithmetic of the engine, without threads: `generation/transformers/engine.py` calls it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+
+from laurel.errors import EngineError
+from laurel.generation.transformers.cpu_products import quick_products as quick_products_of
+from laurel.generation.transformers.sampling import SamplingRows, draw
+from laurel.models.forest.decoding import KeyValueStore
+from laurel.models.forest.policy import PolicyModel
+from laurel.models.tokenizer import plain_text
+from laurel.types import FinishReason, Generated, GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from laurel.types import LogProbs, TokenIds
+
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens of one forward pass; a longer prompt goes alone."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request, and how far it has come."""
+
+    request: GenerationRequest
+    deliver: Callable[[Generated | EngineError], None]
+    """Called in the worker's thread."""
+    num_begun: int = 0
+    num_ended: int = 0
+    num_delivered: int = 0
+    prompt: int | None = None
+    """Its id in the store, while its keys and values are there."""
+    hidden_1D: Tensor | None = None
+    """The prompt's last hidden state, from which first tokens are drawn."""
+
+    @property
+    def num_left(self) -> int:
+        """Completions that have not begun."""
+        return len(self.request.seeds_G) - self.num_begun
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    ticket: Ticket
+    index: int
+    rest: str | None = None
+    """What the text says after the stop string, once there is one."""
+
+
+Finished = list[tuple[Ticket, Generated]]
+
+
+class ContinuousBatch:
+    """The completions under way."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        tokenizer: Any,
+        *,
+        end_ids: Sequence[int],
+        max_concurrent: int,
+        quick_products: bool = True,
+    ) -> None:
+        """Make an empty batch; see `TransformersEngine`."""
+        self.model = model
+        self.weight_version = 0
+        self._tokenizer = tokenizer
+        self._products = quick_products_of if quick_products else nullcontext
+        self._table = RowTable(max_concurrent, model.vocab_size, end_ids)
+        self._store = KeyValueStore(model.device)
+        self._rows: dict[int, _Row] = {}
+        self._watches: dict[int, StopStringWatch] = {}
+        self._partial: Ticket | None = None
+        self._next_prompt = 0
+        self._known: tuple[tuple[int, ...], Slots, SamplingRows] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self._rows and self._partial is None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys and values."""
+        return self._store.num_bytes
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Everything that `admit` and `step` need around them; the model is as before afterwards.
+
+        Raises:
+            EngineError: The weights changed meanwhile.
+        """
+        in_training = [module for module in self.model.modules() if module.training]
+        for module in in_training:
+            module.training = False
+        before = self._weights_stamp()
+        try:
+            with torch.inference_mode(), self.model.autocast(), self._products(self.model):
+                yield
+        finally:
+            for module in in_training:
+                module.training = True
+        if self._weights_stamp() != before:
+            raise EngineError(
+                "the weights of the policy changed while completions were being drawn with them: "
+                "wait for the requests to end before an optimizer step, or give the engine its own "
+                "copy of the weights (shares_weights=False)"
+            )
+
+    def _weights_stamp(self) -> int:
+        """Changes with every change in place of a parameter."""
+        return sum(p._version for p in self.model.parameters() if not p.is_inference())
+
+    def admit(self, waiting: deque[Ticket]) -> Finished:
+        """Begin completions while there are slots, and draw their first tokens.
+
+        Args:
+            waiting: Requests in order; those of which anything begins are taken out.
+        """
+        finished: Finished = []
+        while self._table.num_free and (self._partial is not None or waiting):
+            finished += self._begin(self._choose(waiting))
+        return finished
+
+    def _choose(self, waiting: deque[Ticket]) -> list[tuple[Ticket, int]]:
+        """The next requests for which there are slots, and how many completions of each."""
+        chosen: list[tuple[Ticket, int]] = []
+        num_free, num_tokens = self._table.num_free, 0
+        while num_free and (self._partial is not None or waiting):
+            ticket = self._partial or waiting[0]
+            if self._partial is None:
+                num_tokens += len(ticket.request.prompt_ids)
+                if chosen and num_tokens > PREFILL_TOKENS:
+                    break
+                waiting.popleft()
+            count = min(num_free, ticket.num_left)
+            self._partial = ticket if count < ticket.num_left else None
+            chosen.append((ticket, count))
+            num_free -= count
+        return chosen
+
+    def _begin(self, chosen: Sequence[tuple[Ticket, int]]) -> Finished:
+        self._read_prompts([ticket for ticket, _ in chosen if ticket.prompt is None])
+        slots: list[int] = []
+        for ticket, count in chosen:
+            assert ticket.prompt is not None
+            mine = [self._begin_row(ticket) for _ in range(count)]
+            self._store.add_completions(ticket.prompt, mine)
+            slots += mine
+        hidden = [ticket.hidden_1D for ticket, count in chosen for _ in range(count)]
+        slots_N = np.array(slots, np.int64)
+        sampling = self._table.sampling(slots_N, self.model.device)
+        return self._draw(torch.cat([h for h in hidden if h is not None]), slots_N, sampling)
+
+    def _begin_row(self, ticket: Ticket) -> int:
+        request = ticket.request
+        slot = self._table.begin(request.seeds_G[ticket.num_begun], request.sampling)
+        if request.sampling.stop_strings:
+            self._watches[slot] = StopStringWatch(self._tokenizer, request.sampling.stop_strings)
+        self._rows[slot] = _Row(ticket, ticket.num_begun)
+        ticket.num_begun += 1
+        return slot
+
+    def _read_prompts(self, tickets: Sequence[Ticket]) -> None:
+        if not tickets:
+            return
+        for ticket in tickets:
+            ticket.prompt = self._next_prompt
+            self._next_prompt += 1
+        plan = self._store.add_prompts(
+            {t.prompt: len(t.request.prompt_ids) for t in tickets if t.prompt is not None}
+        )
+        ids_T = np.concatenate([t.request.prompt_ids for t in tickets], dtype=np.int64)
+        hidden_TD = self.model.hidden_of_row(torch.from_numpy(ids_T), plan.positions_T, plan)
+        for ticket, hidden_D in zip(tickets, hidden_TD[plan.last_B], strict=True):
+            ticket.hidden_1D = hidden_D[None]
+
+    def step(self) -> Finished:
+        """Draw one more token of every completion under way."""
+        plan = self._store.next_step()
+        if self._known is None or self._known[0] is not plan.ids:
+            slots_N = np.array(plan.ids, np.int64)
+            self._known = (plan.ids, slots_N, self._table.sampling(slots_N, self.model.device))
+        _, slots_N, sampling = self._known
+        ids_N = torch.from_numpy(self._table.last_tokens(slots_N))
+        hidden_ND = self.model.hidden_of_row(ids_N, plan.positions_N, plan)
+        return self._draw(hidden_ND, slots_N, sampling)
+
+    def _draw(self, hidden_ND: Tensor, slots_N: Slots, sampling: SamplingRows) -> Finished:
+        """Draw the next token of each row; the completions that it ends, in order."""
+        logits_NV = self.model.logits(hidden_ND).float()
+        uniform_N = torch.from_numpy(self._table.next_uniforms(slots_N)).to(logits_NV.device)
+        draws = draw(logits_NV, sampling, uniform_N)
+        tokens, logprobs = torch.stack((draws.tokens_N.double(), draws.logprobs_N.double())).cpu()
+        tokens_N, logprobs_N = tokens.numpy().astype(np.int64), logprobs.numpy()
+        if not np.isfinite(logprobs_N).all():
+            raise EngineError(
+                "the policy's logits are not finite numbers: its weights have diverged, or a layer "
+                "overflows in the precision it computes in"
+            )
+        is_last_N = self._table.record(slots_N, tokens_N, logprobs_N)
+        if self._watches:
+            is_last_N |= [
+                slot in self._watches and self._says_stop(slot, token)
+                for slot, token in zip(slots_N.tolist(), tokens_N.tolist(), strict=True)
+            ]
+        ended = slots_N[is_last_N]
+        is_stop = self._table.is_stop(ended, tokens_N[is_last_N])
+        return [
+            self._end(slot, stopped)
+            for slot, stopped in zip(ended.tolist(), is_stop.tolist(), strict=True)
+        ]
+
+    def _says_stop(self, slot: int, token: int) -> bool:
+        self._rows[slot].rest = self._watches[slot].ends_with(token)
+        return self._rows[slot].rest is not None
+
+    def _end(self, slot: int, is_stop: bool) -> tuple[Ticket, Generated]:
+        row = self._rows[slot]
+        ids_L, logprobs_L = self._drop(slot)
+        text = plain_text(self._tokenizer, ids_L.tolist())
+        if row.rest and text.endswith(row.rest):
+            text = text[: -len(row.rest)]
+        reason: FinishReason = "stop" if is_stop or row.rest is not None else "length"
+        return row.ticket, Generated(
+            index=row.index,
+            ids_L=ids_L,
+            logprobs_L=logprobs_L,
+            text=text,
+            finish_reason=reason,
+            weight_version=self.weight_version,
+        )
+
+    def _drop(self, slot: int) -> Any:
+        ticket = self._rows.pop(slot).ticket
+        self._watches.pop(slot, None)
+        self._store.remove_completion(slot)
+        ticket.num_ended += 1
+        self._known = None
+        if ticket.num_ended == len(ticket.request.seeds_G):
+            self._forget_prompt(ticket)
+        return self._table.end(slot)
+
+    def _forget_prompt(self, ticket: Ticket) -> None:
+        if ticket.prompt is not None:
+            self._store.remove_prompt(ticket.prompt)
+        ticket.prompt = ticket.hidden_1D = None
+
+    @torch.inference_mode()
+    def abort(self, ticket: Ticket) -> None:
+        """Forget what is left of a request."""
+        if self._partial is ticket:
+            self._partial = None
+        for slot in [slot for slot, row in self._rows.items() if row.ticket is ticket]:
+            self._drop(slot)
+        self._forget_prompt(ticket)
+
+    def free_memory(self) -> None:
+        """Give back what torch keeps of the memory that an idle batch has freed."""
+        assert self.is_idle
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def clear(self) -> None:
+        """Forget everything, for good, and free the memory."""
+        self._store = KeyValueStore(self.model.device)
+        self._rows.clear()
+        self._watches.clear()
+        self._partial = self._known = None
+
+
+# --------------------------------------------------------------------------------------------------
+# What is known of each completion under way, as columns, so that a step handles all at once.
+
+Slots = npt.NDArray[np.int64]
+FIRST_WIDTH = 64
+
+
+class RowTable:
+    """The tokens so far, and how the next one is drawn; a slot for each completion."""
+
+    def __init__(self, num_slots: int, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """Make an empty table.
+
+        Args:
+            num_slots: Completions that fit.
+            vocab_size: V.
+            end_ids: Tokens that end any completion.
+        """
+        self._free = list(range(num_slots))[::-1]
+        self._end_ids = frozenset(end_ids)
+        self._vocab_size = vocab_size
+        self._stop_sets: dict[frozenset[int], int] = {}
+        self._stops = np.zeros((0, vocab_size), np.bool_)
+        self._stop_set = np.zeros(num_slots, np.int64)
+        self._lengths = np.zeros(num_slots, np.int64)
+        self._limits = np.zeros(num_slots, np.int64)
+        self._temperature = np.zeros(num_slots, np.float32)
+        self._top_p = np.zeros(num_slots, np.float32)
+        self._top_k = np.zeros(num_slots, np.int64)
+        self._tokens = np.zeros((num_slots, FIRST_WIDTH), np.int32)
+        self._logprobs = np.zeros((num_slots, FIRST_WIDTH), np.float32)
+        self._uniforms = np.zeros((num_slots, FIRST_WIDTH), np.float64)
+        self._generators: dict[int, np.random.Generator] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def begin(self, seed: int, sampling: SamplingParams) -> int:
+        """Give a new completion a slot."""
+        slot = self._free.pop()
+        self._stop_set[slot] = self._set_of(self._end_ids | set(sampling.stop_token_ids))
+        self._lengths[slot] = 0
+        self._limits[slot] = sampling.max_new_tokens
+        self._temperature[slot] = sampling.temperature
+        self._top_p[slot] = sampling.top_p
+        self._top_k[slot] = min(sampling.top_k or 0, self._vocab_size)
+        self._generators[slot] = np.random.Generator(np.random.Philox(seed))
+        self._uniforms[slot] = self._generators[slot].random(self._uniforms.shape[1])
+        return slot
+
+    def end(self, slot: int) -> tuple[TokenIds, LogProbs]:
+        """Free a slot; the completion's tokens and their log-probabilities."""
+        length = self._lengths[slot]
+        del self._generators[slot]
+        self._free.append(slot)
+        return self._tokens[slot, :length].copy(), self._logprobs[slot, :length].copy()
+
+    def record(self, slots: Slots, tokens_N: Any, logprobs_N: Any) -> npt.NDArray[np.bool_]:
+        """Add one token to each; whether it is a stop token or the last that is allowed."""
+        places = self._lengths[slots]
+        self._widen(int(places.max()) + 2)
+        self._tokens[slots, places] = tokens_N
+        self._logprobs[slots, places] = logprobs_N
+        self._lengths[slots] = places + 1
+        is_last: npt.NDArray[np.bool_] = self.is_stop(slots, tokens_N)
+        return is_last | (places + 1 >= self._limits[slots])
+
+    def is_stop(self, slots: Slots, tokens_N: Any) -> npt.NDArray[np.bool_]:
+        """Whether each token ends its completion wherever it comes."""
+        found: npt.NDArray[np.bool_] = self._stops[self._stop_set[slots], tokens_N]
+        return found
+
+    def last_tokens(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """The latest token of each."""
+        return self._tokens[slots, self._lengths[slots] - 1].astype(np.int64)
+
+    def next_uniforms(self, slots: Slots) -> npt.NDArray[np.float64]:
+        """The numbers that decide the next tokens."""
+        found: npt.NDArray[np.float64] = self._uniforms[slots, self._lengths[slots]]
+        return found
+
+    def sampling(self, slots: Slots, device: torch.device) -> SamplingRows:
+        """How the next tokens are drawn. Holds as long as the slots have the same owners."""
+        top_p, top_k = self._top_p[slots], self._top_k[slots]
+        return SamplingRows(
+            torch.from_numpy(self._temperature[slots]).to(device),
+            torch.from_numpy(top_p).to(device),
+            torch.from_numpy(top_k).to(device),
+            tuple(np.flatnonzero((top_p < 1) | (top_k > 0)).tolist()),
+            bool((self._temperature[slots] == 0).any()),
+        )
+
+    def _set_of(self, stop_ids: frozenset[int]) -> int:
+        if stop_ids not in self._stop_sets:
+            self._stop_sets[stop_ids] = len(self._stop_sets)
+            row = np.zeros((1, self._vocab_size), np.bool_)
+            row[0, [token for token in stop_ids if token < self._vocab_size]] = True
+            self._stops = np.concatenate((self._stops, row))
+        return self._stop_sets[stop_ids]
+
+    def _widen(self, width: int) -> None:
+        """Make room for so many tokens; the numbers of each row go on from where they were."""
+        present = self._tokens.shape[1]
+        if width <= present:
+            return
+        more = np.zeros((len(self._lengths), max(width, 2 * present) - present))
+        self._tokens = np.concatenate((self._tokens, more.astype(np.int32)), axis=1)
+        self._logprobs = np.concatenate((self._logprobs, more.astype(np.float32)), axis=1)
+        for slot, generator in self._generators.items():
+            more[slot] = generator.random(more.shape[1])
+        self._uniforms = np.concatenate((self._uniforms, more), axis=1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Where a completion ends because of what it says, watched token by token.
+
+
+class StopStringWatch:
+    """The text of one completion as it grows, until a stop string is in it.
+
+    The text is without special tokens, as in `Generated`. A stop string may begin in one token and
+    end in another, and inside of a token.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str]) -> None:
+        """Watch from the first token on.
+
+        Args:
+            tokenizer: A fast one of transformers.
+            stop_strings: None of them empty.
+        """
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stop_strings = tuple(stop_strings)
+        self._longest = max(map(len, stop_strings))
+        self._tail = ""
+
+    def ends_with(self, token: int) -> str | None:
+        """Add a token.
+
+        Returns:
+            What the text says after the stop string that the token completes (the one that ends
+            first); None while there is none.
+        """
+        new = self._stream.step(self._tokenizer, token)
+        if not new:  # the token ends inside of a character
+            return None
+        text = self._tail + new
+        ends = [start + len(stop) for stop in self._stop_strings if (start := text.find(stop)) >= 0]
+        self._tail = text[-self._longest :]
+        return text[min(ends) :] if ends else None

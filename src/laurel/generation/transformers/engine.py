@@ -1,0 +1,487 @@
+"""The generator inside the learner's process, on a Hugging Face model that nobody had to rewrite.
+
+Every prompt is computed once for all its completions, and they share its keys and values. The
+completions of all requests are drawn together, one token of each in a step; one that ends gives its
+place to the next. All of it happens in one thread of the engine's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laurel.errors import EngineError, ModelError
+from laurel.generation.requests import check_request
+from laurel.generation.transformers.batch import ContinuousBatch, Finished, Ticket
+from laurel.generation.weights.probe import (
+    ProbeAnswer,
+    default_tolerance,
+    fitting_ids,
+    model_logprobs,
+)
+from laurel.models.forest.policy import PolicyModel
+from laurel.models.loading.adapters import adapted_layers
+from laurel.models.loading.pretrained import num_positions
+from laurel.types import Generated, GenerationRequest, Weights
+
+
+class TransformersEngine:
+    """A `Generator` in this process.
+
+    Tokens depend on a completion's own seed; what else is being drawn changes log-probabilities by
+    float rounding only. Requests made in the same turn of the event loop begin together, so a
+    program that asks the same way again gets the same bits on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        tokenizer: Any,
+        *,
+        end_ids: Sequence[int],
+        max_concurrent: int = 256,
+        shares_weights: bool = True,
+        owns_model: bool = False,
+        weight_version: int = 0,
+        quick_products: bool = True,
+    ) -> None:
+        """Draw from a model.
+
+        Args:
+            model: The learner's own. It must read token forests.
+            tokenizer: A fast one of transformers; the engine uses a copy.
+            end_ids: Tokens that end every completion, such as the end of a turn.
+            max_concurrent: Completions that are drawn side by side, at most.
+            shares_weights: Draw with the learner's weights themselves: they must not change while
+                requests are under way. Otherwise the engine has a copy, which `update_weights`
+                brings up to date, so that it can draw while the learner trains.
+            owns_model: Without shared weights: nobody else has the model, so that it need not be
+                copied.
+            weight_version: Of the weights as they are now.
+            quick_products: Multiply with the quicker of torch's two CPU libraries, where they
+                differ (`cpu_products`); otherwise with the one that the learner uses.
+
+        Raises:
+            ModelError: The model cannot be served.
+        """
+        if model.path != "forest":
+            raise ModelError(
+                "the transformers engine needs a model that reads token forests, and this one was "
+                "loaded for padded rows; set policy.generation.backend to vllm"
+            )
+        self._held = None if shares_weights else HeldWeights(model, owns_model=owns_model)
+        self._batch = ContinuousBatch(
+            self._held.model if self._held else model,
+            copy.deepcopy(tokenizer),
+            end_ids=end_ids,
+            max_concurrent=max_concurrent,
+            quick_products=quick_products,
+        )
+        self._batch.weight_version = weight_version
+        self._vocab_size = model.vocab_size
+        self._worker = GenerationWorker(self._batch)
+        self._finalizer = weakref.finalize(self, self._worker.close)
+
+    @property
+    def weight_version(self) -> int:
+        """See `Generator`."""
+        return self._batch.weight_version
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
+        """See `Generator`. What closes the iterator waits until the request takes no part any more.
+
+        Raises:
+            DataError: The prompt has no tokens, or tokens that the model does not know.
+            ConfigError: The sampling parameters or seeds are out of range.
+        """
+        check_request(request, vocab_size=self._vocab_size)
+        return self._completions(request)
+
+    async def _completions(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
+        if not request.seeds_G:
+            return
+        inbox: asyncio.Queue[Generated | EngineError] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(request, lambda item: _tell(loop, inbox.put_nowait, item))
+        self._worker.arrive(ticket)
+        loop.call_soon(self._worker.hand_over)
+        try:
+            for _ in request.seeds_G:
+                item = await inbox.get()
+                if isinstance(item, EngineError):
+                    raise item
+                yield item
+        finally:
+            gone: asyncio.Future[None] = loop.create_future()
+            self._worker.abort(ticket, lambda: _tell(loop, _settle, gone))
+            await gone
+
+    async def update_weights(self, weights: Weights) -> None:
+        """See `Generator`. With shared weights only the version changes.
+
+        Raises:
+            EngineError: The weights are not those of this model. The engine is of no use then.
+        """
+
+        def work() -> None:
+            if self._held is not None and weights.same_as != self._batch.weight_version:
+                self._held.take(weights)
+            self._batch.weight_version = weights.version
+
+        await self._do(work)
+
+    async def answer_probe(self) -> ProbeAnswer:
+        """See `Provable`."""
+        model = self._batch.model
+        ids_L = fitting_ids(self._vocab_size, max_length=num_positions(model.causal_lm))
+        precision = str(model.precision).removeprefix("torch.")
+        answers: list[ProbeAnswer] = []
+
+        def work() -> None:
+            tolerance = default_tolerance(precision, precision)
+            answers.append(ProbeAnswer(ids_L, model_logprobs(model, ids_L), tolerance))
+
+        await self._do(work)
+        return answers[0]
+
+    async def sleep(self) -> None:
+        """See `Generator`. Waits for the requests that are under way."""
+        self._worker.set_asleep(True)
+        await self._do(self._batch.free_memory)
+
+    async def wake(self) -> None:
+        """See `Generator`."""
+        self._worker.set_asleep(False)
+
+    async def _do(self, work: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._worker.submit(Job(work, lambda error: _tell(loop, _settle, done, error)))
+        await done
+
+    def close(self) -> None:
+        """See `Generator`. Open requests get an `EngineError`; at most one step is waited for."""
+        self._finalizer()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *values: Any) -> None:
+    """Call a function in a loop's thread; nobody listens where the loop has ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *values)
+
+
+def _settle(future: asyncio.Future[None], error: BaseException | None = None) -> None:
+    if future.done():  # whoever waited has been cancelled
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+# --------------------------------------------------------------------------------------------------
+# The thread that draws: requests come in, completions go out, and nothing waits for ever.
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Work for a moment when no request is under way."""
+
+    work: Callable[[], None]
+    done: Callable[[BaseException | None], None]
+    """Called in the worker's thread."""
+
+
+class GenerationWorker:
+    """Runs a batch in a thread of its own, from the first request on.
+
+    Jobs come before requests that have not begun. `done` and `deliver` functions must not block.
+    """
+
+    def __init__(self, batch: ContinuousBatch) -> None:
+        """Hold a batch that nobody else touches from now on."""
+        self._batch = batch
+        self._changed = threading.Condition()
+        # All below is guarded by `_changed`.
+        self._arriving: list[Ticket] = []
+        self._waiting: deque[Ticket] = deque()
+        self._jobs: deque[Job] = deque()
+        self._aborts: deque[tuple[Ticket, Callable[[], None]]] = deque()
+        self._open: set[Ticket] = set()
+        self._is_asleep = False
+        self._end: EngineError | None = None
+        """Why there is no more to expect."""
+        self._thread: threading.Thread | None = None
+        self._gone: deque[Callable[[], None]] = deque()
+        """To be called as soon as the model is free. Of the thread alone."""
+
+    # ------------------------------------------------------------------------- from other threads
+
+    def arrive(self, ticket: Ticket) -> None:
+        """Announce a request. `hand_over` makes all that have arrived begin together."""
+        with self._changed:
+            self._check_alive()
+            self._arriving.append(ticket)
+            self._open.add(ticket)
+
+    def hand_over(self) -> None:
+        """Let the requests that have arrived begin, in order."""
+        with self._changed:
+            self._waiting.extend(self._arriving)
+            self._arriving.clear()
+            self._wake_up()
+
+    def abort(self, ticket: Ticket, gone: Callable[[], None]) -> None:
+        """Forget what is left of a request; `gone` is called when it takes no part any more."""
+        with self._changed:
+            if ticket in self._open and self._end is None:
+                self._aborts.append((ticket, gone))
+                self._wake_up()
+                return
+        gone()
+
+    def submit(self, job: Job) -> None:
+        """Have a job done."""
+        with self._changed:
+            self._check_alive()
+            self._jobs.append(job)
+            self._wake_up()
+
+    def set_asleep(self, is_asleep: bool) -> None:
+        """Keep requests waiting from now on, or no longer."""
+        with self._changed:
+            self._check_alive()
+            self._is_asleep = is_asleep
+            self._wake_up()
+
+    def close(self) -> None:
+        """End the thread; whatever is open gets an `EngineError`. Idempotent."""
+        with self._changed:
+            if self._end is None:
+                self._end = EngineError("the generator was closed")
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is None:
+            self._finish()
+        elif thread is not threading.current_thread():
+            thread.join()
+
+    def _check_alive(self) -> None:
+        if self._end is not None:
+            raise EngineError(str(self._end)) from self._end.__cause__
+
+    def _wake_up(self) -> None:
+        if self._thread is None and self._end is None:
+            self._thread = threading.Thread(target=self._run, name="laurel-generation", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    # ----------------------------------------------------------------------------- in the thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._do_jobs()
+                self._draw()
+        except BaseException as error:  # whatever it is, nobody may be left waiting
+            self._die(error)
+        self._finish()
+
+    def _die(self, error: BaseException) -> None:
+        ended = error
+        if not isinstance(ended, EngineError):
+            ended = EngineError(f"the generator died of {type(error).__name__}: {error}")
+            ended.__cause__ = error
+        with self._changed:
+            self._end = ended
+
+    def _wait(self) -> bool:
+        """Until there is something to do; false when it is time to end."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._end or self._jobs or self._aborts or self._may_begin()
+            )
+            return self._end is None
+
+    def _may_begin(self) -> bool:
+        return bool(self._waiting) and not self._is_asleep and not self._jobs
+
+    def _do_jobs(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs or self._end is not None:
+                    return
+                job = self._jobs.popleft()
+            try:
+                job.work()
+            except BaseException as error:
+                job.done(error)
+                raise
+            job.done(None)
+
+    def _draw(self) -> None:
+        """Until no request is under way.
+
+        The last news go out when the model is as it was before: whoever gets them may train it.
+        """
+        self._take_aborts()
+        finished: Finished = []
+        if self._has_work():
+            with self._batch.drawing():
+                while self._has_work():
+                    self._tell(finished)
+                    finished = self._advance()
+                    self._take_aborts()
+        self._tell(finished)
+
+    def _has_work(self) -> bool:
+        with self._changed:
+            return self._end is None and (not self._batch.is_idle or self._may_begin())
+
+    def _advance(self) -> Finished:
+        """Begin what there is room for, and draw one more token of everything."""
+        with self._changed:
+            candidates = deque(self._waiting if self._may_begin() else ())
+        num_candidates = len(candidates)
+        finished = self._batch.admit(candidates)
+        with self._changed:
+            for _ in range(num_candidates - len(candidates)):
+                self._waiting.popleft()  # only this thread takes anything out
+        if not self._batch.is_idle:
+            finished += self._batch.step()
+        return finished
+
+    def _tell(self, finished: Finished) -> None:
+        for ticket, generated in finished:
+            ticket.num_delivered += 1
+            if ticket.num_delivered == len(ticket.request.seeds_G):
+                with self._changed:
+                    self._open.discard(ticket)
+            ticket.deliver(generated)
+        while self._gone:
+            self._gone.popleft()()
+
+    def _take_aborts(self) -> None:
+        with self._changed:
+            aborts = list(self._aborts)
+            self._aborts.clear()
+            for ticket, gone in aborts:
+                self._gone.append(gone)
+                self._open.discard(ticket)
+                if ticket in self._arriving:
+                    self._arriving.remove(ticket)
+                if ticket in self._waiting:
+                    self._waiting.remove(ticket)
+        for ticket, _ in aborts:
+            self._batch.abort(ticket)
+
+    def _finish(self) -> None:
+        """Tell everybody who still expects something that nothing will come."""
+        self._take_aborts()
+        with self._changed:
+            assert self._end is not None
+            message, cause = str(self._end), self._end.__cause__
+            left, jobs = list(self._open), list(self._jobs)
+            self._open.clear()
+            self._jobs.clear()
+            self._arriving.clear()
+            self._waiting.clear()
+
+        def error() -> EngineError:
+            mine = EngineError(message)
+            mine.__cause__ = cause
+            return mine
+
+        self._tell([])
+        for ticket in left:
+            ticket.deliver(error())
+        for job in jobs:
+            job.done(error())
+        self._batch.clear()
+
+
+# --------------------------------------------------------------------------------------------------
+# A copy of the policy for generation alone, and how it is brought up to date.
+
+
+class HeldWeights:
+    """The policy as it was at the last `take`, without adapters, gradients or dropout."""
+
+    def __init__(self, model: PolicyModel, *, owns_model: bool = False) -> None:
+        """Copy a model.
+
+        Args:
+            model: The learner's own, or one that nobody else has.
+            owns_model: Nobody else has it: it need not be copied, unless it has adapters.
+
+        Raises:
+            ModelError: transformers saves its weights otherwise than it holds them.
+        """
+        is_taken = owns_model and not adapted_layers(model.causal_lm)
+        self.model = model if is_taken else copy.deepcopy(model)
+        for name, layer in adapted_layers(self.model.causal_lm).items():
+            parent, _, child = name.rpartition(".")
+            setattr(self.model.causal_lm.get_submodule(parent), child, layer.base_layer)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+            parameter.requires_grad_(False)
+        self.model.eval()
+        self._check_in_place()
+        self._has_all = False
+        """Of one version or another; those that training cannot change are the same in all."""
+        if not is_taken:
+            self.take(Weights(version=0, tensors=model.named_weights))
+
+    def _check_in_place(self) -> None:
+        held = {t.untyped_storage().data_ptr() for t in self.model.state_dict().values()}
+        for name, tensor in self._targets().items():
+            if tensor.untyped_storage().data_ptr() not in held:
+                raise ModelError(
+                    f"{name} is saved otherwise than it is held in memory, so a copy of this model "
+                    "cannot be brought up to date: set grpo.max_staleness to 0, or "
+                    "policy.generation.backend to vllm"
+                )
+
+    def _targets(self) -> dict[str, Tensor]:
+        return dict(self.model.named_weights())
+
+    def take(self, weights: Weights) -> None:
+        """Copy weights in by name: when all have been copied before, those that change.
+
+        Raises:
+            EngineError: A name or shape is not that of this model, or a weight is missing. Some of
+                the weights may be the new ones by then.
+        """
+        left = self._targets()
+        changing = weights.changing if self._has_all else None
+        self._has_all = False
+        with torch.no_grad():
+            for name, tensor in (changing or weights.tensors)():
+                target = left.pop(name, None)
+                if target is None:
+                    raise EngineError(
+                        f"version {weights.version} of the weights has {name!r} twice, or the "
+                        "generator's model does not have it"
+                    )
+                if target.shape != tensor.shape:
+                    raise EngineError(
+                        f"version {weights.version} of the weights has {name!r} in the shape "
+                        f"{tuple(tensor.shape)}; the generator's model has {tuple(target.shape)}"
+                    )
+                target.copy_(tensor)
+        if left and changing is None:
+            raise EngineError(
+                f"version {weights.version} of the weights lacks {len(left)} of the model's, such "
+                f"as {next(iter(left))!r}"
+            )
+        self._has_all = True

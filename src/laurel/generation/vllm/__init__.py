@@ -1,0 +1,1 @@
+"""The generator and the scorer that run on vLLM."""

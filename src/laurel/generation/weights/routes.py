@@ -1,0 +1,438 @@
+"""The ways on which weights reach engines in other processes, behind one call.
+
+`ObjectStore`: they come to this process and go on through Ray's object store, once for all engines.
+`Broadcast`: the learner's first rank gives them to all engines itself; this process only says when.
+`Sharing`: engines read the memory of a rank that is on their machine, or on their GPU.
+The last two end on the first way where they break, and engines go on where they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from laurel.errors import EngineError, WorkerError
+from laurel.generation.weights.broadcast import Meeting
+from laurel.generation.weights.buckets import buckets_of
+from laurel.generation.weights.probe import Probe
+from laurel.protocols import Pending, WorkerGroup
+from laurel.types import Weights
+from laurel.workers.calls import Shared
+from laurel.workers.rendezvous import LOOPBACK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTransfer:
+    """Which way, as it was chosen."""
+
+    name: Literal["object_store", "broadcast", "ipc"]
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Of `broadcast` and `ipc`: where weights arrive."""
+    reason: str = "by default"
+    """Of the choice, in words."""
+
+
+Lost = dict[int, WorkerError]
+"""Replicas whose process is gone, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentWeights(Weights):
+    """Weights that a group of `LearnerWorker`s can give to other processes itself."""
+
+    sender: WorkerGroup
+
+
+THROUGH_RAY = WeightTransfer(name="object_store")
+
+
+BUCKET_BYTES = {"object_store": 64 << 20, "broadcast": 16 << 20, "ipc": 16 << 20}
+"""Sizes of buckets that were quickest of 16, 64 and 256 MiB (`benchmarks/weight_transfer.py`)."""
+
+
+def route_of(
+    transfer: WeightTransfer,
+    *,
+    bucket_bytes: int | None,
+    patience: float,
+    say: Callable[[str], None],
+) -> WeightRoute:
+    """The way that was chosen: see its class. Buckets are of its own size, where none is given."""
+    bucket_bytes = bucket_bytes or BUCKET_BYTES[transfer.name]
+    if transfer.name == "object_store":
+        return ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
+    kind = Broadcast if transfer.name == "broadcast" else Sharing
+    return kind(bucket_bytes=bucket_bytes, patience=patience, say=say, device=transfer.device)
+
+
+def name_of(group: WorkerGroup, index: int) -> str:
+    """A replica in messages."""
+    return f"{group.role} replica {index}"
+
+
+class Round:
+    """Calls to several groups side by side. Whose process is gone takes no part any more."""
+
+    def __init__(self, groups: Mapping[int, WorkerGroup]) -> None:
+        """Of one worker each, by the replica's number."""
+        self._groups = groups
+        self.lost: Lost = {}
+
+    @property
+    def left(self) -> dict[int, WorkerGroup]:
+        """Those that take part."""
+        return {i: group for i, group in self._groups.items() if i not in self.lost}
+
+    def name(self, index: int) -> str:
+        """One of them, in messages."""
+        return name_of(self._groups[index], index)
+
+    def start(self, method: str, *args: Any) -> dict[int, Pending]:
+        """Ask everybody who is left for the same."""
+        return self.start_each(method, dict.fromkeys(self.left, args))
+
+    def start_each(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, Pending]:
+        """Ask each of these with arguments of its own."""
+        started = {
+            i: self._try(i, partial(self._groups[i].start, method, *own)) for i, own in args.items()
+        }
+        return {index: pending for index, pending in started.items() if pending is not None}
+
+    def wait(
+        self, under_way: Mapping[int, Pending], *, timeout: float | None = None
+    ) -> dict[int, Any]:
+        """The results of those who are left after it.
+
+        Args:
+            under_way: What `start` gave.
+            timeout: Seconds for all of them together, after which who has not answered is lost;
+                None: each group's own limit.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        found = {}
+        for index, pending in under_way.items():
+            rest = None if end is None else max(0.0, end - time.monotonic())
+            found[index] = self._try(index, partial(pending.wait, timeout=rest))
+        return {index: result[0] for index, result in found.items() if result is not None}
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """`start` and `wait`."""
+        return self.wait(self.start(method, *args), timeout=timeout)
+
+    def _try(self, index: int, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except WorkerError as error:
+            group = self._groups[index]
+            if group.alive()[0]:  # it said no, and so would the next one in its place
+                reason = error.__cause__ or error
+                raise EngineError(f"{self.name(index)}: {reason}") from error
+            self.lost[index] = error
+            return None
+
+
+class WeightRoute(ABC):
+    """A way. It blocks; one thread does it all."""
+
+    num_fallbacks = 0
+    """Transfers that began on another way and ended on `ObjectStore`."""
+
+    def __init__(self, *, bucket_bytes: int, patience: float) -> None:
+        """Carry nothing yet.
+
+        Args:
+            bucket_bytes: Size of a bucket; larger tensors are buckets by themselves.
+            patience: Seconds after which an engine that has not taken a bucket is lost.
+        """
+        self.bucket_bytes = bucket_bytes
+        self.patience = patience
+
+    @abstractmethod
+    def carry(self, weights: Weights, to: Round, *, changing_only: bool) -> None:
+        """Bring all buckets of a version to engines that have begun with it (`begin_weights`).
+
+        Args:
+            weights: Of the learner.
+            to: The engines; who is lost on the way is among its lost.
+            changing_only: Leave out what training cannot change.
+
+        Raises:
+            EngineError: An engine refuses what it got.
+            WorkerError: The learner is lost.
+        """
+
+
+class ObjectStore(WeightRoute):
+    """While the engines take one bucket the next is made, so two are in this process at a time."""
+
+    def carry(self, weights: Weights, to: Round, *, changing_only: bool) -> None:
+        """See `WeightRoute`."""
+        tensors = weights.changing if changing_only else None
+        under_way: dict[int, Pending] = {}
+        for bucket in buckets_of((tensors or weights.tensors)(), max_bytes=self.bucket_bytes):
+            to.wait(under_way, timeout=self.patience)
+            under_way = to.start("take_weights", Shared(bucket))
+        to.wait(under_way, timeout=self.patience)
+
+
+class Straight(WeightRoute):
+    """A way past this process. Where it breaks, the rest goes through Ray's object store."""
+
+    what = ""
+    """In messages."""
+
+    def __init__(
+        self,
+        *,
+        bucket_bytes: int,
+        patience: float,
+        say: Callable[[str], None],
+        device: Literal["cpu", "cuda"] = "cpu",
+    ) -> None:
+        """Link nobody yet.
+
+        Args:
+            bucket_bytes: See `WeightRoute`. A rank of the learner that gives holds two of them.
+            patience: Seconds for everybody to come, and for each bucket to be taken.
+            say: Told of every transfer that breaks.
+            device: `cuda`: weights go from GPU to GPU.
+        """
+        super().__init__(bucket_bytes=bucket_bytes, patience=patience)
+        self._say = say
+        self._device = device
+        self._is_given_up = False
+        self._other = ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
+
+    def carry(self, weights: Weights, to: Round, *, changing_only: bool) -> None:
+        """See `WeightRoute`.
+
+        Raises:
+            TypeError: The weights are none that a learner's group can send.
+        """
+        if not isinstance(weights, SentWeights):
+            raise TypeError("only the weights of a LearnerGroup can go straight to engines")
+        if not self._is_given_up and to.left:
+            lost_before = set(to.lost)
+            reason = self._send(weights.sender, to, changing_only=changing_only)
+            if reason is None or not to.left:
+                return
+            self._tell(weights.version, reason, [i for i in to.lost if i not in lost_before], to)
+            to.call("repeat_weights")
+        self._other.carry(weights, to, changing_only=changing_only)
+
+    @abstractmethod
+    def _send(self, learner: WorkerGroup, to: Round, *, changing_only: bool) -> str | None:
+        """Why they have not all come to all who are left, where they have not."""
+
+    def _tell(self, version: int, reason: str, lost: Iterable[int], to: Round) -> None:
+        self.num_fallbacks += 1
+        losses = [f"{to.name(index)} was lost" for index in lost]
+        why = ", ".join(losses) or reason
+        # Where nobody was lost the next one would break as well, and cost as much time.
+        self._is_given_up = not losses
+        self._say(
+            f"{self.what} of the weights of step {version} broke off ({why}); the engines that "
+            "are left get them through Ray's object store"
+            + (", and all later ones too" if self._is_given_up else "")
+        )
+
+
+class Broadcast(Straight):
+    """Learner and engines meet, and stay linked as long as they are the same ones.
+
+    Between GPUs no two processes have the same one.
+    """
+
+    what = "the broadcast"
+
+    def __init__(self, **options: Any) -> None:
+        """See `Straight`."""
+        super().__init__(**options)
+        self._numbers = itertools.count()
+        self._met: tuple[WorkerGroup, ...] = ()
+        """The learner and the engines that are linked."""
+        self._meeting: tuple[int, str, int] = (0, "", 0)
+
+    def _send(self, learner: WorkerGroup, to: Round, *, changing_only: bool) -> str | None:
+        """Why they have not all come to all who are left, where they have not."""
+        reason = self._meet(learner, to)
+        if reason is not None:
+            return reason
+        indices = list(to.left)
+        receiving = to.start_each(
+            "receive_weights", {i: (self._invitation(rank),) for rank, i in enumerate(indices, 1)}
+        )
+        sending = learner.start(
+            "send_weights", self._invitation(0), changing_only, self.bucket_bytes
+        )
+        sent: str | None = sending.wait()[0]
+        # Whoever lives has given up by itself before that.
+        received = to.wait(receiving, timeout=1.5 * self.patience)
+        reason = next((why for why in (sent, *received.values()) if why is not None), None)
+        if reason is not None or len(received) < len(indices):
+            self._met = ()
+        return reason
+
+    def _meet(self, learner: WorkerGroup, to: Round) -> str | None:
+        """Have everybody told where to meet, unless they have met. Why that cannot be."""
+        hosts = {*to.call("host", timeout=self.patience).values()}
+        members = (learner, *to.left.values())
+        if members == self._met:
+            return None
+        self._met = ()
+        try:
+            host = learner.call_one(0, "host")
+            address = LOOPBACK if hosts <= {host} else host
+            port = learner.call_one(0, "invite", address, len(members), self.patience)
+        except WorkerError as error:
+            if not all(learner.alive()):
+                raise
+            return _first_line(error)
+        self._meeting = (next(self._numbers), address, port)
+        self._met = members
+        return None
+
+    def _invitation(self, rank: int) -> Meeting:
+        number, address, port = self._meeting
+        return Meeting(
+            number=number, rank=rank, size=len(self._met), address=address, port=port,
+            device=self._device, patience=self.patience,
+        )  # fmt: skip
+
+
+class Sharing(Straight):
+    """Engines copy buckets from the memory of a rank; while they do, it fills another.
+
+    Who is lost on the way does not keep the others from it.
+    """
+
+    what = "the sharing"
+
+    def _send(self, learner: WorkerGroup, to: Round, *, changing_only: bool) -> str | None:
+        """See `Straight`."""
+        reaches = [reach.name for reach in learner.call("weight_reach", self._device)]
+        lender_of = {}
+        for index, reach in to.call("weight_reach", self._device, timeout=self.patience).items():
+            if reach.name is None or reach.name not in reaches:
+                place = "machine" if self._device == "cpu" else "GPU"
+                return (
+                    reach.why_not or f"no rank of the learner is on the {place} of {to.name(index)}"
+                )
+            lender_of[index] = reaches.index(reach.name)
+        lenders = sorted(set(lender_of.values()))
+        learner.call("lend_weights", lenders, self._device, changing_only, self.bucket_bytes)
+        reason = self._hand_over(learner, to, lender_of)
+        learner.call("end_lending")
+        return reason
+
+    def _hand_over(
+        self, learner: WorkerGroup, to: Round, lender_of: Mapping[int, int]
+    ) -> str | None:
+        gathering = learner.start("next_lent")
+        under_way: dict[int, Pending] = {}
+        while True:
+            lent = gathering.wait()
+            reasons = to.wait(under_way, timeout=self.patience).values()
+            reason = next((why for why in (*lent, *reasons) if isinstance(why, str)), None)
+            if reason is not None or all(bucket is None for bucket in lent):
+                return reason
+            buckets = {index: (lent[lender_of[index]],) for index in to.left}
+            under_way = to.start_each("borrow_weights", buckets)
+            gathering = learner.start("next_lent")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Giving several engines the same weights at once.
+
+
+def send_weights(
+    weights: Weights,
+    groups: Mapping[int, WorkerGroup],
+    *,
+    route: WeightRoute,
+    probe: Probe | None,
+    has_all: bool = False,
+    has_same: bool = False,
+) -> Lost:
+    """Give all of them the weights, and prove that they have them. Blocks; one thread does it all.
+
+    Args:
+        weights: What they shall draw from.
+        groups: Of one `EngineWorker` each, by the replica's number; nothing is under way in them.
+        route: How they get there.
+        probe: The learner's log-probabilities; None: nothing is compared.
+        has_all: Each engine has had all weights of an earlier version: those that change will do.
+        has_same: Each engine has those of `weights.same_as`: the number will do.
+
+    Returns:
+        Those that were lost on the way; the others have the weights.
+
+    Raises:
+        EngineError: An engine refuses the weights, or computes something else than the learner.
+    """
+    round_of = Round(groups)
+    if has_same:
+        kept = ("keep_weights", weights.version, weights.same_as)
+        versions = round_of.call(*kept, timeout=route.patience)
+    else:
+        changing_only = has_all and weights.changing is not None
+        round_of.call("begin_weights", weights.version, changing_only, timeout=route.patience)
+        route.carry(weights, round_of, changing_only=changing_only)
+        versions = round_of.call("end_weights")
+    for index, version in versions.items():
+        if version != weights.version:
+            raise EngineError(
+                f"{name_of(groups[index], index)} has the weights of step {version}, "
+                f"not those of step {weights.version} that it was given"
+            )
+    if probe is not None and not has_same:
+        require_proof(groups, probe, version=weights.version, round_of=round_of)
+    return round_of.lost
+
+
+def require_proof(
+    groups: Mapping[int, WorkerGroup],
+    probe: Probe,
+    *,
+    version: int,
+    round_of: Round | None = None,
+) -> Lost:
+    """Compare what the engines make of the probe's tokens with what the learner makes of them.
+
+    Raises:
+        EngineError: They differ.
+    """
+    round_of = round_of or Round(groups)
+    for index, answer in round_of.call("answer_probe").items():
+        if answer is None:
+            continue
+        try:
+            answer.require_agreement(probe, version=version)
+        except EngineError as error:
+            raise EngineError(f"{name_of(groups[index], index)}: {error}") from error
+    return round_of.lost
+
+
+def version_of(groups: Sequence[WorkerGroup]) -> int:
+    """The version of the weights that all engines have.
+
+    Raises:
+        EngineError: They have different ones.
+    """
+    versions = [group.call_one(0, "weight_version") for group in groups]
+    if len(set(versions)) > 1:
+        raise EngineError(
+            f"the replicas of {groups[0].role} begin with weights of the steps {versions}: they "
+            "must all begin with the same"
+        )
+    version: int = versions[0]
+    return version

@@ -1,0 +1,558 @@
+"""From rewards to advantages: how much better than the alternatives each completion was.
+
+All of it is float64 on the CPU. Statistics take two passes: deviations from a reward of the group
+first, squares of those afterwards, so rewards of 30 that differ by 0.01 keep their digits and equal
+rewards give exactly 0. A completion without a reward takes no part in anything and gets 0.
+
+With `d_i` the reward of completion i minus its baseline (the mean of its group, or of the others):
+
+    grpo                 d_i / s, where s is by `scale` the deviation of the group's rewards, of
+                         those of all groups, or 1
+    gdpo                 that for each component of the reward, added up with weights, then divided
+                         by the deviation of all such sums (arXiv 2601.05242)
+    reinforce_plus_plus  d_i (or the reward itself), whitened over all groups (arXiv 2501.03262);
+                         each completion counts once, however long it is
+
+`/ s` means: by `s + std_eps`, or by `noise_floor_factor` times the noise if that is more; not at
+all where s is 0. The mean over the batch is subtracted only where no baseline has been: otherwise a
+group without a difference would be taught something by the other groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from laurel.config.grpo import (
+    GRPOConfig,
+    PolicyLossConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
+from laurel.errors import ConfigError
+from laurel.types import Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    from laurel.types import LogProbs, Mask
+
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageRule:
+    """How advantages are computed, with every null of the configuration resolved."""
+
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus"]
+    has_baseline: bool
+    """The group's mean, or that of the others, is subtracted."""
+    leave_one_out: bool
+    scale: Literal["group", "batch", "none"]
+    leave_one_out_std: bool
+    """Each sample is divided by the deviation of the others."""
+    std_ddof: int
+    std_eps: float
+    noise_floor_factor: float
+    reward_weights: tuple[float, ...] | None
+    clip_low: float
+    clip_high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Advantages:
+    """The advantages of a batch."""
+
+    values_BG: list[Floats]
+    """Of each completion; 0 where it has no reward."""
+    means_B: Floats
+    """Mean reward of each group; NaN where nobody has one."""
+    stds_B: Floats
+    """Standard deviation of the rewards of each group; 0 where fewer than two have one."""
+    metrics: dict[str, float]
+    """See `compute_advantages`."""
+
+
+def resolve(config: GRPOConfig) -> AdvantageRule:
+    """Fill in what the estimator leaves to the `grpo` section.
+
+    Raises:
+        ConfigError: GDPO together with what changes only the total reward.
+    """
+    chosen = config.adv_estimator
+    if chosen.name == "gdpo" and (config.reward_scaling.enabled or config.reward_shaping.enabled):
+        raise ConfigError(
+            "grpo.adv_estimator.name=gdpo compares the components of the reward one by one, and "
+            "grpo.reward_scaling and grpo.reward_shaping change only their total; turn them off, "
+            "or use adv_estimator.name=grpo"
+        )
+    normalize = chosen.normalize_rewards
+    if normalize is None:
+        normalize = config.normalize_rewards
+    low, high = config.advantage_clip_low, config.advantage_clip_high
+    weights = chosen.reward_weights
+    return AdvantageRule(
+        name=chosen.name,
+        has_baseline=config.compares_within_groups,
+        leave_one_out=config.leaves_one_out,
+        scale=chosen.scale or ("group" if normalize else "none"),
+        leave_one_out_std=chosen.leave_one_out_std,
+        std_ddof=chosen.std_ddof,
+        std_eps=chosen.std_eps,
+        noise_floor_factor=chosen.noise_floor_factor,
+        reward_weights=None if weights is None else tuple(weights),
+        clip_low=-math.inf if low is None else low,
+        clip_high=math.inf if high is None else high,
+    )
+
+
+def teaches(values: Floats) -> bool:
+    """Whether any of these advantages moves the policy."""
+    return bool(np.any(values != 0.0))
+
+
+def compute_advantages(
+    rewards_BG: Sequence[Sequence[float | None]],
+    config: GRPOConfig,
+    *,
+    noise: float | Sequence[float] = 0.0,
+    components_BG: Sequence[Sequence[Mapping[str, float]]] | None = None,
+) -> Advantages:
+    """The advantages of a batch of groups.
+
+    Metrics, over the samples that have a reward: `advantages/{mean,max,min,std,sum}`; `reward` and
+    `reward_std` (of these rewards, over the batch); `reward_group_std` (mean over groups);
+    `frac_reward_zero_std` (share of the groups with at least two rewards in which all are equal);
+    `groups_without_signal` (every advantage is 0); `groups_at_noise_floor`; and, where all rewards
+    are 0 or 1, `baseline_reward/{pct_0,pct_1,pct_mixed}` (percent of groups).
+
+    Args:
+        rewards_BG: None where a sample failed or is left out.
+        config: See `AdvantageConfig`.
+        noise: Standard deviation of the scorer's own noise, in units of the reward; or of that of
+            each group, where their scorers differ.
+        components_BG: The parts of each reward, for GDPO.
+
+    Raises:
+        ConfigError: GDPO and rewards without components, or as many weights as components.
+        ValueError: a reward is NaN or infinite; that is a failure, and should be None.
+    """
+    rule = resolve(config)
+    used_BG = [np.array([r is not None for r in row_G], dtype=bool) for row_G in rewards_BG]
+    rewards = [np.array([r for r in row_G if r is not None], np.float64) for row_G in rewards_BG]
+    if not all(np.isfinite(row).all() for row in rewards):
+        raise ValueError("a reward is NaN or infinite; a sample without a reward must be None")
+    noise_B = list(noise) if isinstance(noise, Sequence) else [noise] * len(rewards)
+    if rule.name == "gdpo":
+        compared = _by_component(used_BG, components_BG, rule, noise_B)
+    else:
+        compared = _totals(rewards, rule, noise_B)
+    values_BG = []
+    for used_G, values in zip(used_BG, compared.values, strict=True):
+        values_G = np.zeros(len(used_G))
+        values_G[used_G] = np.clip(values, rule.clip_low, rule.clip_high)
+        values_BG.append(values_G)
+    means_B = np.array([_mean(row) if len(row) else math.nan for row in rewards], np.float64)
+    stds_B = np.array([_deviation(row, rule.std_ddof) for row in rewards], np.float64)
+    metrics = _metrics(values_BG, used_BG, rewards, stds_B, rule.std_ddof)
+    metrics["groups_at_noise_floor"] = float(sum(compared.at_floor))
+    return Advantages(values_BG=values_BG, means_B=means_B, stds_B=stds_B, metrics=metrics)
+
+
+# -------------------------------------------------------------------------------------- estimators
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Compared:
+    """Of each group, for its samples that have a reward."""
+
+    values: list[Floats]
+    noise: list[Floats]
+    """Standard deviation of the scorer's noise in each value."""
+    at_floor: list[bool]
+    """Whether a sample was divided by the noise floor instead of a deviation."""
+
+
+def _totals(rewards: list[Floats], rule: AdvantageRule, noise_B: Sequence[float]) -> _Compared:
+    if rule.name == "grpo":
+        compared = _against_groups(rewards, rule, noise_B)
+        if rule.scale == "batch":
+            std = _deviation(np.concatenate([*rewards, np.zeros(0)]), rule.std_ddof)
+            compared = _over_batch(compared, float(std), rule)
+        return compared
+    if rule.has_baseline:
+        compared = _against_groups(rewards, replace(rule, scale="none"), noise_B)
+        return _over_batch(compared, _spread(compared.values, rule), rule)
+    # What rounding leaves of the mean after one subtraction is not yet small beside a small spread.
+    centred = _centred(np.concatenate([*rewards, np.zeros(0)]))
+    ends = np.cumsum([len(row) for row in rewards])
+    values = [centred[end - len(row) : end] for row, end in zip(rewards, ends, strict=True)]
+    noises = [np.full(len(row), n) for row, n in zip(rewards, noise_B, strict=True)]
+    compared = _Compared(values=values, noise=noises, at_floor=[False] * len(rewards))
+    return _over_batch(compared, float(_deviation(centred, rule.std_ddof)), rule)
+
+
+def _by_component(
+    used_BG: Sequence[npt.NDArray[np.bool_]],
+    components_BG: Sequence[Sequence[Mapping[str, float]]] | None,
+    rule: AdvantageRule,
+    noise_B: Sequence[float],
+) -> _Compared:
+    """GDPO."""
+    samples = [
+        [components for components, used in zip(row_G, used_G, strict=True) if used]
+        for row_G, used_G in zip(components_BG or [()] * len(used_BG), used_BG, strict=True)
+        if components_BG is not None or not used_G.any()
+    ]
+    names = sorted({name for row in samples for sample in row for name in sample})
+    if len(samples) != len(used_BG) or any(set(s) != set(names) for row in samples for s in row):
+        raise ConfigError(
+            "grpo.adv_estimator.name=gdpo needs an environment that gives every sample the same "
+            f"named components of its reward (found: {', '.join(names) or 'none'}); "
+            "use adv_estimator.name=grpo otherwise"
+        )
+    weights = rule.reward_weights or (1.0,) * len(names)
+    if names and len(weights) != len(names):
+        raise ConfigError(
+            f"grpo.adv_estimator.reward_weights has {len(weights)} weights for {len(names)} "
+            f"components; give one for each of: {', '.join(names)}"
+        )
+    total = [np.zeros(len(row)) for row in samples]
+    variance = [np.zeros(len(row)) for row in samples]
+    at_floor = [False] * len(samples)
+    for name, weight in zip(names, weights, strict=False):
+        parts = [np.array([sample[name] for sample in row], np.float64) for row in samples]
+        if not all(np.isfinite(row).all() for row in parts):
+            raise ValueError(f"the component {name!r} of a reward is NaN or infinite")
+        compared = _against_groups(parts, rule, noise_B)
+        total = [t + weight * v for t, v in zip(total, compared.values, strict=True)]
+        variance = [v + (weight * n) ** 2 for v, n in zip(variance, compared.noise, strict=True)]
+        at_floor = [a or b for a, b in zip(at_floor, compared.at_floor, strict=True)]
+    compared = _Compared(values=total, noise=[np.sqrt(v) for v in variance], at_floor=at_floor)
+    return _over_batch(compared, _spread(total, rule), rule)
+
+
+def _against_groups(
+    rewards: list[Floats], rule: AdvantageRule, noise_B: Sequence[float]
+) -> _Compared:
+    values, noises, at_floor = list[Floats](), list[Floats](), list[bool]()
+    for row, noise in zip(rewards, noise_B, strict=True):
+        n = len(row)
+        centred = _centred(row)
+        if n < 2:
+            centred = np.zeros(n)
+        elif rule.leave_one_out:
+            centred = centred * (n / (n - 1))  # r_i minus the mean of the others
+        divisors = np.ones(n)
+        is_floor = False
+        if rule.scale == "group" and n >= 2:
+            if rule.leave_one_out_std:
+                stds = _deviation(_others(row), rule.std_ddof)
+            else:
+                stds = np.full(n, _deviation(row, rule.std_ddof))
+            divisors, is_floor = _divisors(stds, rule, noise)
+        values.append(centred / divisors)
+        noises.append(noise / divisors)
+        at_floor.append(is_floor)
+    return _Compared(values=values, noise=noises, at_floor=at_floor)
+
+
+def _over_batch(compared: _Compared, std: float, rule: AdvantageRule) -> _Compared:
+    """Divide everything by one deviation."""
+    noises = np.concatenate([*compared.noise, np.zeros(0)])
+    noise = float(np.sqrt(np.mean(noises**2))) if len(noises) else 0.0
+    divisors, is_floor = _divisors(np.array([std]), rule, noise)
+    return replace(
+        compared,
+        values=[values / divisors[0] for values in compared.values],
+        noise=[values / divisors[0] for values in compared.noise],
+        at_floor=[a or (is_floor and len(a_values) > 0)
+                  for a, a_values in zip(compared.at_floor, compared.values, strict=True)],
+    )  # fmt: skip
+
+
+def _divisors(stds: Floats, rule: AdvantageRule, noise: float) -> tuple[Floats, bool]:
+    """What to divide by where the deviations are these, and whether the floor was used."""
+    floor = rule.noise_floor_factor * noise
+    divisors = np.maximum(stds + rule.std_eps, floor)
+    is_spread = stds > 0.0
+    is_floor = bool(np.any(is_spread & (stds + rule.std_eps < floor)))
+    return np.where(is_spread, divisors, 1.0), is_floor
+
+
+# -------------------------------------------------------------------------------------- statistics
+
+
+def _centred(rows: Floats) -> Floats:
+    """Deviations from the mean along the last axis; exactly 0 where all are equal.
+
+    Sums run over sorted values, so the order of the samples changes no bit.
+    """
+    ordered = np.sort(rows, axis=-1)
+    if rows.shape[-1] == 0:
+        return ordered
+    pivot = ordered[..., rows.shape[-1] // 2, None]
+    centred: Floats = (rows - pivot) - (ordered - pivot).mean(axis=-1, keepdims=True)
+    return centred
+
+
+def _mean(row: Floats) -> float:
+    pivot = float(np.sort(row)[len(row) // 2])
+    return pivot + float((np.sort(row) - pivot).mean())
+
+
+def _deviation(rows: Floats, ddof: int) -> Floats:
+    """Standard deviation along the last axis; 0 where there are too few."""
+    n = rows.shape[-1]
+    if n < 2:
+        return np.zeros(rows.shape[:-1])
+    squares = np.square(_centred(np.sort(rows, axis=-1)))
+    return np.asarray(np.sqrt(squares.sum(axis=-1) / (n - ddof)), np.float64)
+
+
+def _others(row: Floats) -> Floats:
+    """[n, n - 1]: for each sample, all but itself."""
+    n = len(row)
+    return np.tile(row, (n, 1))[~np.eye(n, dtype=bool)].reshape(n, n - 1)
+
+
+def _spread(values: list[Floats], rule: AdvantageRule) -> float:
+    """Deviation over all groups in which there was something to compare."""
+    compared = [row for row in values if len(row) > 1]
+    return float(_deviation(np.concatenate([*compared, np.zeros(0)]), rule.std_ddof))
+
+
+def _metrics(
+    values_BG: list[Floats],
+    used_BG: list[npt.NDArray[np.bool_]],
+    rewards: list[Floats],
+    stds_B: Floats,
+    ddof: int,
+) -> dict[str, float]:
+    silent = [not teaches(values_G) for values_G in values_BG]
+    metrics = {"groups_without_signal": float(sum(silent))}
+    every = np.concatenate([*rewards, np.zeros(0)])
+    if not len(every):
+        return metrics
+    values = np.concatenate([row[used] for row, used in zip(values_BG, used_BG, strict=True)])
+    metrics |= {
+        "advantages/mean": float(values.mean()),
+        "advantages/max": float(values.max()),
+        "advantages/min": float(values.min()),
+        "advantages/std": float(values.std()),
+        "advantages/sum": float(values.sum()),
+        "reward": _mean(every),
+        "reward_std": float(_deviation(every, ddof)),
+    }
+    is_compared = np.array([len(row) > 1 for row in rewards])
+    if is_compared.any():
+        metrics["reward_group_std"] = float(stds_B[is_compared].mean())
+        metrics["frac_reward_zero_std"] = float((stds_B[is_compared] == 0.0).mean())
+    if np.isin(every, (0.0, 1.0)).all():
+        judged = [row for row in rewards if len(row)]
+        all_0 = 100.0 * float(np.mean([(row == 0.0).all() for row in judged]))
+        all_1 = 100.0 * float(np.mean([(row == 1.0).all() for row in judged]))
+        metrics["baseline_reward/pct_0"] = all_0
+        metrics["baseline_reward/pct_1"] = all_1
+        metrics["baseline_reward/pct_mixed"] = 100.0 - all_0 - all_1
+    return metrics
+
+
+# --------------------------------------------------------------------------------------------------
+# What happens to a reward between the environment and the advantages.
+#
+# In this order: `reward_scaling`, then `reward_shaping`, then (where asked for) the divergence from
+# the reference policy is subtracted. Rollouts keep the reward that their environment gave.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapedRewards:
+    """The rewards that are learned from."""
+
+    rewards_BG: list[list[float | None]]
+    """None where a sample failed, or was cut off and `overlong_filtering` leaves it out."""
+    metrics: dict[str, float]
+    """`reward_scaling/clamped_fraction` and `reward_shaping/{penalty_mean,penalized_fraction}`,
+    over the samples with a reward; `overlong_filtered`: how many were left out."""
+
+
+def scaled(reward: float, config: RewardScalingConfig) -> float:
+    """The reward, cut to the source range and mapped linearly to the target range."""
+    cut = min(max(reward, config.source_min), config.source_max)
+    share = (cut - config.source_min) / (config.source_max - config.source_min)
+    return config.target_min + share * (config.target_max - config.target_min)
+
+
+def slope(config: RewardScalingConfig) -> float:
+    """How much a scaled reward differs where the reward differs by 1, inside the source range."""
+    if not config.enabled:
+        return 1.0
+    width = config.target_max - config.target_min
+    return abs(width) / (config.source_max - config.source_min)
+
+
+def overlong_penalty(num_tokens: int, config: RewardShapingConfig, *, longest: int) -> float:
+    """What a completion of this length loses (DAPO, arXiv 2503.14476); never below 0.
+
+    Nothing up to `max_response_length - overlong_buffer_length` tokens, `overlong_buffer_penalty`
+    at `max_response_length`, a straight line in between and, as in NeMo RL, beyond.
+
+    Args:
+        num_tokens: Tokens that the policy wrote.
+        config: See there.
+        longest: `max_response_length` where the configuration has none.
+    """
+    limit = config.max_response_length or longest
+    excess = num_tokens - (limit - config.overlong_buffer_length)
+    return max(excess / config.overlong_buffer_length * config.overlong_buffer_penalty, 0.0)
+
+
+def stopped_improperly(reward: float, *, coefficient: float) -> float:
+    """The reward of a completion that was cut off: never more than it would have had.
+
+    A positive reward is multiplied by the coefficient. Doing so to a negative one would raise it:
+    that one is divided by the coefficient, or doubled where the coefficient is below 0.5.
+    """
+    if reward > 0.0:
+        return coefficient * reward
+    return reward / max(coefficient, 0.5)
+
+
+def shaped(rollout: Rollout, reward: float, config: RewardShapingConfig, *, longest: int) -> float:
+    """The reward after its penalty; with a `stop_properly_penalty_coef`, that is the only one."""
+    if config.stop_properly_penalty_coef is None:
+        num_tokens = int(rollout.mask_L.sum())
+        return reward - overlong_penalty(num_tokens, config, longest=longest)
+    if not rollout.truncated:
+        return reward
+    return stopped_improperly(reward, coefficient=config.stop_properly_penalty_coef)
+
+
+def shape_rewards(
+    groups: Sequence[RolloutGroup], config: GRPOConfig, *, longest: int
+) -> ShapedRewards:
+    """The rewards of a batch as `reward_scaling`, `reward_shaping` and `overlong_filtering` say.
+
+    Args:
+        groups: The rollouts, judged.
+        config: See there.
+        longest: `policy.max_total_sequence_length`.
+    """
+    rewards_BG, penalties = list[list[float | None]](), list[float]()
+    num_clamped = num_filtered = 0
+    scaling = config.reward_scaling
+    for group in groups:
+        row_G = list[float | None]()
+        for rollout in group.rollouts_G:
+            reward = rollout.reward
+            if reward is not None and config.overlong_filtering and rollout.truncated:
+                num_filtered += 1
+                reward = None
+            if reward is not None:
+                if scaling.enabled:
+                    num_clamped += not scaling.source_min <= reward <= scaling.source_max
+                    reward = scaled(reward, scaling)
+                before = reward
+                if config.reward_shaping.enabled:
+                    reward = shaped(rollout, reward, config.reward_shaping, longest=longest)
+                penalties.append(before - reward)
+            row_G.append(reward)
+        rewards_BG.append(row_G)
+    metrics = dict[str, float]()
+    if config.overlong_filtering:
+        metrics["overlong_filtered"] = float(num_filtered)
+    if scaling.enabled and penalties:
+        metrics["reward_scaling/clamped_fraction"] = num_clamped / len(penalties)
+    if config.reward_shaping.enabled and penalties:
+        metrics["reward_shaping/penalty_mean"] = float(np.mean(penalties))
+        metrics["reward_shaping/penalized_fraction"] = float(np.mean(np.array(penalties) > 0.0))
+    return ShapedRewards(rewards_BG=rewards_BG, metrics=metrics)
+
+
+# ------------------------------------------------------------------------------- KL in the reward
+
+
+def divergence(
+    policy_L: LogProbs, reference_L: LogProbs, mask_L: Mask, config: PolicyLossConfig
+) -> float:
+    """The estimated divergence of a whole completion from the reference policy.
+
+    The sum over the policy's own tokens of the estimator of `reference_policy_kl_type`, with its
+    clamps. Not weighted by the penalty. k1 is the unbiased choice here; it may be negative. NaN
+    where a log-probability is not finite, whatever the clamps.
+
+    Args:
+        policy_L: Log-probabilities under the policy that drew the completion.
+        reference_L: The same under the reference.
+        mask_L: The policy's own tokens; what the others hold is not read.
+        config: See there.
+    """
+    given = reference_L[mask_L].astype(np.float64), policy_L[mask_L].astype(np.float64)
+    if not np.isfinite(given).all():
+        return math.nan
+    lead = given[0] - given[1]
+    if config.kl_input_clamp_value is not None:
+        lead = np.clip(lead, -config.kl_input_clamp_value, config.kl_input_clamp_value)
+    if config.reference_policy_kl_type == "k1":
+        values = -lead
+    elif config.reference_policy_kl_type == "k2":
+        values = np.square(lead) / 2.0
+    else:
+        lead = np.minimum(lead, 20.0)  # as in `importance`: its exponential stays finite
+        values = np.expm1(lead) - lead
+    if config.kl_output_clamp_value is not None:
+        values = np.clip(values, -config.kl_output_clamp_value, config.kl_output_clamp_value)
+    return float(values.sum())
+
+
+NO_DIVERGENCE = "the divergence from the reference policy is not finite (loss_fn.use_kl_in_reward)"
+
+
+def fail_without_divergence(
+    groups: Sequence[RolloutGroup], divergences_BG: Sequence[Sequence[float]]
+) -> list[RolloutGroup]:
+    """The groups, where a completion with a reward and no finite divergence has failed."""
+    return [
+        replace(
+            group,
+            rollouts_G=tuple(
+                replace(rollout, reward=None, failure=NO_DIVERGENCE)
+                if rollout.reward is not None and not math.isfinite(kl)
+                else rollout
+                for rollout, kl in zip(group.rollouts_G, divergences_G, strict=True)
+            ),
+        )
+        for group, divergences_G in zip(groups, divergences_BG, strict=True)
+    ]
+
+
+def lacks_divergences(groups: Sequence[RolloutGroup]) -> bool:
+    """Whether that is why there is no completion to learn from."""
+    failures = [rollout.failure for group in groups for rollout in group.rollouts_G]
+    return None not in failures and NO_DIVERGENCE in failures
+
+
+def mean_divergence(
+    rewards_BG: Sequence[Sequence[float | None]], divergences_BG: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """`kl_in_reward`: the mean over the samples with a reward; nothing where there is none."""
+    rows = zip(rewards_BG, divergences_BG, strict=True)
+    counted = [kl for row in rows for reward, kl in zip(*row, strict=True) if reward is not None]
+    return {"kl_in_reward": float(np.mean(counted))} if counted else {}
+
+
+def subtract_divergences(
+    rewards_BG: Sequence[Sequence[float | None]],
+    divergences_BG: Sequence[Sequence[float]],
+    *,
+    weight: float,
+) -> list[list[float | None]]:
+    """Rewards minus `weight` times the divergence of each completion; None stays None."""
+    return [
+        [None if reward is None else reward - weight * kl for reward, kl in zip(*rows, strict=True)]
+        for rows in zip(rewards_BG, divergences_BG, strict=True)
+    ]

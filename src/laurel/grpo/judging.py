@@ -1,0 +1,488 @@
+"""Completions on their way to environments: which of them go together, and how long it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import numpy as np
+
+from laurel.environments.interface import GROUP_ID, judged_by
+from laurel.environments.returned import checked_return, column_of, name_of, source_of, unfit
+from laurel.errors import EnvironmentFailedError, WorkerError
+from laurel.observe.hub import is_installed, is_ours, line_of
+from laurel.protocols import Environment
+from laurel.types import Conversation, Generated, Message, Rollout
+
+if TYPE_CHECKING:
+    from laurel.types import LogProbs, Mask, TokenIds
+
+
+# --------------------------------------------------------------------------------------------------
+# A completion while it is being played: what was said, its tokens, its reward so far.
+
+
+@dataclass(slots=True, kw_only=True)
+class Unfinished:
+    """One completion in the making."""
+
+    index: int
+    metadata: dict[str, Any] | None
+    group_id: str = ""
+    """Of the group it belongs to."""
+    messages: list[Message] = field(default_factory=list)
+    ids: list[TokenIds] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
+    logprobs: list[LogProbs] = field(default_factory=list)
+    reward: float = 0.0
+    components: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+    truncated: bool = False
+    is_over: bool = False
+    num_turns: int = 0
+    weight_version: int | None = None
+    answer: str | None = None
+    stop_strings: tuple[str, ...] = ()
+    observation: Mapping[str, str] = field(default_factory=dict)
+    """What the environment said last."""
+
+    def say(self, generated: Generated) -> None:
+        """Take in a turn of the policy."""
+        self._append(generated.ids_L, True, generated.logprobs_L)
+        self.messages.append(Message("assistant", generated.text))
+        self.num_turns += 1
+        self.truncated = generated.finish_reason != "stop"
+        versions = (self.weight_version, generated.weight_version)
+        self.weight_version = min(v for v in versions if v is not None)
+
+    def hear(self, observation: Mapping[str, str], ids: TokenIds) -> None:
+        """Take in what the environment says."""
+        self._append(ids, False, np.zeros(len(ids), dtype=np.float32))
+        self.messages.append(Message(observation["role"], observation["content"]))
+
+    def _append(self, ids: TokenIds, is_policy: bool, logprobs: LogProbs) -> None:
+        self.ids.append(np.asarray(ids, dtype=np.int32))
+        self.masks.append(np.full(len(ids), is_policy))
+        self.logprobs.append(np.asarray(logprobs, dtype=np.float32))
+
+    def fail(self, reason: str) -> None:
+        """End without a reward."""
+        self.failure, self.is_over = reason, True
+
+    def finished(self) -> Rollout:
+        """What became of it."""
+        return Rollout(
+            messages=tuple(self.messages),
+            ids_L=np.concatenate(self.ids),
+            mask_L=np.concatenate(self.masks),
+            logprobs_L=np.concatenate(self.logprobs),
+            reward=None if self.failure is not None else self.reward,
+            components=self.components,
+            failure=self.failure,
+            truncated=self.truncated,
+            num_turns=self.num_turns,
+            weight_version=self.weight_version or 0,
+            answer=self.answer,
+        )
+
+
+def take_verdict(step: Callable[..., Any], returned: Any, games: Sequence[Unfinished]) -> None:
+    """Give each conversation its part of what `step` returned.
+
+    Raises:
+        EnvironmentFailedError: It is no verdict on these conversations.
+    """
+    size = len(games)
+    verdict = checked_return(step, returned, size)
+    parts = verdict.rewards if isinstance(verdict.rewards, dict) else {"": verdict.rewards}
+    columns = {name: column_of(step, part, size, "rewards") for name, part in parts.items()}
+    over = column_of(step, verdict.terminateds, size, "terminateds")
+    for i, game in enumerate(games):
+        failure = verdict.failures[i] if verdict.failures is not None else None
+        observation = verdict.observations[i]
+        values = {name: float(column[i]) for name, column in columns.items()}
+        for name, value in values.items():
+            if failure is None and not np.isfinite(value):
+                what = f"the reward {value}" + (f" as {name!r}" if name else "")
+                failure = str(unfit(step, what, "a finite number, or a reason in `failures`"))
+        if failure is None and not over[i] and not _is_message(observation):
+            failure = f"{observation!r} is no observation: a role and a content are expected"
+        if failure is not None:
+            game.fail(failure)
+            continue
+        game.reward += sum(values.values())
+        for name, value in values.items():
+            if name:
+                game.components[name] = game.components.get(name, 0.0) + value
+        game.is_over = bool(over[i])
+        game.metadata = verdict.metadata[i]
+        stops = verdict.next_stop_strings[i]
+        game.stop_strings = game.stop_strings if stops is None else tuple(stops)
+        game.answer = verdict.answers[i] if verdict.answers is not None else None
+        game.observation = observation
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(value.get(key), str) for key in ("role", "content")
+    )
+
+
+Seat = tuple[Conversation, Unfinished]
+"""A prompt, and a conversation that began with it."""
+
+PARTS = 4
+"""Of a group that is judged in parts, at most."""
+WORTH = 2
+"""Tokens of a part that is judged by itself, as a multiple of those of its prompt."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Clock:
+    """Where the time of a batch of rollouts went, in seconds, and what it brought."""
+
+    generation: float = 0.0
+    """From the first request to the last completion."""
+    environment: float = 0.0
+    """In environments, all calls added up."""
+    judging: float = 0.0
+    """While at least one call of an environment was under way."""
+    exposed: float = 0.0
+    """Waiting for environments after the last completion: what streaming did not hide."""
+    num_tokens: int = 0
+    """Drawn in the time of `generation`, for groups that were left out too."""
+    num_out_of_turns: int = 0
+    """Conversations that their environment did not end, with no turn left."""
+    num_cut_off: int = 0
+    """Conversations that it did not end either, whose answer was cut off, or with no room left."""
+
+    @property
+    def hidden_share(self) -> float | None:
+        """How much of the judging was done while completions were still being drawn, 0 to 1."""
+        if not self.judging:
+            return None
+        return max(0.0, 1.0 - self.exposed / self.judging)
+
+    def leave(self, game: Unfinished, *, is_out_of_turns: bool) -> None:
+        """End a conversation that its environment would have gone on with, and count it."""
+        game.truncated = game.is_over = True
+        if is_out_of_turns:
+            self.num_out_of_turns += 1
+        else:
+            self.num_cut_off += 1
+
+
+class Calls:
+    """The calls of environments for one batch, in one event loop."""
+
+    def __init__(self, clock: Clock, limit: int) -> None:
+        """Begin with none.
+
+        Args:
+            clock: Is told how long they take.
+            limit: How many run side by side.
+        """
+        self.clock = clock
+        self.slots = asyncio.Semaphore(limit)
+        self._num_open = 0
+        self._began = 0.0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """An environment is being called."""
+        started = time.monotonic()
+        if not self._num_open:
+            self._began = started
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            self.clock.environment += now - started
+            self._num_open -= 1
+            if not self._num_open:
+                self.clock.judging += now - self._began
+
+
+class Judges:
+    """Calls environments in threads; what they say or fail to say is taken down."""
+
+    def __init__(self, *, timeout: float, num_threads: int) -> None:
+        """Hold no thread yet.
+
+        Args:
+            timeout: Seconds of one call; of one that judges several groups, for each of them.
+            num_threads: Calls side by side.
+        """
+        self._timeout = timeout
+        self._threads = PatientThreads(num_threads, name="environment")
+
+    def begin(self, clock: Clock) -> Calls:
+        """What the calls for one batch have in common."""
+        return Calls(clock, self._threads.limit)
+
+    def close(self) -> None:
+        """Let go of the threads."""
+        self._threads.close()
+
+    async def judge(
+        self,
+        environment: Environment,
+        seats: Sequence[Seat],
+        calls: Calls,
+        *,
+        num_groups: int = 1,
+    ) -> None:
+        """One call for all of them.
+
+        Raises:
+            WorkerError: Who judges is lost.
+        """
+        games = [game for _, game in seats]
+        logs = [[_plain(m) for m in (*prompt, *game.messages)] for prompt, game in seats]
+        metadata = [{**(game.metadata or {}), GROUP_ID: game.group_id} for game in games]
+        timeout = self._timeout * num_groups
+        with calls.one():
+            try:
+                verdict = await self._threads.call(
+                    calls.slots, environment.step, logs, metadata, timeout=timeout
+                )
+                take_verdict(environment.step, verdict, games)
+            except GivenUpError:
+                for game in games:
+                    game.fail(f"timeout: no verdict within {timeout:g} s (env.timeout_seconds)")
+            except EnvironmentFailedError as error:  # which says whose fault it is, and where
+                for game in games:
+                    game.fail(str(error))
+            except Exception as error:  # an environment's own code: anything can come out of it
+                if isinstance(error, WorkerError) and error.is_lost:
+                    raise  # who judges is gone: not these samples' fault, nor the next ones'
+                for game in games:
+                    game.fail(described(error, environment.step))
+
+
+def _plain(message: Message) -> dict[str, str]:
+    return {"role": message.role, "content": message.content}
+
+
+def parts_of(environment: Environment, games: Sequence[Unfinished]) -> list[list[Unfinished]]:
+    """Those of a group that come together, as soon as the last of them has ended.
+
+    Who comes with whom depends on their indices alone, never on who ends first.
+    """
+    most = {"completion": len(games), "part": PARTS}.get(judged_by(environment), 1)
+    size = -(-len(games) // most)
+    return [list(games[first : first + size]) for first in range(0, len(games), size)]
+
+
+def pays(part: Sequence[Unfinished], environment: Environment, prompt_length: int) -> bool:
+    """Whether a part is worth a call of its own, which computes the prompt once more.
+
+    So at most half as much again is computed for a group as in one call. It depends on what was
+    said alone, so it is the same in every run.
+    """
+    if judged_by(environment) == "completion":
+        return True
+    return sum(len(ids) for game in part for ids in game.ids) >= WORTH * prompt_length
+
+
+def agree(games: Iterable[Unfinished]) -> None:
+    """Give what says the same, but was judged apart, the verdict of the first who said it."""
+    first_of: dict[Conversation, Unfinished] = {}
+    for game in games:
+        if game.failure is None:
+            first = first_of.setdefault(tuple(game.messages), game)
+            game.reward, game.components = first.reward, dict(first.components)
+
+
+class Assembly:
+    """The groups of a batch that one environment judges together, in one call."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_missing = num_groups
+        self._seats: list[Seat] = []
+        self._is_judged = asyncio.Event()
+
+    async def judged(
+        self, seats: Sequence[Seat], judge: Callable[[Sequence[Seat]], Awaitable[None]]
+    ) -> None:
+        """Come back when all are there and have been judged; the last one to come sees to it."""
+        self._seats += seats
+        self._num_missing -= 1
+        if self._num_missing:
+            await self._is_judged.wait()
+            return
+        await judge(self._seats)
+        self._is_judged.set()
+
+
+# --------------------------------------------------------------------------------------------------
+# Doing things side by side: calls that block in threads, and coroutines that fail together.
+
+T = TypeVar("T")
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run them side by side; the first exception ends the others, and only then is it raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await end_all(tasks)
+
+
+async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | None = None) -> None:
+    """Cancel what still runs and wait for it, for `patience` seconds at most."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        ended, _ = await asyncio.wait(tasks, timeout=patience)
+        for task in ended:
+            if not task.cancelled():
+                task.exception()  # which tells the loop that somebody has seen it
+
+
+class PatientThreads:
+    """Threads for calls that block, and may never come back.
+
+    A call that is given up keeps its thread for as long as it wants; another takes its place, and
+    no thread keeps the process from ending.
+    """
+
+    def __init__(self, limit: int, *, name: str) -> None:
+        """Hold no thread yet; `limit` is how many calls run side by side."""
+        self.limit = limit
+        self._name = name
+        self._idle: list[_Thread] = []
+
+    async def call(
+        self,
+        slots: asyncio.Semaphore,
+        function: Callable[..., T],
+        *arguments: Any,
+        timeout: float,
+    ) -> T:
+        """What the function returns; what it raises is raised.
+
+        Args:
+            slots: Of the event loop; has `limit` places.
+            function: Called in a thread.
+            arguments: Its arguments.
+            timeout: Seconds from when it is called, not from when it is asked for.
+
+        Raises:
+            GivenUpError: It took longer.
+        """
+        async with slots:
+            thread = self._idle.pop() if self._idle else _Thread(self._name)
+            future: Future[_Outcome[T]] = thread.begin(function, arguments)
+            waiting = asyncio.wrap_future(future)
+            try:
+                await asyncio.wait((waiting,), timeout=timeout)
+                if not waiting.done():
+                    raise GivenUpError(f"nothing within {timeout:g} s")
+                outcome = waiting.result()
+            finally:
+                if future.done() and not future.cancelled():
+                    self._idle.append(thread)
+                else:
+                    waiting.cancel()
+                    thread.end()
+        return outcome()
+
+    def close(self) -> None:
+        """End every thread that has nothing to do, and wait until it is gone."""
+        idle, self._idle = self._idle, []
+        for thread in idle:
+            thread.end()
+        for thread in idle:
+            thread.join()
+
+
+class GivenUpError(Exception):
+    """A call that took too long."""
+
+
+_Outcome = Callable[[], T]
+
+
+def described(error: BaseException, called: Callable[..., Any] | None = None) -> str:
+    """An exception in one line, with the line of code that it comes from.
+
+    Args:
+        error: What was raised.
+        called: The function whose author is to read it: the innermost line of
+            its own, or of what else is neither Laurel's nor of a package, is shown.
+    """
+    where = _line_of(error, called)
+    return f"{type(error).__name__}: {error}" + (f" ({where})" if where else "")
+
+
+def _line_of(error: BaseException, called: Callable[..., Any] | None) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    source = None if called is None else source_of(called)
+    if called is not None and source is not None:
+        own = [f for f in frames if f.filename == source[0] or not is_installed(f.filename)]
+        if own:
+            return line_of(own[-1].filename, own[-1].lineno)
+        if all(is_ours(frame.filename) for frame in frames):
+            return f"calling {name_of(called)}"  # it did not take how it was called
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _raise(error: BaseException) -> NoReturn:
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        raise error
+    # sys.exit() must not end the loop, and a coroutine may not raise StopIteration.
+    raise RuntimeError(described(error))
+
+
+class _Thread:
+    """Calls one function after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[_Outcome[T]]:
+        """Call it. The future gets what came of it, to be called: it returns, or raises."""
+        future: Future[_Outcome[T]] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(*arguments)
+            except BaseException as error:
+                future.set_result(partial(_raise, error))
+            else:
+                future.set_result(lambda: result)
+
+        self._work.put(work)
+        return future
+
+    def end(self) -> None:
+        """Let the thread end when it comes back."""
+        self._work.put(None)
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            # A tensor that this thread let go of while Python ends would abort the process.
+            del work

@@ -1,0 +1,535 @@
+"""GRPO: the loop.
+
+    tasks --> rollouts --> rewards --> advantages --> token forests --> log-probs --> loss --> step
+
+Everything it needs is made elsewhere (`run/grpo.py`) and handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from laurel.config.grpo import GRPORun
+from laurel.data.forest import pack_evenly, pack_padded, pad, plant
+from laurel.grpo.advantages import (
+    NO_DIVERGENCE,
+    Advantages,
+    compute_advantages,
+    divergence,
+    fail_without_divergence,
+    lacks_divergences,
+    mean_divergence,
+    shape_rewards,
+    slope,
+    subtract_divergences,
+)
+from laurel.grpo.health import HealthWatch
+from laurel.grpo.metrics import (
+    environment_metrics,
+    failures_with,
+    judging_metrics,
+    rollout_metrics,
+    unended_metrics,
+    unended_note,
+)
+from laurel.grpo.source import Batch, RolloutSource
+from laurel.grpo.state import GRPORunState, write_bad_rollouts
+from laurel.grpo.validation import PolicyValidation, completion_rows, validation_metrics
+from laurel.models.forest.outputs import TokenOutputs
+from laurel.observe.console import CompletionRow, print_completions, write_completions
+from laurel.observe.loggers import shows_whole_samples
+from laurel.observe.progress import Phase, Timers
+from laurel.observe.report.last_words import accuracy_words
+from laurel.protocols import Environment, Generator
+from laurel.training.batches import Batcher, global_batches, part_of, shares
+from laurel.training.learner import Asked, Learner, Update
+from laurel.training.loop import Outcome, Schedule, Surroundings, TrainingLoop
+from laurel.training.policy_loss import PolicyLabels, PolicyLoss
+from laurel.training.selection import policy_goal
+from laurel.training.state import Position
+from laurel.types import PaddedRows, RolloutGroup, TokenForest, TokenGroup
+
+if TYPE_CHECKING:
+    from laurel.types import LogProbs
+
+
+NUM_LOGGED = 32
+"""Completions of a validation that are kept with the metrics."""
+SHOWN = ("reward_mean", "accuracy", "avg_length", "truncation_rate", "num_failures")
+SHOWN_IF_ANY = ("truncation_rate", "num_failures")
+
+
+class GRPO(TrainingLoop):
+    """One GRPO run."""
+
+    state: GRPORunState
+
+    def __init__(
+        self, config: GRPORun, surroundings: Surroundings, parts: PolicyParts, *, total_steps: int
+    ) -> None:
+        has_validation = parts.validation is not None
+        schedule = Schedule.of(
+            config.grpo,
+            config.checkpointing,
+            total_steps=total_steps,
+            has_validation=has_validation,
+            goal=policy_goal(
+                config.grpo, has_validation=has_validation, environments=list(parts.environments)
+            ),
+        )
+        super().__init__(schedule, surroundings)
+        self.config = config
+        self.parts = parts
+        longest = config.policy.generation.max_new_tokens or config.policy.max_total_sequence_length
+        self.loss = PolicyLoss(config.loss_fn, max_length=longest)
+        self._noted_unended = False
+        self.health = HealthWatch(
+            self.state.alarms, run_dir=self.state.run_dir, say=self.progress.message
+        )
+
+    def run(self, position: Position) -> Outcome:
+        """See `TrainingLoop`."""
+        if position.step > 0:  # a new generator knows nothing of the steps before
+            self._hand_over(position.step)
+            self.health.resumed(position.step)
+        return super().run(position)
+
+    def alarm(self) -> str | None:
+        """See `TrainingLoop`."""
+        return self.health.reason_to_stop
+
+    # ------------------------------------------------------------------------------------- a step
+
+    def step(self, position: Position) -> Position:
+        """See `TrainingLoop`."""
+        time, grpo = self.timers.time, self.config.grpo
+        num_groups = None if grpo.use_dynamic_sampling else grpo.num_prompts_per_step
+        with time("total_step_time"):
+            with (
+                time("generation"),
+                self.parts.learner_at_rest(),
+                self.progress.phase("generating groups", num_groups, timed=True) as phase,
+            ):
+                batch = self.parts.source.take(
+                    position.step, while_waiting=partial(self._waited, phase)
+                )
+            with self.parts.generator_at_rest(self.timers):
+                with time("policy_and_reference_logprobs"):
+                    old, reference = self._logprobs(batch.groups)
+                with time("reward_calculation"):
+                    labels, advantages, figures = self._judge(batch, old, reference)
+                with (
+                    time("policy_training"),
+                    self.parts.judges_at_rest(),
+                    self.progress.phase("updating", timed=True),
+                ):
+                    updates = self._learn(batch.groups, labels)
+            with time("exposed_generation"), self.progress.phase("generating ahead", timed=True):
+                self.parts.source.settle(is_patient=self._is_patient)
+            if self.stop.signal is None:  # else nothing more is drawn
+                with time("prepare_for_generation/transfer_and_update_weights"):
+                    has_changed = any(update.failure is None for update in updates)
+                    self._hand_over(position.step + 1, has_changed=has_changed)
+        figures |= _over_updates([u.metrics for u in updates if u.failure is None])
+        return self._report(position, batch, advantages, updates, figures)
+
+    def _is_patient(self) -> bool:
+        """Whether there is time to wait for what is ahead: a signal leaves little."""
+        return self.stop.seconds <= self.config.grpo.stop_patience_seconds
+
+    def _waited(self, phase: Phase, num_groups: int) -> None:
+        phase.advance(num_groups - phase.done)
+        self.heed()
+
+    def _judge(
+        self,
+        batch: Batch,
+        old: list[list[LogProbs]] | None,
+        reference: list[list[LogProbs]] | None,
+    ) -> tuple[list[PolicyLabels], Advantages, dict[str, float]]:
+        """From rewards to what the loss reads."""
+        config, kl_BG = self.config, list[list[float]]()
+        if config.loss_fn.use_kl_in_reward and reference is not None:
+            kl_BG = [
+                [
+                    divergence(r.logprobs_L, ref_L, r.mask_L, config.loss_fn)
+                    for r, ref_L in zip(group.rollouts_G, reference_GL, strict=True)
+                ]
+                for group, reference_GL in zip(batch.groups, reference, strict=True)
+            ]
+            batch.groups = fail_without_divergence(batch.groups, kl_BG)
+        groups = batch.groups
+        shaped = shape_rewards(groups, config.grpo, longest=config.policy.max_total_sequence_length)
+        rewards_BG = shaped.rewards_BG
+        figures = dict(shaped.metrics)
+        if kl_BG:
+            weight = config.loss_fn.reference_policy_kl_penalty
+            rewards_BG = subtract_divergences(rewards_BG, kl_BG, weight=weight)
+            figures |= mean_divergence(rewards_BG, kl_BG)
+        # Noise is measured of the rewards that environments give.
+        by_reward = slope(config.grpo.reward_scaling)
+        asked = {group.task.environment for group in groups}
+        noises = {name: by_reward * self.parts.noise_of(name) for name in asked}
+        noise_B = [noises[group.task.environment] for group in groups]
+        advantages = compute_advantages(
+            rewards_BG, config.grpo, noise=noise_B,
+            components_BG=[[r.components for r in g.rollouts_G] for g in groups],
+        )  # fmt: skip
+        labels = [
+            PolicyLabels(
+                masks_GL=tuple(r.mask_L for r in group.rollouts_G),
+                advantages_G=tuple(advantages.values_BG[b].tolist()),
+                used_G=tuple(reward is not None for reward in rewards_BG[b]),
+                behaviour_GL=tuple(r.logprobs_L for r in group.rollouts_G),
+                old_GL=None if old is None else tuple(old[b]),
+                reference_GL=None if reference is None else tuple(reference[b]),
+                rewards_G=tuple(r.reward for r in group.rollouts_G),
+            )
+            for b, group in enumerate(groups)
+        ]
+        return labels, advantages, figures
+
+    def _logprobs(
+        self, groups: Sequence[RolloutGroup]
+    ) -> tuple[list[list[LogProbs]] | None, list[list[LogProbs]] | None]:
+        """The old log-probabilities, where they are needed, and the reference's.
+
+        Of a single update they are not: what it computes itself are the old ones.
+        """
+        parts = self.parts
+        policy = self.config.policy
+        budget = policy.logprob_batch_size * policy.max_total_sequence_length
+
+        def of(asked: Asked) -> list[list[LogProbs]]:
+            return policy_logprobs(
+                partial(parts.learner.outputs, of=asked),
+                [group.tokens() for group in groups],
+                path=parts.batcher.path,
+                batch_tokens=budget,
+                pad_id=parts.pad_id,
+                share_prompts=policy.sequence_packing.share_prompts,
+                num_places=parts.learner.num_places,
+            )
+
+        is_repeated = self.config.updates_per_rollout > 1
+        is_needed = is_repeated and not self.config.loss_fn.force_on_policy_ratio
+        old = of("model") if is_needed else None
+        return old, of("reference") if parts.has_reference else None
+
+    def _learn(
+        self, groups: Sequence[RolloutGroup], labels: Sequence[PolicyLabels]
+    ) -> list[Update]:
+        """The optimizer steps of these rollouts; none where no completion beats another.
+
+        Adam would move the weights even with a gradient of zero.
+        """
+        learner, batcher, policy = self.parts.learner, self.parts.batcher, self.config.policy
+        tokens = [group.tokens() for group in groups]
+        batches = global_batches(
+            tokens, labels, PolicyLabels.subset, size=policy.train_global_batch_size
+        )
+        updates = []
+        for _ in range(self.config.grpo.num_iterations):
+            for part, part_labels in batches:
+                if not any(self.loss.has_signal(label) for label in part_labels):
+                    continue
+                micro_batches = batcher.cut(
+                    *batcher.divide(part, part_labels, PolicyLabels.subset),
+                    micro_batch_size=policy.train_micro_batch_size,
+                )
+                updates.append(learner.update(micro_batches, self.loss))
+        return updates
+
+    def _hand_over(self, version: int, *, has_changed: bool = True) -> None:
+        """Give the generator the new weights, or only their version where the step changed none."""
+        weights = self.parts.learner.weights(version)
+        if not has_changed:
+            weights = replace(weights, same_as=version - 1)
+        self.parts.source.wait_for(self.parts.generator.update_weights(weights))
+
+    # --------------------------------------------------------------------------------- validating
+
+    def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
+        """See `TrainingLoop`."""
+        validation = self.parts.validation
+        assert validation is not None
+        with (
+            self.progress.phase("validating", len(validation.chosen)) as phase,
+            self.timers.time("total_validation_time"),
+            self.parts.source.leaving_nothing(),
+            self.parts.learner_at_rest(),
+        ):
+            groups = validation.play(self.parts.source, while_waiting=partial(self._waited, phase))
+            figures = validation_metrics(groups, self.parts.environments)
+        seconds = self.timers.collect()["total_validation_time"]
+        self._show("validation", figures, step)
+        count = self.config.logger.num_val_samples_to_print
+        rows = completion_rows(groups, step=step)
+        if count:
+            is_whole = shows_whole_samples(self.config.logger)
+            title = f"validation, step {step}"
+            print_completions(self.progress.console, title, rows[:count], is_brief=not is_whole)
+        table = [row.cells for row in rows[: max(count, NUM_LOGGED)]]
+        self.logger.log_table("validation/completions", CompletionRow.columns(), table, step=step)
+        # What environments measure goes by their names, whoever asks.
+        logged = {f"validation/{k}": v for k, v in figures.items()}
+        self.health.validated(step, groups, logged)
+        logged["timing/validation/total_validation_time"] = seconds
+        keyed = {f"validation_{k}": v for k, v in figures.items()}
+        for name, own in validation.by_set(groups).items():
+            # Environments measure a batch once, and have.
+            of_set = validation_metrics(own, {})
+            self._show(f"validation-{name}", of_set, step)
+            logged |= {f"validation-{name}/{k}": v for k, v in of_set.items()}
+            keyed |= {f"validation-{name}_{k}": v for k, v in of_set.items()}
+        return logged, keyed
+
+    def _show(self, name: str, figures: Mapping[str, float], step: int) -> None:
+        shown = "  ".join(
+            accuracy_words(figures) or f"accuracy {value:.4f}"
+            if key == "accuracy"
+            else f"{key} {value:.4f}"
+            for key, value in figures.items()
+            if (key in SHOWN or "/acc" in key) and (value or key not in SHOWN_IF_ANY)
+        )
+        self.progress.message(f"step {step}  {name}  {shown}", is_routine=True)
+
+    # --------------------------------------------------------------------------------- reporting
+
+    def _report(
+        self,
+        position: Position,
+        batch: Batch,
+        advantages: Advantages,
+        updates: Sequence[Update],
+        figures: dict[str, float],
+    ) -> Position:
+        step, timing = position.step + 1, self.timers.collect()
+        self.deadline.took("step", timing["total_step_time"])
+        groups = batch.groups
+        bad_steps = self._bad_steps(updates, step, batch, position.bad_steps)
+        rollouts = failures_with(rollout_metrics(groups), batch.failures_left_out)
+        train = {**advantages.metrics, **rollouts, **unended_metrics(batch.clock), **figures}
+        self._note_unended(step, batch)
+        train.setdefault("lr", self.parts.learner.learning_rate)  # where no update was made
+        train["bad_steps_in_a_row"] = float(bad_steps)
+        train["optimizer_steps"] = float(sum(u.failure is None for u in updates))
+        train["optimizer_steps_not_applied"] = len(updates) - train["optimizer_steps"]
+        train["scorer_noise"] = self.parts.noise
+        train["staleness"] = float(max(
+            (position.step - r.weight_version for g in groups for r in g.rollouts_G), default=0
+        ))  # fmt: skip
+        train["groups_replaced"] = float(batch.num_replaced)
+        if self.config.grpo.use_dynamic_sampling:
+            train["dynamic_sampling_num_gen_batches"] = float(batch.num_batches)
+            train["dynamic_sampling_num_discarded_valid_samples"] = float(
+                batch.num_discarded * self.config.grpo.num_generations_per_prompt
+            )
+            train["dynamic_sampling_num_without_signal"] = float(batch.num_without_signal)
+        num_tokens = train.get("total_num_tokens", 0.0)
+        num_completions = sum(len(group.rollouts_G) for group in groups)
+        logged = self.parts.transfer_figures() | {f"train/{k}": v for k, v in train.items()}
+        with self.parts.source.measuring():
+            logged |= environment_metrics(groups, self.parts.environments)
+        logged |= {f"timing/train/{name}": value for name, value in timing.items()}
+        logged |= {
+            "timing/train/rollout/generation": batch.clock.generation,
+            **judging_metrics(batch.clock),
+            "performance/tokens_per_second": num_tokens / timing["total_step_time"],
+            "performance/generated_tokens_per_second": batch.clock.num_tokens
+            / max(batch.clock.generation, 1e-9),
+        }
+        divided = _over_updates([update.performance for update in updates])
+        logged |= {f"performance/{name}": value for name, value in divided.items()}
+        logged |= self.health.step(step, groups, logged)
+        self.logger.log(logged, step=step)
+        self.progress.step(step, logged, pairs=num_completions, tokens=int(num_tokens))
+        if self.config.logger.write_completions:
+            self._write_completions(step, groups, advantages)
+        train_metrics = {f"train_{name}": value for name, value in train.items()}
+        return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
+
+    def _note_unended(self, step: int, batch: Batch) -> None:
+        """Once a run: the policy never got the next turn that its environment had given it."""
+        note = unended_note(batch.clock, max_turns=self.config.grpo.max_rollout_turns)
+        if note is not None and not self._noted_unended:
+            self._noted_unended = True
+            self.progress.message(f"step {step}: {note}")
+
+    def _write_completions(
+        self, step: int, groups: Sequence[RolloutGroup], advantages: Advantages
+    ) -> None:
+        path = self.state.run_dir / "completions" / f"step_{step:06d}.parquet"
+        rows = completion_rows(groups, step=step, advantages_BG=advantages.values_BG)
+        try:
+            write_completions(path, rows)
+        except OSError as error:  # a full disk must not cost the step that was taken
+            self.progress.message(f"step {step}: its completions could not be written: {error}")
+
+    def _bad_steps(self, updates: Sequence[Update], step: int, batch: Batch, before: int) -> int:
+        """Bad steps in a row after this one: those of which nothing was applied."""
+        reasons = [u.failure for u in updates if u.failure is not None]
+        if not updates and lacks_divergences(batch.groups):
+            reasons = [NO_DIVERGENCE]
+        if not reasons:
+            return 0
+        path = write_bad_rollouts(self.state.run_dir, step, batch.groups, reasons[0])
+        kept = f"Its rollouts are in {path}"
+        if len(reasons) < len(updates):
+            share = f"{len(reasons)} of its {len(updates)} updates"
+            self.progress.message(f"step {step}: {share} not applied: {reasons[0]}. {kept}")
+            return 0
+        self.progress.message(f"step {step} not applied: {reasons[0]}. {kept}")
+        update = Update(metrics={}, failure=reasons[0])
+        return self.bad_steps(update, before, where=f"step {step}", kept=kept)
+
+
+_COUNTS = ("global_valid_toks", "global_valid_seqs", "num_valid_samples", "num_extreme_ratios")
+
+
+def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Figures of the optimizer steps of a batch: extremes, totals of counts, means of the rest."""
+    figures: dict[str, float] = {}
+    for name in dict.fromkeys(name for metrics in updates for name in metrics):
+        values = [metrics[name] for metrics in updates if name in metrics]
+        if name.endswith("_min"):
+            figures[name] = min(values)
+        elif name.endswith("_max"):
+            figures[name] = max(values)
+        else:
+            figures[name] = sum(values) if name in _COUNTS else sum(values) / len(values)
+    return figures
+
+
+# --------------------------------------------------------------------------------------------------
+# What a GRPO run works with, and who rests where they have the same devices.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyParts:
+    """What a GRPO run works with."""
+
+    learner: Learner
+    has_reference: bool = False
+    """The learner has one, as the divergence from it has a weight."""
+    batcher: Batcher
+    generator: Generator
+    source: RolloutSource
+    environments: dict[str, Environment]
+    validation: PolicyValidation | None
+    pad_id: int
+    generator_rests: bool = False
+    """The generator gives its memory back while the learner works on the same device."""
+    learner_rests: bool = False
+    """And the learner while the generator draws."""
+    judges_rest: bool = False
+    """And reward models while the learner takes its steps."""
+
+    def noise_of(self, environment: str) -> float:
+        """Standard deviation of the own noise of an environment's rewards."""
+        return float(getattr(self.environments[environment], "noise_floor", 0.0))
+
+    @property
+    def noise(self) -> float:
+        """That of the worst of them."""
+        return max((self.noise_of(name) for name in self.environments), default=0.0)
+
+    def transfer_figures(self) -> dict[str, float]:
+        """What went wrong between learner and generator, where weights travel in several ways."""
+        number = getattr(self.generator, "num_weight_fallbacks", None)
+        return {} if number is None else {"performance/weight_transfer_fallbacks": float(number)}
+
+    # ------------------------------------------------------------------------------------ at rest
+
+    @contextmanager
+    def generator_at_rest(self, timers: Timers) -> Iterator[None]:
+        """Nothing is drawn meanwhile."""
+        if not self.generator_rests:
+            yield
+            return
+        with timers.time("training_prep"):
+            self.source.wait_for(self.generator.sleep())
+        try:
+            yield
+        finally:
+            with timers.time("prepare_for_generation/wake"):
+                self.source.wait_for(self.generator.wake())
+
+    def learner_at_rest(self) -> AbstractContextManager[None]:
+        """Nothing is learned meanwhile."""
+        return self.learner.resting() if self.learner_rests else nullcontext()
+
+    @contextmanager
+    def judges_at_rest(self) -> Iterator[None]:
+        """Nothing is judged meanwhile, by models that can rest."""
+        with ExitStack() as stack:
+            for environment in self.environments.values() if self.judges_rest else ():
+                resting = getattr(environment, "resting", None)
+                if resting is not None:
+                    stack.enter_context(resting())
+            yield
+
+
+# --------------------------------------------------------------------------------------------------
+# Log-probabilities of many completions at once, under the policy or the reference.
+
+Logprobs = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[TokenOutputs]]
+"""`Learner.outputs` of a policy."""
+
+
+def policy_logprobs(
+    outputs: Logprobs,
+    groups: Sequence[TokenGroup],
+    *,
+    path: Literal["forest", "padded"],
+    batch_tokens: int,
+    pad_id: int,
+    share_prompts: bool = True,
+    num_places: int = 1,
+) -> list[list[LogProbs]]:
+    """Log-probabilities of every token of every completion, without gradients and dropout.
+
+    Args:
+        outputs: Of the policy, or of the reference.
+        groups: Prompts of at least one token, with their completions.
+        path: How batches reach the model.
+        batch_tokens: Token budget of one forward pass; larger groups are divided.
+        pad_id: For models on the padded path.
+        share_prompts: Compute a prompt once for all its completions.
+        num_places: `Learner.num_places`.
+
+    Returns:
+        float32 [L] for each completion of each group, in order whatever the batches were.
+    """
+    is_forest = path == "forest"
+    budget = batch_tokens if is_forest and share_prompts else None
+    places = [
+        (g, indices) for g, group in enumerate(groups) for indices in shares(group, budget=budget)
+    ]
+    parts = [part_of(groups[g], indices) for g, indices in places]
+    if is_forest:
+        sizes = [part.num_tokens for part in parts]
+        packed = pack_evenly(sizes, batch_tokens, places=num_places)
+    else:
+        packed = pack_padded([part.lengths_G for part in parts], batch_tokens)
+    chosen = [[parts[number] for number in numbers] for numbers in packed]
+    batches = [
+        plant(some, share_prompts=share_prompts) if is_forest else pad(some, pad_id=pad_id)
+        for some in chosen
+    ]
+    found: dict[tuple[int, int], LogProbs] = {}
+    for numbers, computed in zip(packed, outputs(batches), strict=True):
+        logprobs_M = computed.logprobs_M.float().cpu().numpy()
+        whose = [(places[n][0], branch) for n in numbers for branch in places[n][1]]
+        ends = np.cumsum([len(groups[g].branches_ids_G[branch]) for g, branch in whose])
+        found |= zip(whose, np.split(logprobs_M, ends[:-1]), strict=True)
+    return [
+        [found[g, branch] for branch in range(len(group.branches_ids_G))]
+        for g, group in enumerate(groups)
+    ]

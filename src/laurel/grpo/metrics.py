@@ -1,0 +1,240 @@
+"""Figures of a batch of rollouts: lengths, turns, rewards and what the environments measure.
+
+Names are NeMo RL's where it has one, TRL's where only it has one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from laurel.environments.returned import kind_of, unfit
+from laurel.errors import EnvironmentFailedError
+from laurel.grpo.judging import Clock, described
+from laurel.protocols import Environment
+from laurel.rewards.remote.replica import reason_of
+from laurel.types import Rollout, RolloutGroup
+
+_OWN_PREFIX = re.compile(r"^\w+_env/")
+"""What NeMo RL's environments write before their figures, e.g. `reward_model_env/`."""
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Figures of all rollouts, judged or not; lengths in tokens."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts_G]
+    if not rollouts:
+        return {}
+    prompts = np.array([len(g.prompt_ids) for g in groups for _ in g.rollouts_G])
+    written = np.array([int(r.mask_L.sum()) for r in rollouts])
+    heard = np.array([int((~r.mask_L).sum()) for r in rollouts])
+    turns = np.array([r.num_turns for r in rollouts])
+    cut = np.array([r.truncated for r in rollouts])
+    figures = {
+        "total_turns": turns.sum(),
+        "avg_turns_per_sample": turns.mean(),
+        "max_turns_per_sample": turns.max(),
+        "natural_termination_rate": (~cut).mean(),
+        "truncation_rate": cut.mean(),
+        "mean_prompt_length": prompts.mean(),
+        "total_num_tokens": (prompts + written + heard).sum(),
+        "mean_total_tokens_per_sample": (prompts + written + heard).mean(),
+        "mean_gen_tokens_per_sample": written.mean(),
+        "max_gen_tokens_per_sample": written.max(),
+        "mean_env_tokens_per_sample": heard.mean(),
+        "completions/mean_length": written.mean(),
+        "completions/min_length": written.min(),
+        "completions/max_length": written.max(),
+        "completions/clipped_ratio": cut.mean(),
+        "num_failures": sum(r.failure is not None for r in rollouts),
+    }
+    if not cut.all():
+        ended = written[~cut]
+        figures["completions/mean_terminated_length"] = ended.mean()
+        figures["completions/min_terminated_length"] = ended.min()
+        figures["completions/max_terminated_length"] = ended.max()
+    figures |= {f"reward/failed_{word}": n for word, n in failure_counts(groups).items()}
+    return {name: float(value) for name, value in figures.items()} | _rewards(rollouts)
+
+
+def judging_metrics(clock: Clock) -> dict[str, float]:
+    """Where the time of environments went, in seconds, and how much of it drawing has hidden."""
+    figures = {
+        "timing/train/rollout/environment": clock.environment,
+        "timing/train/rollout/environment_busy": clock.judging,
+        "timing/train/rollout/environment_exposed": clock.exposed,
+    }
+    share = clock.hidden_share
+    return figures if share is None else figures | {"performance/reward_hidden_share": share}
+
+
+def unended_metrics(clock: Clock) -> dict[str, float]:
+    """How many conversations ended though their environment would have gone on, by the reason."""
+    found = {"unended_out_of_turns": clock.num_out_of_turns, "unended_cut_off": clock.num_cut_off}
+    return {name: float(number) for name, number in found.items() if number}
+
+
+def unended_note(clock: Clock, *, max_turns: int) -> str | None:
+    """What to say of them; None where there are none, or a limit above 1 has ended them all."""
+    said = []
+    if clock.num_out_of_turns and max_turns == 1:
+        said.append(
+            f"{clock.num_out_of_turns} for want of a second turn (grpo.max_rollout_turns=1; set it "
+            "to the turns that a conversation may take)"
+        )
+    if clock.num_cut_off:
+        said.append(
+            f"{clock.num_cut_off} as the answer was cut off or no room was left "
+            "(policy.generation.max_new_tokens, policy.max_total_sequence_length)"
+        )
+    if not said:
+        return None
+    return "conversations ended that their environment had not ended: " + "; ".join(said)
+
+
+def failures_with(figures: dict[str, float], left_out: Mapping[str, int]) -> dict[str, float]:
+    """Figures of a batch, with the failures of groups that were left out of it.
+
+    They are in the counters of each reason, but not in `num_failures`, which is of the batch.
+    """
+    found = {**figures, "num_failures_left_out": float(sum(left_out.values()))}
+    for word, number in left_out.items():
+        name = f"reward/failed_{word}"
+        found[name] = found.get(name, 0.0) + number
+    return found
+
+
+def failure_counts(groups: Sequence[RolloutGroup]) -> Counter[str]:
+    """How many completions have no reward, by the word for why (`rewards.replica.REASONS`)."""
+    reasons = [r.failure for group in groups for r in group.rollouts_G if r.failure is not None]
+    return Counter(_word_for(reason) for reason in reasons)
+
+
+def _word_for(failure: str) -> str:
+    """The word for a failure; parts of composites put their names before it."""
+    words = (reason_of(part) for part in _tails(failure))
+    return next((word for word in words if word != "other"), "other")
+
+
+def _tails(failure: str) -> list[str]:
+    """The failure, and what is left of it without the first names before colons."""
+    parts = failure.split(": ", 3)
+    return [": ".join(parts[first:]) for first in range(len(parts))]
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    rewards = np.array([r.reward for r in rollouts if r.reward is not None], dtype=np.float64)
+    if not rewards.size:
+        return {}
+    figures = {
+        "reward": rewards.mean(),
+        "reward_std": rewards.std(),
+        "reward_min": rewards.min(),
+        "reward_max": rewards.max(),
+    }
+    judged = [rollout for rollout in rollouts if rollout.reward is not None]
+    for name in sorted({name for r in judged for name in r.components}):
+        part = [r.components[name] for r in judged if name in r.components]
+        figures |= {f"rewards/{name}/mean": np.mean(part), f"rewards/{name}/std": np.std(part)}
+    return {name: float(value) for name, value in figures.items()}
+
+
+def environment_metrics(
+    groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]
+) -> dict[str, float]:
+    """What each environment measures of its own samples, as `env/<name>/<figure>`.
+
+    Raises:
+        EnvironmentFailedError: It raised something, or what it gave are no figures.
+    """
+    figures: dict[str, float] = {}
+    for name, environment in environments.items():
+        own = [group for group in groups if group.task.environment == name]
+        if not own:
+            continue
+        measure = environment.global_post_process_and_metrics
+        try:
+            measured = _figures(measure, measure(batch_of(own)))
+            bare = {_OWN_PREFIX.sub("", key): float(value) for key, value in measured.items()}
+        except EnvironmentFailedError as error:
+            raise EnvironmentFailedError(
+                f"the environment {name!r} could not measure its batch: {error}"
+            ) from error
+        except Exception as error:  # an environment's own code: anything can come out of it
+            raise EnvironmentFailedError(
+                f"the environment {name!r} could not measure its batch "
+                f"(global_post_process_and_metrics): {described(error, measure)}"
+            ) from error
+        figures |= {f"env/{name}/{key}": value for key, value in bare.items()}
+    return figures
+
+
+def _figures(measure: Callable[..., Any], returned: Any) -> Mapping[str, Any]:
+    """The figures of what an environment returned of a batch."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise unfit(measure, kind_of(returned), "the batch, and a dictionary of figures")
+    if not isinstance(returned[1], Mapping):
+        raise unfit(measure, f"{kind_of(returned[1])} as figures", "a dictionary of numbers")
+    return returned[1]
+
+
+def environment_notes(
+    groups: Sequence[RolloutGroup], environments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What environments noted of batches that they have not measured yet, for a checkpoint."""
+    return {
+        name: environment.notes(own["message_log"], own["group_ids"])
+        for name, environment in environments.items()
+        if hasattr(environment, "notes") and (own := _batch_for(groups, name))
+    }
+
+
+def take_environment_notes(
+    groups: Sequence[RolloutGroup], environments: Mapping[str, Any], notes: Mapping[str, Any]
+) -> None:
+    """The same, from a checkpoint; of the same groups."""
+    for name, noted in notes.items():
+        own = _batch_for(groups, name)
+        environments[name].take_notes(own["message_log"], noted, own["group_ids"])
+
+
+def _batch_for(groups: Sequence[RolloutGroup], environment: str) -> dict[str, Any]:
+    """What an environment is to measure of these groups, empty where none of them is its own."""
+    own = [group for group in groups if group.task.environment == environment]
+    return batch_of(own) if own else {}
+
+
+def batch_of(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
+    """Finished conversations as an environment's figures are made of them (see `protocols`)."""
+    pairs = [(group, rollout) for group in groups for rollout in group.rollouts_G]
+    judged = [(group, rollout) for group, rollout in pairs if rollout.reward is not None]
+    names = sorted({name for _, rollout in judged for name in rollout.components})
+    return {
+        "message_log": [
+            [{"role": m.role, "content": m.content} for m in (*g.task.prompt, *r.messages)]
+            for g, r in judged
+        ],
+        "prompt": ["\n".join(m.content for m in g.task.prompt) for g, _ in judged],
+        "completion": ["".join(m.content for m in r.messages) for _, r in judged],
+        "group_ids": [g.id for g, _ in judged],
+        "rewards": torch.tensor([r.reward for _, r in judged], dtype=torch.float32),
+        "components": {
+            name: torch.tensor(
+                [r.components.get(name, 0.0) for _, r in judged], dtype=torch.float32
+            )
+            for name in names
+        },
+        "is_end": torch.tensor([not r.truncated for _, r in judged], dtype=torch.bool),
+        "prompt_lengths": torch.tensor(
+            [len(g.prompt_ids) for g, _ in judged], dtype=torch.int64
+        ),
+        "generation_lengths": torch.tensor(
+            [int(r.mask_L.sum()) for _, r in judged], dtype=torch.int64
+        ),
+        "answers": [r.answer for _, r in judged],
+        "num_failures": len(pairs) - len(judged),
+    }  # fmt: skip

@@ -1,0 +1,402 @@
+"""Playing tasks to their end: generate, judge, answer, generate again.
+
+Everything streams. Requests of all tasks are with the generator at once; what it finishes goes to
+the environment at once, completion by completion where the environment can judge one alone, group
+by group otherwise, while the rest is still being generated. An environment may also ask for parts
+of a group, or to judge nothing before all has been drawn; see `protocols.Environment`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from laurel.environments.interface import judged_by
+from laurel.errors import DataError, EngineError, EnvironmentFailedError
+from laurel.grpo.judging import (
+    Assembly,
+    Calls,
+    Clock,
+    Judges,
+    Seat,
+    Unfinished,
+    agree,
+    end_all,
+    parts_of,
+    pays,
+    together,
+)
+from laurel.protocols import Environment, Generator
+from laurel.types import (
+    Conversation,
+    GenerationRequest,
+    RolloutGroup,
+    SamplingParams,
+    Task,
+)
+
+if TYPE_CHECKING:
+    from laurel.types import TokenIds
+
+
+class Chat(Protocol):
+    """How conversations become the policy's tokens. See `models.chat.ChatFormat`."""
+
+    def prompt_ids(self, conversation: Conversation, /) -> TokenIds:
+        """Tokens of a conversation, up to where the policy begins to write."""
+
+    def observation_ids(
+        self, observation: Mapping[str, str], /, *, history: Conversation, turn_ids: TokenIds
+    ) -> TokenIds:
+        """Tokens between the policy's turn, which has these tokens, and its next one.
+
+        `history` is what stands before the turn.
+        """
+
+
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    """What the tasks of one call share."""
+
+    numbers: tuple[int, ...]
+    num_generations: int
+    sampling: SamplingParams
+    calls: Calls
+    assemblies: dict[str, Assembly]
+    """Where the groups of an environment that judges a whole batch wait for each other."""
+    num_open: int = 0
+    """Requests that the generator owes something."""
+    last_news: float = field(default_factory=time.monotonic)
+    """When the latest of them was made, or a completion came."""
+    last_completion: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """Where the conversations of one task are played."""
+
+    task: Task
+    environment: Environment
+    prompt_ids: TokenIds
+    numbers: tuple[int, ...]
+    """Of the batch, and of the task in it."""
+    batch: _Batch
+
+    @property
+    def group_id(self) -> str:
+        """Unique in the run."""
+        return "-".join(map(str, self.numbers))
+
+
+CLOSING_SECONDS = 10.0
+"""How long a generator that failed may take to let go of its requests."""
+
+
+class Rollouts:
+    """Plays batches of tasks with one generator and the environments of a run."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        environments: Mapping[str, Environment],
+        chat: Chat,
+        *,
+        max_turns: int,
+        max_length: int,
+        seed: int,
+        environment_timeout: float = 600.0,
+        generation_timeout: float = 1800.0,
+        max_failed_share: float = 0.5,
+        num_threads: int = 16,
+    ) -> None:
+        """Hold what does not change during a run.
+
+        Args:
+            generator: Draws the completions.
+            environments: By the name that tasks ask for.
+            chat: The policy's chat format.
+            max_turns: Turns of the policy in one conversation, at most.
+            max_length: Tokens of a whole conversation, at most.
+            seed: Every completion's own seed follows from it, the batch, the task and its index.
+            environment_timeout: Seconds of one call of an environment.
+            generation_timeout: Seconds without any completion after which the engine is given up.
+            max_failed_share: Share of a batch that an environment may fail to judge.
+            num_threads: Calls of environments side by side.
+        """
+        self.generator = generator
+        self.environments = environments
+        self.chat = chat
+        self.max_turns = max_turns
+        self.max_length = max_length
+        self._seed = seed
+        self.generation_timeout = generation_timeout
+        self._max_failed_share = max_failed_share
+        self._judges = Judges(timeout=environment_timeout, num_threads=num_threads)
+
+    def close(self) -> None:
+        """Let go of the threads; the generator and the environments are the caller's."""
+        self._judges.close()
+
+    def memories(self) -> dict[str, Any]:
+        """What the environments remember, by name, of those that remember anything."""
+        return {
+            name: copy.deepcopy(environment.state_dict())
+            for name, environment in self.environments.items()
+            if hasattr(environment, "state_dict")
+        }
+
+    def take_back(self, memories: Mapping[str, Any]) -> None:
+        """Let the environments remember that, and nothing since."""
+        for name, memory in memories.items():
+            environment: Any = self.environments[name]
+            environment.load_state_dict(memory)
+
+    async def play(
+        self,
+        tasks: Sequence[Task],
+        *,
+        num_generations: int,
+        sampling: SamplingParams,
+        batch: tuple[int, ...],
+        clock: Clock | None = None,
+        on_group: Callable[[RolloutGroup], None] = lambda group: None,
+    ) -> list[RolloutGroup]:
+        """Play every task to its end.
+
+        Args:
+            tasks: Their prompts fit into the context.
+            num_generations: Completions of each.
+            sampling: `max_new_tokens` of one turn is cut to the room that is left.
+            batch: Numbers that tell this batch from every other of the run: they seed it.
+            clock: Filled in.
+            on_group: Called as soon as a group is finished, in any order.
+
+        Returns:
+            A group for each task, in order.
+
+        Raises:
+            EngineError: The generator died or is stuck.
+            WorkerError: Who judges is lost.
+        """
+        clock = clock or Clock()
+        names = Counter(task.environment for task in tasks)
+        played = _Batch(
+            numbers=batch,
+            num_generations=num_generations,
+            sampling=sampling,
+            calls=self._judges.begin(clock),
+            assemblies={
+                name: Assembly(number)
+                for name, number in names.items()
+                if judged_by(self.environments[name]) == "batch"
+            },
+        )
+        started = played.last_completion
+        games = asyncio.ensure_future(
+            together(self._play(task, i, played, on_group) for i, task in enumerate(tasks))
+        )
+        watch = asyncio.ensure_future(self._watch(played))
+        try:
+            await asyncio.wait((games, watch), return_when=asyncio.FIRST_COMPLETED)
+            groups = games.result() if games.done() else watch.result()
+        finally:
+            await end_all((games, watch), patience=CLOSING_SECONDS)
+        clock.generation += played.last_completion - started
+        clock.exposed += time.monotonic() - played.last_completion
+        return groups
+
+    async def _watch(self, batch: _Batch) -> list[RolloutGroup]:
+        """Raise when the generator gives nothing any more."""
+        limit = self.generation_timeout
+        while True:
+            quiet = time.monotonic() - batch.last_news if batch.num_open else 0.0
+            if quiet > limit:
+                raise EngineError(
+                    f"the generator has finished nothing for {quiet:.0f} s "
+                    "(policy.generation.timeout_seconds)"
+                )
+            await asyncio.sleep(min(limit - quiet + 0.01, 5.0))
+
+    # ---------------------------------------------------------------------------------- playing
+
+    async def _play(
+        self, task: Task, index: int, batch: _Batch, on_group: Callable[[RolloutGroup], None]
+    ) -> RolloutGroup:
+        environment = self.environments[task.environment]
+        table = _Table(
+            task=task,
+            environment=environment,
+            prompt_ids=self.chat.prompt_ids(task.prompt),
+            numbers=(*batch.numbers, index),
+            batch=batch,
+        )
+        stops = tuple(getattr(environment, "stop_strings", None) or ())
+        games = [
+            Unfinished(
+                index=i,
+                metadata=dict(task.metadata),
+                group_id=table.group_id,
+                stop_strings=stops,
+            )
+            for i in range(batch.num_generations)
+        ]
+        if (assembly := batch.assemblies.get(task.environment)) is not None:
+            await self._drawn(table, games)
+            await assembly.judged(_seats(table, games), partial(self._judge, table))
+            await together(self._go_on(table, game) for game in games)
+        else:
+            await self._play_in_parts(table, parts_of(environment, games))
+        if judged_by(environment) in ("completion", "part"):
+            agree(games)
+        group = RolloutGroup(
+            id=table.group_id,
+            task=task,
+            prompt_ids=table.prompt_ids,
+            rollouts_G=tuple(game.finished() for game in games),
+        )
+        on_group(group)
+        return group
+
+    async def _drawn(self, table: _Table, games: Sequence[Unfinished]) -> None:
+        async with aclosing(self._speak(table, games)) as spoken:
+            async for _ in spoken:
+                pass
+
+    async def _play_in_parts(self, table: _Table, parts: Sequence[list[Unfinished]]) -> None:
+        """Play each part to its end as soon as all of it has ended, whatever the others do.
+
+        Those by which little would be gained wait for each other, and go on together at the end.
+        """
+        part_of = {game.index: part for part in parts for game in part}
+        missing = {id(part): len(part) for part in parts}
+        waiting: list[Unfinished] = []
+        ends: list[asyncio.Task[None]] = []
+        try:
+            async with aclosing(self._speak(table, [g for p in parts for g in p])) as spoken:
+                async for game in spoken:
+                    part = part_of[game.index]
+                    missing[id(part)] -= 1
+                    if missing[id(part)]:
+                        continue
+                    if pays(part, table.environment, len(table.prompt_ids)):
+                        ends.append(asyncio.ensure_future(self._play_on(table, part)))
+                    else:
+                        waiting += part
+            if waiting:
+                waiting.sort(key=lambda game: game.index)
+                ends.append(asyncio.ensure_future(self._play_on(table, waiting)))
+            await asyncio.gather(*ends)
+        finally:
+            await end_all(ends)
+
+    async def _play_on(self, table: _Table, games: Sequence[Unfinished]) -> None:
+        await self._judge(table, _seats(table, games))
+        await together(self._go_on(table, game) for game in games)
+
+    async def _go_on(self, table: _Table, game: Unfinished) -> None:
+        """Turn after turn of one conversation, after the verdict on its first."""
+        self._continue(table, game)
+        while not game.is_over:
+            await self._drawn(table, [game])
+            await self._judge(table, _seats(table, [game]))
+            self._continue(table, game)
+
+    async def _speak(
+        self, table: _Table, games: Sequence[Unfinished]
+    ) -> AsyncGenerator[Unfinished, None]:
+        """One turn of the policy in conversations that are alike so far, each as it ends."""
+        first, batch = games[0], table.batch
+        so_far = np.concatenate((table.prompt_ids, *first.ids))
+        turn = f"-{first.index}-{first.num_turns}" if first.num_turns else ""
+        sampling = replace(
+            batch.sampling,
+            max_new_tokens=min(batch.sampling.max_new_tokens, self.max_length - len(so_far)),
+            stop_strings=tuple(dict.fromkeys((*batch.sampling.stop_strings, *first.stop_strings))),
+        )
+        request = GenerationRequest(
+            id=table.group_id + turn,
+            prompt_ids=so_far,
+            seeds_G=tuple(self._seed_of(table, game) for game in games),
+            sampling=sampling,
+        )
+        missing = set(range(len(games)))
+        batch.num_open += 1
+        batch.last_news = time.monotonic()
+        try:
+            async with aclosing(self.generator.generate(request)) as completions:
+                async for generated in completions:
+                    batch.last_news = batch.last_completion = time.monotonic()
+                    if generated.index not in missing or not len(generated.ids_L):
+                        raise EngineError(
+                            f"the generator answered request {request.id} with "
+                            f"{len(generated.ids_L)} tokens for completion {generated.index}, "
+                            f"while it owed {sorted(missing)}"
+                        )
+                    missing.remove(generated.index)
+                    batch.calls.clock.num_tokens += len(generated.ids_L)
+                    games[generated.index].say(generated)
+                    yield games[generated.index]
+        finally:
+            batch.num_open -= 1
+        if missing:
+            raise EngineError(
+                f"the generator ended request {request.id} without completions {sorted(missing)}"
+            )
+
+    def _continue(self, table: _Table, game: Unfinished) -> None:
+        """Append what the environment said, unless the conversation is over by now."""
+        if game.is_over:
+            return
+        clock = table.batch.calls.clock
+        if game.truncated or game.num_turns >= self.max_turns:
+            clock.leave(game, is_out_of_turns=game.num_turns >= self.max_turns)
+            return
+        history = (*table.task.prompt, *game.messages[:-1])
+        try:
+            ids = self.chat.observation_ids(
+                game.observation, history=history, turn_ids=game.ids[-1]
+            )
+        except DataError as error:  # this observation's, and nobody else's
+            game.fail(str(error))
+            return
+        length = len(table.prompt_ids) + sum(map(len, game.ids)) + len(ids)
+        if length >= self.max_length:
+            clock.leave(game, is_out_of_turns=False)
+            return
+        game.hear(game.observation, ids)
+
+    def _seed_of(self, table: _Table, game: Unfinished) -> int:
+        entropy = (self._seed, *table.numbers, game.index, game.num_turns)
+        return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+
+    # ---------------------------------------------------------------------------------- judging
+
+    async def _judge(self, table: _Table, seats: Sequence[Seat]) -> None:
+        """One call of the table's environment, for conversations of this table and of others."""
+        num_groups = -(-len(seats) // table.batch.num_generations)
+        await self._judges.judge(table.environment, seats, table.batch.calls, num_groups=num_groups)
+
+    def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
+        """Raise EnvironmentFailedError where one could not judge too large a share of its own."""
+        for name in self.environments:
+            judged = [r for g in groups if g.task.environment == name for r in g.rollouts_G]
+            failed = [r.failure for r in judged if r.failure is not None]
+            if failed and len(failed) > self._max_failed_share * len(judged):
+                raise EnvironmentFailedError(
+                    f"the environment {name!r} could not judge {len(failed)} of {len(judged)} "
+                    f"samples, more than env.max_failed_share={self._max_failed_share:g} allows. "
+                    f"The first reason: {failed[0].removeprefix('error: ')}"
+                )
+
+
+def _seats(table: _Table, games: Sequence[Unfinished]) -> list[Seat]:
+    return [(table.task.prompt, game) for game in games]

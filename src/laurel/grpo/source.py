@@ -1,0 +1,534 @@
+"""Where the batches of a GRPO run come from: played in the background, some of them ahead.
+
+Synchronous and asynchronous training are one loop. With `max_staleness` 0 a batch is begun when its
+step needs it; with more, the batches of the next steps are played while the learner works on this
+one, with the weights of this step. Batches are played one after the other and all of them are
+finished before weights change, so what a run draws depends on its seed alone, and a checkpoint
+holds the batches that were ahead. Only a run that is told to end does not wait for all of them:
+what is not finished then is as if it had never been begun, and will be drawn with newer weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, TypeVar
+
+import numpy as np
+
+from laurel.config.grpo import GRPOConfig
+from laurel.data.loader import Stream
+from laurel.errors import EngineError, TrainingError
+from laurel.grpo.judging import Clock, end_all
+from laurel.grpo.metrics import environment_notes, failure_counts, take_environment_notes
+from laurel.grpo.rollouts import CLOSING_SECONDS, Rollouts
+from laurel.training.stopping import NothingLeft
+from laurel.types import RolloutGroup, SamplingParams, Task
+
+# --------------------------------------------------------------------------------------------------
+# What a batch of rollouts is made of: the next tasks, and the groups of them that are kept.
+
+TRAINING, VALIDATION = 0, 1
+"""First of the numbers that seed a batch."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """The rollouts of one step."""
+
+    step: int
+    """The step (from 0) that learns from them."""
+    groups: list[RolloutGroup]
+    clock: Clock = field(default_factory=Clock)
+    num_batches: int = 1
+    """Batches of generation it took, with dynamic sampling."""
+    num_discarded: int = 0
+    """Groups with a signal that were more than the step needs."""
+    num_without_signal: int = 0
+    """Groups that dynamic sampling left out."""
+    num_replaced: int = 0
+    """Groups in whose place others were drawn, as too few of them have a reward."""
+    failures_left_out: dict[str, int] = field(default_factory=dict)
+    """Completions without a reward in groups that were left out, by the word for why."""
+
+    def leave_out(self, groups: Sequence[RolloutGroup]) -> None:
+        """Count what failed in groups that the step will not see."""
+        for word, number in failure_counts(groups).items():
+            self.failures_left_out[word] = self.failures_left_out.get(word, 0) + number
+
+
+class BatchPlayer:
+    """Plays the batches of a run, one after the other."""
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        tasks: Sequence[Task],
+        config: GRPOConfig,
+        sampling: SamplingParams,
+        *,
+        shuffle: bool,
+        noise: Callable[[str], float],
+    ) -> None:
+        """See `RolloutSource`."""
+        self.tasks = tasks
+        self.consumed = 0
+        """Tasks of the stream that batches were begun with."""
+        self._rollouts = rollouts
+        self._config = config
+        self._sampling = sampling
+        self._stream = Stream(len(tasks), shuffle=shuffle, seed=config.seed)
+        self._noise = noise
+
+    async def play(self, step: int, *, on_group: Callable[[RolloutGroup], None]) -> Batch:
+        """The batch of a step.
+
+        Args:
+            step: From 0.
+            on_group: Called as soon as a group is finished, also for one that is left out.
+
+        Raises:
+            NothingLeft: Dynamic sampling has used up the tasks of all epochs.
+            TrainingError: It has found too few groups with a signal.
+        """
+        config, batch = self._config, Batch(step=step, groups=[])
+        limit = config.dynamic_sampling_max_gen_batches
+        if not config.use_dynamic_sampling:
+            return await self._play_until_valid(batch, limit, on_group)
+        for number in range(limit):
+            played = await self._rollouts.play(
+                self._next_tasks(batch),
+                num_generations=config.num_generations_per_prompt,
+                sampling=self._sampling,
+                batch=(TRAINING, step, number),
+                clock=batch.clock,
+                on_group=on_group,
+            )
+            self._rollouts.check_failures(played)
+            batch.num_batches = number + 1
+            useful = [group for group in played if self._has_signal(group)]
+            batch.num_without_signal += len(played) - len(useful)
+            batch.leave_out([group for group in played if not self._has_signal(group)])
+            batch.groups += useful
+            if len(batch.groups) >= config.num_prompts_per_step:
+                batch.num_discarded = len(batch.groups) - config.num_prompts_per_step
+                batch.groups = batch.groups[: config.num_prompts_per_step]
+                return batch
+        raise TrainingError(
+            f"dynamic sampling: after {limit} batches of generation "
+            f"(grpo.dynamic_sampling_max_gen_batches) {self._what_it_has(batch)} "
+            "The tasks are too easy or too hard for this policy, or the environment gives all "
+            "completions the same reward."
+        )
+
+    async def _play_until_valid(
+        self, batch: Batch, limit: int, on_group: Callable[[RolloutGroup], None]
+    ) -> Batch:
+        """Fill a batch with groups that have enough rewards; after so many tries, with others."""
+        config, size = self._config, self._config.num_prompts_per_step
+        everything: list[RolloutGroup] = []
+        for number in range(limit):
+            rows = self._stream.rows(self.consumed, size - len(batch.groups))
+            self.consumed += len(rows)
+            played = await self._rollouts.play(
+                [self.tasks[row] for row in rows],
+                num_generations=config.num_generations_per_prompt,
+                sampling=self._sampling,
+                batch=(TRAINING, batch.step, number),
+                clock=batch.clock,
+                on_group=on_group,
+            )
+            everything += played
+            self._rollouts.check_failures(everything)
+            batch.num_batches = number + 1
+            poor = [group for group in played if not self._is_valid(group)]
+            batch.groups += [group for group in played if self._is_valid(group)]
+            if not poor:
+                return batch
+            if number + 1 == limit:
+                batch.groups += poor
+                return batch
+            batch.num_replaced += len(poor)
+            batch.leave_out(poor)
+        raise AssertionError("a batch has at least one try")
+
+    def _is_valid(self, group: RolloutGroup) -> bool:
+        """Whether enough of its completions have a reward."""
+        num_valid = sum(rollout.reward is not None for rollout in group.rollouts_G)
+        return num_valid >= min(self._config.min_valid_per_group, len(group.rollouts_G))
+
+    def _what_it_has(self, batch: Batch) -> str:
+        return (
+            f"step {batch.step + 1} has {len(batch.groups)} of "
+            f"{self._config.num_prompts_per_step} groups whose rewards differ."
+        )
+
+    def _next_tasks(self, batch: Batch) -> list[Task]:
+        """The tasks of one batch of generation, with dynamic sampling.
+
+        Raises:
+            NothingLeft: All epochs are used up.
+        """
+        config = self._config
+        count = config.num_prompts_per_step
+        num_tasks = max(config.max_num_epochs * len(self.tasks), count)
+        count = min(round(count * config.batch_multiplier), num_tasks - self.consumed)
+        if count <= 0:
+            raise NothingLeft(
+                f"no step {batch.step + 1}: all {num_tasks} tasks have been drawn "
+                f"(grpo.max_num_epochs={config.max_num_epochs}), and "
+                f"{self._what_it_has(batch)}"
+            )
+        rows = self._stream.rows(self.consumed, count)
+        self.consumed += count
+        return [self.tasks[row] for row in rows]
+
+    def _has_signal(self, group: RolloutGroup) -> bool:
+        """Whether its rewards differ by more than the noise of who gave them."""
+        used = [
+            r
+            for r in group.rollouts_G
+            if r.reward is not None and not (r.truncated and self._config.overlong_filtering)
+        ]
+        columns = [[r.reward for r in used if r.reward is not None]]
+        if self._config.adv_estimator.name == "gdpo":  # which compares them one by one
+            names = sorted({name for r in used for name in r.components})
+            columns = [[r.components.get(name, 0.0) for r in used] for name in names] or columns
+        floor = self._config.adv_estimator.noise_floor_factor * self._noise(group.task.environment)
+        return (
+            len(used) > 1
+            and self._is_valid(group)
+            and any(
+                float(np.ptp(column)) > 0 and float(np.std(column)) >= floor for column in columns
+            )
+        )
+
+
+T = TypeVar("T")
+
+Waiting = Callable[[int], None]
+
+SECONDS_BETWEEN_LOOKS = 0.1
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Ahead:
+    """A batch that has been asked for."""
+
+    step: int
+    future: Future[Batch] = field(default_factory=Future)
+    before: tuple[int, dict[str, Any]] | None = None
+    """Where the stream was, and what environments remembered, when it was begun. None: not yet, or
+    all is as it was then."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there is a batch."""
+        future = self.future
+        return future.done() and not future.cancelled() and future.exception() is None
+
+
+class RolloutSource:
+    """Gives the batch of each step, in order."""
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        tasks: Sequence[Task],
+        config: GRPOConfig,
+        sampling: SamplingParams,
+        *,
+        shuffle: bool,
+        total_steps: int,
+        noise: Callable[[str], float] = lambda environment: 0.0,
+    ) -> None:
+        """Start the background thread.
+
+        Args:
+            rollouts: Plays tasks; closed together with this.
+            tasks: The training set.
+            config: See there.
+            sampling: How completions are drawn.
+            shuffle: Whether each epoch has an order of its own.
+            total_steps: No batch is begun for a step beyond. With dynamic sampling there may be
+                fewer: it takes no more tasks than all epochs have.
+            noise: Of the rewards of an environment, by its name: dynamic sampling sees no signal in
+                differences that are not far above it.
+        """
+        self._rollouts = rollouts
+        self._player = BatchPlayer(rollouts, tasks, config, sampling, shuffle=shuffle, noise=noise)
+        self._max_staleness = config.max_staleness
+        self._total_steps = total_steps
+        self._next = 0
+        self._num_played = 0
+        self._ahead: deque[_Ahead] = deque()
+        self._ending = threading.RLock()
+        """Held while the end of what was cancelled is waited for, and while the loop is stopped."""
+        self._is_stopped = False
+        self._nothing_left: NothingLeft | None = None
+        self._before: dict[str, Any] | None = None
+        """What the environments remembered before the rollouts that were given up last."""
+        self._loop = asyncio.new_event_loop()
+        self._one_at_a_time = asyncio.Lock()
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._thread.start()
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """The training set."""
+        return self._player.tasks
+
+    @property
+    def consumed(self) -> int:
+        """Tasks of the stream that batches were begun with."""
+        return self._player.consumed
+
+    def take(self, step: int, *, while_waiting: Waiting = lambda num_groups: None) -> Batch:
+        """The batch of a step; those that may run ahead of it are begun.
+
+        Args:
+            step: Steps are taken in order.
+            while_waiting: Called a few times a second with the number of groups played so far.
+                What it raises is raised here; then it is as if this step had never been asked for.
+
+        Raises:
+            NothingLeft: Dynamic sampling has used up the tasks of all epochs.
+        """
+        if not self._ahead:
+            self._next = step
+        last = min(step + self._max_staleness, self._total_steps - 1)
+        self._forget_what_was_given_up()
+        while self._next <= last:
+            ahead = _Ahead(step=self._next)
+            ahead.future = self._begin(self._collect(ahead))
+            self._ahead.append(ahead)
+            self._next += 1
+        try:
+            batch = self._wait(self._ahead[0].future, while_waiting)
+        except BaseException:
+            self._give_up()
+            raise
+        self._ahead.popleft()
+        assert batch.step == step
+        return batch
+
+    def settle(self, *, is_patient: Callable[[], bool] = lambda: True) -> list[Batch]:
+        """Wait until nothing is being played any more; the batches that are ahead.
+
+        Args:
+            is_patient: Asked a few times a second. Once it says no, what is not finished is given
+                up: it is as if it had never been asked for.
+        """
+        for ahead in list(self._ahead):
+            while not wait((ahead.future,), timeout=SECONDS_BETWEEN_LOOKS).done:
+                if not is_patient():
+                    self._give_up()
+                    return self._finished()
+            if not isinstance(ahead.future.exception(), NothingLeft):  # the step may never come
+                ahead.future.result()
+        return self._finished()
+
+    def _finished(self) -> list[Batch]:
+        return [ahead.future.result() for ahead in self._ahead if ahead.is_finished]
+
+    def put_back(self, batches: Sequence[Batch], *, consumed: int) -> None:
+        """Go on with the batches that a checkpoint held."""
+        self._player.consumed = consumed
+        for batch in batches:
+            ahead = _Ahead(step=batch.step)
+            ahead.future.set_result(batch)
+            self._ahead.append(ahead)
+            self._next = batch.step + 1
+
+    def play(
+        self,
+        tasks: Sequence[Task],
+        *,
+        num_generations: int,
+        sampling: SamplingParams,
+        batch: tuple[int, ...],
+        while_waiting: Waiting = lambda num_groups: None,
+    ) -> list[RolloutGroup]:
+        """Play other tasks, for validation. What `while_waiting` raises ends it (see `take`).
+
+        However many environments fail to judge: see `check_failures`.
+        """
+        self._num_played = 0
+        with self.forgetting_what_is_given_up():
+            future = self._begin(
+                self._rollouts.play(
+                    tasks, num_generations=num_generations, sampling=sampling,
+                    batch=(VALIDATION, *batch), on_group=self._count,
+                )
+            )  # fmt: skip
+            try:
+                return self._wait(future, while_waiting)
+            except BaseException:
+                self._drop([future])
+                raise
+
+    def memories(self) -> dict[str, Any]:
+        """What the environments remember, by name, without rollouts that were given up."""
+        return self._rollouts.memories() if self._before is None else self._before
+
+    def notes(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """What environments noted of these batches, by name; see `protocols.Environment`."""
+        groups = [group for batch in batches for group in batch.groups]
+        return environment_notes(groups, self._rollouts.environments)
+
+    def take_notes(self, batches: Sequence[Batch], notes: Mapping[str, Any]) -> None:
+        """The same, from a checkpoint."""
+        groups = [group for batch in batches for group in batch.groups]
+        take_environment_notes(groups, self._rollouts.environments, notes)
+
+    def take_back(self, memories: Mapping[str, Any]) -> None:
+        """Let the environments remember what a checkpoint held."""
+        self._rollouts.take_back(memories)
+
+    @contextlib.contextmanager
+    def forgetting_what_is_given_up(self) -> Iterator[None]:
+        """What ends with an exception leaves nothing in the environments' memories.
+
+        They forget it when something new begins: a call that is under way may end until then.
+        """
+        self._forget_what_was_given_up()
+        memories = self._rollouts.memories()
+        try:
+            yield
+        except BaseException:
+            self._before = memories
+            raise
+
+    def _forget_what_was_given_up(self) -> None:
+        if self._before is not None:
+            self._rollouts.take_back(self._before)
+            self._before = None
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """What environments learn from measuring a batch stays, though others were given up."""
+        is_given_up = self._before is not None
+        self._forget_what_was_given_up()
+        yield
+        if is_given_up:  # a call that is under way may end later
+            self._before = self._rollouts.memories()
+
+    @contextlib.contextmanager
+    def leaving_nothing(self) -> Iterator[None]:
+        """What is played and measured inside leaves nothing in the environments' memories.
+
+        For validations: what is learned next does not depend on whether there was one.
+        """
+        with self.forgetting_what_is_given_up():
+            memories = self._rollouts.memories()
+            yield
+            self._rollouts.take_back(memories)
+
+    def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
+        """See `Rollouts.check_failures`."""
+        self._rollouts.check_failures(groups)
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run something of the generator's where the rollouts run.
+
+        Raises:
+            EngineError: It did not end within the time limit of generation.
+        """
+        limit = self._rollouts.generation_timeout
+
+        async def bounded() -> T:
+            try:
+                return await asyncio.wait_for(coroutine, limit)
+            except TimeoutError:
+                raise EngineError(
+                    f"the generator has not answered for {limit:.0f} s "
+                    "(policy.generation.timeout_seconds)"
+                ) from None
+
+        return self._begin(bounded()).result()
+
+    def close(self) -> None:
+        """Stop playing and end the thread. Idempotent."""
+        if self._loop.is_closed():
+            return
+        with self._ending:
+            # A copy: whoever waits in another thread takes out what is cancelled.
+            self._drop([ahead.future for ahead in tuple(self._ahead)])
+            self._is_stopped = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._rollouts.close()
+
+    def _run(self) -> None:
+        """The loop until it is stopped, and its end.
+
+        That needs the loop once more, and the thread of who closes may have one that runs: that of
+        a notebook.
+        """
+        self._loop.run_forever()
+        pending = asyncio.all_tasks(self._loop)
+        self._loop.run_until_complete(end_all(pending, patience=1.0))
+        with contextlib.suppress(TimeoutError):
+            self._loop.run_until_complete(
+                asyncio.wait_for(self._loop.shutdown_asyncgens(), timeout=1.0)
+            )
+        self._loop.close()
+
+    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _wait(self, future: Future[T], while_waiting: Waiting) -> T:
+        while not wait((future,), timeout=SECONDS_BETWEEN_LOOKS).done:
+            while_waiting(self._num_played)
+        return future.result()
+
+    def _give_up(self) -> None:
+        """Stop playing what is ahead and not finished; it is as if it had never been asked for."""
+        kept = list(takewhile(lambda ahead: ahead.is_finished, self._ahead))
+        lost = list(self._ahead)[len(kept) :]
+        self._drop(ahead.future for ahead in lost)
+        self._ahead = deque(kept)
+        if lost:
+            self._next = lost[0].step
+        if lost and lost[0].before is not None:  # the others were begun after it, or not at all
+            self._player.consumed, self._before = lost[0].before
+
+    def _drop(self, futures: Iterable[Future[Any]]) -> None:
+        """Stop playing; returns when nothing is drawn any more."""
+        for future in futures:
+            future.cancel()
+        with self._ending:
+            # The tasks behind the futures end a little later; that is what is waited for. Once the
+            # loop is being stopped, `close` has done so, and nobody would answer.
+            if not self._is_stopped:
+                self._begin(_everything_else(CLOSING_SECONDS)).result()
+
+    def _count(self, group: RolloutGroup) -> None:
+        self._num_played += 1
+
+    async def _collect(self, ahead: _Ahead) -> Batch:
+        async with self._one_at_a_time:
+            if self._nothing_left is not None:
+                raise self._nothing_left
+            ahead.before = self.consumed, self._rollouts.memories()
+            self._num_played = 0
+            try:
+                return await self._player.play(ahead.step, on_group=self._count)
+            except NothingLeft as reason:  # more epochs would begin this step once more
+                (self._player.consumed, memories), ahead.before = ahead.before, None
+                self._rollouts.take_back(memories)
+                self._nothing_left = reason
+                raise
+
+
+async def _everything_else(patience: float) -> None:
+    """Wait for the other tasks of the loop that have been cancelled."""
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    if others:
+        await asyncio.wait(others, timeout=patience)

@@ -1,0 +1,153 @@
+"""What a checkpoint of GRPO holds besides the policy: where its tasks are, and rollouts ahead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from laurel.config.grpo import HealthConfig
+from laurel.grpo.judging import Clock
+from laurel.grpo.source import Batch, RolloutSource
+from laurel.observe.health import Alarms
+from laurel.training.learner import Learner
+from laurel.training.state import PolicyRunState, hash_of, write_bad_rows
+from laurel.types import Message, Rollout, RolloutGroup, Task
+
+
+class GRPORunState(PolicyRunState):
+    """Besides the policy: where the stream of tasks is, the rollouts that are ahead of the step,
+    what the environments remember, and what the alarms have seen."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        source: RolloutSource,
+        alarms: Alarms | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(learner, **others)
+        self._source = source
+        self.alarms = alarms or Alarms(HealthConfig(enabled=False))
+
+    def more(self) -> dict[str, Any]:
+        """See `RunState`."""
+        ahead = self._source.settle()
+        return {
+            "consumed": self._source.consumed,
+            "ahead": [batch_to_dict(batch) for batch in ahead],
+            "notes": self._source.notes(ahead),
+            "environments": self._source.memories(),
+            "alarms": self.alarms.state_dict(),
+        }
+
+    def take_back(self, more: Mapping[str, Any]) -> None:
+        """See `RunState`."""
+        tasks = {task.id: task for task in self._source.tasks}
+        ahead = [batch_from_dict(batch, tasks) for batch in more["ahead"]]
+        self._source.put_back(ahead, consumed=more["consumed"])
+        self._source.take_notes(ahead, more.get("notes", {}))  # older checkpoints have none
+        self._source.take_back(more["environments"])
+        if "alarms" in more:  # older checkpoints have none
+            self.alarms.load_state_dict(more["alarms"])
+
+
+# ---------------------------------------------------------------------- rollouts in a checkpoint
+
+
+def batch_to_dict(batch: Batch) -> dict[str, Any]:
+    """A batch as `state_encoding.encode` takes it; tasks by their ids."""
+    return {
+        "step": batch.step,
+        "clock": asdict(batch.clock),
+        "num_batches": batch.num_batches,
+        "num_discarded": batch.num_discarded,
+        "num_without_signal": batch.num_without_signal,
+        "num_replaced": batch.num_replaced,
+        "failures_left_out": batch.failures_left_out,
+        "groups": [
+            {
+                "id": group.id,
+                "task": group.task.id,
+                "prompt_ids": torch.from_numpy(np.array(group.prompt_ids)),
+                "rollouts": [_rollout_to_dict(rollout) for rollout in group.rollouts_G],
+            }
+            for group in batch.groups
+        ],
+    }
+
+
+def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batch:
+    """The batch again; `tasks` by their ids."""
+    return Batch(
+        step=saved["step"],
+        clock=Clock(**saved["clock"]),
+        num_batches=saved["num_batches"],
+        num_discarded=saved["num_discarded"],
+        num_without_signal=saved["num_without_signal"],
+        num_replaced=saved.get("num_replaced", 0),  # older checkpoints have neither
+        failures_left_out=dict(saved.get("failures_left_out", {})),
+        groups=[
+            RolloutGroup(
+                id=group["id"],
+                task=tasks[group["task"]],
+                prompt_ids=group["prompt_ids"].numpy(),
+                rollouts_G=tuple(_rollout_from_dict(rollout) for rollout in group["rollouts"]),
+            )
+            for group in saved["groups"]
+        ],
+    )
+
+
+_ARRAYS = ("ids_L", "mask_L", "logprobs_L")
+
+
+def _rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
+    values = {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
+    values["messages"] = [[m.role, m.content] for m in rollout.messages]
+    values["components"] = dict(rollout.components)
+    for name in _ARRAYS:
+        values[name] = torch.from_numpy(np.array(values[name]))
+    return values
+
+
+def _rollout_from_dict(saved: Mapping[str, Any]) -> Rollout:
+    values = dict(saved)
+    values["messages"] = tuple(Message(role, content) for role, content in saved["messages"])
+    for name in _ARRAYS:
+        values[name] = saved[name].numpy()
+    return Rollout(**values)
+
+
+def fingerprint_of_tasks(tasks: Sequence[Task]) -> str:
+    """A hash of the prompts and metadata of a task set, in order."""
+    rows = ([[m.role, m.content] for m in task.prompt] for task in tasks)
+    return hash_of(
+        json.dumps([row, task.id, task.environment, dict(task.metadata)], default=repr)
+        for row, task in zip(rows, tasks, strict=True)
+    )
+
+
+def write_bad_rollouts(
+    run_dir: Path, step: int, groups: Sequence[RolloutGroup], reason: str
+) -> Path:
+    """Keep the rollouts of a step that was not applied, for inspection."""
+    rows = (
+        {
+            "source": group.task.source,
+            "prompt": [[m.role, m.content] for m in group.task.prompt],
+            "completions": [
+                [[m.role, m.content] for m in rollout.messages] for rollout in group.rollouts_G
+            ],
+            "rewards": [rollout.reward for rollout in group.rollouts_G],
+            "lengths": [len(rollout.ids_L) for rollout in group.rollouts_G],
+        }
+        for group in groups
+    )
+    return write_bad_rows(run_dir, step, rows, reason=reason)

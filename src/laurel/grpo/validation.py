@@ -1,0 +1,149 @@
+"""Validating a policy: its answers to tasks it does not learn from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from laurel.config.grpo import GRPOConfig
+from laurel.grpo.metrics import environment_metrics, rollout_metrics
+from laurel.grpo.source import RolloutSource, Waiting
+from laurel.observe.console import CompletionRow, completion_text
+from laurel.protocols import Environment
+from laurel.types import RolloutGroup, SamplingParams, Task
+
+KEPT = ("reward_std", "reward_min", "reward_max", "truncation_rate", "avg_turns_per_sample")
+"""Figures of rollouts that a validation logs besides its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyValidation:
+    """What a run is validated on, and how."""
+
+    tasks: Sequence[Task]
+    config: GRPOConfig
+    sampling: SamplingParams
+    environments: Mapping[str, Environment]
+    set_of: Mapping[str, str] = field(default_factory=dict)
+    """By the id of a task, the name of its set; empty where sets have none."""
+
+    @property
+    def chosen(self) -> list[Task]:
+        """The tasks that are used: the first `max_val_samples`, of each set that has a name."""
+        counts: Counter[str] = Counter()
+        chosen = []
+        for task in self.tasks:
+            name = self.set_of.get(task.id, "")
+            counts[name] += 1
+            if counts[name] <= self.config.max_val_samples:
+                chosen.append(task)
+        return chosen
+
+    def by_set(self, groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
+        """What became of the tasks of each set that has a name."""
+        named: dict[str, list[RolloutGroup]] = {}
+        for group in groups:
+            name = self.set_of.get(group.task.id)
+            if name is not None:
+                named.setdefault(name, []).append(group)
+        return named
+
+    def play(
+        self, source: RolloutSource, *, while_waiting: Waiting = lambda num_tasks: None
+    ) -> list[RolloutGroup]:
+        """Answer the tasks that are used, `val_batch_size` side by side.
+
+        The seeds do not depend on the step, so validations differ by the policy alone.
+
+        Args:
+            source: Plays them.
+            while_waiting: Called with the number of tasks that are done, a few times a second and
+                after each batch; what it raises ends the validation.
+
+        Raises:
+            EnvironmentFailedError: An environment judged too few.
+        """
+        tasks = self.chosen
+        groups: list[RolloutGroup] = []
+        for first in range(0, len(tasks), self.config.val_batch_size):
+            batch = tasks[first : first + self.config.val_batch_size]
+            groups += source.play(
+                batch,
+                num_generations=self.config.val_num_generations_per_prompt,
+                sampling=self.sampling,
+                batch=(first,),
+                while_waiting=partial(_from, first, while_waiting),
+            )
+            while_waiting(first + len(batch))
+        # Of all at once: the last batch may be a single sample.
+        source.check_failures(groups)
+        return groups
+
+
+def _from(first: int, report: Waiting, num_tasks: int) -> None:
+    report(first + num_tasks)
+
+
+def validation_metrics(
+    groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]
+) -> dict[str, float]:
+    """Figures of a validation, by bare name.
+
+    `reward_mean` always; `accuracy` (its other name) only where every reward is 0 or 1, and then
+    `pass@k` too, over the tasks with k > 1 completions that were all judged; `avg_length` in
+    tokens. Samples without a reward are in no mean of rewards and counted in `num_failures`.
+    """
+    measured = rollout_metrics(groups)
+    figures = {"num_failures": measured.get("num_failures", 0.0)}
+    if "reward" in measured:
+        figures["reward_mean"] = measured["reward"]
+    figures |= {name: measured[name] for name in KEPT if name in measured}
+    if "mean_gen_tokens_per_sample" in measured:
+        figures["avg_length"] = measured["mean_gen_tokens_per_sample"]
+    rewards_BG = [[r.reward for r in g.rollouts_G if r.reward is not None] for g in groups]
+    judged = [rewards_G for rewards_G in rewards_BG if rewards_G]
+    figures["num_valid_samples"] = float(sum(map(len, judged)))
+    if judged and all(reward in (0.0, 1.0) for rewards_G in judged for reward in rewards_G):
+        figures["accuracy"] = figures["reward_mean"]
+        width = max(len(group.rollouts_G) for group in groups)
+        whole = [max(rewards_G) for rewards_G in judged if len(rewards_G) == width]
+        if width > 1 and whole:
+            figures[f"pass@{width}"] = float(np.mean(whole))
+    return figures | environment_metrics(groups, environments)
+
+
+def completion_rows(
+    groups: Sequence[RolloutGroup],
+    *,
+    step: int,
+    advantages_BG: Sequence[Sequence[float]] | Sequence[np.ndarray] | None = None,
+) -> list[CompletionRow]:
+    """The rollouts as people look at them."""
+    rows = []
+    for b, group in enumerate(groups):
+        expected = group.task.metadata.get("ground_truth")
+        for g, rollout in enumerate(group.rollouts_G):
+            rows.append(
+                CompletionRow(
+                    step=step,
+                    task=group.task.id,
+                    group=group.id,
+                    environment=group.task.environment,
+                    prompt="\n".join(m.content for m in group.task.prompt),
+                    completion=completion_text(rollout.messages),
+                    reward=rollout.reward,
+                    advantage=None if advantages_BG is None else float(advantages_BG[b][g]),
+                    answer=rollout.answer,
+                    expected=None if expected is None else str(expected),
+                    truncated=rollout.truncated,
+                    failure=rollout.failure,
+                    num_tokens=int(rollout.mask_L.sum()),
+                    num_turns=rollout.num_turns,
+                    weight_version=rollout.weight_version,
+                )
+            )
+    return rows

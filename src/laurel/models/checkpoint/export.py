@@ -1,0 +1,255 @@
+"""Writing a reward model as a directory that Hugging Face loads with the same scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laurel.errors import ScoringContractError
+from laurel.models.checkpoint.card import CARD
+from laurel.models.checkpoint.store import Background
+from laurel.models.forest.decoder import Decoder
+from laurel.models.forest.policy import PolicyModel
+from laurel.models.forest.reward_model import RewardModel
+from laurel.models.loading.adapters import save_adapters, trained_weights
+from laurel.models.parallel.mesh import fail_together
+from laurel.models.parallel.weights import FILE_BYTES, in_files, saved_weights, write_weights
+from laurel.models.scoring import ScoringContract, ScoringRules
+from laurel.models.tokenizer import first_line
+from laurel.types import Conversation
+
+
+def save_reward_model(
+    directory: Path,
+    model: RewardModel,
+    contract: ScoringContract,
+    *,
+    card: str,
+    background: Background | None = None,
+) -> None:
+    """Write weights, configuration, tokenizer, scoring contract and model card.
+
+    With adapters, the weights are the merged ones, so the directory needs nothing besides itself;
+    the adapters themselves lie in `adapter/`, for resuming and for small downloads.
+
+    Args:
+        directory: Exists, for the rank that writes.
+        model: Whole, or spread over ranks, which then all call this; one of them writes.
+        contract: With the golden scores of these weights.
+        card: See `reward_model_card`.
+        background: See `write_model`.
+    """
+
+    def write_rest() -> None:
+        contract.tokenizer.save_pretrained(directory)
+        contract.save(directory)
+        (directory / CARD).write_text(card, encoding="utf-8")
+
+    write_model(directory, model, write_rest, background=background)
+
+
+def write_model(
+    directory: Path,
+    model: Decoder,
+    write_rest: Callable[[], object],
+    *,
+    max_file_bytes: int = FILE_BYTES,
+    background: Background | None = None,
+) -> None:
+    """Write the weights and configuration of a model, its adapters if any, and what goes with it.
+
+    Args:
+        directory: See `save_reward_model`.
+        model: See `save_reward_model`.
+        write_rest: Writes the other files; called by the process that writes.
+        max_file_bytes: Of one file of weights: so much of the model, and no more, is copied to the
+            memory of the process that writes, one file after the other.
+        background: Writes the weights, all of them from copies on the host that are taken before
+            this returns; what goes wrong in that is told by it. None: they are written here.
+
+    Raises:
+        CheckpointError: Another rank could not write.
+    """
+    weights = saved_weights(model.network)
+    adapters = trained_weights(model.network)
+    files = in_files(weights, max_file_bytes=max_file_bytes)
+
+    def write_weights_of(files: Iterator[dict[str, Tensor]]) -> None:
+        write_weights(directory, files)
+        if adapters:
+            save_adapters(directory, adapters)
+
+    def write() -> None:
+        model.network.save_pretrained(directory, state_dict={})  # its configuration
+        write_rest()
+        if background is None:
+            write_weights_of(files)
+        else:
+            background.start(partial(write_weights_of, _handed_out(list(files))))
+
+    if model.mesh is None:
+        write()
+        return
+    error: Exception | None = None
+    if torch.distributed.get_rank() == 0:
+        try:
+            write()
+        except Exception as found:
+            error = found
+    elif background is not None:
+        background.start(lambda: None)  # of this batch, too, there is something to tell
+    for _ in weights:  # what the other ranks must give, also when nobody can write it
+        pass
+    fail_together(error, model.mesh, f"saving the model in {directory}")
+
+
+def _handed_out(files: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Each in turn, and let go."""
+    while files:
+        yield files.pop(0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing a policy as a directory that Hugging Face loads with the same logits.
+
+
+def save_policy(
+    directory: Path,
+    model: PolicyModel,
+    tokenizer: Any,
+    *,
+    card: str,
+    background: Background | None = None,
+) -> None:
+    """Write weights, configuration, tokenizer and model card.
+
+    With adapters, the weights are the merged ones, so the directory needs nothing besides itself;
+    the adapters themselves lie in `adapter/`, for resuming and for small downloads.
+
+    Args:
+        directory: Exists, for the rank that writes.
+        model: Whole, or spread over ranks, which then all call this; one of them writes.
+        tokenizer: Its own.
+        card: See `policy_card`.
+        background: See `write_model`.
+    """
+
+    def write_rest() -> None:
+        tokenizer.save_pretrained(directory)
+        (directory / CARD).write_text(card, encoding="utf-8")
+
+    write_model(directory, model, write_rest, background=background)
+
+
+# --------------------------------------------------------------------------------------------------
+# What plain transformers makes of a directory that was written here: the test of an export.
+#
+# Nothing here asks Laurel's own models, attention or contract: text is rendered, tokenised, padded
+# and pooled by the classes that a user of the directory has.
+
+ROWS = 4
+"""Conversations of one padded batch."""
+
+
+def plain_scores(
+    directory: Path, conversations: Sequence[Conversation], *, device: torch.device
+) -> np.ndarray:
+    """Scores `[N, K]` of conversations by `AutoModelForSequenceClassification`.
+
+    In padded batches, neighbours of different lengths together.
+
+    Raises:
+        ScoringContractError: It does not load, or only with weights left out or made up.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    model, tokenizer = _load(AutoModelForSequenceClassification, directory, device)
+    rules = ScoringRules.read(directory)
+    rows = [_ids(tokenizer, conversation, rules) for conversation in conversations]
+    found: list[np.ndarray] = []
+    for first in range(0, len(rows), ROWS):
+        batch = tokenizer.pad(
+            {"input_ids": rows[first : first + ROWS]}, padding_side="right", return_tensors="pt"
+        )
+        with torch.inference_mode():
+            logits_NK: Tensor = model(**batch.to(device)).logits
+        found.append(logits_NK.float().cpu().numpy())
+    return np.concatenate(found)
+
+
+def plain_logprobs(
+    directory: Path, sequences_N: Sequence[Tensor], starts_N: Sequence[int], *, device: torch.device
+) -> np.ndarray:
+    """Log-probabilities of the tokens of sequences from their starts on, one after the other, by
+    `AutoModelForCausalLM` in one padded batch.
+
+    Raises:
+        ScoringContractError: See `plain_scores`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = _load(AutoModelForCausalLM, directory, device)
+    rows = {"input_ids": [ids.tolist() for ids in sequences_N]}
+    batch = tokenizer.pad(rows, padding_side="right", return_tensors="pt").to(device)
+    with torch.inference_mode():
+        logits_NLV = model(**batch).logits.float()
+    found = []
+    for row, (ids, start) in enumerate(zip(sequences_N, starts_N, strict=True)):
+        logprobs_LV = logits_NLV[row, start - 1 : len(ids) - 1].log_softmax(dim=-1)
+        found.append(logprobs_LV.gather(1, ids[start:, None].to(device))[:, 0].cpu().numpy())
+    return np.concatenate(found)
+
+
+def largest_difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """In units of max(1, |expected|), as golden scores are compared; infinite where not a number.
+
+    Raises:
+        ScoringContractError: Another number of them.
+    """
+    if found.shape != expected.shape:
+        raise ScoringContractError(
+            f"plain transformers gives {list(found.shape)} numbers where {list(expected.shape)} "
+            "were expected"
+        )
+    difference = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
+    return float(difference.max()) if np.isfinite(difference).all() else float("inf")
+
+
+def _load(factory: Any, directory: Path, device: torch.device) -> tuple[Any, Any]:
+    from transformers import AutoTokenizer
+
+    try:
+        model, info = factory.from_pretrained(directory, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # transformers raises what it likes
+        raise ScoringContractError(
+            f"plain transformers cannot load what was written: {first_line(error)}"
+        ) from error
+    odd = sorted({*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]})
+    if odd:
+        raise ScoringContractError(
+            f"plain transformers does not find the weights that it expects in what was written: "
+            f"{', '.join(map(str, odd[:5]))}"
+        )
+    return model.eval().to(device), tokenizer
+
+
+def _ids(tokenizer: Any, conversation: Conversation, rules: ScoringRules) -> list[int]:
+    """What the program in the model card makes of a conversation."""
+    messages = [{"role": m.role, "content": m.content} for m in conversation]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=rules.pooled == "model")["input_ids"]
+    longest = rules.max_length
+    if len(ids) <= longest:
+        return ids
+    if rules.truncation_side == "right" or rules.pooled == "model":
+        return [*ids[: longest - 1], ids[-1]]
+    if ids[0] == rules.bos_id:
+        return [ids[0], *ids[1 - longest :]]
+    return ids[-longest:]

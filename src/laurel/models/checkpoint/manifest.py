@@ -1,0 +1,387 @@
+"""The manifest of a checkpoint directory: which files it holds, byte for byte, and since when.
+
+`MANIFEST.json` is the last file written into a directory, so one that has it is complete; sizes
+and hashes tell whether it still is. Torch is not needed to read or check it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import laurel
+from laurel.errors import CheckpointError
+
+MANIFEST_NAME = "MANIFEST.json"
+FORMAT = "laurel-checkpoint"
+FORMAT_VERSION = 1
+
+_SHOWN_PROBLEMS = 5
+_VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """What a file was when it was saved."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """Hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint directory holds and how it ranks among its neighbours."""
+
+    step: int
+    metric_name: str | None
+    """Which number decides what is best; ranks are compared only where the names agree."""
+    metric: float | None
+    """Its value, always finite; None where the run had none."""
+    created_by: Mapping[str, str]
+    """Versions of the software that wrote it, by package."""
+    files: Mapping[str, FileRecord]
+    """By path relative to the directory, with forward slashes. The manifest is not in it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(record.size for record in self.files.values())
+
+
+@cache
+def software_versions() -> dict[str, str]:
+    """What writes checkpoints here: see `Manifest.created_by`."""
+    found = {"laurel": laurel.__version__, "python": platform.python_version()}
+    for package in _VERSIONED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def seal_files(
+    directory: Path, *, on_file: Callable[[str], None] = lambda name: None
+) -> dict[str, FileRecord]:
+    """Force every file and folder below `directory` to the disk; return what the files are.
+
+    Raises:
+        CheckpointError: something in it is neither a file nor a folder.
+        OSError: the disk refuses.
+    """
+    records = {}
+    for name in list_files(directory):
+        with (directory / name).open("rb") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            records[name] = FileRecord(size=file.tell(), sha256=digest)
+        on_file(name)
+    for folder, _, _ in os.walk(directory, topdown=False):
+        sync_directory(Path(folder))
+    return records
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest, durably. Call it last, after `seal_files`."""
+    with (directory / MANIFEST_NAME).open("w", encoding="ascii", newline="\n") as file:
+        file.write(_render(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(directory)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest, itself unaltered.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, altered, or of a format this version cannot
+            read. The message has no directory in it: the caller says which.
+    """
+    try:
+        content = (directory / MANIFEST_NAME).read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"it has no {MANIFEST_NAME}, so it was not written by Laurel or never finished"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST_NAME} cannot be read ({error.strerror})") from error
+    try:
+        fields = json.loads(content)
+        is_ours = fields["format"] == FORMAT
+        version = fields["format_version"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} is damaged or not Laurel's ({type(error).__name__}: {error})"
+        ) from None
+    if not is_ours:
+        raise CheckpointError(f"{MANIFEST_NAME} is not Laurel's: its 'format' is not '{FORMAT}'")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} has format version {version!r}, and this version of Laurel reads "
+            f"{FORMAT_VERSION}; load it with the version that wrote it: {fields.get('created_by')}"
+        )
+    try:
+        manifest = _parse(fields)
+        unaltered = _render(manifest).encode("ascii") == content
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} is damaged ({type(error).__name__}: {error})"
+        ) from None
+    if not unaltered:
+        raise CheckpointError(f"{MANIFEST_NAME} has been altered since it was written")
+    return manifest
+
+
+def find_problems(directory: Path, manifest: Manifest, *, hashes: bool) -> list[str]:
+    """What differs between the directory and its manifest: one line per bad file, worst first.
+
+    Sizes are always compared; contents (a full read) only with `hashes`.
+    """
+    try:
+        present = set(list_files(directory)) - {MANIFEST_NAME}
+        problems = [f"{name} is missing" for name in sorted(manifest.files.keys() - present)]
+        problems += [
+            f"{name} is not in {MANIFEST_NAME} (move it elsewhere)"
+            for name in sorted(present - manifest.files.keys())
+        ]
+        for name in sorted(present & manifest.files.keys()):
+            problem = _compare(directory / name, manifest.files[name], hashes=hashes)
+            if problem is not None:
+                problems.append(f"{name} {problem}")
+    except CheckpointError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"{error.filename or directory} cannot be read ({error.strerror})"]
+    hidden = len(problems) - _SHOWN_PROBLEMS
+    return problems if hidden <= 0 else [*problems[:_SHOWN_PROBLEMS], f"and {hidden} more"]
+
+
+def list_files(directory: Path) -> Iterator[str]:
+    """Relative paths of the regular files below `directory`, sorted within each folder.
+
+    Raises:
+        CheckpointError: there is a link, socket or the like, which a manifest cannot vouch for.
+        OSError: a folder cannot be read.
+    """
+    for folder, subfolders, names in os.walk(directory, onerror=_raise):
+        subfolders.sort()
+        links = [name for name in subfolders if Path(folder, name).is_symlink()]
+        for name in sorted(names) + links:
+            path = Path(folder, name)
+            relative = path.relative_to(directory).as_posix()
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise CheckpointError(f"{relative} is not a regular file (links are refused too)")
+            yield relative
+
+
+def sync_directory(directory: Path) -> None:
+    """Force the names in a folder (not the files they name) to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no such operation on a folder, and say so in this way.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _compare(path: Path, record: FileRecord, *, hashes: bool) -> str | None:
+    size = path.stat().st_size
+    if size != record.size:
+        return f"has {size} bytes where {MANIFEST_NAME} says {record.size}"
+    if not hashes:
+        return None
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return None if digest == record.sha256 else "has been altered (its SHA-256 differs)"
+
+
+def _render(manifest: Manifest) -> str:
+    fields = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode("ascii")).hexdigest()
+    return json.dumps({**fields, "sha256": digest}, indent=2, allow_nan=False) + "\n"
+
+
+def _parse(fields: dict[str, Any]) -> Manifest:
+    return Manifest(
+        step=fields["step"],
+        metric_name=fields["metric_name"],
+        metric=fields["metric"],
+        created_by=dict(fields["created_by"]),
+        files={name: FileRecord(**record) for name, record in fields["files"].items()},
+    )
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+# --------------------------------------------------------------------------------------------------
+# Finding and checking the checkpoints in a directory, without a lock and without torch.
+
+INFO_NAME = "training_info.json"
+
+_STEP = re.compile(r"step_(0|[1-9][0-9]*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewestCheckpoint:
+    """Where a run goes on, and what was passed over on the way there."""
+
+    path: Path | None
+    """The newest whole checkpoint; None where there is none."""
+    manifest: Manifest | None
+    """What it holds; None exactly where `path` is."""
+    skipped: tuple[str, ...]
+    """Newer directories that cannot be used, newest first, each with the reason."""
+
+
+def verify(path: str | os.PathLike[str], *, hashes: bool = True) -> Manifest:
+    """Check a checkpoint directory against its manifest; sizes always, contents with `hashes`.
+
+    Raises:
+        CheckpointError: it is torn, altered or foreign. The message names the bad files and, where
+            there is one, the newest earlier checkpoint that is whole.
+    """
+    directory = Path(os.path.realpath(path))
+    try:
+        return check_directory(directory, hashes=hashes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_hint(directory, hashes=hashes)}") from None
+
+
+def read_training_info(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `CheckpointStore.save` was given as `info`."""
+    file = Path(path) / INFO_NAME
+    try:
+        info = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{file}' cannot be read: {error}") from error
+    if not isinstance(info, dict):
+        raise CheckpointError(f"'{file}' must hold a JSON object, not {type(info).__name__}")
+    return info
+
+
+def steps_to_keep(
+    metrics: Mapping[int, float | None],
+    *,
+    keep_top_k: int | None,
+    higher_is_better: bool,
+    just_saved: int,
+) -> set[int]:
+    """Which of the steps in `metrics` stay.
+
+    The best `keep_top_k` (ties: the newer; no metric: worse than any), the one just saved and the
+    latest. At least two stay, so that a damaged one always has another behind it. Where no step
+    has a metric that makes the most recent ones.
+    """
+    if keep_top_k is None:
+        return set(metrics)
+    latest_first = sorted(metrics, reverse=True)
+    kept = {*best_first(metrics, higher_is_better)[:keep_top_k], *latest_first[:1]}
+    if just_saved in metrics:
+        kept.add(just_saved)
+    return kept if len(kept) > 1 else {*kept, *latest_first[:2]}
+
+
+def check_directory(directory: Path, *, hashes: bool) -> Manifest:
+    """`verify` without the look at the neighbours."""
+    try:
+        os.scandir(directory).close()
+    except OSError as error:
+        raise CheckpointError(f"'{directory}' cannot be used: {error.strerror}.") from error
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"'{directory}' cannot be used: {error}.") from error
+    problems = find_problems(directory, manifest, hashes=hashes)
+    match = _STEP.fullmatch(directory.name)
+    if match and int(match[1]) != manifest.step:
+        problems.insert(0, f"{MANIFEST_NAME} is of step {manifest.step}, not of step {match[1]}")
+    if problems:
+        raise CheckpointError(f"'{directory}' cannot be used: {'; '.join(problems)}.")
+    return manifest
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether every byte is as it was saved."""
+    try:
+        check_directory(directory, hashes=True)
+    except CheckpointError:
+        return False
+    return True
+
+
+def find_newest(root: Path, steps: Iterable[int], *, hashes: bool) -> NewestCheckpoint:
+    """The newest of these steps that is whole."""
+    skipped: list[str] = []
+    for step in sorted(steps, reverse=True):
+        path = root / f"step_{step}"
+        try:
+            manifest = check_directory(path, hashes=hashes)
+        except CheckpointError as error:
+            skipped.append(str(error))
+        else:
+            return NewestCheckpoint(path=path, manifest=manifest, skipped=tuple(skipped))
+    return NewestCheckpoint(path=None, manifest=None, skipped=tuple(skipped))
+
+
+def steps_in(root: Path) -> list[int]:
+    """Steps that have a directory here, in rising order; other names are passed over.
+
+    Raises:
+        CheckpointError: `root` exists and cannot be listed.
+    """
+    try:
+        with os.scandir(root) as entries:
+            found = [
+                int(match[1])
+                for entry in entries
+                if (match := _STEP.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
+            ]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"'{root}' cannot be read: {error.strerror}.") from error
+    return sorted(found)
+
+
+def best_first(metrics: Mapping[int, float | None], higher_is_better: bool) -> list[int]:
+    """The steps in order of rank: by metric, then the newer first; no metric is worse than any."""
+    sign = -1.0 if higher_is_better else 1.0
+
+    def rank(step: int) -> tuple[bool, float, int]:
+        metric = metrics[step]
+        return (metric is None, 0.0 if metric is None else sign * metric, -step)
+
+    return sorted(metrics, key=rank)
+
+
+def _hint(directory: Path, *, hashes: bool) -> str:
+    """What could be used instead of a directory that cannot."""
+    try:
+        if directory.is_dir() and (inside := steps_in(directory)):
+            return f" It holds checkpoints: name one of them, e.g. '{directory}/step_{inside[-1]}'."
+        match = _STEP.fullmatch(directory.name)
+        if match is None:
+            return ""
+        earlier = [step for step in steps_in(directory.parent) if step < int(match[1])]
+    except OSError:
+        return ""
+    previous = find_newest(directory.parent, earlier, hashes=hashes).path
+    return f" The newest whole checkpoint before it is '{previous}'." if previous else ""

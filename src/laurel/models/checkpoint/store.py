@@ -1,0 +1,705 @@
+"""Checkpoint directories that survive a kill, a full disk and a power failure at any moment.
+
+::
+
+    root/step_16/     a checkpoint: the caller's files, training_info.json and MANIFEST.json
+    root/best         link to the best of them
+    root/.lock        one writer at a time
+
+A checkpoint is filled under a name that begins with a dot, forced to the disk, given its manifest
+and only then renamed: `step_<N>` is whole or absent. Nothing is deleted under its own name either.
+What a kill leaves behind has a dot name and is cleared up by the next writer.
+
+This file moves bytes and knows nothing of models; it does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import math
+import os
+import re
+import shutil
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from uuid import uuid4
+
+from laurel.errors import CheckpointError
+from laurel.models.checkpoint.manifest import (
+    INFO_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    NewestCheckpoint,
+    best_first,
+    check_directory,
+    find_newest,
+    is_whole,
+    read_training_info,
+    seal_files,
+    software_versions,
+    steps_in,
+    steps_to_keep,
+    sync_directory,
+    verify,
+    write_manifest,
+)
+from laurel.observe.json_output import json_text
+from laurel.observe.metrics import counted
+
+__all__ = [
+    "CheckpointStore",
+    "NewestCheckpoint",
+    "is_disk_error",
+    "read_training_info",
+    "steps_to_keep",
+    "verify",
+]
+
+BEST_NAME = "best"
+
+# The Rust libraries that write weights and tokenizers report a full disk as a plain Exception.
+_RUST_OS_ERROR = re.compile(r"\(os error \d+\)")
+_FREE_SPACE_FACTOR = 1.2
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in one directory.
+
+    Reading (`steps`, `newest_whole`, `best`) needs nothing. Writing needs the lock: use the store
+    as a context manager, which also clears up what a killed writer left.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_top_k: int | None = None,
+        metric_name: str | None = None,
+        higher_is_better: bool = False,
+        on_phase: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        """Describe the store; nothing is read or written yet.
+
+        Args:
+            root: Holds the `step_<N>` directories; made when the store is entered.
+            keep_top_k: See `steps_to_keep`.
+            metric_name: What `save(metric=...)` measures. Checkpoints that recorded another name
+                rank as if they had no metric.
+            higher_is_better: Direction of the metric.
+            on_phase: Called with the name of every phase of a save, in the thread that does it, so
+                that a test can break it there: begin, written, file:<name>, fsynced, manifest,
+                renamed-old, renamed, best, prune:step_<N>, deleting:step_<N>, pruned.
+        """
+        self.root = Path(root)
+        self._keep_top_k = keep_top_k
+        self._metric_name = metric_name
+        self._higher_is_better = higher_is_better
+        self._on_phase = on_phase
+        self._lock = DirectoryLock(self.root)
+        self._under_way: SaveUnderWay | None = None
+        self._pinned: set[int] = set()
+        self._expected_bytes = 0
+
+    def __enter__(self) -> CheckpointStore:
+        try:
+            _make_directory(self.root)
+            self._lock.acquire()
+            clear_up(self.root)
+        except OSError as error:
+            self._lock.release()
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"cannot write checkpoints to '{self.root}': {error}") from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._end_of_saving(is_orderly=kind is None)
+        finally:
+            self._lock.release()
+
+    def pin(self, checkpoint: Path) -> None:
+        """Keep a checkpoint for as long as this store is open, whatever `keep_top_k` says.
+
+        Args:
+            checkpoint: One of this store, such as that which workers are started from again. Others
+                are not pruned anyway.
+        """
+        for step in self.steps():
+            if self.path_of(step).resolve() == checkpoint.resolve():
+                self._pinned.add(step)
+
+    def require_room(self, num_saves: int, *, estimated_bytes: int) -> str | None:
+        """Look before a run whether the disk has room for what it will save.
+
+        A save replaces nothing before it is whole, so there must be room for two checkpoints, less
+        one that is there already.
+
+        Args:
+            num_saves: Checkpoints that the run will write.
+            estimated_bytes: Of one, where none is there that tells.
+
+        Returns:
+            What to say where two fit, but not all that `keep_top_k` keeps at a time.
+
+        Raises:
+            CheckpointError: There is no such room.
+        """
+        self._expected_bytes = estimated_bytes
+        sound = self._sound()
+        each = math.ceil(_FREE_SPACE_FACTOR * self._bytes_of_one(sound))
+        free = shutil.disk_usage(self.root).free
+        needed = min(num_saves, max(1, 2 - len(sound)))
+        if free < needed * each:
+            raise CheckpointError(
+                f"'{self.root}' is on a disk with {free / 1e6:,.1f} MB free, and "
+                f"{counted(needed, 'checkpoint')} of this run "
+                f"{'takes' if needed == 1 else 'take'} about {needed * each / 1e6:,.1f} MB"
+                + (" (each is whole before an older one is deleted)" if num_saves > 1 else "")
+                + ". Free some, choose another checkpointing.checkpoint_dir, or set "
+                "checkpointing.save_optimizer=false for smaller ones that cannot be resumed"
+            )
+        kept = len(sound) + num_saves
+        if self._keep_top_k is not None:  # the best, the latest, and the one that is being written
+            kept = min(kept, self._keep_top_k + 2)
+        if not each or (fit := free // each) >= kept - len(sound):
+            return None
+        return (
+            f"'{self.root}' has room for {counted(fit, 'more checkpoint')} of about "
+            f"{each / 1e6:,.1f} MB, and this run keeps up to {kept} at a time: lower "
+            "checkpointing.keep_top_k, or raise checkpointing.save_period"
+        )
+
+    def _bytes_of_one(self, sound: Mapping[int, Manifest]) -> int:
+        return sound[max(sound)].num_bytes if sound else self._expected_bytes
+
+    def path_of(self, step: int) -> Path:
+        """The directory of a step, whether or not it exists."""
+        return self.root / f"step_{step}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a directory, whole or not, in rising order."""
+        return steps_in(self.root)
+
+    def newest_whole(self, *, hashes: bool = True) -> NewestCheckpoint:
+        """The newest checkpoint that passes `verify`, and what was skipped for it."""
+        return find_newest(self.root, self.steps(), hashes=hashes)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric (ties: the newer); None where none has a metric."""
+        metrics = {step: value for step, value in self._metrics().items() if value is not None}
+        ranked = best_first(metrics, self._higher_is_better)
+        return self.path_of(ranked[0]) if ranked else None
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], object],
+        *,
+        metric: float | None = None,
+        info: Mapping[str, Any] | None = None,
+        estimated_bytes: int | None = None,
+    ) -> Path:
+        """Write the checkpoint of a step, then delete those that need not stay.
+
+        Args:
+            step: Its number. A checkpoint of that step is replaced; a directory of that name that
+                Laurel did not write is moved to `step_<N>.foreign-...`.
+            write: Fills the empty directory it is given.
+            metric: Ranks the checkpoint; a number that is not finite counts as none.
+            info: Goes into `training_info.json`; numbers that are not finite become null.
+            estimated_bytes: Size to expect, for the check of free space; by default that of the
+                newest checkpoint, or what `require_room` was told.
+
+        Raises:
+            CheckpointError: the disk is full or refuses. Earlier checkpoints are as they were, and
+                the run may go on and try again at a later step.
+        """
+
+        def begin(directory: Path) -> Written:
+            write(directory)
+            return lambda is_awaited: 0.0
+
+        options = {"metric": metric, "info": info, "estimated_bytes": estimated_bytes}
+        return self.begin(step, begin, **options).finish()  # type: ignore[arg-type]
+
+    def begin(
+        self,
+        step: int,
+        write: Callable[[Path], Written],
+        *,
+        metric: float | None = None,
+        info: Mapping[str, Any] | None = None,
+        estimated_bytes: int | None = None,
+    ) -> SaveUnderWay:
+        """The same, of which one at a time may go on while others work.
+
+        What is left when the store is exited is waited for; where an exception passes, it is
+        dropped, unless all of it has been written.
+
+        Args:
+            step: See `save`.
+            write: Begins to fill the empty directory it is given, and says whom to ask.
+            metric: See `save`.
+            info: See `save`.
+            estimated_bytes: See `save`.
+
+        Raises:
+            CheckpointError: See `save`. What goes wrong later is raised by what is returned.
+        """
+        if not self._lock.held:
+            raise RuntimeError("enter the store first: `with CheckpointStore(...) as store:`")
+        if step < 0:
+            raise ValueError(f"step must be 0 or more, not {step}")
+        if self._under_way is not None and not self._under_way.is_over:
+            raise RuntimeError("one save at a time: finish the one that is under way first")
+        started = time.monotonic()
+        identity = uuid4().hex
+        temporary = self.root / f".tmp-step_{step}-{identity}"
+        with self._whole_or_absent(step, temporary):
+            self._require_space(estimated_bytes)
+            temporary.mkdir()
+            self._on_phase("begin")
+            written = write(temporary)
+
+        def ask(is_awaited: bool) -> float | None:
+            with self._whole_or_absent(step, temporary):
+                return written(is_awaited)
+
+        def seal() -> Path:
+            with self._whole_or_absent(step, temporary):
+                self._finish(temporary, step=step, metric=metric, info=info or {})
+                self._put_in_place(temporary, self.path_of(step), identity)
+            self._point_to_best()
+            self._prune(step)
+            return self.path_of(step)
+
+        self._under_way = SaveUnderWay(ask, seal, seconds=time.monotonic() - started)
+        return self._under_way
+
+    @contextmanager
+    def _whole_or_absent(self, step: int, temporary: Path) -> Iterator[None]:
+        """Leave nothing of a checkpoint where a stage fails, and say so."""
+        try:
+            yield
+        except BaseException as error:
+            delete(temporary)
+            if is_disk_error(error):
+                raise CheckpointError(
+                    f"the checkpoint of step {step} could not be saved in '{self.root}': "
+                    f"{str(error).rstrip('.')}. Earlier checkpoints are as they were."
+                ) from error
+            raise
+
+    def _end_of_saving(self, *, is_orderly: bool) -> None:
+        """Wait for what is under way, or give it up: what is left of it goes at the next start."""
+        save, self._under_way = self._under_way, None
+        if save is None or save.is_over:
+            return
+        if is_orderly:
+            save.finish()
+        elif save.is_sealing:
+            with suppress(Exception):
+                save.finish()
+
+    # ------------------------------------------------------------------------- stages of a save
+
+    def _require_space(self, estimated_bytes: int | None) -> None:
+        if estimated_bytes is None:
+            estimated_bytes = self._bytes_of_one(self._sound())
+        needed = math.ceil(_FREE_SPACE_FACTOR * estimated_bytes)
+        free = shutil.disk_usage(self.root).free
+        if free < needed:
+            raise CheckpointError(
+                f"the disk has {free / 1e6:,.1f} MB free and {needed / 1e6:,.1f} MB are needed; "
+                "free some, or lower checkpointing.keep_top_k"
+            )
+
+    def _finish(
+        self, temporary: Path, *, step: int, metric: float | None, info: Mapping[str, Any]
+    ) -> None:
+        text = json_text(info)
+        (temporary / INFO_NAME).write_text(text + "\n", encoding="utf-8")
+        self._on_phase("written")
+        records = seal_files(temporary, on_file=lambda name: self._on_phase(f"file:{name}"))
+        self._on_phase("fsynced")
+        manifest = Manifest(
+            step=step,
+            metric_name=self._metric_name,
+            metric=float(metric) if metric is not None and math.isfinite(metric) else None,
+            created_by=software_versions(),
+            files=records,
+        )
+        write_manifest(temporary, manifest)
+        self._on_phase("manifest")
+
+    def _put_in_place(self, temporary: Path, target: Path, identity: str) -> None:
+        aside: Path | None = None
+        if os.path.lexists(target):
+            ours = (target / MANIFEST_NAME).is_file()
+            aside = self.root / (
+                f".old-{target.name}-{identity}"
+                if ours
+                else f"{target.name}.foreign-{identity[:8]}"
+            )
+            if not ours:
+                _log.warning("'%s' is not a checkpoint of Laurel; moved to '%s'", target, aside)
+            target.rename(aside)
+        try:
+            if aside is not None:
+                self._on_phase("renamed-old")
+            temporary.rename(target)
+        except BaseException:
+            if aside is not None:
+                aside.rename(target)
+            raise
+        self._on_phase("renamed")
+        sync_directory(self.root)
+        if aside is not None and aside.name.startswith("."):
+            delete(aside)
+
+    def _point_to_best(self) -> None:
+        link, fresh = self.root / BEST_NAME, self.root / f".best-{uuid4().hex}"
+        try:
+            self._on_phase("best")
+            best = self.best()
+            if best is not None:
+                fresh.symlink_to(best.name, target_is_directory=True)
+                fresh.replace(link)
+            elif link.is_symlink():
+                link.unlink()
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            _log.warning("the link '%s' could not be set: %s", link, error)
+
+    def _prune(self, just_saved: int) -> None:
+        kept = steps_to_keep(
+            metrics := self._metrics(),
+            keep_top_k=self._keep_top_k,
+            higher_is_better=self._higher_is_better,
+            just_saved=just_saved,
+        )
+        for step in sorted(metrics.keys() - kept - self._pinned):
+            doomed = self.root / f".del-step_{step}-{uuid4().hex}"
+            try:
+                self._on_phase(f"prune:step_{step}")
+                self.path_of(step).rename(doomed)
+                self._on_phase(f"deleting:step_{step}")
+            except OSError as error:
+                _log.warning("'%s' could not be deleted: %s", self.path_of(step), error)
+            delete(doomed)
+        self._on_phase("pruned")
+
+    # -------------------------------------------------------------------------- what is there
+
+    def _sound(self) -> dict[int, Manifest]:
+        """Checkpoints whose files have the right sizes. Others are never ranked nor deleted."""
+        sound = {}
+        for step in self.steps():
+            try:
+                sound[step] = check_directory(self.path_of(step), hashes=False)
+            except CheckpointError:
+                continue
+        return sound
+
+    def _metrics(self) -> dict[int, float | None]:
+        return {
+            step: manifest.metric if manifest.metric_name == self._metric_name else None
+            for step, manifest in self._sound().items()
+        }
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether a disk is full or refuses, whichever library says so."""
+    return isinstance(error, OSError) or _RUST_OS_ERROR.search(str(error)) is not None
+
+
+def _make_directory(directory: Path) -> None:
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_directory(made.parent)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a writer of checkpoints that was killed has left behind: names that begin with a dot.
+
+_LEFTOVER = re.compile(
+    r"\.(?P<kind>tmp|old|del)-(?P<step>step_(?:0|[1-9][0-9]*))-(?P<id>[0-9a-f]{32})"
+)
+_LEFTOVER_START = re.compile(r"\.start-[0-9a-f]{32}")
+"""Weights that replicas of generation were started from."""
+_LEFTOVER_LINK = re.compile(r"\.best-[0-9a-f]{32}")
+
+
+def clear_up(root: Path) -> None:
+    """Finish or undo what was cut off, and delete the rest. For who holds the lock."""
+    names = os.listdir(root)
+    leftovers = [match for name in names if (match := _LEFTOVER.fullmatch(name))]
+    for match in leftovers:
+        target = root / match["step"]
+        if match["kind"] == "old" and not os.path.lexists(target):
+            # Killed between the two renames of a replacement: finish it, or else undo it.
+            fresh = root / f".tmp-{match['step']}-{match['id']}"
+            source = fresh if is_whole(fresh) else root / match[0]
+            source.rename(target)
+            sync_directory(root)
+            _log.warning("'%s' was restored after an interrupted save", target)
+    for match in leftovers:
+        delete(root / match[0])
+    for name in filter(_LEFTOVER_START.fullmatch, names):
+        delete(root / name)
+    for name in filter(_LEFTOVER_LINK.fullmatch, names):
+        (root / name).unlink(missing_ok=True)
+
+
+def delete(directory: Path) -> None:
+    """Remove a directory under one of our dot names; what is left of it goes at the next start."""
+    try:
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _log.warning("'%s' could not be deleted whole: %s", directory, error)
+
+
+# --------------------------------------------------------------------------------------------------
+# One writer per directory: a lock that the kernel frees when its holder dies, however it dies.
+
+LOCK_NAME = ".lock"
+
+_held: set[int] = set()
+
+
+def _close_in_child() -> None:
+    # A forked child (a data-loading worker) shares the lock through its copy of the descriptor and
+    # would keep it after the death of its parent.
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class DirectoryLock:
+    """Holds `directory/.lock` from `acquire` to `release`. The file itself stays for good."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOCK_NAME
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this process, not one it was forked from, holds the lock."""
+        return self._descriptor in _held
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            CheckpointError: somebody has it (the message says who), or the directory has no locks.
+            OSError: the file cannot be opened.
+        """
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 300, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise CheckpointError(
+                f"'{self._path.parent}' is being written by {holder or 'another process'}. "
+                "Wait for it to end or stop it, or give this run another directory."
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"'{self._path}' cannot be locked ({error.strerror}): the file system has no "
+                "locks, so nothing would keep two runs apart. Use a directory on another one."
+            ) from error
+        # Only informs: on a full disk the lock holds all the same.
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._descriptor = descriptor
+        _held.add(descriptor)
+
+    def release(self) -> None:
+        """Give the lock back; nothing happens where it is not held."""
+        if self._descriptor is not None and self._descriptor in _held:
+            _held.remove(self._descriptor)
+            os.close(self._descriptor)
+        self._descriptor = None
+
+
+# --------------------------------------------------------------------------------------------------
+# A checkpoint between its beginning and its name: who wants it asks now and then, or waits.
+
+Written = Callable[[bool], float | None]
+"""Asks whoever fills the directory of a checkpoint: the seconds that the writing took, or None
+while it goes on; given True, it waits for the end. It raises what went wrong, after all have ended
+that wrote, and is asked from the thread that began the save alone."""
+
+
+class SaveUnderWay:
+    """One save: first it is being written, then sealed, then it is whole or there is none."""
+
+    def __init__(self, written: Written, seal: Callable[[], Path], *, seconds: float) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            written: See there.
+            seal: Forces the files to the disk and gives them their name; leaves nothing behind
+                where it fails.
+            seconds: What the beginning took.
+        """
+        self._written = written
+        self._seal = seal
+        self._seconds = seconds
+        self._sealing: Background | None = None
+        self._path: Path | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of work since its beginning, without the time in which nobody asked."""
+        return self._seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known to be whole, or that there is none."""
+        return self._path is not None or self._failure is not None
+
+    @property
+    def is_sealing(self) -> bool:
+        """Whether all is written, and the rest needs nobody but time."""
+        return self._sealing is not None
+
+    def ready(self) -> bool:
+        """Whether `finish` would come back at once. It never waits, and brings the save on."""
+        if self.is_over:
+            return True
+        if self._sealing is None:
+            seconds = self._ask(is_awaited=False)
+            if seconds is not None:
+                self._sealing = Background("laurel-sealing")
+                self._sealing.start(self._sealed)
+            return self.is_over
+        return self._sealing.outcome(is_awaited=False) is not None
+
+    def finish(self) -> Path:
+        """Wait for the end; where the checkpoint is. May be called again, with the same outcome.
+
+        Raises:
+            CheckpointError: The disk is full or refuses. Earlier checkpoints are as they were.
+            Exception: What else went wrong in writing it.
+        """
+        if not self.is_over:
+            if self._sealing is not None:
+                self._sealing.outcome(is_awaited=True)
+            elif self._ask(is_awaited=True) is not None:
+                self._sealed()
+        if self._failure is not None:
+            raise self._failure
+        assert self._path is not None
+        return self._path
+
+    def _ask(self, *, is_awaited: bool) -> float | None:
+        try:
+            seconds = self._written(is_awaited)
+        except Exception as error:
+            self._failure = error
+            return None
+        assert seconds is not None or not is_awaited
+        self._seconds += seconds or 0.0
+        return seconds
+
+    def _sealed(self) -> Any:
+        started = time.monotonic()
+        try:
+            path = self._seal()
+        except Exception as error:
+            self._failure = error
+        else:
+            self._seconds += time.monotonic() - started
+            self._path = path
+
+
+# --------------------------------------------------------------------------------------------------
+# Work that goes on behind the rest of a program: one piece after the other, in one thread.
+
+
+class Background:
+    """Pieces of work in the order in which they were given; after one that fails, none is begun.
+
+    They are of one batch until somebody was told what came of it; then a new batch begins. The
+    process does not end before its pieces have.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Start nothing yet.
+
+        Args:
+            name: Of the thread.
+        """
+        self._name = name
+        self._pieces: list[Future[float]] = []
+        self._has_told = False
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Do a piece of work when those before it are done.
+
+        Args:
+            work: Let go, with all that it holds, as soon as it is done.
+        """
+        if self._has_told:
+            self._pieces = []
+            self._has_told = False
+        thread = ThreadPoolExecutor(1, self._name)
+        self._pieces.append(thread.submit(_timed, work, tuple(self._pieces)))
+        thread.shutdown(wait=False)  # it ends with the piece
+
+    def outcome(self, *, is_awaited: bool) -> float | None:
+        """Seconds of work, once all pieces are done; None while they are not.
+
+        Args:
+            is_awaited: Do not come back before they are.
+
+        Raises:
+            Exception: What went wrong in one of them; again in every call, until a new batch.
+        """
+        if not is_awaited and not all(piece.done() for piece in self._pieces):
+            return None
+        wait(self._pieces)
+        self._has_told = True
+        return sum(piece.result() for piece in self._pieces)
+
+
+def _timed(work: Callable[[], object], before: tuple[Future[float], ...]) -> float:
+    wait(before)
+    if any(piece.exception() is not None for piece in before):
+        return 0.0
+    started = time.monotonic()
+    try:
+        work()
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # or they would keep what was to be written,
+        del work  # and so would this one
+        raise
+    return time.monotonic() - started

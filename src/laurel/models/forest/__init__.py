@@ -1,0 +1,1 @@
+"""Models computed on token forests: attention, decoding, outputs and heads."""

@@ -1,0 +1,190 @@
+"""What reward models and policies share: a Hugging Face model that reads forests or padded rows."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from laurel.models.forest.attention import PLAN_ARGUMENT, AttentionPlan, ForestPlan
+from laurel.types import PaddedRows, TokenForest
+
+Path = Literal["forest", "padded"]
+
+
+class Decoder(nn.Module):
+    """The layers below the head, called the way that the batch asks for.
+
+    Their arithmetic is in `precision`: autocast over float32 master weights, or the weights' own
+    dtype.
+    """
+
+    def __init__(self, *, path: Path, precision: torch.dtype) -> None:
+        """Say how batches arrive and what is computed in."""
+        super().__init__()
+        self.path: Path = path
+        self.precision = precision
+        self.mesh: DeviceMesh | None = None
+        """What `parallelise` spread it over; None where this process has all of it."""
+        self.gathered_dtype: torch.dtype | None = None
+        """What `parallelise` rounds the weights of layers to on their way; None: not at all."""
+
+    @property
+    @abstractmethod
+    def network(self) -> Any:
+        """The Hugging Face model, head included."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes. Weights of a spread model may rest elsewhere between uses."""
+        if self.mesh is not None and self.mesh.device_type != "cpu":
+            return torch.device(self.mesh.device_type, torch.cuda.current_device())
+        return next(self.parameters()).device
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return next(self.parameters()).dtype
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """What weights are rounded to even `in_full_precision`."""
+        return self.gathered_dtype or self.weights_dtype
+
+    def without_gradients(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute alone. A spread model cannot write its gathered weights in inference mode."""
+        return torch.inference_mode() if self.mesh is None else torch.no_grad()
+
+    @contextlib.contextmanager
+    def in_full_precision(self) -> Iterator[None]:
+        """Compute in the dtype of the weights for a while, whatever `precision` says.
+
+        For the checks: the rounding of bfloat16 would hide the errors they look for. Weights that
+        are rounded on their way from other ranks stay so, but nothing else is.
+        """
+        precision, self.precision = self.precision, self.weights_dtype
+        is_mixed = self.exact_dtype != self.weights_dtype
+        try:
+            with weights_as(self, self.weights_dtype) if is_mixed else contextlib.nullcontext():
+                yield
+        finally:
+            self.precision = precision
+
+    def hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
+        """Hidden state of every token after the last norm: `[T, D]`, of rows `[N, L, D]`."""
+        with self.autocast():
+            if isinstance(batch, TokenForest):
+                return self.hidden_of_row(batch.ids_T, batch.positions_T, ForestPlan(batch.trees))
+            body = self.network.base_model
+            rows: Tensor = body(**self.padded_inputs(batch), use_cache=False).last_hidden_state
+            return rows
+
+    def hidden_of_row(self, ids_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """`hidden` of tokens in one row, `[T, D]`; the plan says who attends to whom.
+
+        In the precision around it: `hidden` puts `autocast` there.
+        """
+        hidden_1TD: Tensor = self.network.base_model(
+            input_ids=ids_T[None].to(self.device),
+            position_ids=positions_T[None].to(self.device),
+            use_cache=False,
+            **{PLAN_ARGUMENT: plan},
+        ).last_hidden_state
+        return hidden_1TD[0]
+
+    def padded_inputs(self, rows: PaddedRows) -> dict[str, Tensor]:
+        """The keyword arguments of transformers' models for padded rows."""
+        column_L = torch.arange(rows.ids_NL.shape[1])
+        mask_NL = column_L[None] < rows.lengths_N[:, None]
+        return {
+            "input_ids": rows.ids_NL.to(self.device),
+            "attention_mask": mask_NL.long().to(self.device),
+        }
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Lower precision where the weights are float32 masters and less was asked for."""
+        is_master = self.weights_dtype == torch.float32
+        if self.precision == torch.float32 or not is_master:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision)
+
+
+# --------------------------------------------------------------------------------------------------
+# A model computed in a higher precision than its weights are held, or gathered, in.
+
+
+@contextmanager
+def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Give every module its own weights in another dtype, for as long as it computes.
+
+    Widening loses nothing, so what comes out is what these very weights mean. Only the modules that
+    compute at the moment hold their weights twice.
+    """
+    narrow: dict[nn.Module, dict[str, Any]] = {}
+
+    def widen(module: nn.Module, _inputs: Any) -> None:
+        narrow[module] = dict(module._parameters)
+        for name, parameter in narrow[module].items():
+            if parameter is not None and parameter.is_floating_point():
+                module._parameters[name] = _wide(parameter, dtype)
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        module._parameters.update(narrow.pop(module, {}))
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if module._parameters:
+                stack.callback(restore, module)  # also where its computation raised
+                stack.callback(module.register_forward_pre_hook(widen).remove)
+                stack.callback(module.register_forward_hook(restore).remove)
+        yield
+
+
+def _wide(parameter: Tensor, dtype: torch.dtype) -> Any:
+    return parameter.detach().to(dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Models and their optimizer on the host for a while, when others need the memory of the device.
+
+
+class Resting:
+    """What a learner keeps on a device. On a CPU there is nothing to give back."""
+
+    def __init__(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        """Name what lies there; nothing is moved yet."""
+        self._models = models
+        self._optimizer = optimizer
+        self._homes: list[tuple[nn.Module, torch.device]] = []
+        self._states: list[tuple[dict[str, Any], str, torch.device]] = []
+
+    def sleep(self) -> None:
+        """Move everything to the host. Gradients are dropped."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for model in self._models:
+            device = next(model.parameters()).device
+            if device.type != "cpu":
+                self._homes.append((model, device))
+                model.to("cpu")
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    self._states.append((state, name, value.device))
+                    state[name] = value.to("cpu")
+        if self._homes:
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Move everything back to where it was."""
+        while self._homes:
+            model, device = self._homes.pop()
+            model.to(device)
+        while self._states:
+            state, name, device = self._states.pop()
+            state[name] = state[name].to(device)

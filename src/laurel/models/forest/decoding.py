@@ -1,0 +1,573 @@
+"""Attention while completions are drawn, under unmodified Hugging Face decoders.
+
+The plans of two kinds of forward pass, both through `laurel_forest` (models/forest/attention.py).
+`PrefillPlan` reads whole prompts, several in one row, and keeps their keys and values.
+`DecodePlan` reads one new token of every completion, all in one row: the queries of all
+completions of a prompt meet its keys in one product, and each meets the keys of its own
+completion; the two halves of the softmax are joined by their totals. Sliding windows, soft-capping
+and attention sinks are honoured by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from laurel.models.forest.attention import AttentionOptions, ForestPlan, hidden_keys
+from laurel.types import Span, Tree
+
+# --------------------------------------------------------------------------------------------------
+# Memory for keys and values: sequences of about the same length side by side in one tensor.
+
+
+class Shelf:
+    """Keys and values of sequences of at most `length` tokens, slot by slot without gaps."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.owners: list[int] = []
+        """Whose the slots are. When one leaves, the last takes its slot."""
+        self._slots: dict[int, int] = {}
+        self._capacity = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all layers."""
+        return sum(t.nbytes for pair in self._layers.values() for t in pair)
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What the used slots hold of one layer, made at the first call.
+
+        Args:
+            index: Number of the layer.
+            key: `[..., H_kv, D]`, of the dtype and on the device to use.
+            value: `[..., H_kv, D_v]`, likewise.
+
+        Returns:
+            Views `[slots, H_kv, length, D]` and `[slots, H_kv, length, D_v]`.
+        """
+        if index not in self._layers:
+            # Zeros: what a mask hides is still multiplied, by 0, and must be finite.
+            self._layers[index] = (self._empty(key), self._empty(value))
+        keys, values = self._layers[index]
+        return keys[: len(self.owners)], values[: len(self.owners)]
+
+    def _empty(self, like: Tensor) -> Tensor:
+        return like.new_zeros((self._capacity, like.shape[-2], self.length, like.shape[-1]))
+
+    def add(self, owners: Sequence[int]) -> None:
+        """Give each a slot after those in use."""
+        for owner in owners:
+            self._slots[owner] = len(self.owners)
+            self.owners.append(owner)
+        if len(self.owners) > self._capacity:
+            self._resize(max(len(self.owners), 2 * self._capacity))
+
+    def remove(self, owner: int) -> None:
+        """Free a slot, and memory when most of it is free."""
+        slot, last = self._slots.pop(owner), self.owners.pop()
+        if last != owner:
+            self.owners[slot] = last
+            self._slots[last] = slot
+            for pair in self._layers.values():
+                for tensor in pair:
+                    tensor[slot] = tensor[len(self.owners)]
+        if not self.owners:
+            self._layers.clear()
+            self._capacity = 0
+        elif 4 * len(self.owners) <= self._capacity:
+            self._resize(2 * len(self.owners))
+
+    def slot(self, owner: int) -> int:
+        """Where a sequence lies."""
+        return self._slots[owner]
+
+    def take(self, other: Shelf, owners: Sequence[int]) -> None:
+        """Copy what another, shorter shelf holds of sequences that have slots on both."""
+        theirs = torch.tensor([other.slot(owner) for owner in owners])
+        mine = torch.tensor([self.slot(owner) for owner in owners])
+        for index, (keys, values) in other._layers.items():
+            places = mine.to(keys.device)
+            sources = theirs.to(keys.device)
+            own = self.layer(index, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+            for target, source in zip(own, (keys, values), strict=True):
+                target[places, :, : other.length] = source[sources]
+
+    def _resize(self, capacity: int) -> None:
+        used = min(len(self.owners), self._capacity)
+        self._capacity = capacity
+        for index, pair in self._layers.items():
+            resized = []
+            for tensor in pair:
+                larger = tensor.new_zeros((capacity, *tensor.shape[1:]))
+                larger[:used] = tensor[:used]
+                resized.append(larger)
+            self._layers[index] = (resized[0], resized[1])
+
+
+class Branches(NamedTuple):
+    """Completions of one shelf: rows `start` to `end` of the step, in the order of its slots."""
+
+    shelf: Shelf
+    start: int
+    end: int
+    oldest: int
+    """When its longest completion was born."""
+    is_even: bool
+    """Whether all have the same length."""
+
+
+class Trunks(NamedTuple):
+    """Prompts of one shelf, and the rows of their completions."""
+
+    shelf: Shelf
+    rows_SC: Tensor
+    """int64 [prompts, most completions of one]: filled up with row 0."""
+    lengths_S: Tensor
+    longest: int
+    is_even: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which row of a step is whose. Holds until a completion comes, goes or moves."""
+
+    ids: tuple[int, ...]
+    born_N: Tensor
+    prompt_lengths_N: Tensor
+    branches: tuple[Branches, ...]
+    trunks: tuple[Trunks, ...]
+    places_N: Tensor
+    """Where each row is among the entries of all `rows_SC`, one after the other."""
+    is_in_order: bool
+    """Whether that is simply 0, 1, 2, ..."""
+
+
+class PrefillPlan(ForestPlan):
+    """Prompts in one row, each causal; their keys and values are kept."""
+
+    def __init__(self, prompts: Sequence[tuple[int, Shelf, int]]) -> None:
+        trees, end = [], 0
+        for _, _, length in prompts:
+            trees.append(Tree(Span(end, end + length), ()))
+            end += length
+        super().__init__(trees)
+        self._prompts = tuple(prompts)
+
+    @property
+    def positions_T(self) -> Tensor:
+        """int64 [T]: position of each token in its prompt."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
+    @property
+    def last_B(self) -> list[int]:
+        """Index in the row of the last token of each prompt."""
+        return [tree.trunk.end - 1 for tree in self.trees]
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See `AttentionPlan`."""
+        query, key, value = _as_computed(query, key, value)
+        layer = _layer_of(module)
+        for tree, (owner, shelf, length) in zip(self.trees, self._prompts, strict=True):
+            span = slice(*tree.trunk)
+            keys, values = shelf.layer(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+            slot = shelf.slot(owner)
+            keys[slot, :, :length] = key[0, :, span]
+            values[slot, :, :length] = value[0, :, span]
+        return super().attend(module, query, key, value, options)
+
+
+class _Half(NamedTuple):
+    """Attention to some of the keys, to be joined with attention to the others."""
+
+    sums: Tensor
+    """`[rows, H_kv, R, D_v]`: values, weighted by `exp(logit - top)`."""
+    totals: Tensor
+    """`[rows, H_kv, R, 1]`: of those weights."""
+    tops: Tensor
+    """`[rows, H_kv, R, 1]`."""
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """One new token of every completion, all in one row.
+
+    In the shapes, R query heads share one of H_kv key heads, and C completions share a prompt.
+    """
+
+    _layout: Layout
+    _clock: int
+    _hidden: dict[tuple[int, bool, int | None], Tensor | None] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Whose token each place of the row is."""
+        return self._layout.ids
+
+    @property
+    def positions_N(self) -> Tensor:
+        """int64 [N]: position of each token in its sequence."""
+        return self._layout.prompt_lengths_N + self._lengths_N
+
+    @property
+    def _lengths_N(self) -> Tensor:
+        """Tokens of each completion before this step."""
+        return self._clock - self._layout.born_N
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See `AttentionPlan`."""
+        dtype = query.dtype
+        query, key, value = _as_computed(query, key, value)
+        scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
+        key_NKD, value_NKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        num_rows, num_kv_heads = key_NKD.shape[:2]
+        query_NKRD = (
+            (query[0] * scaling)
+            .transpose(0, 1)
+            .reshape(num_rows, num_kv_heads, -1, query.shape[-1])
+        )
+        layer = _layer_of(module)
+        with torch.autocast(query.device.type, enabled=False):
+            own = self._to_branches(layer, query_NKRD, key_NKD, value_NKD, options)
+            shared = self._to_trunks(layer, query_NKRD, key_NKD, value_NKD, options)
+            joined_NKRD = _join(own, shared, options.s_aux)
+        return joined_NKRD.to(dtype).reshape(num_rows, -1, value.shape[-1]).transpose(0, 1)[None]
+
+    def _to_branches(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> _Half:
+        """Keep the new keys and values; attend to each completion's own."""
+        halves = []
+        for number, part in enumerate(self._layout.branches):
+            rows = slice(part.start, part.end)
+            keys, values = part.shelf.layer(layer, key, value)
+            longest = self._clock - part.oldest
+            if part.is_even:
+                keys[:, :, longest], values[:, :, longest] = key[rows], value[rows]
+            else:
+                slots = torch.arange(part.end - part.start, device=key.device)
+                ends = self._lengths_N[rows]
+                keys[slots, :, ends], values[slots, :, ends] = key[rows], value[rows]
+            hidden = self._hidden_of_branches(number, part, options.sliding_window)
+            keys, values = keys[:, :, : longest + 1], values[:, :, : longest + 1]
+            halves.append(_attend(query[rows, :, None], keys, values, hidden, options.softcap))
+        return _stack(halves)
+
+    def _to_trunks(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> _Half:
+        """Attend to the prompts, all completions of one in the same product."""
+        halves = []
+        for number, part in enumerate(self._layout.trunks):
+            num_prompts, width = part.rows_SC.shape
+            if self._layout.is_in_order and len(self._layout.trunks) == 1:
+                mine = query.view(num_prompts, width, *query.shape[1:])
+            else:
+                mine = query[part.rows_SC]
+            keys, values = part.shelf.layer(layer, key, value)
+            hidden = self._hidden_of_trunks(number, part, options.sliding_window)
+            keys, values = keys[:, :, : part.longest], values[:, :, : part.longest]
+            halves.append(_attend(mine.transpose(1, 2), keys, values, hidden, options.softcap))
+        stacked = _stack(halves)
+        if self._layout.is_in_order:
+            return stacked
+        return _Half(*(tensor[self._layout.places_N] for tensor in stacked))
+
+    def _hidden_of_branches(self, number: int, part: Branches, window: int | None) -> Tensor | None:
+        """bool `[rows, 1, 1, 1, keys]`: the keys each row must not see; None where it sees all."""
+        longest = self._clock - part.oldest
+        if window is not None and window > longest:
+            window = None
+        if part.is_even and window is None:
+            return None
+        known = (number, True, window)
+        if known not in self._hidden:
+            ends = self._lengths_N[part.start : part.end, None]
+            keys = torch.arange(longest + 1, device=ends.device)
+            self._hidden[known] = hidden_keys(keys, ends, window)[:, None, None, None]
+        return self._hidden[known]
+
+    def _hidden_of_trunks(self, number: int, part: Trunks, window: int | None) -> Tensor | None:
+        """bool `[prompts, 1, C or 1, 1, keys]`, as for branches."""
+        if part.is_even and window is None:
+            return None
+        known = (number, False, window)
+        if known not in self._hidden:
+            lengths = part.lengths_S[:, None, None]
+            keys = torch.arange(part.longest, device=lengths.device)
+            hidden = keys >= lengths
+            if window is not None:
+                hidden = hidden | (keys <= self.positions_N[part.rows_SC][..., None] - window)
+            self._hidden[known] = hidden[:, None, :, None]
+        return self._hidden[known]
+
+
+def _layer_of(module: nn.Module) -> int:
+    """The number of an attention layer, which transformers gives every one of them."""
+    index = module.layer_idx
+    assert isinstance(index, int)
+    return index
+
+
+def _as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the dtype that autocast gives to products, where it is on."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, softcap: float | None
+) -> _Half:
+    """Attention before its division by the total.
+
+    Args:
+        query: `[B, H_kv, C, R, D]`, scaled.
+        keys: `[B, H_kv, L, D]`.
+        values: `[B, H_kv, L, D_v]`.
+        hidden: bool, broadcast to `[B, H_kv, C, R, L]`.
+        softcap: See `AttentionOptions`.
+
+    Returns:
+        `B * C` rows, in float32 at least.
+    """
+    shape = query.shape[:-1]
+    logits = _logits(query.flatten(2, 3), keys)
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
+    if hidden is not None:
+        logits.view(*shape, -1).masked_fill_(hidden, float("-inf"))
+    tops = logits.amax(dim=-1, keepdim=True)
+    if hidden is not None:
+        tops = tops.clamp_min_(torch.finfo(tops.dtype).min)  # a window may have left the prompt
+    weights = logits.sub_(tops).exp_()
+    totals = weights.sum(dim=-1, keepdim=True)
+    sums = (weights.to(values.dtype) @ values).to(weights.dtype)
+
+    def by_row(tensor: Tensor) -> Tensor:
+        by_prompt = tensor.view(*shape, -1).transpose(1, 2)
+        return by_prompt.reshape(-1, shape[1], shape[3], tensor.shape[-1])
+
+    return _Half(by_row(sums), by_row(totals), by_row(tops))
+
+
+def _logits(query: Tensor, keys: Tensor) -> Tensor:
+    """Products in float32 at least: half of it has too few digits for what is exponentiated."""
+    if query.dtype.itemsize >= 4:
+        return query @ keys.transpose(2, 3)
+    return query.float() @ keys.float().transpose(2, 3)
+
+
+def _stack(halves: Sequence[_Half]) -> _Half:
+    """The rows of all, one after the other."""
+    if len(halves) == 1:
+        return halves[0]
+    return _Half(*(torch.cat(tensors) for tensors in zip(*halves, strict=True)))
+
+
+def _join(own: _Half, shared: _Half, sinks: Tensor | None) -> Tensor:
+    """Attention to both halves of the keys, `[N, H_kv, R, D_v]`.
+
+    A sink takes its share of the weights and adds nothing.
+    """
+    tops = torch.maximum(own.tops, shared.tops)
+    if sinks is not None:
+        sinks = sinks.to(tops.dtype).view(1, tops.shape[1], -1, 1)
+        tops = torch.maximum(tops, sinks)
+    mine, theirs = (own.tops - tops).exp_(), (shared.tops - tops).exp_()
+    totals = own.totals * mine + shared.totals * theirs
+    if sinks is not None:
+        totals = totals + (sinks - tops).exp_()
+    return (own.sums * mine + shared.sums * theirs) / totals
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys and values while completions are drawn: those of each prompt once for all its completions.
+#
+# Sequences of about the same length share a shelf. A completion that outgrows its shelf moves to
+# one
+# twice as long, so memory follows what has been written.
+
+SHORTEST = 64
+"""Tokens of the shortest shelf."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    length: int
+    shelf: Shelf
+
+
+@dataclass(slots=True)
+class _Completion:
+    prompt: int
+    born: int
+    """What the clock said when it had no token: its length is the time since then."""
+    shelf: Shelf
+
+
+class KeyValueStore:
+    """Keys and values of prompts, and of the completions that are being drawn to them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._trunk_shelves: dict[int, Shelf] = {}
+        self._branch_shelves: dict[int, Shelf] = {}
+        self._prompts: dict[int, _Prompt] = {}
+        self._completions: dict[int, _Completion] = {}
+        self._clock = 0
+        self._layout: Layout | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use."""
+        shelves = [*self._trunk_shelves.values(), *self._branch_shelves.values()]
+        return sum(shelf.num_bytes for shelf in shelves)
+
+    def add_prompts(self, lengths: dict[int, int]) -> PrefillPlan:
+        """Make room for prompts.
+
+        Args:
+            lengths: Tokens of each, by an id of the caller's choice.
+
+        Returns:
+            The plan of the forward pass that must follow: the prompts in one row, in this order.
+        """
+        for prompt, length in lengths.items():
+            size = _trunk_size(length)
+            shelf = self._trunk_shelves.setdefault(size, Shelf(size))
+            shelf.add([prompt])
+            self._prompts[prompt] = _Prompt(length, shelf)
+        return PrefillPlan([(p, self._prompts[p].shelf, length) for p, length in lengths.items()])
+
+    def remove_prompt(self, prompt: int) -> None:
+        """Forget a prompt that has no completion any more."""
+        self._prompts.pop(prompt).shelf.remove(prompt)
+        self._layout = None
+
+    def add_completions(self, prompt: int, completions: Sequence[int]) -> None:
+        """Begin completions of a prompt that has been read; ids are of the caller's choice."""
+        shelf = self._branch_shelves.setdefault(SHORTEST, Shelf(SHORTEST))
+        shelf.add(completions)
+        for completion in completions:
+            self._completions[completion] = _Completion(prompt, self._clock, shelf)
+        self._layout = None
+
+    def remove_completion(self, completion: int) -> None:
+        """Forget a completion."""
+        self._completions.pop(completion).shelf.remove(completion)
+        self._layout = None
+
+    def next_step(self) -> DecodePlan:
+        """The plan of a forward pass over one new token of every completion.
+
+        That pass must follow: the completions count as one token longer from now on.
+        """
+        self._make_room()
+        if self._layout is None:
+            self._layout = self._lay_out()
+        plan = DecodePlan(self._layout, self._clock)
+        self._clock += 1
+        return plan
+
+    def _make_room(self) -> None:
+        """Move completions that fill their shelf to a longer one."""
+        for size in sorted(self._branch_shelves, reverse=True):
+            shelf = self._branch_shelves[size]
+            born = self._clock - size
+            full = [owner for owner in shelf.owners if self._completions[owner].born == born]
+            if not full:
+                continue
+            longer = self._branch_shelves.setdefault(2 * size, Shelf(2 * size))
+            longer.add(full)
+            longer.take(shelf, full)
+            for owner in full:
+                shelf.remove(owner)
+                self._completions[owner].shelf = longer
+            self._layout = None
+
+    def _lay_out(self) -> Layout:
+        ids: list[int] = []
+        branches = []
+        for _, shelf in sorted(self._branch_shelves.items()):
+            if shelf.owners:
+                born = {self._completions[owner].born for owner in shelf.owners}
+                start, end = len(ids), len(ids) + len(shelf.owners)
+                branches.append(Branches(shelf, start, end, min(born), len(born) == 1))
+                ids.extend(shelf.owners)
+        rows_of: dict[int, list[int]] = {}
+        for row, completion in enumerate(ids):
+            rows_of.setdefault(self._completions[completion].prompt, []).append(row)
+        trunks, order = self._lay_trunks(rows_of)
+        places = [0] * len(ids)
+        for place, entry in enumerate(order):
+            if entry is not None:
+                places[entry] = place
+        owners = [self._completions[completion] for completion in ids]
+        return Layout(
+            ids=tuple(ids),
+            born_N=self._numbers([owner.born for owner in owners]),
+            prompt_lengths_N=self._numbers([self._prompts[o.prompt].length for o in owners]),
+            branches=tuple(branches),
+            trunks=trunks,
+            places_N=self._numbers(places),
+            is_in_order=order == list(range(len(ids))),
+        )
+
+    def _lay_trunks(
+        self, rows_of: dict[int, list[int]]
+    ) -> tuple[tuple[Trunks, ...], list[int | None]]:
+        """The prompts of each shelf, and the row of each of their entries (None: filled up)."""
+        trunks = []
+        order: list[int | None] = []
+        for _, shelf in sorted(self._trunk_shelves.items()):
+            rows = [rows_of.get(owner, []) for owner in shelf.owners]
+            width = max(map(len, rows), default=0)
+            if not width:
+                continue
+            lengths = [self._prompts[owner].length for owner in shelf.owners]
+            entries: list[int | None] = []
+            for mine in rows:
+                entries += [*mine, *([None] * (width - len(mine)))]
+            order += entries
+            trunks.append(
+                Trunks(
+                    shelf,
+                    self._numbers([row or 0 for row in entries]).view(-1, width),
+                    self._numbers(lengths),
+                    max(lengths),
+                    len(set(lengths)) == 1,
+                )
+            )
+        return tuple(trunks), order
+
+    def _numbers(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64).to(self.device)
+
+
+def _trunk_size(length: int) -> int:
+    """Shelves for prompts: 64, 96, 128, 192, 256, 384, ... tokens."""
+    size = SHORTEST
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size

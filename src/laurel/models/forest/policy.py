@@ -1,0 +1,242 @@
+"""A Hugging Face language model as a policy: token forests in, float32 log-probabilities out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from laurel.errors import ModelError
+from laurel.models.forest.decoder import Decoder, Path
+from laurel.models.forest.outputs import (
+    TokenOutputs,
+    VocabularyShare,
+    all_logits,
+    predictors,
+    token_logprobs,
+)
+from laurel.models.loading.adapters import adapted_layers, without_adapters
+from laurel.models.parallel.mesh import local
+from laurel.models.parallel.weights import saved_weights
+from laurel.types import PaddedRows, TokenForest
+
+
+class PolicyModel(Decoder):
+    """The decoder, its language-model head, and the log-probabilities of completion tokens.
+
+    Products and sums of the head are float32 whatever the decoder's arithmetic is.
+    """
+
+    def __init__(
+        self,
+        causal_lm: nn.Module,
+        *,
+        path: Path,
+        precision: torch.dtype,
+        temperature: float = 1.0,
+        logprob_chunk_size: int | None = None,
+        with_entropy: bool = False,
+    ) -> None:
+        """Wrap a language model.
+
+        Args:
+            causal_lm: A Hugging Face `...ForCausalLM`, with or without adapters.
+            path: How batches reach it.
+            precision: Dtype of the decoder's arithmetic.
+            temperature: That completions are drawn with; log-probabilities are taken at the same.
+                0 counts as 1, as in `Generated`.
+            logprob_chunk_size: Tokens whose logits are in memory at a time; None: about 16M logits.
+            with_entropy: Also measure the entropy of each token's distribution.
+
+        Raises:
+            ModelError: Its head is not a linear layer over the vocabulary.
+        """
+        super().__init__(path=path, precision=precision)
+        self.causal_lm: Any = causal_lm
+        self.temperature = temperature or 1.0
+        self.logprob_chunk_size = logprob_chunk_size
+        self.with_entropy = with_entropy
+        if not isinstance(self.head, nn.Linear):
+            raise ModelError(
+                f"{type(causal_lm).__name__} has no linear head over a vocabulary, so it cannot be "
+                "a policy: policy.model_name needs a model of the kind ...ForCausalLM"
+            )
+        self.logit_scale, self.softcap = _logit_rules(causal_lm)
+
+    @property
+    def network(self) -> Any:
+        """See `Decoder`."""
+        return self.causal_lm
+
+    @property
+    def head(self) -> Any:
+        """The linear layer from hidden states to logits."""
+        return self.causal_lm.get_output_embeddings()
+
+    @property
+    def vocab_size(self) -> int:
+        """V: logits of a token. Models often have a few more than their tokenizer has tokens."""
+        return int(self.head.weight.shape[0])
+
+    def forward(self, batch: TokenForest | PaddedRows) -> TokenOutputs:
+        """Log-probabilities of all completion tokens of a micro-batch.
+
+        Raises:
+            DataError: A completion without a prompt.
+        """
+        index_M, targets_M = predictors(batch)
+        hidden_XD = self.hidden(batch).flatten(0, -2)
+        hidden_MD = hidden_XD.index_select(0, index_M.to(self.device))
+        hidden_MD, weight_VD = self._factors(hidden_MD)
+        return token_logprobs(
+            hidden_MD,
+            targets_M.to(self.device),
+            weight_VD,
+            bias_V=self._bias,
+            share=self._share,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+            chunk_size=self.logprob_chunk_size,
+            with_entropy=self.with_entropy,
+        )
+
+    def logprobs(self, batch: TokenForest | PaddedRows) -> Tensor:
+        """The log-probabilities alone, float32 [M], without gradients and dropout."""
+        was_training, measures = self.training, self.with_entropy
+        self.eval()
+        self.with_entropy = False
+        try:
+            with torch.no_grad():
+                return self(batch).logprobs_M  # type: ignore[no-any-return]
+        finally:
+            self.with_entropy = measures
+            self.train(was_training)
+
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Take log-probabilities at another temperature for a while."""
+        usual, self.temperature = self.temperature, temperature or 1.0
+        try:
+            yield
+        finally:
+            self.temperature = usual
+
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        """The logits of hidden states, float32 `[X, V]`, at temperature 1, without gradients."""
+        hidden_XD, weight_VD = self._factors(hidden_XD)
+        if self._head_is_plain and hidden_XD.dtype == weight_VD.dtype == torch.float32:
+            # Through the layer itself, whose product a generator may have exchanged for a quicker.
+            with torch.no_grad(), torch.autocast(hidden_XD.device.type, enabled=False):
+                return self.head(hidden_XD)  # type: ignore[no-any-return]
+        return all_logits(
+            hidden_XD,
+            weight_VD,
+            bias_V=self._bias,
+            share=self._share,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+        )
+
+    @property
+    def _head_is_plain(self) -> bool:
+        """Whether its products are the logits."""
+        return self.softcap is None and self.logit_scale == 1.0
+
+    def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Names and values as `from_pretrained` knows them, adapters merged: for `types.Weights`.
+
+        See `merged_weights`. Values are those that the model trains on, in the dtype of its
+        weights; copy what you keep. Of a spread model they come whole, one at a time: a collective
+        call.
+        """
+        return saved_weights(self.causal_lm, changing_only=changing_only)
+
+    @property
+    def _share(self) -> VocabularyShare | None:
+        """The part of the vocabulary that this rank's head has; None: all of it."""
+        weight = self.head.weight
+        return VocabularyShare.of(weight) if isinstance(weight, DTensor) else None
+
+    @property
+    def _bias(self) -> Tensor | None:
+        return None if self.head.bias is None else local(self.head.bias)
+
+    def _factors(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states and weights in the dtype that they are multiplied in.
+
+        On a GPU, float32 products over a large vocabulary would take longer than the rest of the
+        model. There both are rounded to the decoder's precision; sums and logits stay float32.
+        """
+        weight_VD = local(self.head.weight)
+        if hidden_XD.is_cuda and self.precision.itemsize < 4:
+            return hidden_XD.to(self.precision), weight_VD.to(self.precision)
+        return hidden_XD, weight_VD
+
+
+class Reference:
+    """The policy as it was before training, for the divergence from it. Never trained."""
+
+    def __init__(self, model: PolicyModel, *, leaves_adapters_out: bool = False) -> None:
+        """Hold a model that nobody trains: one loaded for this, when a run goes on.
+
+        Args:
+            model: Weights, temperature and path.
+            leaves_adapters_out: It is the policy itself, and the reference is what is below its
+                adapters.
+        """
+        self.model = model
+        self._leaves_adapters_out = leaves_adapters_out
+        if not leaves_adapters_out:
+            model.requires_grad_(requires_grad=False)
+            model.eval()
+
+    @classmethod
+    def of(cls, model: PolicyModel) -> Reference:
+        """The reference of a policy whose training begins now.
+
+        With adapters it is the same model with them switched off, in no memory of its own, also
+        when a run goes on; otherwise a copy of the weights as they are now.
+        """
+        if adapted_layers(model.causal_lm):
+            return cls(model, leaves_adapters_out=True)
+        twin = copy.deepcopy(model)
+        for parameter in twin.parameters():
+            parameter.grad = None
+        return cls(twin)
+
+    @property
+    def path(self) -> Path:
+        """How batches reach it."""
+        return self.model.path
+
+    def logprobs(self, batch: TokenForest | PaddedRows) -> Tensor:
+        """Log-probabilities of all completion tokens, float32 [M], without gradients."""
+        if not self._leaves_adapters_out:
+            return self.model.logprobs(batch)
+        with without_adapters(self.model.causal_lm):
+            return self.model.logprobs(batch)
+
+
+def _logit_rules(causal_lm: Any) -> tuple[float, float | None]:
+    """What the model does to the products of its head: a factor, then a cap.
+
+    transformers has no common name for it. What is missing here, the check at loading refuses.
+    """
+    config = causal_lm.config.get_text_config()
+    scale = 1.0
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is not None:  # Granite divides by it, HyperCLOVA X multiplies
+        is_factor = config.model_type.startswith("hyperclovax")
+        scale = float(scaling) if is_factor else 1.0 / float(scaling)
+    factor = getattr(causal_lm, "logit_scale", None)  # Cohere
+    if isinstance(factor, int | float):
+        scale *= factor
+    scale *= getattr(config, "output_multiplier", None) or 1.0  # Muse
+    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    return scale, None if softcap is None else float(softcap)

@@ -1,0 +1,1 @@
+"""Models from a directory, from the hub or from nothing."""

@@ -1,0 +1,231 @@
+"""Low-rank adapters: put around the layers of a decoder, merged for export, saved for resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from laurel.config.policy import LoraConfig
+from laurel.errors import CheckpointError, ConfigError, MissingDependencyError, key_of
+from laurel.models.parallel.mesh import host_copy, whole
+
+ADAPTERS = Path("adapter", "adapters.safetensors")
+"""Where they lie in a checkpoint."""
+
+
+def add_adapters(network: Any, config: LoraConfig, *, trains_head: bool) -> Any:
+    """Wrap the linear layers below the head in adapters.
+
+    Args:
+        network: A Hugging Face model; its weights may be on the meta device, the adapters are not.
+        config: Which layers, and of which rank.
+        trains_head: Train the head, whole, besides the adapters. Otherwise they alone are trained,
+            and without them the model is what it was.
+
+    Raises:
+        ConfigError: Names that no linear layer has.
+        MissingDependencyError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig as PeftLoraConfig
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise MissingDependencyError.of(
+            "peft", extra="lora", purpose=key_of("policy.dtensor_cfg.lora_cfg")
+        ) from error
+    linear = [
+        name.rsplit(".", 1)[-1]
+        for name, module in network.base_model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    names = sorted(set(linear))
+    for key in ("target_modules", "exclude_modules"):
+        unknown = sorted(set(getattr(config, key)) - set(names))
+        if unknown:
+            raise ConfigError(
+                f"{key_of('policy.dtensor_cfg.lora_cfg')}.{key}: no linear layer is called "
+                f"{', '.join(unknown)}; there are {', '.join(names)}"
+            )
+    targets = [n for n in config.target_modules or names if n not in config.exclude_modules]
+    if not targets:
+        raise ConfigError(
+            f"{key_of('policy.dtensor_cfg.lora_cfg.exclude_modules')} leaves no layer to adapt; "
+            "there are "
+            f"{', '.join(names)}"
+        )
+    peft_config = PeftLoraConfig(
+        r=config.dim,
+        lora_alpha=cast(int, config.alpha),  # peft takes fractions too
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        bias="none",
+    )
+    with _standing_in(network):
+        network = inject_adapter_in_model(peft_config, network)
+        body = f"{network.base_model_prefix}."
+        for name, parameter in network.named_parameters():
+            is_head = not name.startswith(body)
+            parameter.requires_grad_("lora_" in name or (trains_head and is_head))
+    return network
+
+
+@contextmanager
+def _standing_in(network: nn.Module) -> Iterator[None]:
+    """Let weights without memory pass for some on the CPU, so that what is put beside them is real.
+
+    A stand-in is one number, seen as if it were as many as the weight has.
+    """
+    places = [
+        (module, name, parameter)
+        for module in network.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+    for module, name, parameter in places:
+        number = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        module._parameters[name] = nn.Parameter(number, requires_grad=parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for module, name, parameter in places:
+            stand_in = module._parameters[name]
+            parameter.requires_grad_(stand_in is not None and stand_in.requires_grad)
+            module._parameters[name] = parameter
+
+
+def adapted_layers(network: nn.Module) -> dict[str, Any]:
+    """The layers that carry adapters, by their names."""
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
+    }
+
+
+@contextmanager
+def without_adapters(network: nn.Module) -> Iterator[None]:
+    """Compute as if there were no adapters, for a while."""
+    layers = adapted_layers(network).values()
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names of the model without adapters, adapters merged in.
+
+    One after the other, so that no second copy of the model is made. A weight that is tied to
+    another comes once, under the name of the other, as in a saved model. What is not adapted comes
+    as it is in the model: copy it before it is trained further.
+
+    Of a spread model they come whole, gathered one at a time: all ranks go through all of them.
+
+    The adapted layers themselves stay untouched: merging and unmerging would round the base
+    weights, and a resumed run would no longer be the same run.
+
+    Args:
+        network: With or without adapters.
+        changing_only: Leave out what training cannot change. The weights of a block stay together,
+            as engines join some of its layers: queries, keys and values, say.
+    """
+    layers = adapted_layers(network)
+    changing = {_block_of(n) for n, p in network.named_parameters() if p.requires_grad}
+    state: dict[str, Tensor] = network.state_dict()
+    own = dict(network.named_parameters(remove_duplicate=False))
+    tied: dict[str, str] = getattr(network, "all_tied_weights_keys", None) or {}
+    for name, tensor in state.items():
+        is_tied = name in tied and own.get(name) is own.get(tied[name])
+        if ".lora_" in name or is_tied or (changing_only and _block_of(name) not in changing):
+            continue
+        weight = whole(tensor.detach())
+        layer_name, is_adapted, kind = name.partition(".base_layer.")
+        if is_adapted and kind == "weight":
+            layer = layers[layer_name]
+            with torch.no_grad():
+                for adapter in layer.active_adapters:
+                    weight = weight + _delta(layer, adapter).to(weight.dtype)
+        yield name.replace(".base_layer.", "."), weight
+
+
+def _block_of(name: str) -> str:
+    """The part of a layer that a weight is in, `model.layers.3.mlp`, or its module outside them."""
+    path = name.split(".")
+    for index, part in enumerate(path):
+        if part.isdigit():
+            return ".".join(path[: index + 2])
+        if part == "base_layer" or part.startswith("lora_"):
+            return ".".join(path[:index])
+    return ".".join(path[:-1])
+
+
+def _delta(layer: Any, adapter: str) -> Tensor:
+    """What an adapter adds to the weight of its layer, whole."""
+    factors = (layer.lora_A[adapter], layer.lora_B[adapter])
+    shares = [factor.weight for factor in factors]
+    try:
+        for factor, share in zip(factors, shares, strict=True):
+            factor._parameters["weight"] = nn.Parameter(whole(share.detach()), requires_grad=False)
+        delta: Tensor = layer.get_delta_weight(adapter)
+    finally:
+        for factor, share in zip(factors, shares, strict=True):
+            factor._parameters["weight"] = share
+    return delta
+
+
+def trained_weights(network: Any) -> dict[str, Tensor]:
+    """The trainable weights of a model with adapters by their own names, whole and on the CPU.
+
+    Nothing where there are no adapters. A collective call on a spread model.
+    """
+    if not adapted_layers(network):
+        return {}
+    return {
+        name: host_copy(whole(parameter.detach()))
+        for name, parameter in network.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def save_adapters(directory: Path, trained: dict[str, Tensor]) -> None:
+    """Write `trained_weights`."""
+    path = directory / ADAPTERS
+    path.parent.mkdir()
+    save_file(trained, path)
+
+
+def load_adapters(directory: Path, network: Any) -> None:
+    """Put the adapters of a checkpoint, and the head where it is trained, into a model with them.
+
+    Raises:
+        CheckpointError: The checkpoint has none, or others.
+    """
+    path = directory / ADAPTERS
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} has no adapters: it was trained without lora_cfg. Set "
+            "policy.dtensor_cfg.lora_cfg.enabled=false, or give this run another "
+            "checkpointing.checkpoint_dir"
+        )
+    state = load_file(path)
+    wanted = {name for name, p in network.named_parameters() if p.requires_grad}
+    if set(state) != wanted:
+        odd = sorted(set(state) ^ wanted)[:3]
+        raise CheckpointError(
+            f"{path} holds other parameters than this run trains: {', '.join(odd)}. Set "
+            "policy.dtensor_cfg.lora_cfg back to what it was, or start a new run in another "
+            "checkpointing.checkpoint_dir"
+        )
+    for name in wanted:  # a head that was to be read from other files
+        if network.get_parameter(name).is_meta:
+            network.get_submodule(name.rpartition(".")[0]).to_empty(device="cpu")
+    network.load_state_dict(state, strict=False)

@@ -1,0 +1,419 @@
+"""Loading policies: any Hugging Face causal language model, checked before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from laurel.config.policy import PolicyConfig
+from laurel.errors import ConfigError, ModelError, key_of
+from laurel.models.forest.attention import register
+from laurel.models.forest.decoder import Decoder
+from laurel.models.forest.decoder import Path as ComputePath
+from laurel.models.forest.outputs import predictors
+from laurel.models.forest.policy import PolicyModel
+from laurel.models.loading.adapters import add_adapters, load_adapters
+from laurel.models.loading.pretrained import (
+    REWARD_HEADS,
+    agree_on_padding,
+    find_tokenizer,
+    make_network,
+    num_positions,
+    precision_of,
+    read_config,
+    read_weights,
+    refuse_large_tokenizer,
+    refuse_missing,
+    refuse_other_sizes,
+    settle,
+    start_of,
+    take_path,
+)
+from laurel.models.parallel.mesh import whole
+from laurel.models.parallel.weights import refuse_unspreadable
+from laurel.types import PaddedRows, Span, TokenForest, Tree
+
+SHAPES = ((11, (5, 1, 8)), (1, (7,)))
+"""Of the probe: see `draw_probe`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadedPolicy:
+    """A policy with its tokenizer, and what was decided on the way."""
+
+    model: PolicyModel
+    tokenizer: Any
+    notes: list[str] = field(default_factory=list)
+    """What a user should know: random weights, the padded path."""
+    base_model: str = ""
+    has_random_weights: bool = False
+
+
+def load_policy(
+    config: PolicyConfig,
+    *,
+    seed: int,
+    max_length: int,
+    device: torch.device,
+    texts: Iterable[str] = (),
+    weights_dtype: torch.dtype = torch.float32,
+    resume_from: Path | None = None,
+    temperature: float = 1.0,
+    mesh: DeviceMesh | None = None,
+) -> LoadedPolicy:
+    """Load or make the policy that a configuration describes.
+
+    Args:
+        config: The policy section.
+        seed: Seeds adapters and a model from scratch.
+        max_length: Longest prompt with its completion.
+        device: Where it goes.
+        texts: What a tokenizer from scratch is trained on.
+        weights_dtype: float32 for training (master weights).
+        resume_from: Checkpoint of the same run: its tokenizer and weights are used.
+        temperature: That completions are drawn with.
+        mesh: What it is spread over: a collective call, with the same arguments on every rank.
+
+    Raises:
+        ModelError: Not a model that writes text, or one that is unsafe to load.
+        ConfigError: It cannot read texts as long as the configuration says, or be spread so.
+    """
+    register()
+    refuse_unspreadable(config, mesh)
+    base, notes = start_of(config)
+    is_random = config.scratch is not None and resume_from is None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        causal_lm, tokenizer = _fitted(config, max_length, texts, weights_dtype, resume_from, mesh)
+        path = take_path(causal_lm, config, notes)
+        if config.dtensor_cfg.lora_cfg.enabled:
+            causal_lm = add_adapters(causal_lm, config.dtensor_cfg.lora_cfg, trains_head=False)
+            if resume_from is not None:
+                load_adapters(resume_from, causal_lm)
+    model = PolicyModel(
+        causal_lm,
+        path=path,
+        precision=precision_of(config, weights_dtype),
+        temperature=temperature,
+        # Only the policies of runs that write or imitate text have the key.
+        logprob_chunk_size=getattr(config, "logprob_chunk_size", None),
+    )
+    settle(model, config, device, mesh)
+    if is_random:
+        notes.append("the weights are new and random: the policy writes noise before training")
+    return LoadedPolicy(
+        model=model,
+        tokenizer=tokenizer,
+        notes=notes,
+        base_model=base,
+        has_random_weights=is_random,
+    )
+
+
+def _fitted(
+    config: PolicyConfig,
+    max_length: int,
+    texts: Iterable[str],
+    weights_dtype: torch.dtype,
+    resume_from: Path | None,
+    mesh: DeviceMesh | None,
+) -> tuple[Any, Any]:
+    """The language model and its tokenizer, once they are known to belong together."""
+    uses_adapters = config.dtensor_cfg.lora_cfg.enabled
+    name = str(resume_from or config.model_name)
+    tokenizer = find_tokenizer(
+        config, name, texts, is_resumed=resume_from is not None, pad_may_end=True
+    )
+    if config.scratch is not None and (resume_from is None or uses_adapters):
+        causal_lm = _make(config, tokenizer, max_length)
+    else:
+        # A checkpoint of a run with adapters has them merged; they belong on what was before.
+        name = str(config.model_name) if uses_adapters else name
+        causal_lm = _load(config, name, weights_dtype, mesh)
+    _refuse_unfit(causal_lm, name, max_length)
+    refuse_large_tokenizer(causal_lm, tokenizer)
+    agree_on_padding(causal_lm, tokenizer, teaches_padding=True)
+    return causal_lm, tokenizer
+
+
+def _make(config: PolicyConfig, tokenizer: Any, max_length: int) -> Any:
+    """A small random language model for a tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    return make_network(factory, config, tokenizer, max_length)
+
+
+def _load(config: PolicyConfig, name: str, dtype: torch.dtype, mesh: DeviceMesh | None) -> Any:
+    """The language model.
+
+    Raises:
+        ModelError: See `load_policy`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    hf_config = read_config(config, name)
+    architectures: list[str] = hf_config.architectures or []
+    if any(a.endswith("ForSequenceClassification") for a in architectures):
+        raise ModelError(_is_reward_model(name, architectures[0]))
+    causal_lm, info = read_weights(
+        AutoModelForCausalLM, config, name, hf_config, dtype, may_be_empty=mesh is not None
+    )
+    refuse_other_sizes(name, info["mismatched_keys"])
+    _refuse_headless(name, causal_lm, info)
+    refuse_missing(name, info["missing_keys"])
+    return causal_lm
+
+
+def _refuse_headless(name: str, causal_lm: nn.Module, info: Mapping[str, Any]) -> None:
+    """Refuse weights that are those of a reward model, or of a decoder alone."""
+    foreign = sorted(key for key in info["unexpected_keys"] if key.startswith(REWARD_HEADS))
+    if foreign:
+        raise ModelError(_is_reward_model(name, f"its weights hold {foreign[0]}"))
+    head = causal_lm.get_output_embeddings()  # type: ignore[operator]
+    names = {f"{n}.weight" for n, module in causal_lm.named_modules() if module is head}
+    lacking = sorted(names & set(info["missing_keys"]))
+    if lacking:
+        raise ModelError(
+            f"{name}: the weights lack {lacking[0]}, the head that turns hidden states into words, "
+            "and the configuration does not say that it is the embeddings' (tie_word_embeddings). "
+            "It is a decoder without its head: name the language model it was taken from."
+        )
+
+
+def _is_reward_model(name: str, evidence: str) -> str:
+    return (
+        f"policy.model_name={name} is a reward model or classifier ({evidence}), which gives "
+        "scores and writes no text. A policy is a causal language model; to train against this "
+        "reward model, name it in env.reward_model.model_name."
+    )
+
+
+def _refuse_unfit(causal_lm: Any, name: str, max_length: int) -> None:
+    """Refuse what reads later tokens, or cannot number as many as are wanted."""
+    is_causal = [m.is_causal for m in causal_lm.modules() if hasattr(m, "is_causal")]
+    if causal_lm.config.is_encoder_decoder or not all(is_causal):
+        raise ModelError(
+            f"policy.model_name={name}: {type(causal_lm).__name__} looks at later tokens, so it "
+            "cannot write one after the other. A policy is a causal language model."
+        )
+    positions = num_positions(causal_lm)
+    if positions is not None and max_length > positions:
+        raise ConfigError(
+            f"policy.max_total_sequence_length={max_length}: {name} has {positions:,} positions; "
+            "set it no higher"
+        )
+
+
+# --------------------------------------------------------------------------------------- before use
+
+
+def check_policy_paths(model: PolicyModel, *, seed: int = 0) -> float:
+    """Compare a small batch on the model's path with the model's own forward pass, one by one.
+
+    Hidden states are compared, because an untrained head makes all words nearly alike, and then
+    log-probabilities with those that follow from the logits of Hugging Face's class.
+
+    Returns:
+        The largest relative difference found.
+
+    Raises:
+        ModelError: They disagree, so training would follow wrong gradients.
+    """
+    probe = draw_probe(model, SHAPES, seed=seed)
+    return check_batches(
+        model, lambda: _largest_difference(model, probe), what="log-probability", role="policy"
+    )
+
+
+def _largest_difference(model: PolicyModel, probe: Probe) -> float | None:
+    """Between the batch and one by one; None where the latter is not finite."""
+    batch = probe.batch(model.path)
+    logprobs_M = model(batch).logprobs_M.double()
+    index_M, _ = predictors(batch)
+    hidden_MD = model.hidden(batch).flatten(0, -2)[index_M.to(model.device)].double()
+    with own_attention(model):
+        alone = [
+            _alone(model, ids, int(start))
+            for ids, start in zip(probe.sequences_N, probe.rows.starts_N, strict=True)
+        ]
+    own_MD = torch.cat([hidden for hidden, _ in alone])
+    own_M = torch.cat([logprobs for _, logprobs in alone])
+    if not (own_MD.isfinite().all() and own_M.isfinite().all()):
+        return None
+    size_M = own_MD.norm(dim=1).clamp_min(1e-12)
+    rows_V = whole(model.head.weight.detach().double().norm(dim=1))
+    reach = rows_V.max() * model.logit_scale / model.temperature
+    hidden = ((hidden_MD - own_MD).norm(dim=1) / size_M).max()
+    logprobs = ((logprobs_M - own_M).abs() / (size_M * reach).clamp_min(1e-12)).max()
+    return float(torch.maximum(hidden, logprobs))
+
+
+def _alone(model: PolicyModel, ids_L: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Of one completion: the hidden states that predict it, and its log-probabilities, by the
+    Hugging Face class."""
+    inputs = inputs_alone(model, ids_L)
+    hidden_LD = model.causal_lm.base_model(**inputs).last_hidden_state[0, start - 1 : -1]
+    logits_LV = model.causal_lm(**inputs).logits[0, start - 1 : -1].double() / model.temperature
+    targets_L = ids_L[start:, None].to(model.device)
+    return hidden_LD.double(), logits_LV.log_softmax(dim=-1).gather(1, targets_L)[:, 0]
+
+
+# --------------------------------------------------------------------------------------------------
+# A small batch that every loaded model must answer as it answers its sequences one by one.
+
+TOLERANCE = 1e-4
+"""Allowed difference between hidden states in a batch and alone, relative to their size. Rounding
+in float32 makes about 1e-6; a key too many or a position off by one shows as 1e-3 and more even in
+an untrained model."""
+LOW_PRECISION_TOLERANCE = 0.1
+"""The same for weights in bfloat16 or float16, whose rounding alone reaches a few hundredths."""
+
+WINDOW = 6
+"""Sliding windows are this narrow during the check, shorter than its texts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Probe:
+    """The same sequences as a forest, as rows, and one by one."""
+
+    forest: TokenForest
+    rows: PaddedRows
+    sequences_N: tuple[Tensor, ...]
+    """int64 [L] each."""
+
+    def batch(self, path: ComputePath) -> TokenForest | PaddedRows:
+        """All of them, for a model of this path."""
+        return self.forest if path == "forest" else self.rows
+
+
+def draw_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, seed: int) -> Probe:
+    """Random tokens; none is padding, by which Hugging Face finds the last one.
+
+    Args:
+        model: It says which tokens there are.
+        shapes: Length of the trunk and of each branch, tree by tree.
+        seed: Seeds the tokens.
+    """
+    pad_id = int(model.network.config.get_text_config().pad_token_id or 0)
+    num_tokens = model.network.get_input_embeddings().num_embeddings
+    total = sum(trunk + sum(branches) for trunk, branches in shapes)
+    generator = torch.Generator().manual_seed(seed)
+    ids_T = torch.randint(0, num_tokens - 1, (total,), generator=generator)
+    ids_T += ids_T >= pad_id
+    trees, sequences, starts, positions, end = [], [], [], [], 0
+    for trunk_length, branch_lengths in shapes:
+        trunk = Span(end, end + trunk_length)
+        end = trunk.end
+        positions.append(torch.arange(trunk_length))
+        branches = []
+        for length in branch_lengths:
+            branches.append(Span(end, end + length))
+            sequences.append(torch.cat((ids_T[slice(*trunk)], ids_T[end : end + length])))
+            positions.append(torch.arange(trunk_length, trunk_length + length))
+            starts.append(trunk_length)
+            end += length
+        trees.append(Tree(trunk, tuple(branches)))
+    rows = PaddedRows(
+        ids_NL=torch.nn.utils.rnn.pad_sequence(
+            sequences, batch_first=True, padding_value=float(pad_id)
+        ),
+        lengths_N=torch.tensor([len(ids) for ids in sequences]),
+        starts_N=torch.tensor(starts),
+    )
+    forest = TokenForest(ids_T=ids_T, positions_T=torch.cat(positions), trees=tuple(trees))
+    return Probe(forest=forest, rows=rows, sequences_N=tuple(sequences))
+
+
+def check_batches(
+    model: Decoder, difference: Callable[[], float | None], *, what: str, role: str
+) -> float:
+    """Run a comparison in full precision, with narrow windows and without dropout; judge it.
+
+    Args:
+        model: Is as it was afterwards.
+        difference: Between a batch and one by one, relative; None where the latter is not finite.
+        what: What the model gives.
+        role: What it is loaded as.
+
+    Returns:
+        The difference.
+
+    Raises:
+        ModelError: It is too large, or the model cannot be given a batch.
+    """
+    kind = type(model.network).__name__
+    was_training, dtype = model.training, model.weights_dtype
+    remedy = f"It cannot be used as a {role}; please report it."
+    if model.path == "forest":
+        remedy = (
+            "This architecture needs the padded path: set "
+            f"{key_of('policy.sequence_packing.enabled')}=false, "
+            "and please report the model."
+        )
+    model.eval()
+    try:
+        with model.without_gradients(), model.in_full_precision(), _narrow_windows(model):
+            found = difference()
+    except (TypeError, ModelError) as error:
+        raise ModelError(f"{kind} cannot be given a batch ({error}). {remedy}") from error
+    finally:
+        model.train(was_training)
+    if found is None:
+        raise ModelError(
+            f"{kind} gives {what}s that are NaN or infinite: its weights are damaged, or its "
+            f"numbers leave the range of {str(dtype).removeprefix('torch.')}"
+        )
+    tolerance = LOW_PRECISION_TOLERANCE if dtype.itemsize < 4 else TOLERANCE
+    if not found <= tolerance:
+        raise ModelError(
+            f"{kind} gives a conversation another {what} in a batch than alone (relative "
+            f"difference {found:.3g}, allowed {tolerance:.3g}). {remedy}"
+        )
+    return found
+
+
+def inputs_alone(model: Decoder, ids_L: Tensor) -> dict[str, Tensor]:
+    """The keyword arguments of transformers' models for one sequence."""
+    ids_1L = ids_L[None].to(model.device)
+    return {"input_ids": ids_1L, "attention_mask": torch.ones_like(ids_1L)}
+
+
+@contextmanager
+def own_attention(model: Decoder) -> Iterator[None]:
+    """The plainest attention the model brings, where batches use ours."""
+    implementation = model.network.config._attn_implementation
+    if model.path == "forest":
+        model.network.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        if model.path == "forest":
+            model.network.set_attn_implementation(implementation)
+
+
+@contextmanager
+def _narrow_windows(model: Decoder) -> Iterator[None]:
+    """Sliding windows shorter than the probe.
+
+    A model that narrows only its masks, and does not tell its attention of the window, would
+    otherwise pass, and go wrong on the first text longer than its window.
+    """
+    holders: list[Any] = [model.network.config.get_text_config(), *model.network.modules()]
+    wide = [(h, vars(h)["sliding_window"]) for h in holders if "sliding_window" in vars(h)]
+    wide = [(holder, window) for holder, window in wide if type(window) is int and window > WINDOW]
+    try:
+        if model.path == "forest":
+            for holder, _ in wide:
+                holder.sliding_window = WINDOW
+        yield
+    finally:
+        for holder, window in wide:
+            holder.sliding_window = window

@@ -1,0 +1,525 @@
+"""What loading a reward model and loading a policy have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from laurel.config.policy import DTensorConfig, PolicyConfig, ScratchConfig, TokenizerConfig
+from laurel.errors import ConfigError, ModelError, key_of, setting_of
+from laurel.models.forest.attention import FOREST
+from laurel.models.forest.decoder import Decoder, Path
+from laurel.models.parallel.tensor import (
+    decoder_layers,
+    tensor_plan,
+    token_styles,
+    vocabulary_layers,
+)
+from laurel.models.parallel.weights import empty_network, is_empty, spread
+from laurel.models.tokenizer import CHATML, first_line, load_tokenizer, settle_template
+from laurel.observe.hub import check_fetchable
+from laurel.planning.memory import ModelShape
+
+REWARD_HEADS = ("score.", "classifier.")
+"""What the names of a reward head's weights begin with: decoders', then encoders'."""
+PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# ------------------------------------------------------------------------- tokenizer and weights
+
+
+def start_of(config: PolicyConfig) -> tuple[str, list[str]]:
+    """What training starts from, in words, and the notes on it: a name that is not loaded."""
+    if config.scratch is None:
+        return str(config.model_name), []
+    notes = []
+    if config.model_name is not None and "model_name" in config.model_fields_set:
+        notes.append(
+            f"warning: policy.model_name={config.model_name} is not loaded: policy.scratch makes a "
+            "new model of random weights. To train the named one, take it out: '~policy.scratch'"
+        )
+    return f"nothing ({config.scratch.architecture})", notes
+
+
+def find_tokenizer(
+    config: PolicyConfig,
+    name: str,
+    texts: Iterable[str],
+    *,
+    is_resumed: bool,
+    pad_may_end: bool = False,
+) -> Any:
+    """The tokenizer that is there, or one learned from the texts.
+
+    Raises:
+        ModelError: See `load_tokenizer`.
+    """
+    if config.scratch is not None and not is_resumed:
+        tokenizer = train_tokenizer(texts, vocab_size=config.scratch.vocab_size)
+        settle_template(tokenizer, config.tokenizer.chat_template)
+        return tokenizer
+    return load_tokenizer(
+        TokenizerConfig() if is_resumed else config.tokenizer,
+        model_name=name,
+        trust_remote_code=config.trust_remote_code,
+        pad_may_end=pad_may_end,
+    )
+
+
+def make_network(
+    factory: Any, config: PolicyConfig, tokenizer: Any, max_length: int, **special: Any
+) -> Any:
+    """A small random network for a tokenizer.
+
+    Args:
+        factory: transformers' `AutoModelFor...`.
+        config: The policy section, with `scratch`.
+        tokenizer: It gives the size of the vocabulary.
+        max_length: Positions.
+        special: Further settings of the network's configuration.
+
+    Raises:
+        ConfigError: `scratch` describes something that cannot be made.
+    """
+    assert config.scratch is not None
+    hf_config = scratch_config(config.scratch, tokenizer, max_length=max_length)
+    for key, value in special.items():
+        setattr(hf_config, key, value)
+    try:
+        return factory.from_config(hf_config, dtype=torch.float32)
+    except ValueError as error:
+        kind = "classifier" if "num_labels" in special else "language model"
+        raise ConfigError(
+            f"{key_of('policy.scratch')}: no {kind} can be made of this description: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def read_config(config: PolicyConfig, name: str) -> Any:
+    """The configuration that lies with a model, changed as the run asks.
+
+    Raises:
+        ModelError: There is none that can be read.
+        ConfigError: `hf_config_overrides` names a setting that it does not have.
+    """
+    from transformers import AutoConfig
+
+    if not os.path.exists(name):
+        check_fetchable(name, key="policy.model_name")
+    try:
+        hf_config = AutoConfig.from_pretrained(name, **_source(config))
+    except (OSError, ValueError) as error:
+        raise ModelError(_not_loadable(name, error)) from error
+    for key, value in config.hf_config_overrides.items():
+        if not hasattr(hf_config, key):
+            raise ConfigError(
+                f"{key_of('policy.hf_config_overrides')}.{key}: {name} has no such setting"
+            )
+        setattr(hf_config, key, value)
+    return hf_config
+
+
+def read_weights(
+    factory: Any,
+    config: PolicyConfig,
+    name: str,
+    hf_config: Any,
+    dtype: torch.dtype,
+    *,
+    may_be_empty: bool = False,
+) -> tuple[Any, Any]:
+    """The network, and what transformers says of its weights: missing, unexpected, mismatched.
+
+    Args:
+        factory: transformers' `AutoModelFor...`.
+        config: The policy section.
+        name: Directory or hub name.
+        hf_config: Its configuration.
+        dtype: Of the weights.
+        may_be_empty: Whether it may come without memory; see `empty_network`.
+
+    Raises:
+        ModelError: They cannot be read, or must not be.
+    """
+    if may_be_empty:
+        found = empty_network(factory, config, name, hf_config, dtype)
+        if found is not None:
+            return found
+    try:
+        network, info = factory.from_pretrained(
+            name,
+            config=hf_config,
+            dtype=dtype,
+            use_safetensors=True if config.safetensors_only else None,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **_source(config),
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(_not_loadable(name, error)) from error
+    return network, info
+
+
+def refuse_other_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """Refuse weights of another size than the configuration says.
+
+    Raises:
+        ModelError: The first of them.
+    """
+    for key, found, expected in sorted(mismatched, key=lambda entry: entry[0]):
+        raise ModelError(
+            f"{name}: {key} is {list(found)} in the weights and {list(expected)} by the "
+            "configuration: they do not belong together (config.json, "
+            f"{key_of('policy.hf_config_overrides')})"
+        )
+
+
+def refuse_missing(name: str, missing: Iterable[str]) -> None:
+    """Refuse a network some of whose weights were not there.
+
+    Raises:
+        ModelError: With the first of them.
+    """
+    names = sorted(missing)
+    if names:
+        raise ModelError(
+            f"{name}: the weights lack {', '.join(names[:5])}"
+            f"{' ...' if len(names) > 5 else ''}, which would be left random. "
+            "The directory is not a complete model of the architecture it names."
+        )
+
+
+def _source(config: PolicyConfig) -> dict[str, Any]:
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+def _not_loadable(name: str, error: Exception) -> str:
+    first = first_line(error)
+    hint = ""
+    if "safetensors" in str(error):
+        hint = (
+            " Pickled weights can run code when they are loaded: convert them to safetensors, or "
+            f"set {key_of('policy.safetensors_only')}=false if you trust them."
+        )
+    elif "trust_remote_code" in str(error):
+        hint = (
+            f" It brings Python code: read it, then set {key_of('policy.trust_remote_code')}=true."
+        )
+    elif not os.path.exists(name):
+        hint = " It is no local directory; a hub name needs the network and, where gated, a login."
+    return f"{setting_of('policy.model_name', name)} cannot be loaded: {first}{hint}"
+
+
+# ----------------------------------------------------------------------------- fitting it together
+
+
+def refuse_large_tokenizer(network: Any, tokenizer: Any) -> None:
+    """Refuse a tokenizer that gives ids which the network does not embed.
+
+    Raises:
+        ModelError: It does.
+    """
+    size = network.get_input_embeddings().num_embeddings
+    if len(tokenizer) > size:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {size}: they do not "
+            f"belong together ({key_of('policy.tokenizer.name')})"
+        )
+
+
+def agree_on_padding(network: Any, tokenizer: Any, *, teaches_padding: bool) -> None:
+    """One padding token for network and tokenizer.
+
+    Hugging Face's own reward heads find the last token by it.
+
+    Args:
+        network: Changed.
+        tokenizer: Read.
+        teaches_padding: Whether its row of the embeddings gets gradients, as any other does.
+            transformers leaves it out by what the configuration said when the network was made, so
+            a resumed run would train another row than the run it goes on from.
+    """
+    for hf_config in (network.config, network.config.get_text_config()):
+        hf_config.pad_token_id = tokenizer.pad_token_id
+    embeddings = network.get_input_embeddings()
+    embeddings.padding_idx = None if teaches_padding else tokenizer.pad_token_id
+
+
+def precision_of(config: PolicyConfig, weights_dtype: torch.dtype) -> torch.dtype:
+    """What a model computes in: as the configuration says, unless its weights are lower."""
+    return DTYPES[config.precision] if weights_dtype == torch.float32 else weights_dtype
+
+
+def settle(
+    model: Decoder, config: PolicyConfig, device: torch.device, mesh: DeviceMesh | None
+) -> None:
+    """Bring a model to where it computes, spread over a mesh if there is one, and set how."""
+    network = model.network
+    if config.dtensor_cfg.activation_checkpointing:
+        recompute_activations(network)
+    if mesh is not None:
+        if not is_empty(network):
+            _leave_file(network)
+        spread(model, config, mesh, device)
+        return
+    network.to(device=device)
+    if device.type == "cpu":
+        _leave_file(network)
+
+
+def recompute_activations(network: Any) -> None:
+    """Keep no activations of a layer for the backward pass; compute them there again.
+
+    Raises:
+        ConfigError: The architecture has no layers that could.
+    """
+    enable = getattr(network, "activation_checkpointing_enable", None)
+    if enable is None:  # before transformers 5.23
+        enable = network.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(
+            f"{key_of('policy.dtensor_cfg.activation_checkpointing')}: {error}"
+        ) from error
+
+
+def _leave_file(network: nn.Module) -> None:
+    """Copy every weight out of the mapped file it was loaded from, to memory of its own.
+
+    In the file it lies at some multiple of 8 bytes, and the last bits of a product depend on where
+    its factors lie: a resumed run would drift from the run it goes on from. Nor may a checkpoint
+    that is deleted or replaced meanwhile change the model.
+    """
+    for tensor in (*network.parameters(), *network.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+# ------------------------------------------------------------------------------- path and positions
+
+
+def take_path(
+    network: Any, config: PolicyConfig, notes: list[str], *, pools_itself: bool = False
+) -> Path:
+    """Prepare the network for the way that batches suit it best, and note why if not as forests."""
+    reason = _why_padded(network, config, pools_itself=pools_itself)
+    if reason is not None:
+        notes.append(f"padded path: {reason}")
+        return "padded"
+    network.set_attn_implementation(FOREST)
+    return "forest"
+
+
+def _why_padded(network: Any, config: PolicyConfig, *, pools_itself: bool) -> str | None:
+    """Why the network cannot or shall not read forests; None where it can."""
+    if not config.sequence_packing.enabled:
+        return "policy.sequence_packing.enabled is false"
+    kind = type(network).__name__
+    if pools_itself:
+        return f"{kind} pools by itself"
+    if not getattr(network, "_supports_attention_backend", False):
+        return f"{kind} does not take an attention implementation"
+    layer_types = set(getattr(network.config.get_text_config(), "layer_types", None) or ())
+    if layer_types - PLAIN_ATTENTION:
+        return f"{kind} has layers of type {', '.join(sorted(layer_types - PLAIN_ATTENTION))}"
+    causal = [module.is_causal for module in network.modules() if hasattr(module, "is_causal")]
+    if not causal or not all(causal):
+        return f"{kind} looks at later tokens"
+    return None
+
+
+def num_positions(network: Any) -> int | None:
+    """Tokens of the longest conversation that the network can number; None where it does not say.
+
+    Rotary embeddings of type `longrope` (Phi-3) turn all texts of a batch differently as soon as
+    one is longer than they were first trained for. What a model says of a text must not depend on
+    what else is in the batch, so there that length is the limit.
+    """
+    hf_config = network.config.get_text_config()
+    positions: int | None = getattr(hf_config, "max_position_embeddings", None)
+    rotary = getattr(hf_config, "rope_parameters", None) or {}
+    by_layer_type = [entry for entry in rotary.values() if isinstance(entry, dict)]
+    for parameters in by_layer_type or [rotary]:
+        if parameters.get("rope_type") == "longrope" and positions is not None:
+            positions = min(positions, parameters["original_max_position_embeddings"])
+    return positions
+
+
+# --------------------------------------------------------------------------------------------------
+# The shape of a Hugging Face model, read from its configuration; no weight is loaded.
+
+
+def read_shape(policy: PolicyConfig, name: str, *, has_language_head: bool) -> ModelShape:
+    """The measures of the model that lies in a directory or on the hub.
+
+    Args:
+        policy: Whether its own code may run, what is changed in its configuration, and how its
+            layers shall be split over tensor-parallel ranks.
+        name: A directory or a name on the hub.
+        has_language_head: False for a reward model, whose head is one row.
+
+    Raises:
+        ModelError: There is none, or it is no decoder whose measures are known.
+    """
+    hf_config = read_config(policy, name)
+    text_config = hf_config.get_text_config()
+    network = _on_meta(hf_config, policy, has_language_head=has_language_head)
+    try:
+        _, layers = decoder_layers(network)
+    except ConfigError as error:
+        raise ModelError(f"{name}: {error}") from error
+    heads = int(text_config.num_attention_heads)
+    hidden = int(text_config.hidden_size)
+    names = {key.rsplit(".", 1)[-1] for key, _ in network.named_modules()}
+    return ModelShape(
+        hidden_size=hidden,
+        num_layers=len(layers),
+        intermediate_size=int(getattr(text_config, "intermediate_size", None) or 4 * hidden),
+        num_heads=heads,
+        num_kv_heads=int(getattr(text_config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text_config, "head_dim", None) or hidden // heads),
+        vocab_size=int(text_config.vocab_size),
+        num_parameters=_count(network),
+        layer_parameters=max(_count(layer) for layer in layers),
+        normalises_heads="q_norm" in names,
+        divides_vocabulary=len(vocabulary_layers(network, 1)) == (2 if has_language_head else 1),
+        refuses_tensor_parallel=_refusal(network, policy.dtensor_cfg),
+    )
+
+
+def _refusal(network: Any, config: DTensorConfig) -> str | None:
+    """What loading would say of splitting its layers, whatever the number of ranks."""
+    try:
+        splits = tensor_plan(network, 1, config.custom_parallel_plan)
+        if config.sequence_parallel:
+            token_styles(network, splits)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def count_parameters(policy: PolicyConfig, name: str) -> int:
+    """Of a causal language model; 0 for what is none, of which loading tells the reason.
+
+    Raises:
+        ModelError: There is no configuration that can be read.
+    """
+    hf_config = read_config(policy, name)
+    try:
+        return _count(_on_meta(hf_config, policy, has_language_head=True))
+    except ModelError:
+        return 0
+
+
+def _on_meta(hf_config: Any, policy: PolicyConfig, *, has_language_head: bool) -> Any:
+    """The network without memory.
+
+    Raises:
+        ModelError: No such network can be made of the configuration.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    factory: Any = AutoModelForCausalLM
+    if not has_language_head:
+        factory = AutoModelForSequenceClassification
+        hf_config.num_labels = 1
+    with torch.device("meta"):
+        try:
+            return factory.from_config(hf_config, trust_remote_code=policy.trust_remote_code)
+        except ValueError as error:
+            kind = "language model" if has_language_head else "reward model"
+            raise ModelError(
+                f"no {kind} can be made of {type(hf_config).__name__}: transformers has no such "
+                "class for it. Name a model that is one, or was made from one"
+            ) from error
+
+
+def _count(module: Any) -> int:
+    return int(sum(parameter.numel() for parameter in module.parameters()))
+
+
+# --------------------------------------------------------------------------------------------------
+# Small models made here: a byte-level BPE tokenizer of the training texts, and a random decoder.
+#
+# For demos, tests and learning from scratch, where no model can or need be loaded.
+
+SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer with ChatML tokens: no text is out of its vocabulary.
+
+    Args:
+        texts: What the merges are learned from.
+        vocab_size: Entries, the 256 bytes and the special tokens included.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    make: Any = PreTrainedTokenizerFast
+    return make(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        chat_template=CHATML,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def scratch_config(config: ScratchConfig, tokenizer: Any, *, max_length: int) -> Any:
+    """The Hugging Face configuration of the small model.
+
+    Raises:
+        ConfigError: transformers does not know the architecture or a key.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if config.architecture not in CONFIG_MAPPING:
+        known = "qwen2, qwen3, llama, mistral, gemma, gemma2, gemma3_text, phi, phi3, olmo2"
+        raise ConfigError(
+            f"{setting_of('policy.scratch.architecture', repr(config.architecture))} is no "
+            "model_type of transformers;"
+            f" common ones: {known}"
+        )
+    values = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads or config.num_heads,
+        "head_dim": config.hidden_size // config.num_heads,
+        "intermediate_size": config.intermediate_size or 4 * config.hidden_size,
+        "max_position_embeddings": max_length,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": True,
+    }
+    known_keys = AutoConfig.for_model(config.architecture)
+    for key in config.config_overrides:
+        if not hasattr(known_keys, key):
+            near = get_close_matches(key, vars(known_keys), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"{key_of('policy.scratch.config_overrides')}.{key}: {config.architecture} has no "
+                "such "
+                f"setting{hint}"
+            )
+    return AutoConfig.for_model(config.architecture, **{**values, **config.config_overrides})

@@ -1,0 +1,683 @@
+"""Loading reward models: any Hugging Face decoder or classifier, checked before it is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from laurel.config.policy import PolicyConfig
+from laurel.errors import ConfigError, DataError, ModelError, key_of
+from laurel.models.forest.attention import register
+from laurel.models.forest.reward_model import RewardModel
+from laurel.models.loading.adapters import add_adapters, load_adapters
+from laurel.models.loading.pretrained import (
+    REWARD_HEADS,
+    agree_on_padding,
+    find_tokenizer,
+    make_network,
+    num_positions,
+    precision_of,
+    read_config,
+    read_weights,
+    refuse_large_tokenizer,
+    refuse_missing,
+    refuse_other_sizes,
+    settle,
+    start_of,
+    take_path,
+)
+from laurel.models.loading.weight_names import HEAD_FILES, weight_names
+from laurel.models.parallel.weights import refuse_unspreadable
+from laurel.models.scoring import FILE_NAME, ScoringContract, check_rendering
+from laurel.models.tokenizer import first_line, render, settle_padding
+from laurel.types import Message
+
+# --------------------------------------------------------------------------------------------------
+# Reward models of OpenRLHF, LLaMA-Factory and TRL: their heads and rules, which ours are not.
+#
+# What they save, and how they score:
+#
+# - **OpenRLHF**: a decoder and a linear head without bias beside it, by the name that `config.json`
+#   gives as `value_head_prefix`. The text loses its last line breaks and ends with EOS, behind a
+#   blank where the template writes none; longer ones are cut on the right and keep EOS.
+# - **LLaMA-Factory**: a causal language model, and `value_head.safetensors` (or `.bin`) with
+#   `v_head.summary.weight` and `v_head.summary.bias`. The text is the template's.
+# - **TRL's value heads**: the same two tensors among the weights of the language model.
+#
+# All of them read the score from the last token that is not padding, whatever its id.
+
+Program = Literal["OpenRLHF", "LLaMA-Factory", "TRL"]
+
+PICKLED = "pytorch_model.bin"
+WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
+UNDERSTOOD = (
+    "Understood are: Hugging Face's classifiers (score.weight); OpenRLHF (value_head_prefix in "
+    "config.json, and a weight of that name); LLaMA-Factory (value_head.safetensors or "
+    f"value_head.bin with {WEIGHT} and {BIAS}); TRL (these two among the weights)"
+)
+
+_OPENRLHF_CLASS, _OPENRLHF_CRITIC = "RewardModel", "CriticModel"
+_OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
+_OPENRLHF_TEMPLATE = (
+    "{{% set laurel_text %}}\n{}{{% endset %}}"
+    "{{% if add_generation_prompt %}}{{{{ laurel_text }}}}{{% else %}}"
+    "{{% set laurel_text = laurel_text.rstrip('\\n') %}}{{{{ laurel_text }}}}"
+    "{{% if not laurel_text.endswith(eos_token) %}}{{{{ ' ' + eos_token }}}}{{% endif %}}"
+    "{{% endif %}}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueHead:
+    """A head that was found, and where."""
+
+    program: Program
+    file: Path
+    weight: str
+    bias: str | None
+    mean: float | None = None
+    """Of the scores that the program measured, with `std`."""
+    std: float | None = None
+
+    @property
+    def truncation_side(self) -> Literal["left", "right"] | None:
+        """Where the program cuts what is too long; None where it is not one side of the whole."""
+        return "right" if self.program == "OpenRLHF" else None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is read from its file here; else transformers reads it with the weights."""
+        return self.file.name != PICKLED
+
+    def describe(self) -> str:
+        """What was found, in words."""
+        where = f"{self.file.name}: {self.weight}" + (f" and {self.bias}" if self.bias else "")
+        rule = {
+            "OpenRLHF": "a text loses its last line breaks and ends with EOS, read there",
+            "LLaMA-Factory": "the text is the saved template's, read from its last token",
+            "TRL": "the text is the saved template's, read from its last token",
+        }[self.program]
+        return f"made by {self.program}; its head is from {where}; {rule}"
+
+    def settle_tokenizer(self, tokenizer: Any, notes: list[str]) -> None:
+        """Have the tokenizer write what the program scores, and pad with what ends no text.
+
+        These programs find the last token by the attention mask, so that padding with EOS, which
+        they often do, has no part in their scores; Hugging Face's own classes find it by its id.
+
+        Raises:
+            ModelError: No other padding token, no EOS, or a template that cannot be taken over.
+        """
+        if tokenizer.pad_token == tokenizer.eos_token:
+            settle_padding(tokenizer, "auto")
+            notes.append(
+                f"it padded with {tokenizer.eos_token!r}, which ends texts; padding is now "
+                f"{tokenizer.pad_token!r}. No score depends on it"
+            )
+        if self.program == "OpenRLHF":
+            _end_as_openrlhf(tokenizer)
+
+    def put_into(self, classifier: Any, *, keeps_bias: bool) -> float:
+        """Give the classifier this head.
+
+        Args:
+            classifier: A Hugging Face `...ForSequenceClassification`; its configuration forgets
+                what only the other program reads.
+            keeps_bias: Put the bias there, too; Hugging Face's own classes have no place for it.
+
+        Returns:
+            The bias: what the program adds to every score.
+
+        Raises:
+            ModelError: The head is not one linear layer with one output over the hidden states.
+        """
+        for key in _OPENRLHF_KEYS if self.program == "OpenRLHF" else ():
+            if key in vars(classifier.config):
+                delattr(classifier.config, key)
+        if not self.is_apart:
+            return 0.0
+        tensors = _tensors(self.file, (self.weight, self.bias))
+        weight = tensors[self.weight]
+        bias = tensors[self.bias] if self.bias else None
+        head = getattr(classifier, "score", None)
+        if not isinstance(head, nn.Linear) or weight.shape != head.weight.shape:
+            wanted = list(head.weight.shape) if isinstance(head, nn.Linear) else "another layer"
+            raise ModelError(
+                f"{self.file}: {self.weight} is {list(weight.shape)}, and the head of "
+                f"{type(classifier).__name__} is {wanted}: they do not belong together"
+            )
+        with torch.no_grad():
+            head.weight.copy_(weight)
+            if bias is not None and keeps_bias:
+                head.bias = nn.Parameter(bias.reshape(1).to(head.weight))
+        return 0.0 if bias is None else float(bias.reshape(()))
+
+    def statistics(self) -> dict[str, float]:
+        """Mean and standard deviation as rules of a contract, where the program measured them."""
+        if self.mean is None or self.std is None:
+            return {}
+        return {"mean": self.mean, "std": self.std}
+
+
+def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueHead | None:
+    """The head of another program's reward model; None for anything else, also for ours.
+
+    Only names are read, and no pickled file is opened.
+
+    Args:
+        directory: Of a model; any other gives None.
+        safetensors_only: Refuse pickled weights.
+
+    Raises:
+        ModelError: It is one of these programs', but not a reward model, or not whole.
+    """
+    config = _config_of(directory)
+    if config is None or (directory / FILE_NAME).is_file():
+        return None
+    for name in HEAD_FILES:
+        if (directory / name).is_file():
+            return ValueHead(
+                program="LLaMA-Factory", file=directory / name, weight=WEIGHT, bias=BIAS
+            )
+    architectures = config.get("architectures") or []
+    if _OPENRLHF_CRITIC in architectures:
+        raise ModelError(
+            f"{directory} is a critic of OpenRLHF: it estimates what single tokens are worth, and "
+            "gives no score of a conversation. Name the reward model of that run"
+        )
+    if "value_head_prefix" in config or _OPENRLHF_CLASS in architectures:
+        return _of_openrlhf(directory, config, safetensors_only=safetensors_only)
+    names = weight_names(directory)
+    if WEIGHT in names:
+        bias = BIAS if BIAS in names else None
+        return ValueHead(program="TRL", file=names[WEIGHT], weight=WEIGHT, bias=bias)
+    return None
+
+
+def refuse_hub_name(name: str, hf_config: Any) -> None:
+    """Refuse a model of OpenRLHF that is named by its place on the hub.
+
+    Raises:
+        ModelError: It is one, and its files have to be looked at.
+    """
+    is_theirs = _OPENRLHF_CLASS in (hf_config.architectures or [])
+    if not Path(name).is_dir() and (is_theirs or hasattr(hf_config, "value_head_prefix")):
+        raise ModelError(
+            f"{name} was made by OpenRLHF, which scores by rules of its own; its files have to be "
+            f"here to follow them: hf download {name} --local-dir DIR, and name DIR"
+        )
+
+
+def foreign_heads(unexpected: Iterable[str]) -> list[str]:
+    """Weights that a classifier has no place for, other than a language model's head."""
+    return sorted(key for key in unexpected if not key.startswith("lm_head."))
+
+
+# ---------------------------------------------------------------------------------------- OpenRLHF
+
+
+def _of_openrlhf(directory: Path, config: dict[str, Any], *, safetensors_only: bool) -> ValueHead:
+    prefix = str(config.get("value_head_prefix", "score"))
+    names = weight_names(directory)
+    weight, bias = f"{prefix}.weight", f"{prefix}.bias"
+    mean, std = config.get("mean"), config.get("std")
+    if not names and prefix == "score" and not safetensors_only:
+        names = {weight: directory / PICKLED}  # transformers knows the name, and reads the files
+    if not names:
+        raise ModelError(
+            f"{directory} was made by OpenRLHF, and has no weights in safetensors. Pickled weights "
+            "can run code when they are loaded: make safetensors of them, or, where the head is "
+            f"called score, set {key_of('policy.safetensors_only')}=false if you trust them."
+        )
+    if weight not in names:
+        heads = [name for name in names if name.count(".") == 1]
+        raise ModelError(
+            f"{directory} was made by OpenRLHF, and its weights have no {weight} "
+            f"(value_head_prefix in config.json). Outside of the decoder they have: "
+            f"{', '.join(sorted(heads)[:8]) or 'nothing'}. {UNDERSTOOD}"
+        )
+    return ValueHead(
+        program="OpenRLHF",
+        file=names[weight],
+        weight=weight,
+        bias=bias if bias in names else None,
+        mean=float(mean) if isinstance(mean, int | float) else None,
+        std=float(std) if isinstance(std, int | float) else None,
+    )
+
+
+def _end_as_openrlhf(tokenizer: Any) -> None:
+    """Have the template end a conversation as OpenRLHF ends it.
+
+    Raises:
+        ModelError: There is no EOS, or the template does not do as it is told.
+    """
+    eos, template = tokenizer.eos_token, tokenizer.chat_template
+    if eos is None:
+        raise ModelError(
+            "the model was made by OpenRLHF, which ends every text with EOS, and its tokenizer "
+            "names none: write its eos_token into tokenizer_config.json"
+        )
+    probe = (Message("user", "a"), Message("assistant", "b"))
+    try:
+        wanted = render(tokenizer, probe, {}).rstrip("\n")
+        wanted += "" if wanted.endswith(eos) else f" {eos}"
+        tokenizer.chat_template = _OPENRLHF_TEMPLATE.format(template.removesuffix("\n"))
+        found = render(tokenizer, probe, {})
+    except DataError as error:
+        raise ModelError(str(error)) from error
+    if found != wanted:
+        raise ModelError(
+            f"the chat template cannot be made to end as OpenRLHF ends texts: it gives {found!r}, "
+            f"and should give {wanted!r}. Choose another: "
+            f"{key_of('policy.tokenizer.chat_template')}=chatml, "
+            "or a path ending in .jinja"
+        )
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def _config_of(directory: Path) -> dict[str, Any] | None:
+    """What `config.json` says; None where that is no model's, which loading it will tell best."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _tensors(path: Path, names: Iterable[str | None]) -> dict[str, Tensor]:
+    """Some tensors of a file.
+
+    Raises:
+        ModelError: It cannot be read, must not be, or holds others.
+    """
+    wanted = [name for name in names if name is not None]
+    if path.suffix != ".safetensors":
+        raise ModelError(
+            f"{path} is pickled, and Laurel reads no pickles: they can run code. If you trust it, "
+            'make safetensors of it, in its directory: python -c "import torch, safetensors.torch '
+            "as s; s.save_file(torch.load('value_head.bin', weights_only=True), "
+            "'value_head.safetensors')\""
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            held = list(file.keys())
+            found = {name: file.get_tensor(name) for name in held if name in wanted}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {first_line(error)}") from error
+    lacking = [name for name in wanted if name not in found]
+    if lacking:
+        raise ModelError(
+            f"{path} holds no {' and no '.join(lacking)}. It holds: "
+            f"{', '.join(sorted(held)[:8]) or 'nothing'}. {UNDERSTOOD}"
+        )
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadedRewardModel:
+    """A model, the contract it scores by, and what was decided on the way."""
+
+    model: RewardModel
+    contract: ScoringContract
+    notes: list[str] = field(default_factory=list)
+    """What a user should know: a new head, the padded path, a pinned date."""
+    has_new_head: bool = False
+    base_model: str = ""
+    strange_weights: tuple[str, ...] = ()
+    """Weights of the files that the network has no place for, besides a language model's head."""
+
+
+def load_reward_model(
+    config: PolicyConfig,
+    *,
+    seed: int,
+    max_length: int,
+    truncation_side: Literal["left", "right"],
+    device: torch.device,
+    texts: Iterable[str] = (),
+    weights_dtype: torch.dtype = torch.float32,
+    resume_from: Path | None = None,
+    mesh: DeviceMesh | None = None,
+    keeps_bias: bool = False,
+) -> LoadedRewardModel:
+    """Load or make the reward model that a configuration describes.
+
+    Args:
+        config: The policy section.
+        seed: Seeds a new head and a model from scratch.
+        max_length: Longest conversation, where the model brings no contract of its own.
+        truncation_side: Likewise.
+        device: Where it goes.
+        texts: What a tokenizer from scratch is trained on.
+        weights_dtype: float32 for training (master weights); lower to score in less memory.
+        resume_from: Checkpoint of the same run: its tokenizer, contract and weights are used.
+        mesh: What it is spread over: a collective call, with the same arguments on every rank.
+        keeps_bias: Score with the bias of another program's head, which no checkpoint can hold.
+
+    Raises:
+        ModelError: Not a model that can give one reward, or one that is unsafe to load.
+        ConfigError: It cannot be spread so.
+    """
+    register()
+    refuse_unspreadable(config, mesh)
+    base, notes = start_of(config)
+    name = str(resume_from or config.model_name)
+    uses_adapters = config.dtensor_cfg.lora_cfg.enabled
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if config.scratch is not None and (resume_from is None or uses_adapters):
+            tokenizer = find_tokenizer(config, name, texts, is_resumed=resume_from is not None)
+            read = _Read(_make(config, tokenizer, max_length, seed), has_new_head=True)
+        else:
+            tokenizer, read = _from_files(config, resume_from, weights_dtype, mesh, seed, notes)
+    _take_head(read, notes, keeps_bias=keeps_bias)
+    _agree(read.classifier, tokenizer)
+    head_name = _head_name(read.classifier)
+    path = take_path(read.classifier, config, notes, pools_itself=head_name is None)
+    contract = _contract(config, tokenizer, name, read, max_length, truncation_side, notes)
+    classifier = _adapted(read.classifier, config, resume_from, None if mesh is None else seed)
+    precision = precision_of(config, weights_dtype)
+    model = RewardModel(classifier, head_name=head_name, path=path, precision=precision)
+    settle(model, config, device, mesh)
+    if read.has_new_head and resume_from is None:
+        notes.append("the reward head is new and random: its scores mean nothing before training")
+    return LoadedRewardModel(
+        model=model, contract=contract, notes=notes, has_new_head=read.has_new_head,
+        base_model=base, strange_weights=read.strange_weights,
+    )  # fmt: skip
+
+
+def load_contract(
+    config: PolicyConfig,
+    *,
+    max_length: int,
+    truncation_side: Literal["left", "right"],
+    for_training: bool = False,
+) -> tuple[ScoringContract, list[str]]:
+    """The contract that a reward model scores by, without its weights, and what to know of it.
+
+    Args:
+        config: The policy section.
+        max_length: As for `load_reward_model`.
+        truncation_side: Likewise.
+        for_training: A language model is taken for what training makes of it, with a new head.
+
+    Raises:
+        ModelError: See `load_reward_model`.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    notes: list[str] = []
+    name = str(config.model_name)
+    foreign = find_value_head(Path(name), safetensors_only=config.safetensors_only)
+    if foreign is not None:
+        raise ModelError(
+            f"{name} was made by {foreign.program}, and other processes could not score with it. "
+            "Write it as any program reads it, and name that: "
+            f"laurel export --model {name} --output DIR"
+        )
+    tokenizer = find_tokenizer(config, name, (), is_resumed=False)
+    hf_config = read_config(config, name)
+    has_new_head = for_training and not _is_classifier(hf_config)
+    hf_config.num_labels = _num_outputs(config)
+    factory: Any = AutoModelForSequenceClassification
+    with torch.device("meta"):  # its modules tell how it pools
+        classifier = factory.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+    agree_on_padding(classifier, tokenizer, teaches_padding=False)
+    read = _Read(classifier, has_new_head=has_new_head)
+    contract = _contract(config, tokenizer, name, read, max_length, truncation_side, notes)
+    return contract, notes
+
+
+# -------------------------------------------------------------------------------------- weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A classifier as it was made or read."""
+
+    classifier: Any
+    has_new_head: bool
+    strange_weights: tuple[str, ...] = ()
+    foreign: ValueHead | None = None
+
+
+def _foreign_head(config: PolicyConfig, source: str, mesh: DeviceMesh | None) -> ValueHead | None:
+    """The head of another program, where the model is one's."""
+    foreign = find_value_head(Path(source), safetensors_only=config.safetensors_only)
+    if foreign is not None and mesh is not None:
+        raise ConfigError(
+            f"{source} was made by {foreign.program}, and such a model is not spread over ranks. "
+            "Write it as any program reads it, and name that: "
+            f"laurel export --model {source} --output DIR"
+        )
+    return foreign
+
+
+def _from_files(
+    config: PolicyConfig,
+    resume_from: Path | None,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None,
+    seed: int,
+    notes: list[str],
+) -> tuple[Any, _Read]:
+    """The tokenizer and the classifier; of another program's model, both as that program reads."""
+    name = str(resume_from or config.model_name)
+    # A checkpoint of a run with adapters has them merged; they belong on what was before.
+    source = str(config.model_name) if config.dtensor_cfg.lora_cfg.enabled else name
+    foreign = _foreign_head(config, source, mesh)
+    is_theirs = foreign is not None and resume_from is None
+    tokenizer = find_tokenizer(
+        config, name, (), is_resumed=resume_from is not None, pad_may_end=is_theirs
+    )
+    if foreign is not None and resume_from is None:
+        foreign.settle_tokenizer(tokenizer, notes)
+    return tokenizer, _load(config, source, dtype, mesh, seed, foreign)
+
+
+def _take_head(read: _Read, notes: list[str], *, keeps_bias: bool) -> None:
+    """Give the classifier the head of another program, if it is one's."""
+    foreign = read.foreign
+    if foreign is None:
+        return
+    bias = foreign.put_into(read.classifier, keeps_bias=keeps_bias)
+    notes.append(foreign.describe())
+    if bias and not keeps_bias:
+        notes.append(
+            f"the bias of its head, {bias:.6g}, is left out: it moves all scores alike, and "
+            "Hugging Face's classes have no place for it"
+        )
+    if foreign.mean is not None:
+        notes.append(
+            f"{foreign.program} measured a mean of {foreign.mean:.4g} and a deviation of "
+            f"{foreign.std:.4g}; scores are given as they are"
+        )
+
+
+def _make(config: PolicyConfig, tokenizer: Any, max_length: int, seed: int) -> Any:
+    """A small random classifier for a tokenizer."""
+    from transformers import AutoModelForSequenceClassification
+
+    factory: Any = AutoModelForSequenceClassification
+    num_labels = _num_outputs(config)
+    classifier = make_network(factory, config, tokenizer, max_length, num_labels=num_labels)
+    _init_head(classifier, seed)
+    return classifier
+
+
+def _load(
+    config: PolicyConfig,
+    name: str,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None,
+    seed: int,
+    foreign: ValueHead | None,
+) -> _Read:
+    """The classifier; a new head is drawn from a seed, another program's not yet read.
+
+    Raises:
+        ModelError: See `load_reward_model`.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    hf_config = read_config(config, name)
+    refuse_hub_name(name, hf_config)
+    is_classifier = _is_classifier(hf_config)
+    hf_config.num_labels = _num_outputs(config)
+    factory = AutoModelForSequenceClassification
+    model, info = read_weights(
+        factory, config, name, hf_config, dtype, may_be_empty=mesh is not None
+    )
+    _check_outputs(name, info["mismatched_keys"], _num_outputs(config))
+    refuse_other_sizes(name, info["mismatched_keys"])
+    lacks_head = any(key.startswith(REWARD_HEADS) for key in info["missing_keys"])
+    may_lack_head = not is_classifier if foreign is None else foreign.is_apart
+    refuse_missing(
+        name,
+        (k for k in info["missing_keys"] if not (may_lack_head and k.startswith(REWARD_HEADS))),
+    )
+    has_new_head = lacks_head and foreign is None
+    if has_new_head:
+        _init_head(model, seed)
+    strange = tuple(foreign_heads(info["unexpected_keys"]))
+    return _Read(model, has_new_head, strange, foreign)
+
+
+def _is_classifier(hf_config: Any) -> bool:
+    return any(n.endswith("ForSequenceClassification") for n in hf_config.architectures or [])
+
+
+def _agree(classifier: Any, tokenizer: Any) -> None:
+    """Refuse a tokenizer with more tokens than are embedded; pad alike."""
+    refuse_large_tokenizer(classifier, tokenizer)
+    agree_on_padding(classifier, tokenizer, teaches_padding=False)
+
+
+def _adapted(
+    classifier: Any, config: PolicyConfig, resume_from: Path | None, seed: int | None
+) -> Any:
+    """The classifier with adapters, where wanted: new ones, alike on every rank by a seed, or a
+    run's."""
+    if not config.dtensor_cfg.lora_cfg.enabled:
+        return classifier
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        classifier = add_adapters(classifier, config.dtensor_cfg.lora_cfg, trains_head=True)
+    if resume_from is not None:
+        load_adapters(resume_from, classifier)
+    return classifier
+
+
+def _check_outputs(name: str, mismatched: Iterable[tuple[str, Any, Any]], wanted: int) -> None:
+    """Refuse a head with another number of outputs."""
+    for key, found, expected in mismatched:
+        if key.startswith(REWARD_HEADS) and found[0] != expected[0]:
+            raise ModelError(
+                f"{name}: {key} has {found[0]} outputs and this run needs {wanted}. "
+                "A reward model has one label; for a model with several ratings set "
+                f"{key_of('policy.reward_model_cfg.reward_model_type')}=regression and list "
+                f"{key_of('policy.reward_model_cfg.attributes')}."
+            )
+
+
+def _num_outputs(config: PolicyConfig) -> int:
+    reward_model = config.reward_model_cfg
+    return len(reward_model.attributes) if reward_model.reward_model_type == "regression" else 1
+
+
+def _head_name(classifier: Any) -> str | None:
+    """The attribute that maps the last hidden state to scores; None where the model pools."""
+    head = getattr(classifier, "score", None)
+    return "score" if isinstance(head, nn.Linear) else None
+
+
+def _init_head(classifier: Any, seed: int) -> None:
+    """Small random scores: a standard deviation of about `hidden ** -0.5` over conversations."""
+    if _head_name(classifier) is None:
+        return  # one that pools has a head of its own making
+    head: nn.Linear = classifier.score
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        weight = torch.randn(head.weight.shape, generator=generator) / (head.in_features + 1)
+        head.weight.copy_(weight)
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+# ------------------------------------------------------------------------------------- contract
+
+
+def _contract(
+    config: PolicyConfig,
+    tokenizer: Any,
+    base: str,
+    read: _Read,
+    max_length: int,
+    truncation_side: Literal["left", "right"],
+    notes: list[str],
+) -> ScoringContract:
+    """The contract saved with the model, or a new one."""
+    directory = Path(base)
+    reward_model = config.reward_model_cfg
+    classifier, foreign = read.classifier, read.foreign
+    if (directory / FILE_NAME).is_file():
+        contract = ScoringContract.load(directory, tokenizer)
+        rules = contract.rules
+        if list(rules.attributes) != reward_model.attributes:
+            raise ModelError(
+                f"{base} gives the attributes {list(rules.attributes)} and "
+                f"{key_of('policy.reward_model_cfg.attributes')} asks for "
+                f"{reward_model.attributes}; give the same, in the same order"
+            )
+        if (rules.max_length, rules.truncation_side) != (max_length, truncation_side):
+            notes.append(
+                f"the model brings its own contract: conversations are cut on the "
+                f"{rules.truncation_side} to {rules.max_length:,} tokens, as it was trained"
+            )
+        return contract
+    positions = _num_positions(classifier, tokenizer)
+    if positions is not None and max_length > positions:
+        notes.append(f"the model has {positions:,} positions: longer conversations are cut to that")
+        max_length = positions
+    if foreign is not None:
+        truncation_side = foreign.truncation_side or truncation_side
+    contract = ScoringContract.draw_up(
+        tokenizer,
+        max_length=max_length,
+        truncation_side=truncation_side,
+        append_eos=read.has_new_head,
+        closes_ends=foreign is None,
+        template_kwargs=config.tokenizer.chat_template_kwargs,
+        pooled="last" if _head_name(classifier) is not None else "model",
+        attributes=reward_model.attributes,
+        attribute_weights=reward_model.attribute_weights,
+    )
+    if contract.rules.pinned_date is not None:
+        notes.append(
+            f"the chat template prints the date; it is pinned to {contract.rules.pinned_date}, or "
+            "scores would change from day to day"
+        )
+    check_rendering(contract)
+    return contract if foreign is None else contract.with_rules(**foreign.statistics())
+
+
+def _num_positions(classifier: Any, tokenizer: Any) -> int | None:
+    """Tokens of the longest conversation that the model can number; None where it does not say."""
+    positions = num_positions(classifier)
+    if positions is not None and _head_name(classifier) is None:
+        # Encoders like RoBERTa number from an offset, which their tokenizer takes into account.
+        positions = min(positions, tokenizer.model_max_length)
+    return positions

@@ -1,0 +1,1 @@
+"""Models spread over ranks: data, tensor and context parallelism."""

@@ -1,0 +1,133 @@
+"""Context parallelism: the tokens of a row are divided over ranks, from the embedding to the norm.
+
+Only attention looks beyond a rank's tokens. There heads and tokens change places (DeepSpeed
+Ulysses, https://arxiv.org/abs/2309.14509): every rank has all tokens of some of the heads, so who
+attends to whom is asked of the same plan as in one process, and gives its own tokens of all heads
+back. After the last norm every rank has all tokens again, and computes the head and the loss alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from laurel.errors import ConfigError, key_of
+from laurel.models.forest.attention import PLAN_ARGUMENT, AttentionOptions, AttentionPlan
+from laurel.models.forest.decoder import Decoder
+from laurel.models.parallel.tensor import FilledPlan, filled_row
+
+KEY = "policy.dtensor_cfg.context_parallel_size"
+_HEADS, _TOKENS = (Shard(1),), (Shard(2),)
+
+
+def share_context(network: Any, mesh: DeviceMesh) -> None:
+    """Divide the tokens of every forest that the network reads; rows of another kind stay whole.
+
+    Args:
+        network: A Hugging Face model, split over tensor-parallel ranks already.
+        mesh: Of one dimension; its ranks are given the same forests.
+    """
+    # On a CPU torch says once in every process that it gathers where a GPU would exchange.
+    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
+    sharing = _Sharing(mesh)
+    # Around the hooks of sequence parallelism, which divides the share once more.
+    body: nn.Module = network.base_model
+    body.register_forward_pre_hook(sharing.take, with_kwargs=True, prepend=True)
+    body.register_forward_hook(sharing.gather)
+
+
+def check_context(model: Decoder, *, cp: int, tp: int) -> None:
+    """Refuse a model whose tokens cannot be divided.
+
+    Raises:
+        ConfigError: With the key.
+    """
+    if model.path != "forest":
+        raise ConfigError(
+            f"{key_of(KEY)}={cp}: only token forests are divided, and this model reads padded rows "
+            "(why "
+            "is in the run's notes). Set it to 1"
+        )
+    heads = int(model.network.config.get_text_config().num_attention_heads) // tp
+    if heads % cp:
+        raise ConfigError(
+            f"{key_of(KEY)}={cp} does not divide the {heads} attention heads of a rank: set it to "
+            "a divisor"
+        )
+
+
+class _Sharing:
+    """The hooks around the layers, and what they must remember from one to the other."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._length: int | None = None
+        """Of the row that is under way; None: it is not divided."""
+
+    def take(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Leave this rank its share of the tokens."""
+        self._length = None
+        if kwargs.get(PLAN_ARGUMENT) is None:
+            return args, kwargs
+        self._length = int(kwargs["input_ids"].shape[1])
+        filled: Mapping[str, Any] = filled_row(kwargs, -self._length % self._mesh.size())
+        mine, ranks = self._mesh.get_local_rank(), self._mesh.size()
+        shared = {
+            name: filled[name].chunk(ranks, dim=1)[mine] for name in ("input_ids", "position_ids")
+        }
+        plan = _AcrossRanks(FilledPlan(kwargs[PLAN_ARGUMENT], self._length), self._mesh)
+        return args, {**filled, **shared, PLAN_ARGUMENT: plan}
+
+    def gather(self, _: nn.Module, _args: Any, output: Any) -> Any:
+        """Give every rank all of the tokens.
+
+        What they are used for is computed on every rank: gradients are summed here, and in the
+        weights above, and `parallelise` divides them all by the number of ranks.
+        """
+        if self._length is not None:
+            share = DTensor.from_local(
+                output.last_hidden_state, self._mesh, _HEADS, run_check=False
+            )
+            row = share.redistribute(placements=(Replicate(),))
+            row_1TD = row.to_local(grad_placements=(Partial(),))
+            output.last_hidden_state = row_1TD[:, : self._length]
+        return output
+
+
+class _AcrossRanks:
+    """A plan for all tokens, asked by ranks that have some of them each."""
+
+    def __init__(self, plan: AttentionPlan, mesh: DeviceMesh) -> None:
+        self._plan, self._mesh = plan, mesh
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See `AttentionPlan`; of this rank's tokens."""
+        ranks, mine = self._mesh.size(), self._mesh.get_local_rank()
+        # Where there are fewer key and value heads than ranks, several ranks need the same one.
+        copies = math.lcm(key.shape[1], ranks) // key.shape[1]
+        if copies > 1:
+            key, value = (t.repeat_interleave(copies, dim=1) for t in (key, value))
+        if options.s_aux is not None:
+            options = replace(options, s_aux=options.s_aux.chunk(ranks)[mine])
+        query, key, value = (self._moved(t, _TOKENS, _HEADS) for t in (query, key, value))
+        return self._moved(self._plan.attend(module, query, key, value, options), _HEADS, _TOKENS)
+
+    def _moved(self, tensor: Tensor, old: Any, new: Any) -> Tensor:
+        spread = DTensor.from_local(tensor, self._mesh, old, run_check=False)
+        return spread.redistribute(placements=new).to_local()

@@ -1,0 +1,483 @@
+"""How the layers of a decoder are split over tensor-parallel ranks: by the names of its modules.
+
+A pair of linear layers is split in the middle: the first by its outputs (`colwise`), the second by
+its inputs (`rowwise`), so that a rank computes whole attention heads and whole neurons, and one sum
+over the ranks follows each pair. Embedding and head are divided by vocabulary, where that can be
+divided. Everything else is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from laurel.errors import ConfigError, key_of
+from laurel.models.forest.attention import PLAN_ARGUMENT, AttentionOptions, AttentionPlan
+
+Split = Literal["colwise", "rowwise", "per_head"]
+PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
+SIZE_KEY = "policy.dtensor_cfg.tensor_parallel_size"
+
+COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"})
+ROWS = frozenset({"o_proj", "out_proj", "dense", "down_proj", "fc2"})
+FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn", "Wqkv", "gate_up_proj"})
+"""Several projections in one matrix: a plain cut would give a rank the queries alone."""
+
+STYLES: dict[Split, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # A norm of each head by itself: its weight is whole everywhere, and every rank has seen the
+    # gradient of its own heads alone, so gradients are summed.
+    "per_head": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+
+
+def decoder_layers(network: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The repeated layers of a model, with the name that leads to them.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    lists = [(n, m) for n, m in network.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if not lists:
+        raise ConfigError(
+            f"{type(network).__name__} has no list of layers that could be spread; train it on one "
+            "rank (cluster.num_nodes=1 cluster.gpus_per_node=1)"
+        )
+    return max(lists, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
+
+
+def tensor_plan(
+    network: nn.Module, size: int, plan: str | Mapping[str, Any] | None = None
+) -> dict[str, Split]:
+    """Which module of a model is split how.
+
+    Args:
+        network: A Hugging Face model, whole, with or without adapters.
+        size: Tensor-parallel ranks.
+        plan: Names of modules (`*` stands for anything) to `colwise`, `rowwise` or `per_head`, or
+            the import path of such a mapping or of a function that makes it of the model. None:
+            derived from the names of the modules.
+
+    Returns:
+        Full names of modules to how they are split.
+
+    Raises:
+        ConfigError: The names are not known, heads or neurons cannot be divided, or the plan names
+            what does not exist.
+    """
+    splits = derived_plan(network) if plan is None else _written_plan(network, plan)
+    _refuse_remainders(network, splits, size)
+    return _with_adapters(network, splits)
+
+
+def vocabulary_layers(network: Any, size: int) -> list[str]:
+    """Full names of the embedding and the language-model head that ranks divide by vocabulary.
+
+    What is left out stays whole on every rank: a vocabulary that does not divide, a class that may
+    do more than look up or multiply. Where both are one matrix, both are divided or neither.
+
+    Args:
+        network: A Hugging Face model, with or without adapters.
+        size: Tensor-parallel ranks.
+    """
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    found: list[Any] = []
+    if isinstance(embedding, nn.Embedding) and embedding.max_norm is None:
+        # Gemma's subclass multiplies the result by a number, which is nothing to a sum over ranks.
+        is_plain = type(embedding) is nn.Embedding or hasattr(embedding, "embed_scale")
+        found += [embedding] if is_plain else []
+    found += [head] if type(head) is nn.Linear else []
+    found = [module for module in found if module.weight.shape[0] % size == 0]
+    is_tied = getattr(embedding, "weight", None) is getattr(head, "weight", 0)
+    if is_tied and len(found) < 2:
+        return []
+    return [name for name, module in network.named_modules() if any(module is f for f in found)]
+
+
+# ----------------------------------------------------------------------------------- from the names
+
+
+def derived_plan(network: nn.Module) -> dict[str, Split]:
+    """The plan of a model whose layers are named as those of Qwen, Llama, Mistral, Gemma or Phi.
+
+    Raises:
+        ConfigError: A layer holds something that these names do not explain.
+    """
+    prefix, layers = decoder_layers(network)
+    splits: dict[str, Split] = {}
+    for name, module in layers.named_modules(prefix=prefix):
+        parent = network.get_submodule(name.rpartition(".")[0])
+        if _is_inside_adapted(name, network):
+            continue
+        if isinstance(_plain(module), nn.Linear):
+            splits[name] = _split_of(name)
+        elif _is_attention(module):
+            own = [n for n, _ in module.named_parameters(recurse=False)]
+            if own:
+                raise _unknown(f"{name}.{own[0]}", "a weight of the attention itself")
+        elif any(True for _ in module.parameters(recurse=False)) and not is_norm(module):
+            raise _unknown(name, f"a {type(module).__name__}")
+        elif _is_attention(parent) and is_norm(module):
+            if _weights(module) != {int(cast(Any, parent).head_dim)}:
+                raise _unknown(name, "a norm over several heads, which no rank has all of")
+            splits[name] = "per_head"
+    return splits
+
+
+def _split_of(name: str) -> Split:
+    last = name.rpartition(".")[2]
+    if last in FUSED:
+        raise _unknown(name, "several projections in one matrix, which must be split one by one")
+    if last in COLUMNS:
+        return "colwise"
+    if last in ROWS:
+        return "rowwise"
+    raise _unknown(name, "a linear layer of a name that is not known")
+
+
+def _unknown(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{key_of(SIZE_KEY)}: {name} is {what}: no plan can be derived. Set it to 1 and spread the "
+        "model "
+        f"over data-parallel ranks, or say how to split it in {key_of(PLAN_KEY)}"
+    )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "q_proj") and hasattr(module, "head_dim")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether all weights of a module are vectors, as those of a norm."""
+    shapes = [p.ndim for p in module.parameters(recurse=False)]
+    return bool(shapes) and max(shapes) == 1
+
+
+def _weights(norm: nn.Module) -> set[int]:
+    return {p.numel() for p in norm.parameters(recurse=False)}
+
+
+# -------------------------------------------------------------------------------------- by the user
+
+
+def _written_plan(network: nn.Module, plan: str | Mapping[str, Any]) -> dict[str, Split]:
+    """A plan of the user's, every pattern spelled out.
+
+    Raises:
+        ConfigError: Not a plan, or not of this model.
+    """
+    mapping = _imported(plan, network) if isinstance(plan, str) else plan
+    names = [name for name, _ in network.named_modules() if name]
+    splits: dict[str, Split] = {}
+    for pattern, split in mapping.items():
+        if split not in STYLES:
+            raise ConfigError(
+                f"{key_of(PLAN_KEY)}.{pattern}: {split!r} is none of {', '.join(STYLES)}"
+            )
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            near = difflib.get_close_matches(pattern, _patterns(names), n=1, cutoff=0.3)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{key_of(PLAN_KEY)}: the model has no module {pattern}.{hint}")
+        for name in matches:
+            _refuse_outside(network, name, split)
+            splits[name] = split
+    return splits
+
+
+def _patterns(names: list[str]) -> list[str]:
+    """Names as they would be written: with a star for the number of a layer, each once."""
+    starred = (".".join("*" if p.isdigit() else p for p in name.split(".")) for name in names)
+    return list(dict.fromkeys((*starred, *names)))
+
+
+def _refuse_outside(network: nn.Module, name: str, split: str) -> None:
+    """Refuse what a rank computes as a whole, and layers that cannot be split so."""
+    prefix, _ = decoder_layers(network)
+    if not name.startswith(f"{prefix}."):
+        raise ConfigError(
+            f"{key_of(PLAN_KEY)}: {name} is outside {prefix}: embedding and head are divided by "
+            "vocabulary "
+            "without being named, and all else there is whole on every rank; leave it out"
+        )
+    module = _plain(network.get_submodule(name))
+    if (split == "per_head") == isinstance(module, nn.Linear):
+        wanted = "a norm" if split == "per_head" else "a linear layer"
+        raise ConfigError(
+            f"{key_of(PLAN_KEY)}.{name}: {split} is for {wanted}, not {type(module).__name__}"
+        )
+
+
+def _imported(path: str, network: nn.Module) -> Mapping[str, Any]:
+    module, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key_of(PLAN_KEY)}={path} cannot be imported: {error}") from error
+    if callable(found):
+        found = found(network)
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"{key_of(PLAN_KEY)}={path} gives a {type(found).__name__} and not a mapping"
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------ fitting
+
+
+def _refuse_remainders(network: nn.Module, splits: Mapping[str, Split], size: int) -> None:
+    """Refuse to cut a head or a neuron in two.
+
+    Raises:
+        ConfigError: With the sizes that would do.
+    """
+    counts: dict[str, int] = {}
+    for name, split in splits.items():
+        linear = _plain(network.get_submodule(name))
+        if not isinstance(linear, nn.Linear):
+            continue
+        parent = network.get_submodule(name.rpartition(".")[0])
+        width = linear.out_features if split == "colwise" else linear.in_features
+        last = name.rpartition(".")[2]
+        if _is_attention(parent):
+            width //= int(cast(Any, parent).head_dim)
+            counts.setdefault(f"{width} heads in {last}", width)
+        else:
+            counts.setdefault(f"{width} neurons in {last}", width)
+    common = math.gcd(*counts.values())
+    if common % size:
+        odd = [text for text, count in counts.items() if count % size]
+        *smaller, largest = [str(n) for n in range(1, common + 1) if common % n == 0]
+        choice = f"be {', '.join(smaller)} or {largest}" if smaller else "only be 1"
+        raise ConfigError(
+            f"{key_of(SIZE_KEY)}={size} does not divide the {', '.join(odd)} of this model; it can "
+            f"{choice}"
+        )
+
+
+# ----------------------------------------------------------------------------------------- adapters
+
+
+def _plain(module: nn.Module) -> Any:
+    """The layer below its adapters."""
+    return getattr(module, "base_layer", module)
+
+
+def _is_inside_adapted(name: str, network: nn.Module) -> bool:
+    parts = name.split(".")
+    parents = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return any(hasattr(network.get_submodule(parent), "base_layer") for parent in parents)
+
+
+def _with_adapters(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, Split]:
+    """The plan where layers carry adapters.
+
+    Of a layer split by outputs, the second factor is split so; of one split by inputs, the first.
+    The other factor is small and whole everywhere.
+    """
+    full: dict[str, Split] = {}
+    for name, split in splits.items():
+        module: Any = network.get_submodule(name)
+        if not hasattr(module, "base_layer"):
+            full[name] = split
+            continue
+        full[f"{name}.base_layer"] = split
+        factor = "lora_B" if split == "colwise" else "lora_A"
+        for adapter in getattr(module, factor):
+            full[f"{name}.{factor}.{adapter}"] = split
+    return full
+
+
+# --------------------------------------------------------------------------------------------------
+# Sequence parallelism: between blocks, every tensor-parallel rank has its share of the tokens.
+#
+# Each rank takes its share before the first layer. Norms and the residual stream stay on it; a
+# block,
+# which is attention or feed-forward, gathers all tokens before and scatters its sums after. After
+# the
+# last layer every rank has all tokens again. Shares are of one size: rows are filled up first, and
+# what came of the filling is cut off last.
+
+SEQUENCE_KEY = "policy.dtensor_cfg.sequence_parallel"
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and by name, as hooks take and give them."""
+_SHARED, _WHOLE = (Shard(1),), (Replicate(),)
+
+
+def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, ParallelStyle]:
+    """How each module of the layers works where tokens are divided between its blocks.
+
+    Args:
+        network: A Hugging Face model, with or without adapters.
+        splits: See `tensor_plan`.
+
+    Raises:
+        ConfigError: A weight of a layer is neither split nor that of a norm between blocks.
+    """
+    styles = {name: STYLES[split]() for name, split in splits.items()}
+    for name in [name for name, split in splits.items() if split == "rowwise"]:
+        styles[name] = RowwiseParallel(output_layouts=Shard(1))
+        if ".lora_A." in name:  # what follows is whole, and has seen the tokens of its rank alone
+            styles[name.replace(".lora_A.", ".lora_B.")] = _on_tokens()
+    blocks = {_block_of(name) for name, split in splits.items() if split == "colwise"}
+    prefix, layers = decoder_layers(network)
+    for name, module in layers.named_modules(prefix=prefix):
+        if name in blocks and name.removeprefix(f"{prefix}.").isdigit():
+            raise _impossible(f"{name} splits linear layers that are in no block of it")
+        has_weights = any(True for _ in module.parameters(recurse=False))
+        if not has_weights or name in styles or ".lora_" in name:
+            continue
+        is_inside = any(f"{name}.".startswith(f"{block}.") for block in blocks)
+        if is_inside or not is_norm(module):
+            raise _impossible(f"{name}, a {type(module).__name__}, is not split")
+        styles[name] = _on_tokens()
+    return styles | {block: _AllTokens() for block in blocks}
+
+
+def share_tokens(network: Any, mesh: DeviceMesh) -> None:
+    """Share the tokens out before the first layer and gather them after the last."""
+    _, layers = decoder_layers(network)
+    filling = _Filling(mesh.size())
+    network.base_model.register_forward_pre_hook(filling.add, with_kwargs=True)
+    network.base_model.register_forward_hook(filling.cut)
+    layers[0].register_forward_pre_hook(partial(_take_share, mesh), with_kwargs=True)
+    layers[-1].register_forward_hook(partial(_gather_output, mesh))
+
+
+def _on_tokens() -> ParallelStyle:
+    """A module that is whole on every rank and sees other tokens there: gradients are summed."""
+    return SequenceParallel(use_local_output=True)
+
+
+def _block_of(name: str) -> str:
+    """The module that a linear layer, or what its adapters have made of it, is a part of."""
+    layer = name.partition(".base_layer")[0].partition(".lora_")[0]
+    return layer.rpartition(".")[0]
+
+
+def _impossible(what: str) -> ConfigError:
+    return ConfigError(
+        f"{key_of(SEQUENCE_KEY)}=true: {what}. Only norms can work on a share of the tokens: set it to false"
+    )
+
+
+# ------------------------------------------------------------------------------------ of one block
+
+
+class _AllTokens(ParallelStyle):
+    """A block that is given the tokens of its rank and computes with all of them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # A distributed tensor lets all linear layers of the block sum their gradients at once, but
+        # does not go together with the plain ones of adapters.
+        is_adapted = any(hasattr(inner, "base_layer") for inner in module.modules())
+        hook = partial(_gather_input, device_mesh, is_adapted)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module
+
+
+def _gather_input(
+    mesh: DeviceMesh, as_plain: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    tokens, put = _hidden(args, kwargs)
+    gathered = _spread(tokens, mesh, _SHARED).redistribute(placements=_WHOLE)
+    return put(gathered.to_local() if as_plain else gathered)
+
+
+def _take_share(
+    mesh: DeviceMesh, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    tokens, put = _hidden(args, kwargs)
+    return put(_spread(tokens, mesh, _WHOLE).redistribute(placements=_SHARED).to_local())
+
+
+def _gather_output(mesh: DeviceMesh, _: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return _spread(output, mesh, _SHARED).redistribute(placements=_WHOLE).to_local()
+
+
+def _spread(tensor: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    return DTensor.from_local(tensor, mesh, placements, run_check=False)
+
+
+def _hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Callable[[Tensor], Arguments]]:
+    """The hidden states a module is given, and how to give it others."""
+    if args:
+        return args[0], lambda other: ((other, *args[1:]), kwargs)
+    return kwargs["hidden_states"], lambda other: ((), {**kwargs, "hidden_states": other})
+
+
+# -------------------------------------------------------------------------------- of the whole row
+
+
+class _Filling:
+    """Tokens at the end of every row, so that all ranks have as many."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._length = 0
+        """Of the rows before they were filled, from `add` to `cut`."""
+
+    def add(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        ids = args[0] if args else kwargs["input_ids"]
+        self._length = ids.shape[1]
+        missing = -self._length % self._ranks
+        if not missing:
+            return args, kwargs
+        filled = filled_row(kwargs, missing)
+        if filled.get(PLAN_ARGUMENT) is not None:
+            filled[PLAN_ARGUMENT] = FilledPlan(filled[PLAN_ARGUMENT], self._length)
+        return tuple(F.pad(ids, (0, missing)) if a is ids else a for a in args), filled
+
+    def cut(self, _: nn.Module, _args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state[:, : self._length]
+        return output
+
+
+def filled_row(kwargs: Mapping[str, Any], missing: int) -> dict[str, Any]:
+    """The arguments of a model, with so many tokens more at the end of every row."""
+    filled = dict(kwargs)
+    for name in ("input_ids", "position_ids", "attention_mask"):
+        if filled.get(name) is not None:
+            filled[name] = F.pad(filled[name], (0, missing))
+    return filled
+
+
+class FilledPlan:
+    """A plan of the tokens before the filling, which sees nobody and is not seen."""
+
+    def __init__(self, plan: AttentionPlan, length: int) -> None:
+        """Of a row that had so many tokens."""
+        self._plan, self._length = plan, length
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See `AttentionPlan`."""
+        missing = query.shape[2] - self._length
+        query, key, value = (t[:, :, : self._length] for t in (query, key, value))
+        return F.pad(self._plan.attend(module, query, key, value, options), (0, 0, 0, missing))

@@ -1,0 +1,405 @@
+"""Weights between files and a model that is spread over ranks: none ever holds the whole model."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from laurel.config.policy import PolicyConfig
+from laurel.errors import ConfigError, ModelError, setting_of
+from laurel.models.forest.decoder import Decoder
+from laurel.models.loading.adapters import merged_weights
+from laurel.models.loading.weight_names import INDEX, SINGLE
+from laurel.models.parallel.mesh import SHARD, TENSOR, host_copy, local, parallelise
+from laurel.models.parallel.tensor import decoder_layers
+
+FILE_BYTES = 2_000_000_000
+_UNNAMED = "model.part-"
+"""How a file begins whose name says how many there are, before that is known."""
+
+
+def fill_shares(
+    model: Decoder,
+    directory: Path,
+    device: torch.device,
+    *,
+    others: Mapping[str, Tensor] | None = None,
+    on_host: bool = False,
+) -> None:
+    """Give a spread model on the meta device its weights: each rank reads its own shares alone.
+
+    Args:
+        model: Made on the meta device and spread by `parallelise`.
+        directory: A model in safetensors, as `from_pretrained` reads it.
+        device: Where it computes.
+        others: Whole values that come from elsewhere, the same on every rank, by the names of
+            parameters: adapters, a new head.
+        on_host: Its weights rest on the host between uses.
+
+    Raises:
+        ModelError: Weights are missing, of other sizes or unreadable, or joined in memory in a way
+            that the files do not have them.
+    """
+    network: Any = model.network
+    _refuse_conversions(network)
+    others = others or {}
+    persistent = set(network.state_dict())
+    model.to_empty(device=torch.device("cpu") if on_host else device)
+    network.tie_weights()
+    wanted = dict(network.named_parameters())  # tied weights come once
+    wanted |= {n: b for n, b in network.named_buffers() if n in persistent}
+    with ExitStack() as files:
+        found = open_weights(files, directory)
+        sources = {name: name.replace(".base_layer.", ".") for name in wanted}
+        missing = sorted(n for n, s in sources.items() if n not in others and s not in found)
+        if missing:
+            raise ModelError(
+                f"{directory}: the weights lack {', '.join(missing[:5])}. The directory is not a "
+                "complete model of the architecture it names"
+            )
+        for name, target in wanted.items():
+            source = sources[name]
+            if name in others:
+                _fill(target, tuple(others[name].shape), others[name], name)
+                continue
+            part = found[source].get_slice(source)
+            _fill(target, tuple(part.get_shape()), part, f"{directory}: {name}")
+    _compute_buffers(network, persistent)
+    if on_host:
+        for module in network.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+
+
+def saved_weights(network: Any, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and values as `from_pretrained` knows them, adapters merged, one after the other.
+
+    Exactly what `save_pretrained` writes: with tied embeddings there is no `lm_head.weight`, and
+    experts that transformers joins in memory come one by one. See `merged_weights`.
+    """
+    if not has_conversions(network):
+        yield from merged_weights(network, changing_only=changing_only)
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    prefix, _ = decoder_layers(network)
+
+    def layer_of(item: tuple[str, Tensor]) -> str:
+        inside = item[0].startswith(f"{prefix}.")
+        return item[0].removeprefix(f"{prefix}.").partition(".")[0] if inside else ""
+
+    # What is joined belongs to one layer, so no more than that has to be in memory together.
+    weights = merged_weights(network, changing_only=changing_only)
+    for _, together in itertools.groupby(weights, key=layer_of):
+        yield from revert_weight_conversion(network, dict(together)).items()
+
+
+def in_files(
+    weights: Iterable[tuple[str, Tensor]], *, max_file_bytes: int = FILE_BYTES
+) -> Iterator[dict[str, Tensor]]:
+    """Copies of weights on the host, as many together as go into one file.
+
+    Args:
+        weights: See `saved_weights`.
+        max_file_bytes: A larger weight has a file of its own.
+    """
+    file: dict[str, Tensor] = {}
+    for name, weight in weights:
+        if file and sum(t.nbytes for t in file.values()) + weight.nbytes > max_file_bytes:
+            yield file
+            file = {}
+        file[name] = host_copy(weight)
+    if file:
+        yield file
+
+
+def write_weights(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> None:
+    """Write weights as `save_pretrained` does: in files, with an index where there are several.
+
+    Args:
+        directory: Exists.
+        files: See `in_files`. None is held longer than it takes to write it.
+
+    Raises:
+        OSError, SafetensorError: The disk refuses.
+    """
+    held: list[list[str]] = []
+    total = num_values = 0
+    for number, file in enumerate(files):
+        save_file(dict(file), directory / f"{_UNNAMED}{number}", metadata={"format": "pt"})
+        held.append(list(file))
+        total += sum(tensor.nbytes for tensor in file.values())
+        num_values += sum(tensor.numel() for tensor in file.values())
+    (directory / SINGLE).unlink(missing_ok=True)
+    names = [f"model-{i + 1:05}-of-{len(held):05}.safetensors" for i in range(len(held))]
+    if len(held) == 1:
+        names = [SINGLE]
+    for number, name in enumerate(names):
+        (directory / f"{_UNNAMED}{number}").rename(directory / name)
+    if len(held) > 1:
+        index = {
+            "metadata": {"total_parameters": num_values, "total_size": total},
+            "weight_map": {w: n for n, file in zip(names, held, strict=True) for w in file},
+        }
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (directory / INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def open_weights(files: ExitStack, directory: Path) -> dict[str, Any]:
+    """The file that holds each weight, open.
+
+    Raises:
+        ModelError: There is none, or one is torn.
+    """
+    try:
+        names = [SINGLE]
+        index = directory / INDEX
+        if index.is_file() and not (directory / SINGLE).is_file():  # as transformers chooses
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        handles = [files.enter_context(safe_open(directory / n, framework="pt")) for n in names]
+        return {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(
+            f"{directory} has no readable safetensors: {error}. Copy it again, or make safetensors "
+            "of its weights"
+        ) from error
+
+
+def _fill(target: Tensor, shape: tuple[int, ...], source: Any, where: str) -> None:
+    """Read what this rank holds of a weight, and nothing else of it."""
+    if shape != tuple(target.shape):
+        raise ModelError(
+            f"{where} is {list(shape)} in the weights and {list(target.shape)} by the "
+            "configuration: they do not belong together"
+        )
+    share = local(target.detach())
+    if share.numel() == 0:
+        return
+    if not shape:
+        share.copy_(source[...])
+        return
+    sizes, offsets = shape, (0,) * len(shape)
+    if isinstance(target, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(
+            target.shape, target.device_mesh, target.placements
+        )
+    part = source[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+    share.copy_(part)
+
+
+def _compute_buffers(network: Any, saved: set[str]) -> None:
+    """Give buffers that no file holds the values that the architecture computes for them."""
+    for parameter in network.parameters():
+        parameter._is_hf_initialized = True  # transformers then leaves it as it was read
+    for name, module in network.named_modules():
+        own = [f"{name}.{n}".lstrip(".") for n, _ in module.named_buffers(recurse=False)]
+        if set(own) - saved:
+            with torch.no_grad():
+                network._init_weights(module)
+
+
+def has_conversions(network: Any) -> bool:
+    """Whether transformers keeps some weights otherwise than it saves them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    known = getattr(network, "_weight_conversions", None)
+    return bool(get_model_conversion_mapping(network, add_legacy=False) if known is None else known)
+
+
+def _refuse_conversions(network: nn.Module) -> None:
+    """Refuse architectures whose weights transformers joins when it loads them.
+
+    Raises:
+        ModelError: It is one.
+    """
+    if has_conversions(network):
+        raise ModelError(
+            f"{type(network).__name__}: its files hold its weights in another form than memory, "
+            "so they cannot be read straight into shares: load it whole"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Models loaded over a mesh: straight from their files into shares where the files allow it.
+#
+# Where they do, the network is made without memory (on the meta device), given what is not in any
+# file (adapters, a new head: small, whole on every rank), spread, and filled share by share. Where
+# they do not, it is loaded whole on every rank, as in one process, and spread then.
+
+NEW_HEAD = ("score.weight", "score.bias")
+"""What may be missing of a decoder that becomes a reward model."""
+WEIGHT_FILES = [SINGLE, INDEX, "model-*.safetensors"]
+
+
+def refuse_unspreadable(config: PolicyConfig, mesh: DeviceMesh | None) -> None:
+    """Refuse ways to spread a model over a mesh that there are not.
+
+    Raises:
+        ConfigError: With the key.
+    """
+    if mesh is None:
+        return
+    parallel = config.dtensor_cfg
+    if (cp := parallel.context_parallel_size) > 1 and mesh[SHARD].size() % cp:
+        raise ConfigError(
+            f"{setting_of('policy.dtensor_cfg.context_parallel_size', cp)} does not divide the "
+            f"{mesh[SHARD].size()} ranks that hold shares of the weights"
+        )
+    if mesh[TENSOR].size() != parallel.tensor_parallel_size:
+        tp = parallel.tensor_parallel_size
+        raise ConfigError(
+            f"{setting_of('policy.dtensor_cfg.tensor_parallel_size', tp)} and a mesh "
+            f"with {mesh[TENSOR].size()} tensor-parallel ranks do not belong together"
+        )
+
+
+def empty_network(
+    factory: Any, config: PolicyConfig, name: str, hf_config: Any, dtype: torch.dtype
+) -> tuple[Any, dict[str, Any]] | None:
+    """The network without memory, if its files can be read straight into shares.
+
+    Args:
+        factory: transformers' `AutoModelFor...`.
+        config: The policy section.
+        name: Directory or hub name.
+        hf_config: Its configuration.
+        dtype: Of the weights.
+
+    Returns:
+        The network, in evaluation mode, with an untouched new head in memory where the files have
+        none; and `missing_keys` and the like, as transformers gives them. None where the files do
+        not hold exactly its weights, each in the form it has in memory: transformers may still
+        make sense of them, or says best what is wrong.
+    """
+    directory = weight_files(config, name)
+    if directory is None or getattr(hf_config, "quantization_config", None) is not None:
+        return None
+    with torch.device("meta"):
+        try:
+            network = factory.from_config(
+                hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
+        except (OSError, ValueError):
+            return None
+    if has_conversions(network) or (dtype != torch.float32 and _keeps_float32(network)):
+        return None
+    try:
+        info = _compare(network, directory)
+    except ModelError:
+        return None
+    if info is None:
+        return None
+    for key in info["missing_keys"]:  # of a new head, as transformers would draw it
+        head = network.get_submodule(key.rpartition(".")[0])
+        if any(p.is_meta for p in head.parameters()):
+            head.to_empty(device="cpu")
+            network._init_weights(head)
+    if network.can_generate():
+        from transformers import GenerationConfig
+
+        with suppress(OSError):
+            network.generation_config = GenerationConfig.from_pretrained(
+                name, revision=config.revision or "main"
+            )
+    return network.eval(), info
+
+
+def weight_files(config: PolicyConfig, name: str) -> Path | None:
+    """The directory of a model's safetensors; those of a hub are fetched if they are not here."""
+    directory = Path(name)
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            directory = Path(
+                snapshot_download(name, revision=config.revision, allow_patterns=WEIGHT_FILES)
+            )
+        except (OSError, ValueError):
+            return None
+    names = {path.name for path in directory.iterdir()}
+    has_weights = any(fnmatch.filter(names, pattern) for pattern in (SINGLE, INDEX))
+    return directory if has_weights and "adapter_config.json" not in names else None
+
+
+def is_empty(network: nn.Module) -> bool:
+    """Whether weights of it are still to be read from files."""
+    return any(parameter.is_meta for parameter in network.parameters())
+
+
+def spread(model: Decoder, config: PolicyConfig, mesh: DeviceMesh, device: torch.device) -> None:
+    """Spread a loaded model over a mesh, and read what it lacks straight into its shares.
+
+    Args:
+        model: Whole, or without memory as `empty_network` gives it.
+        config: How it is spread, and where its files are.
+        mesh: See `ParallelShape.mesh`.
+        device: Where this rank computes.
+
+    Raises:
+        ConfigError: It cannot be split so.
+        ModelError: Its files are unreadable.
+    """
+    network = model.network
+    lacks = is_empty(network)
+    others = {n: p.detach() for n, p in network.named_parameters() if lacks and not p.is_meta}
+    if lacks:
+        network.to(device="meta")
+    is_rounded = model.weights_dtype == torch.float32 != model.precision
+    parallelise(
+        model,
+        mesh,
+        cp=config.dtensor_cfg.context_parallel_size,
+        plan=config.dtensor_cfg.custom_parallel_plan,
+        sequence_parallel=config.dtensor_cfg.sequence_parallel,
+        precision=model.precision if is_rounded else None,
+        cpu_offload=config.dtensor_cfg.cpu_offload,
+    )
+    if lacks:
+        directory = weight_files(config, network.name_or_path)
+        assert directory is not None, "it was there a moment ago"
+        on_host = config.dtensor_cfg.cpu_offload and device.type != "cpu"
+        fill_shares(model, directory, device, others=others, on_host=on_host)
+
+
+def _compare(network: Any, directory: Path) -> dict[str, Any] | None:
+    """What the files have more and less than the network; None where transformers must judge.
+
+    Raises:
+        ModelError: They are unreadable.
+    """
+    state = network.state_dict()
+    own = {n for n, _ in network.named_parameters()} | {n for n, _ in network.named_buffers()}
+    wanted = {n: tuple(t.shape) for n, t in state.items() if n in own}  # tied weights come once
+    with ExitStack() as files:
+        handles = open_weights(files, directory)
+        found = {key: tuple(h.get_slice(key).get_shape()) for key, h in handles.items()}
+    missing = sorted(wanted.keys() - found.keys())
+    # Weights that should be tied and are there twice may differ.
+    twice = (state.keys() - wanted.keys()) & found.keys()
+    others = any(found.get(n, shape) != shape for n, shape in wanted.items())
+    if twice or others or not set(missing) <= set(NEW_HEAD):
+        return None
+    return {
+        "missing_keys": missing,
+        "unexpected_keys": sorted(found.keys() - state.keys()),
+        "mismatched_keys": [],
+    }
+
+
+def _keeps_float32(network: Any) -> bool:
+    """Whether transformers would leave some weights in float32 where others are less."""
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return any(getattr(network, name, None) for name in names)

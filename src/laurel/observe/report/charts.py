@@ -1,0 +1,466 @@
+"""Curves as SVG that sits inside a page: no file, no script, and the page's own colours."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from laurel.observe.gold import gold_metric
+from laurel.observe.report.findings import seen_rewards
+from laurel.observe.run_record import RunRecord, Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+WIDTH, HEIGHT = 4.6, 2.5
+"""Inches, at 72 units each: close to a phone's width, so that letters keep their size there."""
+_INKS = {"#010101": "currentColor", "#020202": "var(--faint)"} | {
+    f"#0{i}0{i}0{i}": f"var(--series-{i})" for i in range(3, 9)
+}
+"""Stand-ins that are drawn with, and what the page's style sheet is asked for instead."""
+_TEXT, _FAINT = "#010101", "#020202"
+_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)), "-", (0, (5, 2)))
+_LEGEND_ROW = 0.2
+"""Inches of one more row of names."""
+_LEGEND_LETTERS = 58
+"""Letters that fit side by side in the legend."""
+MANY_POINTS = 40
+"""Above so many, points are not marked one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve."""
+
+    label: str
+    series: Series
+    band: Series | None = None
+    """Half the height of a band around it, at the same steps (a standard deviation)."""
+    limits: tuple[Series, Series] | None = None
+    """The lower and the upper edge of a band, at the same steps."""
+    within: tuple[float, float] | None = None
+    """No band goes beyond these: what was seen."""
+    mark: str = ""
+    """Written at its end, for whoever cannot tell colours or dashes apart."""
+    on_right: bool = False
+    """Measured on the axis to the right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Some curves over the steps of a run."""
+
+    title: str
+    lines: Sequence[Line]
+    left: str = ""
+    """What the axis to the left measures."""
+    right: str = ""
+    unit_interval: bool = False
+    """The left axis goes from 0 to 1 (of shares)."""
+    right_unit_interval: bool = False
+
+    def __bool__(self) -> bool:
+        return any(line.series for line in self.lines)
+
+    @property
+    def description(self) -> str:
+        """What it shows, for whoever cannot see it."""
+        parts = [
+            f"{line.label} from {line.series.values[0]:.4g} to {line.series.values[-1]:.4g}"
+            f"{_range(line.series)}"
+            for line in self.lines
+            if line.series
+        ]
+        return f"{self.title}: {'; '.join(parts)}"
+
+
+def draw(chart: Chart, *, name: str) -> str:
+    """The chart as an `<svg>` element.
+
+    Args:
+        chart: At least one of its lines has points.
+        name: Unique in the page: it starts every id.
+    """
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
+        columns = _legend_columns(chart)
+        rows = math.ceil(sum(bool(line.series) for line in chart.lines) / columns)
+        height = HEIGHT + _LEGEND_ROW * max(0, rows - 1)
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure.patch.set_alpha(0.0)
+        canvas = FigureCanvasSVG(figure)
+        left: Axes = figure.add_subplot()
+        right: Axes | None = left.twinx() if any(line.on_right for line in chart.lines) else None
+        for index, line in enumerate(line for line in chart.lines if line.series):
+            axes = right if line.on_right and right is not None else left
+            _draw_line(axes, line, index)
+        _dress(left, chart.left, chart.unit_interval, grid=True)
+        left.set_xlabel("step", color=_TEXT)
+        if right is not None:
+            _dress(right, chart.right, chart.right_unit_interval, grid=False)
+        drawn = [handle for axes in (left, right) if axes for handle in axes.get_lines()]
+        handles = [handle for handle in drawn if not str(handle.get_label()).startswith("_")]
+        if len(handles) > 1:
+            figure.legend(
+                handles=handles, loc="outside upper left", ncols=columns, frameon=False,
+                labelcolor=_TEXT, fontsize=9, borderpad=0.1,
+            )  # fmt: skip
+        buffer = io.StringIO()
+        print_svg: Any = canvas.print_svg
+        print_svg(buffer, metadata={"Date": None, "Creator": None})
+    return _inline(buffer.getvalue(), name)
+
+
+def _range(series: Series) -> str:
+    """What lies beyond both ends of a curve."""
+    low, high = min(series.values), max(series.values)
+    if {low, high} <= {series.values[0], series.values[-1]}:
+        return ""
+    return f", between {low:.4g} and {high:.4g}"
+
+
+def _legend_columns(chart: Chart) -> int:
+    """As many names side by side as the width holds."""
+    labels = [line.label for line in chart.lines if line.series]
+    longest = max((len(label) for label in labels), default=1)
+    return max(1, min(len(labels), _LEGEND_LETTERS // (longest + 5)))
+
+
+def _draw_line(axes: Axes, line: Line, index: int) -> None:
+    """The curve in its band; one of many points smoothed, with its extremes beneath it.
+
+    The names of the parts begin with `raw`, `band` and `line`, for the page to show and hide.
+    """
+    colour = f"#0{3 + index % 6}0{3 + index % 6}0{3 + index % 6}"
+    smoothed = smooth(line.series)
+    shown = line.series if smoothed is None else smoothed.mean
+    if smoothed is not None:
+        raw = extremes(line.series)
+        axes.plot(
+            raw.steps, raw.values, label="_raw", gid=f"raw-{index}", color=colour, alpha=0.4,
+            linewidth=0.6,
+        )  # fmt: skip
+    edges = _edges(line, smoothed)
+    if edges is not None:
+        axes.fill_between(
+            shown.steps, edges[0], edges[1], gid=f"band-{index}", color=colour, alpha=0.18,
+            linewidth=0,
+        )  # fmt: skip
+    steps, values = shown.steps, shown.values
+    axes.plot(
+        steps, values, label=line.label, gid=f"line-{index}", color=colour, linewidth=1.6,
+        linestyle=_DASHES[index % len(_DASHES)],
+        marker="o" if len(steps) <= MANY_POINTS and (line.on_right or len(steps) < 15) else "",
+        markersize=3,
+    )  # fmt: skip
+    if line.mark:
+        axes.annotate(
+            line.mark, (steps[-1], values[-1]), xytext=(4, 0), textcoords="offset points",
+            color=colour, va="center", fontweight="bold", annotation_clip=False,
+        )  # fmt: skip
+
+
+def _edges(line: Line, smoothed: Smoothed | None) -> tuple[Sequence[float], Sequence[float]] | None:
+    """The lower and the upper edge of a curve's band, at the steps at which it is drawn."""
+    if line.band is not None and line.band.steps == line.series.steps:
+        centre = line.series if smoothed is None else smoothed.mean
+        # Of equal steps, smoothing takes equal places.
+        half = smooth(line.band)
+        halves = line.band.values if half is None else half.mean.values
+        pairs = list(zip(centre.values, halves, strict=True))
+        least, most = line.within or (-math.inf, math.inf)
+        return [max(v - b, least) for v, b in pairs], [min(v + b, most) for v, b in pairs]
+    if line.limits is not None:
+        low, high = line.limits
+        low_smoothed, high_smoothed = smooth(low), smooth(high)
+        return (
+            (low if low_smoothed is None else low_smoothed.mean).values,
+            (high if high_smoothed is None else high_smoothed.mean).values,
+        )
+    return None if smoothed is None else (smoothed.low.values, smoothed.high.values)
+
+
+def _dress(axes: Axes, label: str, unit_interval: bool, *, grid: bool) -> None:
+    axes.patch.set_alpha(0.0)
+    axes.set_ylabel(label, color=_TEXT)
+    axes.tick_params(colors=_TEXT, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    if unit_interval:
+        axes.set_ylim(-0.02, 1.03)
+    if grid:
+        axes.grid(visible=True, axis="y", color=_FAINT, linewidth=0.6)
+        axes.set_axisbelow(True)
+
+
+def _inline(svg: str, name: str) -> str:
+    """Only the element, with ids of its own, the page's colours and the page's letters."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(xlink:href|href)="#', f'href="#{name}-', svg)
+    svg = svg.replace("url(#", f"url(#{name}-")
+    svg = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", svg)
+    svg = re.sub(r'^<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg)
+    svg = re.sub(r'^<svg ([^>]*?)height="[^"]*"', r"<svg \1", svg)
+    for stand_in, ink in _INKS.items():
+        svg = svg.replace(stand_in, ink)
+    svg = re.sub(r"font: ([^;\"]*?px) [^;\"]*", r"font-size: \1", svg)
+    return re.sub(r"\n\s*", "\n", svg).strip()
+
+
+# --------------------------------------------------------------------------------------------------
+# Long curves made short enough to draw, and honest about it.
+#
+# A curve of many points is drawn twice: as a line of rolling means in a band of rolling quantiles,
+# and beneath it as the lowest and the highest value of each stretch of steps, so that no peak is
+# lost, however short it was.
+
+FEW_POINTS = 60
+"""Up to so many, a curve is drawn as it was logged."""
+NUM_PLACES = 300
+"""Points of a smoothed curve, and stretches of one drawn by its extremes: what fits a screen."""
+SMOOTHED_SHARE = 25
+"""A rolling window holds one in so many of a curve's points."""
+LOW, HIGH = 0.1, 0.9
+"""The band holds what lies between these quantiles of a window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smoothed:
+    """Rolling means, and the quantiles around them, at the same steps."""
+
+    mean: Series
+    low: Series
+    high: Series
+    window: int
+    """Points that each mean is of."""
+
+
+def extremes(series: Series, num_stretches: int = NUM_PLACES) -> Series:
+    """The lowest and the highest point of each stretch, in the order in which they were logged.
+
+    A curve of up to two points a stretch is returned as it is.
+    """
+    count = len(series.steps)
+    if count <= 2 * num_stretches:
+        return series
+    values = np.array(series.values)
+    kept: list[int] = []
+    edges = np.linspace(0, count, num_stretches + 1).astype(int)
+    for start, end in pairwise(edges):
+        part = values[start:end]
+        kept += sorted({start + int(part.argmin()), start + int(part.argmax())})
+    # The ends are what a reader looks for first.
+    places = sorted({0, *kept, count - 1})
+    return Series(
+        steps=tuple(series.steps[i] for i in places), values=tuple(series.values[i] for i in places)
+    )
+
+
+def smooth(series: Series, num_places: int = NUM_PLACES) -> Smoothed | None:
+    """The curve without its noise; None where it has few points.
+
+    Windows are centred. At the ends they are one-sided as far as they must, never filled up with
+    values that nobody logged.
+    """
+    count = len(series.steps)
+    if count <= FEW_POINTS:
+        return None
+    window = max(5, count // SMOOTHED_SHARE)
+    values = np.array(series.values)
+    places = np.unique(np.linspace(0, count - 1, min(count, num_places)).round().astype(int))
+    parts = [values[max(0, i - window // 2) : i + window // 2 + 1] for i in places]
+    steps = tuple(series.steps[i] for i in places)
+    low, high = np.array([np.quantile(part, (LOW, HIGH)) for part in parts]).T
+    return Smoothed(
+        mean=Series(steps=steps, values=tuple(float(part.mean()) for part in parts)),
+        low=Series(steps=steps, values=tuple(map(float, low))),
+        high=Series(steps=steps, values=tuple(map(float, high))),
+        window=2 * (window // 2) + 1,
+    )
+
+
+def over_seeds(several: Sequence[Series]) -> Smoothed | None:
+    """Means over runs, with the lowest and the highest of them, at the steps that all logged.
+
+    None where they share no step.
+    """
+    tables = [dict(zip(series.steps, series.values, strict=True)) for series in several]
+    shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
+    if not shared:
+        return None
+    values = np.array([[table[step] for step in shared] for table in tables])
+    steps = tuple(shared)
+    return Smoothed(
+        mean=Series(steps=steps, values=tuple(map(float, values.mean(axis=0)))),
+        low=Series(steps=steps, values=tuple(map(float, values.min(axis=0)))),
+        high=Series(steps=steps, values=tuple(map(float, values.max(axis=0)))),
+        window=1,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Which curves a page draws: of one run, and of several over one another.
+
+
+def charts_of(record: RunRecord) -> list[Chart]:
+    """The charts of a run that have something to show, the most telling first."""
+    return [chart for chart in (*_what_it_is_judged_by(record), *_how_it_went(record)) if chart]
+
+
+def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
+    series = record.series
+    sets = [
+        name.removesuffix("/loss") for name in record.names()
+        if name.startswith("validation-") and name.endswith("/loss")
+    ]  # fmt: skip
+    gold = gold_metric(record.settings, record.names())
+    if gold is not None:
+        figure = gold.rpartition("/")[2]
+        yield Chart(
+            title="Gold metric", lines=(Line(label=gold, series=series(gold)),),
+            left=figure, unit_interval=figure == "accuracy",
+        )  # fmt: skip
+    truth = series("validation/accuracy")
+    yield Chart(
+        title="Reward, and success in validation" if truth else "Reward",
+        lines=(
+            Line(label="reward (mean, spread)", series=series("train/reward"),
+                 band=series("train/reward_std"), within=seen_rewards(record)),
+            Line(label="success in validation", series=truth, on_right=True),
+        ),
+        left="reward", right="success rate", right_unit_interval=True,
+    )  # fmt: skip
+    yield Chart(
+        title="Reward in validation",
+        lines=() if truth else (Line(label="reward", series=series("validation/reward_mean")),),
+        left="reward",
+    )
+    yield Chart(
+        title="Accuracy",
+        lines=(
+            Line(label="training", series=series("train/accuracy")),
+            *(Line(label=s.removeprefix("validation-"), series=series(f"{s}/accuracy"))
+              for s in sets),
+        ),
+        left="share of pairs", unit_interval=True,
+    )  # fmt: skip
+    yield Chart(
+        title="Loss",
+        lines=(
+            Line(label="training", series=series("train/loss")),
+            *(Line(label=s.removeprefix("validation-"), series=series(f"{s}/loss"))
+              for s in sets),
+        ),
+        left="loss",
+    )  # fmt: skip
+    scores = [
+        Line(label=f"{who}, {s.removeprefix('validation-')}",
+             series=series(f"{s}/rewards_{who}_mean"))
+        for s in sets for who in ("chosen", "rejected")
+    ]  # fmt: skip
+    yield Chart(title="Scores in validation", lines=scores, left="mean score")
+
+
+def _how_it_went(record: RunRecord) -> Iterator[Chart]:
+    series = record.series
+    for title, label, name in (
+        ("Divergence from the policy before", "KL per token", "train/kl_penalty"),
+        ("Entropy", "nats per token", "train/entropy"),
+        ("Length of completions", "tokens", "train/mean_gen_tokens_per_sample"),
+        ("Norm of the gradient", "norm", "train/grad_norm"),
+    ):
+        yield Chart(title=title, lines=(Line(label=label, series=series(name)),), left=label)
+    yield Chart(
+        title="Shares of a step",
+        lines=(
+            Line(label="groups without spread", series=series("train/frac_reward_zero_std")),
+            Line(label="completions cut off", series=series("train/truncation_rate")),
+        ),
+        left="share", unit_interval=True,
+    )  # fmt: skip
+    failures = series("train/num_failures")
+    yield Chart(
+        title="Completions without a reward",
+        lines=(Line(label="failures", series=failures),) if any(failures.values) else (),
+        left="completions a step",
+    )
+    yield Chart(
+        title="Speed",
+        lines=(Line(label="tokens/s", series=series("performance/tokens_per_second")),),
+        left="tokens/s",
+    )
+
+
+# ---------------------------------------------------------------------------------- several runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Runs in one chart: a run, or several that differ in nothing but their seeds."""
+
+    mark: str
+    """A letter for each run of them."""
+    label: str
+    records: Sequence[RunRecord]
+
+
+def overlays(several: Sequence[Compared]) -> list[Chart]:
+    """The same curve of every run over one another, a chart for each curve that several have."""
+    curves: dict[str, tuple[Chart, Line, list[Line]]] = {}
+    for compared in several:
+        for title, chart, line in _curves(compared.records[0]):
+            found = curves.setdefault(title, (chart, line, []))
+            drawn = _one_line(compared, title, line)
+            if drawn is not None:
+                found[2].append(drawn)
+    return [
+        Chart(
+            title=title,
+            lines=lines,
+            left=chart.right if line.on_right else chart.left,
+            unit_interval=chart.right_unit_interval if line.on_right else chart.unit_interval,
+        )
+        for title, (chart, line, lines) in curves.items()
+        if lines
+    ]
+
+
+def _curves(record: RunRecord) -> Iterator[tuple[str, Chart, Line]]:
+    """Every curve of a run, with a name that is the same in every run."""
+    for chart in charts_of(record):
+        for line in chart.lines:
+            if line.series:
+                is_alone = len(chart.lines) == 1
+                yield chart.title if is_alone else f"{chart.title}: {line.label}", chart, line
+
+
+def _one_line(compared: Compared, title: str, line: Line) -> Line | None:
+    if len(compared.records) == 1:
+        return Line(label=compared.label, series=line.series, band=line.band,
+                    within=line.within, mark=compared.mark)  # fmt: skip
+    several: list[Series] = [
+        found.series
+        for record in compared.records
+        for name, _, found in _curves(record)
+        if name == title
+    ]
+    over = over_seeds(several)
+    if over is None or len(several) < len(compared.records):
+        return None
+    return Line(
+        label=compared.label, series=over.mean, limits=(over.low, over.high), mark=compared.mark
+    )

@@ -1,0 +1,748 @@
+"""A sentence about a run, and the arithmetic that several rules share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, Literal, NamedTuple
+
+from laurel.observe.console import format_number
+from laurel.observe.gold import gold_metric
+from laurel.observe.metrics import counted, is_lower_better
+from laurel.observe.run_record import RunRecord, Series
+
+Weight = Literal["bad", "look", "good", "note"]
+"""A problem, what may be one, what is well, and what is only to be known."""
+
+MIN_STEPS = 20
+"""With fewer, the beginning and the end of a curve are not compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One sentence or two about a run."""
+
+    weight: Weight
+    text: str
+
+
+def beginning(series: Series) -> Sequence[float]:
+    """The values of the first tenth of a curve."""
+    return series.values[: max(1, len(series.values) // 10)]
+
+
+def ending(series: Series) -> Sequence[float]:
+    """The values of its last tenth."""
+    return series.values[-max(1, len(series.values) // 10) :]
+
+
+def variance(values: Sequence[float]) -> float:
+    """Of the values as they are (divided by n)."""
+    mean = fmean(values)
+    return fmean((value - mean) ** 2 for value in values)
+
+
+def steps(count: int) -> str:
+    """E.g. `1 step`, `2,000 steps`."""
+    return counted(count, "step")
+
+
+# --------------------------------------------------------------------------------------------------
+# Rules for policies that learn from rewards: failures, spread, entropy, lengths, and hacking.
+
+_IN_WORDS = {"other": "for reasons of the environment's own, which stand in completions/"}
+"""Reasons that do not say themselves what they are."""
+
+
+def failed_rewards(record: RunRecord) -> Iterator[Finding]:
+    """Completions that nobody could judge."""
+    left_out = record.total("train/num_failures_left_out")
+    num_failures = record.total("train/num_failures") + left_out
+    turns = record.series("train/total_turns")
+    each = record.series("train/avg_turns_per_sample")
+    if not num_failures or turns.steps != each.steps:
+        return
+    total = left_out + math.fsum(
+        all_of / of_one for all_of, of_one in zip(turns.values, each.values, strict=True) if of_one
+    )
+    share = num_failures / total
+    reasons = sorted(
+        ((record.total(name), name.removeprefix("train/reward/failed_"))
+         for name in record.names() if name.startswith("train/reward/failed_")),
+        reverse=True,
+    )  # fmt: skip
+    most = ", ".join(f"{count:,.0f} {_IN_WORDS.get(reason, reason)}"
+                     for count, reason in reasons[:3] if count)  # fmt: skip
+    yield Finding(
+        weight="bad" if share > 0.05 else "look",
+        text=f"{num_failures:,.0f} of {total:,.0f} completions got no reward ({100 * share:.2g}%"
+        f"{': ' + most if most else ''}). They were masked, not counted as 0.",
+    )
+
+
+def groups_without_spread(record: RunRecord) -> Iterator[Finding]:
+    """Groups whose completions all got the same reward teach nothing."""
+    share = record.series("train/frac_reward_zero_std")
+    if not share:
+        return
+    last = fmean(ending(share))
+    if last > 0.5 and any(
+        a.until is None and is_success(a, record) for a in alarms_of(record.health)
+    ):
+        return  # which is told there
+    if last > 0.5:
+        gold = gold_course(record)
+        is_solved = standing(record) == "top" and not (gold and gold.is_lower)
+        solved = record.series("train/baseline_reward/pct_1")
+        which = ""
+        if solved:
+            which = f", and {fmean(ending(solved)):.0f}% of all groups were all right"
+        yield Finding(
+            weight="good" if is_solved else "look",
+            text=f"In {last:.0%} of the groups of the last steps all completions got the same "
+            f"reward{which}: nothing is learned from such a group. "
+            + (
+                "The reward is at the top of what was seen: harder tasks, or the end of the run."
+                if is_solved
+                else "Harder or easier tasks, a higher temperature, or grpo.use_dynamic_sampling."
+            ),
+        )
+
+
+def cut_off(record: RunRecord) -> Iterator[Finding]:
+    """Completions that hit the limit."""
+    share = record.series("train/truncation_rate")
+    if share and (last := fmean(ending(share))) > 0.2:
+        yield Finding(
+            weight="look",
+            text=f"{last:.0%} of the completions of the last steps were cut off. A larger "
+            "policy.generation.max_new_tokens, or overlong filtering.",
+        )
+
+
+def entropy_collapse(record: RunRecord) -> Iterator[Finding]:
+    """A policy that says the same over and over."""
+    for name in ("train/entropy", "train/approx_entropy"):
+        entropy = record.series(name)
+        if len(entropy.values) < MIN_STEPS:
+            continue
+        first, last = fmean(beginning(entropy)), fmean(ending(entropy))
+        if first > 0 and last < 0.2 * first:
+            yield Finding(
+                weight="look",
+                text=f"Entropy fell to {last / first:.0%} of what it was ({format_number(first)} "
+                f"to {format_number(last)} nats per token): the policy hardly explores any more. "
+                "A KL penalty, or a larger upper clip bound (loss_fn.ratio_clip_max).",
+            )
+        return
+
+
+def gold_fell(record: RunRecord) -> Iterator[Finding]:
+    """What is really wanted, which the policy is not rewarded by: the first thing to know."""
+    gold = gold_course(record)
+    if gold is None:
+        return
+    reward = record.series("train/reward")
+    beside = ""
+    if len(reward.values) > 1:
+        first, last = fmean(beginning(reward)), fmean(ending(reward))
+        beside = (
+            f", while the reward {'rose' if last > first else 'went'} from {format_number(first)} "
+            f"to {format_number(last)}"
+        )
+    if gold.fell:
+        yield Finding(
+            weight="bad",
+            text=f"The gold metric {gold.name} fell from {format_number(gold.peak)} at step "
+            f"{gold.peak_step:,.0f} to {format_number(gold.last)} at the end{beside}: the policy "
+            "pleases the reward, not what is wanted. Read the samples with the highest reward. The "
+            f"checkpoint nearest to step {gold.peak_step:,.0f} is likely the better model.",
+        )
+    elif gold.is_lower:
+        yield Finding(
+            weight="look",
+            text=f"The gold metric {gold.name} did not rise: {format_number(gold.first)} at first, "
+            f"{format_number(gold.last)} at the end{beside}.",
+        )
+    else:
+        yield Finding(
+            weight="good",
+            text=f"The gold metric {gold.name} went from {format_number(gold.first)} to "
+            f"{format_number(gold.last)}, and has not fallen{beside}.",
+        )
+
+
+def reward_without_success(record: RunRecord) -> Iterator[Finding]:
+    """Reward that rises while the truth falls, and reward that does not rise at all."""
+    reward = record.series("train/reward")
+    if record.kind != "grpo" or len(reward.values) < MIN_STEPS:
+        return
+    first, last = beginning(reward), ending(reward)
+    noise = 2 * math.sqrt(variance(first) / len(first) + variance(last) / len(last))
+    change = fmean(last) - fmean(first)
+    said = f"from {format_number(fmean(first))} to {format_number(fmean(last))}"
+    truth = record.series("validation/accuracy")
+    if change > noise and len(truth.values) > 1 and truth.values[-1] < truth.values[0] - 0.02:
+        yield Finding(
+            weight="bad",
+            text=f"The reward rose ({said}) while success in validation fell from "
+            f"{truth.values[0]:.1%} to {truth.values[-1]:.1%}: the policy has learned to please "
+            "the reward, not to be right. Read the samples with the highest reward.",
+        )
+    elif (gold := gold_course(record)) is not None and gold.is_lower:
+        return  # which `gold_fell` has told, with the reward beside it
+    elif change > noise:
+        yield Finding(
+            weight="good",
+            text=f"The reward rose {said} (means of the first and the last tenth of the steps).",
+        )
+    elif standing(record) == "top":
+        yield Finding(
+            weight="good",
+            text=f"The reward is at the top of what was seen and was so from the beginning ({said}"
+            "): these tasks were solved before.",
+        )
+    else:
+        yield Finding(
+            weight="bad",
+            text=f"The reward did not rise beyond its noise: {said} (means of the first and the "
+            "last tenth of the steps; two standard errors of the difference are "
+            f"{format_number(noise)}).",
+        )
+
+
+def lengths_grew(record: RunRecord) -> Iterator[Finding]:
+    """Answers that get longer and longer."""
+    lengths = record.series("train/mean_gen_tokens_per_sample")
+    if len(lengths.values) < MIN_STEPS:
+        return
+    first, last = fmean(beginning(lengths)), fmean(ending(lengths))
+    if first > 0 and not 0.5 <= last / first <= 2:
+        yield Finding(
+            weight="look",
+            text=f"Completions went from {first:,.0f} to {last:,.0f} tokens. Is that what the "
+            "task needs, or what the reward likes?",
+        )
+
+
+def sampler_mismatch(record: RunRecord) -> Iterator[Finding]:
+    """The generator's probabilities beside the learner's."""
+    error = record.series("train/gen_kl_error")
+    if error and (last := fmean(ending(error))) > 0.01:
+        yield Finding(
+            weight="look",
+            text=f"The generator and the learner differ by {format_number(last)} nats per token "
+            "over the last steps (train/gen_kl_error): they should compute the same model. Look "
+            "at precision and at the staleness of the weights.",
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Rules for reward models: what they know besides length, and what their scores can be used for.
+
+
+def against_length(record: RunRecord) -> Iterator[Finding]:
+    """Whether a reward model knows more than which answer is longer."""
+    for name in record.names():
+        if not name.startswith("validation") or not name.endswith("/longer_wins_baseline"):
+            continue
+        section = name.rpartition("/")[0]
+        accuracy, baseline = record.latest(f"{section}/accuracy"), record.latest(name)
+        if accuracy is None or baseline is None:
+            continue
+        # Whoever takes what is shorter knows nothing more either.
+        rival = max(baseline, 1 - baseline)
+        rule = (
+            "always taking the longer answer gives"
+            if baseline >= 0.5
+            else "always taking the shorter answer gives"
+        )
+        count = record.latest(f"{section}/num_valid_samples")
+        pairs = "" if count is None else f" on {counted(round(count), 'pair')}"
+        error = 0.02 if not count else 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.01) / count)
+        said = f"{section}: accuracy is {accuracy:.1%}{pairs}, and {rule} {rival:.1%}"
+        if accuracy <= rival + error:
+            yield Finding(
+                weight="bad",
+                text=f"{said}: no better than length alone, within two standard errors. Look at "
+                "the accuracy where the shorter answer is chosen (laurel eval pairs "
+                "--diagnostics), and balance the data by length.",
+            )
+        else:
+            yield Finding(
+                weight="good",
+                text=f"{said}: {100 * (accuracy - rival):.1f} points better than length.",
+            )
+
+
+def scores_follow_length(record: RunRecord) -> Iterator[Finding]:
+    """Scores that go with length, ties, and confidence that is not earned."""
+    for name in record.names():
+        section, _, figure = name.rpartition("/")
+        value = record.latest(name) if section.startswith("validation") else None
+        if value is None:
+            continue
+        if figure == "score_length_correlation" and abs(value) > 0.6:
+            yield Finding(
+                weight="look",
+                text=f"{section}: scores go with length (Spearman's correlation {value:.2f}). A "
+                "policy that learns from them will write "
+                f"{'longer' if value > 0 else 'shorter'} answers.",
+            )
+        elif figure == "score_ties" and value > 0.05:
+            yield Finding(
+                weight="look",
+                text=f"{section}: {value:.1%} of the pairs have the same score on both sides. "
+                "Are answers cut off (policy.max_total_sequence_length), or the same?",
+            )
+        elif figure == "ece" and value > 0.1:
+            yield Finding(
+                weight="look",
+                text=f"{section}: confidence and accuracy are {value:.1%} apart on average "
+                "(calibration error). Scores can be ranked, but margins are no probabilities.",
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Rules for any training: alarms, numbers that are none, gradients, validation, data.
+
+ZERO_SPREAD = "zero_spread_groups"
+"""The alarm that success raises, too."""
+_OF_ROWS = re.compile(r"(^|: )([\d,]+ rows? (?!of )|no row )")
+"""How a note begins that says something of the rows; others say where they come from."""
+JUMP = 10.0
+"""A gradient norm so many times the median is a jump."""
+
+
+def alarms_going_on(record: RunRecord) -> Iterator[Finding]:
+    """Alarms of the run itself come before anything computed afterwards."""
+    alarms = alarms_of(record.health)
+    for alarm in alarms:
+        if alarm.until is None and is_success(alarm, record):
+            reward = format_number(fmean(ending(record.series("train/reward"))))
+            yield Finding(
+                weight="good",
+                text=f"Since step {alarm.since:,} nearly all groups have equal rewards, and the "
+                f"reward ({reward}) is at the top of what was seen: these tasks are solved, and "
+                f"nothing more is learned from them ({alarm.name}). Harder tasks, or the end of "
+                "the run.",
+            )
+        elif alarm.until is None:
+            advice = alarm.advice and alarm.advice[0].upper() + alarm.advice[1:]
+            parts = [alarm.name, alarm.text, advice]
+            said = " ".join(f"{part.rstrip('.')}." for part in parts if part)
+            yield Finding(
+                weight="bad", text=f"An alarm is still on since step {alarm.since:,}: {said}"
+            )
+    if over := sum(alarm.until is not None for alarm in alarms):
+        yield Finding(
+            weight="look",
+            text=f"Raised in the course of the run, and over by now: {over:,} "
+            f"alarm{'' if over == 1 else 's'}.",
+        )
+
+
+def is_success(alarm: Alarm, record: RunRecord) -> bool:
+    """Whether an alarm says no more than that everything is right."""
+    if alarm.name != ZERO_SPREAD or standing(record) != "top":
+        return False
+    gold = gold_course(record)  # a reward at its top is no success where what is wanted falls
+    return gold is None or not gold.is_lower
+
+
+def not_finite(record: RunRecord) -> Iterator[Finding]:
+    """NaN and infinity, which no curve can show."""
+    lost = {
+        name: found for name in record.names()
+        if name not in ("step", "time") and (found := record.not_finite(name))
+    }  # fmt: skip
+    if lost:
+        worst = max(lost, key=lambda name: len(lost[name]))
+        others = f"; {len(lost) - 1} other figures too" if len(lost) > 1 else ""
+        yield Finding(
+            weight="bad",
+            text=f"{worst} was NaN or infinite at {steps(len(lost[worst]))}, first at step "
+            f"{lost[worst][0]:,.0f}{others}. The curves leave such values out. Look at the data "
+            "of that step, then at the learning rate and the precision.",
+        )
+
+
+def gradient_jumps(record: RunRecord) -> Iterator[Finding]:
+    """Steps at which the gradient was many times as large as usual.
+
+    Those of the first tenth do not count: what begins from nothing begins with large ones.
+    """
+    norms = record.series("train/grad_norm")
+    if len(norms.values) < MIN_STEPS:
+        return
+    usual, begun = median(norms.values), len(norms.values) // 10
+    jumps = [
+        (value, step)
+        for step, value in zip(norms.steps[begun:], norms.values[begun:], strict=True)
+        if usual > 0 and value > JUMP * usual
+    ]
+    if jumps:
+        value, step = max(jumps)
+        yield Finding(
+            weight="look",
+            text=f"The norm of the gradient jumped: {format_number(value)} at step {step:,.0f}, "
+            f"{value / usual:,.0f} times its median of {format_number(usual)}; {steps(len(jumps))} "
+            f"lay above {JUMP:.0f} times the median. Look at the samples of such a step; a lower "
+            "learning rate or policy.max_grad_norm holds it down.",
+        )
+
+
+def steps_lost(record: RunRecord) -> Iterator[Finding]:
+    """Optimizer steps that were not taken."""
+    lost = [
+        ("bad steps, of which nothing was applied",
+         sum(value > 0 for value in record.series("train/bad_steps_in_a_row").values)),
+        ("steps with an update that was not applied",
+         sum(v > 0 for v in record.series("train/optimizer_steps_not_applied").values)),
+    ]  # fmt: skip
+    for what, count in lost:
+        if count:
+            yield Finding(
+                weight="look",
+                text=f"There were {count:,} {what}, of {record.num_steps:,}. Nothing was learned "
+                "from their data.",
+            )
+            return
+
+
+def validation_got_worse(record: RunRecord) -> Iterator[Finding]:
+    """A best validation that is not the last one, by more than chance explains.
+
+    A figure that equals another at every step, as the mean of rewards of 0 and 1 equals the
+    accuracy, is told once.
+    """
+    told: list[Series] = []
+    for name in sorted(record.names(), key=lambda name: not name.endswith("/accuracy")):
+        figure = name.rpartition("/")[2]
+        if not name.startswith("validation") or figure not in (
+            "accuracy", "loss", "reward_mean", "top1",
+        ):  # fmt: skip
+            continue
+        series = record.series(name)
+        if len(series.values) < 2 or series in told:
+            continue
+        told.append(series)
+        sign = -1.0 if is_lower_better(name) else 1.0
+        best = max(range(len(series.values)), key=lambda i: sign * series.values[i])
+        step = f"step {series.steps[best]:,.0f}"
+        worse_by = sign * (series.values[best] - series.values[-1])
+        if worse_by > _chance(record, name, series.values[best]):
+            yield Finding(
+                weight="bad",
+                text=f"Validation got worse: {name} was {format_number(series.values[best])} at "
+                f"{step} and is {format_number(series.values[-1])} at step "
+                f"{series.steps[-1]:,.0f}. The checkpoint nearest to {step} is likely the better "
+                "model.",
+            )
+
+
+def _chance(record: RunRecord, name: str, value: float) -> float:
+    """How far a figure may fall by chance: two standard errors where they are known."""
+    section, _, figure = name.rpartition("/")
+    if figure in ("accuracy", "top1"):
+        counts = record.series(f"{section}/num_valid_samples").values
+        if not counts:
+            return 0.05
+        # Two measurements of the same rows differ by less than two of different ones would.
+        return max(0.01, 2 * math.sqrt(max(value * (1 - value), 0.01) / counts[-1]))
+    if figure == "loss":
+        return 0.03 * abs(value)
+    spread = record.series(f"{section}/reward_std").values
+    return 0.1 * spread[-1] if spread else 0.1 * abs(value)
+
+
+def overfitting(record: RunRecord) -> Iterator[Finding]:
+    """Training much better than validation."""
+    training = record.series("train/accuracy")
+    held = record.series("validation-default/accuracy")
+    if len(training.values) < MIN_STEPS or not held:
+        return
+    seen = fmean(ending(training))
+    if seen - held.values[-1] > 0.1:
+        yield Finding(
+            weight="look",
+            text=f"Training is ahead of validation: accuracy {seen:.1%} over the last steps, "
+            f"{held.values[-1]:.1%} in validation. Fewer epochs, a lower learning rate or more "
+            "data.",
+        )
+
+
+def loss_did_not_fall(record: RunRecord) -> Iterator[Finding]:
+    """Of training by gradient on a fixed loss; GRPO's loss says nothing of the kind."""
+    loss = record.series("train/loss")
+    if record.kind not in ("rm", "sft") or len(loss.values) < MIN_STEPS:
+        return
+    first, last = fmean(beginning(loss)), fmean(ending(loss))
+    if last > 0.98 * first:
+        yield Finding(
+            weight="bad",
+            text=f"The loss did not fall: {format_number(first)} over the first steps, "
+            f"{format_number(last)} over the last. Look at the learning rate, and at whether the "
+            "data says what it should.",
+        )
+
+
+def data_left_out(record: RunRecord) -> Iterator[Finding]:
+    """Rows that were read and not used, and what the data report noted."""
+    for name, report in record.data.items():
+        read, kept = report.get("rows_read"), report.get("rows_kept")
+        # What is held out is used in validation.
+        reasons = {
+            reason.replace("_", " "): _count(found)
+            for reason, found in (report.get("rows_left_out") or {}).items()
+        }
+        held_out = reasons.pop("held out", 0)
+        if isinstance(read, int) and isinstance(kept, int) and read:
+            lost = read - kept - held_out
+            if lost > 0.1 * read:
+                most = sorted(reasons.items(), key=lambda item: -item[1])[:3]
+                said = ", ".join(f"{count:,} {reason}" for reason, count in most)
+                yield Finding(
+                    weight="look",
+                    text=f"Data '{name}': {lost:,} of {counted(read, 'row')} "
+                    f"{'was' if lost == 1 else 'were'} left out ({said}).",
+                )
+        for note in report.get("notes") or ():
+            weight: Weight = "look" if _OF_ROWS.search(str(note)) else "note"
+            yield Finding(weight=weight, text=f"Data '{name}': {note}.")
+
+
+def _count(found: Any) -> int:
+    value = found.get("count", 0) if isinstance(found, dict) else found
+    return value if isinstance(value, int) else 0
+
+
+# --------------------------------------------------------------------------------------------------
+# What to look at first: rules over the figures of a run, in plain words with their numbers.
+#
+# A rule says nothing where its figures are missing, and never more than its figures show: it points
+# to where a person should look, and what usually helps.
+
+Rule = Callable[[RunRecord], Iterator[Finding]]
+
+RULES: tuple[Rule, ...] = (
+    gold_fell,
+    reward_without_success,
+    alarms_going_on,
+    not_finite,
+    validation_got_worse,
+    loss_did_not_fall,
+    against_length,
+    failed_rewards,
+    gradient_jumps,
+    steps_lost,
+    groups_without_spread,
+    cut_off,
+    entropy_collapse,
+    lengths_grew,
+    scores_follow_length,
+    overfitting,
+    sampler_mismatch,
+    data_left_out,
+)
+"""Every rule, the most telling first."""
+
+_WEIGHTS: tuple[Weight, ...] = ("bad", "look", "good", "note")
+
+
+def findings(record: RunRecord) -> list[Finding]:
+    """What the figures of a run say, the worst first and what is only to be known last."""
+    found = [finding for rule in RULES for finding in rule(record)]
+    return sorted(found, key=lambda finding: _WEIGHTS.index(finding.weight))
+
+
+# --------------------------------------------------------------------------------------------------
+# The alarms of a run, from `health.jsonl`: since when, until when, what was seen, what to do.
+
+MAX_SAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """One alarm, from the step it was raised at to the one it was over at."""
+
+    name: str
+    since: int
+    until: int | None = None
+    """None: it has not ended."""
+    metric: str = ""
+    value: float | None = None
+    """What the metric was when it was raised."""
+    threshold: float | None = None
+    baseline: float | None = None
+    text: str = ""
+    advice: str = ""
+    samples: Sequence[Mapping[str, Any]] = ()
+
+
+def alarms_of(lines: Iterable[Mapping[str, Any]]) -> list[Alarm]:
+    """The alarms of the lines, those that go on first, then the latest.
+
+    A line that repeats what is so already changes nothing: the alarm began when it was first told.
+    """
+    ended: list[Alarm] = []
+    going_on: dict[str, Alarm] = {}
+    for line in lines:
+        name, step = str(line.get("alarm", "")), _number(line.get("step"))
+        if not name or step is None:
+            continue
+        if line.get("state") == "over":
+            alarm = going_on.pop(name, None)
+            if alarm is not None:
+                ended.append(replace(alarm, until=int(step)))
+        elif line.get("state") == "raised" and name not in going_on:
+            going_on[name] = _alarm(name, int(step), line)
+    return [
+        *sorted(going_on.values(), key=lambda alarm: -alarm.since),
+        *sorted(ended, key=lambda alarm: -alarm.since),
+    ]
+
+
+def _alarm(name: str, step: int, line: Mapping[str, Any]) -> Alarm:
+    samples = line.get("samples")
+    return Alarm(
+        name=name,
+        since=step,
+        metric=str(line.get("metric") or ""),
+        value=_number(line.get("value")),
+        threshold=_number(line.get("threshold")),
+        baseline=_number(line.get("baseline")),
+        text=str(line.get("text") or ""),
+        advice=str(line.get("advice") or ""),
+        samples=[sample for sample in samples if isinstance(sample, dict)][:MAX_SAMPLES]
+        if isinstance(samples, list)
+        else (),
+    )
+
+
+def _number(value: object) -> float | None:
+    """JSON has no NaN: loggers write it as text, and `float` reads that."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Where the reward of a run stands among the rewards that were seen: solved, hopeless, or between.
+#
+# Groups whose rewards are all equal are an end that was wished for where all are right, and an
+# illness where none is.
+
+Standing = Literal["top", "between", "bottom"]
+
+CLOSE = 0.1
+"""Share of the range of rewards, or of the groups, that may be missing to its end."""
+
+
+def seen_rewards(record: RunRecord) -> tuple[float, float] | None:
+    """The lowest and the highest reward of any completion of training; None where nobody knows."""
+    low, high = record.series("train/reward_min"), record.series("train/reward_max")
+    return (min(low.values), max(high.values)) if low and high else None
+
+
+def standing(record: RunRecord) -> Standing | None:
+    """Where the mean reward of the last steps stands; None where that cannot be told.
+
+    Where only one reward was ever seen it is told from the share of groups that are all right, or
+    all wrong, of rewards from 0 to 1.
+    """
+    reward, seen = record.series("train/reward"), seen_rewards(record)
+    if not reward or seen is None:
+        return None
+    low, high = seen
+    last = fmean(ending(reward))
+    if high > low:
+        share = (last - low) / (high - low)
+        return "top" if share >= 1 - CLOSE else "bottom" if share <= CLOSE else "between"
+    for name, where in (("pct_1", "top"), ("pct_0", "bottom")):
+        groups = record.series(f"train/baseline_reward/{name}")
+        if groups and fmean(ending(groups)) >= 100 * (1 - CLOSE):
+            return "top" if where == "top" else "bottom"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# How the gold metric of a run went: whether it fell, and by more than chance.
+
+LEAST_FALL = 0.02
+"""Share of the peak that a fall is at least."""
+FALL_OF_FEW = 0.1
+"""The same where there are too few values to tell chance: `grpo.health.gold_drop` by default."""
+
+
+class GoldCourse(NamedTuple):
+    """The gold metric at the beginning, at its best and at the end: means of a tenth of its values.
+
+    With fewer than twenty values each is a single one.
+    """
+
+    name: str
+    first: float
+    peak: float
+    peak_step: float
+    last: float
+    fell: bool
+    """The end lies below the best by more than chance explains."""
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether the end lies below the beginning, or fell from its peak."""
+        return self.fell or self.last < self.first
+
+
+def gold_course(record: RunRecord) -> GoldCourse | None:
+    """The course of the gold metric; None where the run has none, or it was measured once."""
+    name = gold_metric(record.settings, record.names())
+    series = record.series(name) if name is not None else None
+    if name is None or series is None or len(series.values) < 2:
+        return None
+    window = max(1, len(series.values) // 10)
+    means = [
+        fmean(series.values[end - window : end]) for end in range(window, len(series.values) + 1)
+    ]
+    # Of equal ones the latest: its checkpoint has learned the most.
+    best = max(range(len(means)), key=lambda index: (means[index], index))
+    least = max(
+        LEAST_FALL * abs(means[best]), _gold_by_chance(record, name, series, window, means[best])
+    )
+    return GoldCourse(
+        name=name,
+        first=means[0],
+        peak=means[best],
+        peak_step=series.steps[best + window - 1],
+        last=means[-1],
+        fell=means[best] - means[-1] > least,
+    )
+
+
+def _gold_by_chance(
+    record: RunRecord, name: str, series: Series, window: int, peak: float
+) -> float:
+    """How far the difference of two means of a window may be from 0 by chance.
+
+    Three standard errors, as the peak is the best of many windows. The spread of single values is
+    that of the differences between neighbours, which a slow drift hardly widens.
+    """
+    if len(series.values) >= MIN_STEPS:
+        return 3 * math.sqrt(2 / window) * _spread(series.values)
+    counts = record.series(f"{name.rpartition('/')[0]}/num_samples").values
+    if name.endswith("/accuracy") and counts and counts[-1] > 0:
+        return 3 * math.sqrt(2 * max(peak * (1 - peak), 0.01) / counts[-1])
+    return FALL_OF_FEW * abs(peak)
+
+
+def _spread(values: Sequence[float]) -> float:
+    steps = [abs(after - before) for before, after in pairwise(values)]
+    return 1.4826 * median(steps) / math.sqrt(2)

@@ -1,0 +1,100 @@
+"""The end of a run in a few lines: what came out, and what its report would say first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+
+from laurel.observe.console import format_number
+from laurel.observe.gold import gold_metric
+from laurel.observe.metrics import counted
+from laurel.observe.report.findings import Finding, findings
+from laurel.observe.run_record import RunRecord
+
+MAX_RESULTS = 3
+MAX_FINDINGS = 3
+_SIGNS = {"bad": "problem", "look": "look", "good": "fine"}
+"""The words of the report's page."""
+
+
+def accuracy_words(figures: Mapping[str, float]) -> str | None:
+    """An accuracy beside its baselines and the number of pairs; None where there is none.
+
+    Args:
+        figures: Of one validation set, by bare name.
+    """
+    accuracy, count = figures.get("accuracy"), figures.get("num_valid_samples")
+    if accuracy is None:
+        return None
+    has_pairs = "longer_wins_baseline" in figures or "margin_mean" in figures
+    said = f"accuracy {accuracy:.4f}"
+    if count is not None:
+        said += f" of {counted(round(count), 'pair' if has_pairs else 'completion')}"
+    beside = [
+        f"{label} {figures[name]:.4f}"
+        for name, label in (
+            ("longer_wins_baseline", "longer answer"),
+            ("bag_of_words_baseline", "bag of words"),
+        )
+        if name in figures
+    ]
+    return f"{said} ({', '.join(beside)})" if beside else said
+
+
+def results(record: RunRecord) -> list[str]:
+    """What came out, a line each: the gold metric, the reward, each validation set, or the loss."""
+    return list(islice(_results(record), MAX_RESULTS))
+
+
+def _results(record: RunRecord) -> Iterator[str]:
+    gold = gold_metric(record.settings, record.names())
+    if gold is not None:
+        yield from _course(record, gold, f"{gold} (gold metric)")
+    sections = [
+        name.rpartition("/")[0]
+        for name in record.names()
+        if name.startswith("validation") and name.count("/") == 1
+    ]
+    found = False
+    for section in dict.fromkeys(sections):
+        latest = {
+            name.rpartition("/")[2]: value
+            for name in record.names()
+            if name.rpartition("/")[0] == section and (value := record.latest(name)) is not None
+        }
+        said = accuracy_words(latest)
+        if said is not None:
+            found = True
+            first = record.series(f"{section}/accuracy")
+            since = f", {first.values[0]:.4f} at step {first.steps[0]:,.0f}"
+            yield f"{section}: {said}" + (since if len(first.values) > 1 else "")
+        else:
+            for figure in ("final_score", "reward_mean", "loss"):
+                if figure in latest:
+                    found = True
+                    yield from _course(record, f"{section}/{figure}", f"{section}: {figure}")
+                    break
+    yield from _course(record, "train/reward", "train/reward")
+    if not found and record.kind != "grpo":
+        yield from _course(record, "train/loss", "train/loss (nothing was validated)")
+
+
+def _course(record: RunRecord, name: str, label: str) -> Iterator[str]:
+    series = record.series(name)
+    if series:
+        first, last = (format_number(series.values[i]) for i in (0, -1))
+        since = f" ({first} at step {series.steps[0]:,.0f})" if len(series.values) > 1 else ""
+        yield f"{label} {last}{since}"
+
+
+def first_findings(record: RunRecord) -> list[str]:
+    """What the report would put first, a sentence each; problems before everything else."""
+    found = [one for one in findings(record) if one.weight != "note"]
+    return [_sentence(one) for one in found[:MAX_FINDINGS]]
+
+
+def _sentence(finding: Finding) -> str:
+    text = finding.text
+    for end in (". ", ": look", " (means of"):  # what to do about it is in the report
+        text = text.split(end)[0]
+    return f"{_SIGNS[finding.weight]}: {text.rstrip('.')}"

@@ -1,0 +1,323 @@
+"""`laurel report --follow`: the page of a run that goes on, served on this machine only.
+
+One thread writes the page anew when the run has written something; requests are answered with the
+last page there is. The browser asks for its number and takes a newer one over in place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from laurel.errors import ConfigError, DataError
+from laurel.observe.report.page import Live, content_policy, page_of, page_script
+from laurel.observe.report.samples import RunSamples
+from laurel.observe.run_record import COMPLETIONS_DIRECTORY, EVALUATIONS, RunRecord, read_run
+
+HOST = "127.0.0.1"
+MIN_SECONDS = 2.0
+"""Between two pages, at least."""
+SHARE_OF_TIME = 0.05
+"""Of a core that writing pages may take: the run needs the rest."""
+MAX_SECONDS = 30.0
+"""Between two pages, at most: who follows a run wants to see it move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A page, and what is said of the runs in it."""
+
+    page: bytes
+    version: int
+    ended: bool
+    text: str
+
+
+class FollowedRuns:
+    """The runs of a page, and the page as it is now.
+
+    Args:
+        runs: Directories that runs log to.
+        title: Heading of the page.
+        say: Gets what a person should know: that the runs have ended, that a file is broken.
+        clock: Seconds since the epoch, as files have them.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Path],
+        *,
+        title: str,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._runs = list(runs)
+        self._title = title
+        self._say = say
+        self._clock = clock
+        self._samples = [RunSamples() for _ in runs]
+        self._seen: object = None
+        self._records: list[RunRecord] = []
+        self._said = ""
+        self.seconds_to_wait = MIN_SECONDS
+        self.served = Served(b"", 0, False, "")
+
+    def refresh(self) -> None:
+        """Look at the files, and write the page anew if one of them has changed.
+
+        What is broken for the moment (a file that is being written) leaves the page as it was.
+
+        Raises:
+            DataError: There is no page yet, and a directory holds no run, or a broken file.
+        """
+        started = time.perf_counter()
+        seen = [_stamps(run) for run in self._runs]
+        try:
+            if seen != self._seen:
+                self._records = [read_run(run) for run in self._runs]
+                version = self.served.version + 1
+                live = Live(version=version, seconds=MIN_SECONDS)
+                page = page_of(self._records, self._samples, title=self._title, live=live)
+                self._seen = seen
+                self.served = Served(
+                    page.encode("utf-8", "backslashreplace"), version, self.served.ended, ""
+                )
+        except DataError as error:
+            if not self.served.version:
+                raise
+            self._tell(f"the page stays as it was: {error}")
+        spent = time.perf_counter() - started
+        self.seconds_to_wait = min(max(MIN_SECONDS, spent / SHARE_OF_TIME), MAX_SECONDS)
+        self._describe(seen)
+
+    def _describe(self, seen: Sequence[dict[str, tuple[int, int]]]) -> None:
+        """Say how the runs stand, on the page and, once they have ended, to the terminal."""
+        states = [
+            state_of(record, seconds_quiet=self._clock() - _last_write(stamps))
+            for record, stamps in zip(self._records, seen, strict=True)
+        ]
+        ended = all(state.ended for state in states)
+        text = "; ".join(
+            _said(record, state) for record, state in zip(self._records, states, strict=True)
+        )
+        before = self.served
+        self.served = Served(before.page, before.version, ended, text)
+        if ended and not before.ended:
+            self._tell(f"{text}. The page stays as it is; Ctrl-C ends the server.")
+
+    def _tell(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._say(text)
+
+
+def follow(
+    runs: Sequence[Path],
+    *,
+    title: str,
+    port: int,
+    say: Callable[[str], None],
+    stop: threading.Event | None = None,
+) -> None:
+    """Serve the page until `stop` is set or Ctrl-C comes.
+
+    Args:
+        runs: Directories that runs log to.
+        title: Heading of the page.
+        port: Of this machine's loopback; 0 takes one that is free.
+        say: Gets the address, and what a person should know.
+        stop: Set from elsewhere to end.
+
+    Raises:
+        ConfigError: The port cannot be had.
+        DataError: A directory holds no run, or a broken file.
+    """
+    stop = stop or threading.Event()
+    followed = FollowedRuns(runs, title=title, say=say)
+    try:
+        server = _Server((HOST, port), _Handler)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--port {port}: cannot listen on {HOST}: {reason}; choose another, or 0 for any"
+        ) from error
+    server.followed = followed
+    with server:
+        followed.refresh()
+        thread = threading.Thread(target=server.serve_forever, name="report", daemon=True)
+        thread.start()
+        say(f"http://{HOST}:{server.server_address[1]}/")
+        try:
+            while not stop.wait(followed.seconds_to_wait):
+                followed.refresh()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    followed: FollowedRuns
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Two addresses: the page, and how things stand."""
+
+    server_version = "laurel"
+    sys_version = ""
+    timeout = 30
+    server: _Server
+
+    def do_GET(self) -> None:
+        """See `BaseHTTPRequestHandler`."""
+        served = self.server.followed.served
+        if not self._is_for_us():
+            self._answer(HTTPStatus.FORBIDDEN, b"This server answers only under its own address.\n")
+        elif self.path == "/":
+            self._answer(HTTPStatus.OK, served.page, "text/html; charset=utf-8")
+        elif self.path == "/state":
+            state = {"version": served.version, "ended": served.ended, "text": served.text}
+            self._answer(HTTPStatus.OK, json.dumps(state).encode(), "application/json")
+        elif self.path == "/favicon.ico":
+            self._answer(HTTPStatus.NO_CONTENT, b"")
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"Only / and /state are here.\n")
+
+    def do_HEAD(self) -> None:
+        """See `BaseHTTPRequestHandler`."""
+        self.do_GET()
+
+    def _is_for_us(self) -> bool:
+        """Whether the browser asked for this machine by its own name.
+
+        A foreign name that was made to point here would let its pages read what is served here.
+        """
+        port = self.server.server_address[1]
+        names = (HOST, "localhost")
+        ours = {f"{name}:{port}" for name in names} | ({*names} if port == 80 else set())
+        return self.headers.get_all("Host", []) in [[one] for one in ours]
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str = "text/plain") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        policy = content_policy(page_script(), Live(version=0, seconds=MIN_SECONDS))
+        self.send_header("Content-Security-Policy", f"{policy}; frame-ancestors 'none'")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the terminal is for what a person should know."""
+
+
+def _said(record: RunRecord, state: RunState) -> str:
+    name = record.path.name
+    if state.ended:
+        return f"{name} has ended at step {record.num_steps:,} ({state.reason})"
+    return f"{name} goes on: step {record.num_steps:,}"
+
+
+def _stamps(run: Path) -> dict[str, tuple[int, int]]:
+    """What tells one state of a run's files from another."""
+    files = [*run.glob("*.json*"), *run.glob("*.yaml"), *run.glob(f"*/{EVALUATIONS}")]
+    stamps = {}
+    # Of the completions the directory tells: it changes with each new file.
+    for file in (*files, run / COMPLETIONS_DIRECTORY):
+        try:
+            status = file.stat()
+        except OSError:
+            continue
+        stamps[str(file)] = (status.st_mtime_ns, status.st_size)
+    return stamps
+
+
+def _last_write(stamps: dict[str, tuple[int, int]]) -> float:
+    return max((time_ns for time_ns, _ in stamps.values()), default=0) / 1e9
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether a run still goes on, told from outside, without disturbing it.
+
+LOCK_FILE = ".lock"
+"""What a run holds in its checkpoint directory while it runs (`models/checkpoint/store.py`)."""
+QUIET_AFTER_LAST_STEP = 20.0
+"""Seconds without a write after which a run that reached its last step has ended."""
+QUIET = 900.0
+"""Seconds without a write after which a run of which nothing else is known counts as ended."""
+
+
+class RunState(NamedTuple):
+    """Whether a run goes on, and how that is known."""
+
+    ended: bool
+    reason: str = ""
+
+
+def state_of(record: RunRecord, *, seconds_quiet: float) -> RunState:
+    """Whether the run goes on.
+
+    The process that holds its checkpoint directory tells for certain, where it runs on this
+    machine; then its last step, if the configuration names one; then its silence.
+
+    Args:
+        record: The run, as it was last read.
+        seconds_quiet: How long it has written nothing.
+    """
+    process = _process(record.settings)
+    if process == "runs":
+        return RunState(ended=False)
+    if process == "gone":
+        return RunState(ended=True, reason="its process has ended")
+    planned = _planned_steps(record)
+    if planned is not None and record.num_steps >= planned:
+        if seconds_quiet >= QUIET_AFTER_LAST_STEP:
+            return RunState(ended=True, reason=f"it has reached its last step, {planned:,}")
+    elif seconds_quiet >= QUIET:
+        minutes = round(seconds_quiet / 60)
+        return RunState(
+            ended=True, reason=f"it has written nothing for {minutes:,} minutes: ended, or stuck"
+        )
+    return RunState(ended=False)
+
+
+def _planned_steps(record: RunRecord) -> int | None:
+    section = record.settings.get(record.kind) or {}
+    steps = section.get("max_num_steps") if isinstance(section, Mapping) else None
+    return steps if isinstance(steps, int) and steps > 0 else None
+
+
+def _process(settings: Mapping[str, Any]) -> Literal["runs", "gone", "unknown"]:
+    """What is known of the process that wrote its name into the lock file."""
+    saving = settings.get("checkpointing") or {}
+    place = saving.get("checkpoint_dir") if isinstance(saving, Mapping) else None
+    if not isinstance(place, str) or not saving.get("enabled", True):
+        return "unknown"
+    try:
+        told = (Path(place).expanduser() / LOCK_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return "unknown"
+    match = re.fullmatch(r"process (\d+) on (\S+)\n?", told)
+    if match is None or match[2] != socket.gethostname():
+        return "unknown"
+    try:
+        os.kill(int(match[1]), 0)  # sends nothing, only asks
+    except ProcessLookupError:
+        return "gone"
+    except (PermissionError, OverflowError):
+        return "runs"
+    return "runs"

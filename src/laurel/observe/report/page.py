@@ -1,0 +1,742 @@
+"""One HTML page about one or several runs: what was trained, how it went, what came of it.
+
+The page is one file, needs nothing from elsewhere and forbids itself to ask for it. Without
+scripts it shows everything but the sample tables, of which it then shows the first rows.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any, NamedTuple
+
+from laurel import __version__
+from laurel.config.grpo import GRPORun
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.sft import SFTRun
+from laurel.config.tree import Section as ConfigSection
+from laurel.observe.console import format_number
+from laurel.observe.gold import gold_metric
+from laurel.observe.metrics import counted
+from laurel.observe.report import charts as curves
+from laurel.observe.report.charts import Chart, Compared, charts_of, draw, overlays
+from laurel.observe.report.findings import RULES, Alarm, Finding, alarms_of, findings, is_success
+from laurel.observe.report.samples import (
+    Comparison,
+    RunSamples,
+    SampleTable,
+    one_line,
+    script_json,
+    visible_lines,
+    within,
+)
+from laurel.observe.run_record import RunRecord, read_run
+
+# --------------------------------------------------------------------------------------------------
+# What a run was told: its settings beside the defaults, and beside those of other runs.
+
+_SCHEMAS: Mapping[str, type[ConfigSection]] = {
+    "rm": RewardTrainingRun,
+    "sft": SFTRun,
+    "grpo": GRPORun,
+}
+_SAYS_NOTHING = re.compile(r"(^|\.)seed$|^logger\.|^checkpointing\.checkpoint_dir$", re.ASCII)
+"""Keys in which runs may differ and still be the same experiment: seeds, and where things lie."""
+MISSING = "–"
+
+
+class Setting(NamedTuple):
+    """A key whose value is not the default."""
+
+    key: str
+    value: str
+    default: str
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys with dots, and their values; lists and empty blocks are values."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def changed_settings(kind: str, config: Mapping[str, Any]) -> list[Setting] | None:
+    """The settings that differ from the defaults of this version of Laurel, in their order.
+
+    None where it is not known what they are the settings of.
+    """
+    schema = _SCHEMAS.get(kind)
+    if schema is None or not config:
+        return None
+    defaults = dict(flat(schema().model_dump(mode="json")))
+    # A block that is empty or null by default has no keys of its own to compare with.
+    blocks = {key for key, value in defaults.items() if value in (None, {}, [])}
+    settings = []
+    for key, value in flat(config):
+        known = key in defaults or any(key.startswith(f"{block}.") for block in blocks)
+        default = defaults.get(key)
+        if value != default:
+            settings.append(Setting(key, as_text(value), as_text(default) if known else "unknown"))
+    return settings
+
+
+def differing_settings(
+    configs: Sequence[Mapping[str, Any]],
+) -> list[tuple[str, list[str]]]:
+    """Keys in which the runs differ, each with its value in every run."""
+    tables = [dict(flat(config)) for config in configs]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    rows = []
+    for key in keys:
+        values = [as_text(table[key]) if key in table else MISSING for table in tables]
+        if len(set(values)) > 1:
+            rows.append((key, values))
+    return rows
+
+
+def same_but_for_seeds(configs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The runs in groups whose settings differ in nothing but seeds and places.
+
+    Runs without a configuration are groups of one: nobody knows what they share.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, config in enumerate(configs):
+        told = {key: as_text(v) for key, v in flat(config) if not _SAYS_NOTHING.search(key)}
+        groups.setdefault(repr(sorted(told.items())) if told else f"run {index}", []).append(index)
+    return list(groups.values())
+
+
+def as_text(value: object) -> str:
+    """A value as it is written in YAML, in short."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {as_text(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_text, value)) + "]"
+    return str(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reports of `laurel eval` as tables: what was measured, beside baselines, and the diagnostics.
+
+_MAX_LIST = 20
+"""Entries of a list that are shown; the file has all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A small table of texts; the first column names the rows."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationShown:
+    """One report."""
+
+    title: str
+    line: str
+    notes: Sequence[str]
+    tables: Sequence[Table]
+
+
+def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
+    """A report as a page shows it.
+
+    Args:
+        name: The file.
+        report: What it holds.
+    """
+    final = report.get("final") or {}
+    parts = [
+        counted(report.get("num_rows", 0), "row"),
+        f"model {report.get('model', 'unknown')}",
+        name,
+    ]
+    if report.get("num_failures"):
+        parts.insert(1, counted(report["num_failures"], "failure"))
+    value = final.get("value")
+    said = f": {_share(value)}" if value is not None else ""
+    tables = [_figures(report, final)]
+    diagnostics = report.get("diagnostics")
+    if isinstance(diagnostics, Mapping):
+        tables += diagnostic_tables(diagnostics)
+    known = {"benchmark", "model", "data", "laurel", "seconds", "num_rows", "num_completions",
+             "num_truncated", "num_failures", "first_failure", "subsets", "sections", "final",
+             "notes", "diagnostics"}  # fmt: skip
+    others = list(lines_of({key: value for key, value in report.items() if key not in known}))
+    tables.append(Table(title="More", columns=("", ""), rows=others))
+    return EvaluationShown(
+        title=f"{report.get('benchmark', name)}{said}",
+        line=", ".join(map(str, parts)),
+        notes=[str(note) for note in report.get("notes") or ()],
+        tables=[table for table in tables if table.rows],
+    )
+
+
+def _figures(report: Mapping[str, Any], final: Mapping[str, Any]) -> Table:
+    entries = [*(report.get("subsets") or ()), *(report.get("sections") or ()), final]
+    return Table(
+        title="Figures",
+        columns=("", "value", "longer wins", "rows", "failures"),
+        rows=[
+            (
+                str(entry.get("name", "")), _share(entry.get("value")),
+                _share(entry.get("longer_wins")), f"{entry.get('num_rows', 0):,}",
+                f"{entry.get('num_failures', 0):,}",
+            )
+            for entry in entries if entry
+        ],
+    )  # fmt: skip
+
+
+_SLICES = {
+    "by_length_difference": "chosen longer by",
+    "by_margin": "margin",
+    "by_subset": "subset",
+    "by_leak": "prompt in training set",
+}
+
+
+def diagnostic_tables(report: Mapping[str, Any]) -> list[Table]:
+    """The diagnostics: accuracies in slices, calibration, and everything else by its name."""
+    whole = report.get("accuracy") or {}
+    names = list(whole.get("baselines") or {})
+    controlled = report.get("length_controlled_accuracy") or {}
+    slices: list[tuple[str, Mapping[str, Any]]] = [
+        ("all", whole),
+        ("either as often", controlled),
+        ("longer chosen", controlled.get("longer_chosen") or {}),
+        ("shorter chosen", controlled.get("shorter_chosen") or {}),
+    ]
+    for key, title in _SLICES.items():
+        slices += [
+            (f"{title}: {part.get('name')}", part.get("accuracy") or {})
+            for part in report.get(key) or ()
+        ]
+    accuracies = [
+        (
+            label, f"{found.get('num_pairs', 0):,}" if "num_pairs" in found else "",
+            _share(found.get("value")),
+            f"{_share(found.get('low'))} to {_share(found.get('high'))}",
+            *(_share((found.get("baselines") or {}).get(name)) for name in names),
+        )
+        for label, found in slices if found
+    ]  # fmt: skip
+    bins = [
+        (
+            f"{_share(row.get('start'))} to {_share(row.get('end'))}",
+            f"{row.get('num_pairs', 0):,}", _share(row.get("confidence")),
+            _share(row.get("accuracy")),
+        )
+        for row in (report.get("calibration") or {}).get("rows") or ()
+    ]  # fmt: skip
+    shown = {"accuracy", "length_controlled_accuracy", *_SLICES}
+    others = {key: value for key, value in report.items() if key not in shown}
+    if isinstance(others.get("calibration"), Mapping):
+        found = others["calibration"]
+        others["calibration"] = {key: value for key, value in found.items() if key != "rows"}
+    interval = f"{report.get('confidence', 0.95):.0%} interval"
+    return [
+        Table(title="Accuracy", columns=("", "pairs", "accuracy", interval, *names),
+              rows=accuracies),
+        Table(title="Reliability", columns=("confidence", "pairs", "mean confidence", "accuracy"),
+              rows=bins),
+        Table(title="Diagnostics", columns=("", ""), rows=list(lines_of(others))),
+    ]  # fmt: skip
+
+
+def lines_of(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """A tree of values as names and values, without what is empty."""
+    for name, value in report.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from lines_of(value, f"{label}: ")
+        elif value not in (None, "", []):
+            yield label, plain(value)
+
+
+def plain(value: object) -> str:
+    """A value as people read it."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {plain(inner)}" for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        more = f", and {len(value) - _MAX_LIST:,} more" if len(value) > _MAX_LIST else ""
+        return ", ".join(map(plain, value[:_MAX_LIST])) + more
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return format_number(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _share(value: object) -> str:
+    """A share in percent; what is none as a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "–"
+    return f"{100 * value:.1f}%" if 0 <= value <= 1 else format_number(value)
+
+
+TEMPLATE = "report.html.j2"
+MAX_SAMPLE_BYTES = 6_000_000
+"""Of the texts of all samples of a page: it has to open at once, on a phone too."""
+NUM_WITHOUT_SCRIPT = 10
+"""Rows of a sample table that are there without a script, and on paper."""
+_TEXT_LENGTH = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One figure of the summary."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """A page that follows a run."""
+
+    version: int
+    """Of the page; the server tells the newest."""
+    seconds: float
+    """Between two questions whether there is a newer one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """What the page says of one run."""
+
+    name: str
+    """Unique in the page."""
+    title: str
+    line: str
+    """Steps, time and place in one line."""
+    charts: Sequence[tuple[Chart, str]]
+    """Each with its SVG."""
+    is_compared: bool
+    """Its curves are drawn among those of others."""
+    alarms: Sequence[Alarm]
+    solved: frozenset[str]
+    """Alarms that say no more than that everything is right."""
+    timing: Sequence[tuple[str, float, float]]
+    """Part of a step, seconds, share of the whole."""
+    samples: Sequence[SampleTable]
+    evaluations: Sequence[EvaluationShown]
+    changed: Sequence[Setting] | None
+    """Settings that are not the defaults; None where nobody knows the defaults."""
+    config: str
+    data: Sequence[tuple[str, Sequence[tuple[str, str]]]]
+
+
+def write_report(
+    path: Path,
+    runs: Sequence[Path],
+    *,
+    title: str = "Laurel report",
+    facts: Sequence[Fact] = (),
+    comparisons: Sequence[Comparison] = (),
+) -> None:
+    """Write the page.
+
+    Args:
+        path: The file to write.
+        runs: Directories that runs logged to, in the order of the page.
+        title: Heading of the page.
+        facts: Figures to begin with; without any, what the runs themselves tell.
+        comparisons: Answers before and after training.
+
+    Raises:
+        DataError: A directory holds no run, or a file of it is broken.
+    """
+    records = [read_run(run) for run in runs]
+    text = page_of(
+        records, [RunSamples() for _ in runs], title=title, facts=facts, comparisons=comparisons
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def page_of(
+    records: Sequence[RunRecord],
+    samples: Sequence[RunSamples],
+    *,
+    title: str,
+    facts: Sequence[Fact] = (),
+    comparisons: Sequence[Comparison] = (),
+    live: Live | None = None,
+) -> str:
+    """The page as text.
+
+    Args:
+        records: The runs, in the order of the page.
+        samples: What reads the samples of each.
+        title: Heading of the page.
+        facts: Figures to begin with; without any, what the runs themselves tell.
+        comparisons: Answers before and after training.
+        live: The page asks its server for newer ones.
+    """
+    compared = side_by_side(records)
+    tables = [reader.tables(record) for reader, record in zip(samples, records, strict=True)]
+    kept = iter(within([table for of_run in tables for table in of_run], MAX_SAMPLE_BYTES))
+    sections = [
+        _section(record, f"run{i}", compared, [next(kept) for _ in of_run])
+        for i, (record, of_run) in enumerate(zip(records, tables, strict=True), start=1)
+    ]
+    environment = _environment()
+    script = page_script()
+    return str(
+        environment.get_template(TEMPLATE).render(
+            title=title, version=__version__, facts=list(facts) or _facts_of(records, compared),
+            sentences=[_sentence(record, compared.name_of(record)) for record in records],
+            findings=_findings(records, compared), num_rules=len(RULES), compared=compared,
+            compared_charts=[
+                (chart, draw(chart, name=f"compared-chart{i}"))
+                for i, chart in enumerate(compared.charts, start=1)
+            ],
+            comparisons=comparisons, sections=sections, live=live, script=script,
+            style=_source("report.css"), policy=content_policy(script, live),
+            num_without_script=NUM_WITHOUT_SCRIPT,
+            curves={"few": curves.FEW_POINTS, "share": curves.SMOOTHED_SHARE,
+                    "middle": round(100 * (curves.HIGH - curves.LOW)), "places": curves.NUM_PLACES},
+        )
+    )  # fmt: skip
+
+
+def content_policy(script: str, live: Live | None) -> str:
+    """What a browser may do with the page: run this script, ask this server, and nothing else."""
+    digest = base64.b64encode(hashlib.sha256(str(script).encode()).digest()).decode()
+    asks = "connect-src 'self'; " if live else ""
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; {asks}"
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _environment() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("laurel.observe"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+        # What is drawn here is Markup and stays as it is.
+        finalize=lambda value: visible_lines(value) if type(value) is str else value,
+    )  # fmt: skip
+    environment.filters |= {
+        "number": _number, "shown": _shown, "seconds": duration, "script_json": _script_json,
+        "key": _breakable, "in_one_row": lambda row: (row[0], *row[1]),
+    }  # fmt: skip
+    return environment
+
+
+def page_script() -> Any:
+    """The script of every page."""
+    return _source("report.js")
+
+
+@cache
+def _source(name: str) -> Any:
+    """A file that becomes part of the page as it is."""
+    from markupsafe import Markup
+
+    folder = resources.files("laurel.observe") / "templates"
+    return Markup((folder / name).read_text(encoding="utf-8"))
+
+
+# ----------------------------------------------------------------------------------------- summary
+
+
+def _facts_of(records: Sequence[RunRecord], compared: SideBySide) -> list[Fact]:
+    """What the runs tell of themselves: the last value of what they are judged by."""
+    facts = []
+    for record in records:
+        title = compared.name_of(record)
+        gold = gold_metric(record.settings, record.names())
+        if gold is not None:
+            facts += _from_to(record, title, gold, "the gold metric; ")
+        for name in ("validation/accuracy", "validation/reward_mean", "train/reward"):
+            if name != gold and (found := _from_to(record, title, name)):
+                facts += found
+                break
+        for name in record.names():
+            if name.startswith("validation-") and name.endswith(("/accuracy", "/perplexity")):
+                last = format_number(record.series(name).values[-1])
+                facts.append(Fact(f"{title}: {name}", last))
+    return facts
+
+
+def _from_to(record: RunRecord, title: str, name: str, what: str = "") -> list[Fact]:
+    """The last value of a metric beside its first one; nothing where it was never measured."""
+    series = record.series(name)
+    if not series:
+        return []
+    first, last = (format_number(series.values[i]) for i in (0, -1))
+    return [Fact(f"{title}: {name}", last, f"{what}{first} at the beginning")]
+
+
+def _sentence(record: RunRecord, name: str) -> str:
+    """A run in plain words."""
+    what = {
+        "sft": "learned to imitate demonstrations",
+        "rm": "learned which of two answers people prefer",
+        "grpo": "learned from the rewards of its own answers",
+    }.get(record.kind, "ran")
+    took = "" if record.seconds is None else f" in {duration(record.seconds)}"
+    said = f"{name}: {what}, {counted(record.num_steps, 'step')}{took}."
+    shares = record.series("performance/reward_hidden_share")
+    if shares:
+        mean = math.fsum(shares.values) / len(shares.values)
+        said += f" {mean:.0%} of the time of judging was hidden behind drawing."
+    return said
+
+
+def findings_of(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """What to look at first, of each run: `name`, `directory` and `findings`, for programs.
+
+    Args:
+        runs: Directories that runs logged to.
+
+    Raises:
+        DataError: A directory holds no run, or a file of it is broken.
+    """
+    records = [read_run(run) for run in runs]
+    found = _findings(records, side_by_side(records))
+    return [
+        {"name": name, "directory": run, "findings": [asdict(one) for one in of_run]}
+        for run, (name, of_run) in zip(runs, found, strict=True)
+    ]
+
+
+def _findings(
+    records: Sequence[RunRecord], compared: SideBySide
+) -> list[tuple[str, Sequence[Finding]]]:
+    """Of each run, what to look at first."""
+    return [(compared.name_of(record), findings(record)) for record in records]
+
+
+# ----------------------------------------------------------------------------------------- a run
+
+
+def _section(
+    record: RunRecord, name: str, compared: SideBySide, samples: Sequence[SampleTable]
+) -> Section:
+    took = "" if record.seconds is None else f", {duration(record.seconds)}"
+    is_compared = compared.draws(record)
+    charts = [] if is_compared else charts_of(record)
+    alarms = alarms_of(record.health)
+    return Section(
+        name=name,
+        title=compared.name_of(record),
+        line=f"{counted(record.num_steps, 'step')}{took}; logged in {record.path}",
+        charts=[
+            (chart, draw(chart, name=f"{name}-chart{i}")) for i, chart in enumerate(charts, start=1)
+        ],
+        is_compared=is_compared,
+        alarms=alarms,
+        solved=frozenset(alarm.name for alarm in alarms if is_success(alarm, record)),
+        timing=timing_of(record),
+        samples=samples,
+        evaluations=[evaluation_of(file, report) for file, report in record.evaluations.items()],
+        changed=changed_settings(record.kind, record.settings),
+        config=record.config,
+        data=[(split, list(lines_of(report))) for split, report in record.data.items()],
+    )
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else format_number(value)
+
+
+def _shown(text: str) -> str:
+    """A text of a model or a data set in one line, not too long."""
+    return one_line(text, _TEXT_LENGTH)
+
+
+def _breakable(name: str) -> Any:
+    """A dotted or slashed name that a narrow page breaks between its words, not within."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"(?<=[./_])(?=\w)", "<wbr>", str(escape(visible_lines(name)))))
+
+
+def _script_json(table: SampleTable) -> Any:
+    from markupsafe import Markup
+
+    return Markup(script_json({"columns": table.columns, "kinds": table.kinds, "rows": table.rows}))
+
+
+# --------------------------------------------------------------------------------------------------
+# Several runs beside one another: curves over each other, figures, and settings that differ.
+
+_FIGURES = ("accuracy", "loss", "reward_mean", "perplexity", "reward", "truncation_rate")
+"""Figures whose last values are compared, of training and of every validation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideBySide:
+    """What a page says of runs of one kind together. With one run of each kind, nothing."""
+
+    names: Sequence[tuple[RunRecord, str]]
+    """What each run is called on the page."""
+    marks: Sequence[str]
+    """The letters of the runs that are compared, in the order of the columns."""
+    compared: Sequence[RunRecord] = ()
+    charts: Sequence[Chart] = ()
+    figures: Sequence[tuple[str, Sequence[str]]] = ()
+    """Name, and the last value in every run."""
+    settings: Sequence[tuple[str, Sequence[str]]] = ()
+    """Key, and its value in every run."""
+    seeds: Sequence[str] = ()
+    """A sentence for each group of runs that differ in nothing but their seeds."""
+
+    def name_of(self, record: RunRecord) -> str:
+        """What the page calls a run."""
+        return next(name for one, name in self.names if one is record)
+
+    def draws(self, record: RunRecord) -> bool:
+        """Whether the curves of the run are among those drawn over each other."""
+        return any(one is record for one in self.compared)
+
+
+def side_by_side(records: Sequence[RunRecord]) -> SideBySide:
+    """The comparison of the runs that are of the kind that most of them are."""
+    marks = [_letter(index) for index in range(len(records))]
+    if len(records) < 2:
+        return SideBySide(names=[(record, record.title) for record in records], marks=())
+    places = _places(records)
+    names = [
+        (record, _name(mark, record, place))
+        for mark, record, place in zip(marks, records, places, strict=True)
+    ]
+    kinds = [record.kind for record in records]
+    most = max(kinds, key=kinds.count)
+    chosen = [index for index, kind in enumerate(kinds) if kind == most]
+    if len(chosen) < 2:
+        return SideBySide(names=names, marks=())
+    several = [records[index] for index in chosen]
+    groups = same_but_for_seeds([record.settings for record in several])
+    return SideBySide(
+        names=names,
+        marks=[marks[index] for index in chosen],
+        compared=several,
+        charts=overlays(
+            [
+                _compared(
+                    group, several, [marks[at] for at in chosen], [places[at] for at in chosen]
+                )
+                for group in groups
+            ]
+        ),
+        figures=_compared_figures(several),
+        settings=differing_settings([record.settings for record in several]),
+        seeds=[
+            f"{_joined([marks[chosen[i]] for i in group])} differ in nothing but seeds and places: "
+            "they are one curve, the mean, in a band from the lowest to the highest of them."
+            for group in groups
+            if len(group) > 1
+        ],
+    )
+
+
+def _compared(
+    group: Sequence[int], several: Sequence[RunRecord], marks: Sequence[str], places: Sequence[str]
+) -> Compared:
+    letters = [marks[index] for index in group]
+    runs = [several[index] for index in group]
+    # A letter and the name of the directory tell more than the kind, which all have in common.
+    label = f"{letters[0]} {places[group[0]]}" if len(runs) == 1 else f"mean of {_joined(letters)}"
+    return Compared(mark="".join(letters), label=label, records=runs)
+
+
+def _compared_figures(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    names = dict.fromkeys(name for record in records for name in record.names())
+    rows = []
+    for name in names:
+        section, _, figure = name.rpartition("/")
+        if figure not in _FIGURES or not section.startswith(("train", "validation")):
+            continue
+        latest = [record.latest(name) for record in records]
+        if "/" not in section and sum(value is not None for value in latest) > 1:
+            shown = [MISSING if value is None else format_number(value) for value in latest]
+            rows.append((name, shown))
+    return rows
+
+
+def _name(mark: str, record: RunRecord, place: str) -> str:
+    return f"{mark}, {record.title}" if place == record.title else f"{mark}, {record.title} {place}"
+
+
+def _places(records: Sequence[RunRecord]) -> list[str]:
+    """The last names of each directory: as many as tell it from others that end alike."""
+    parts = [record.path.absolute().parts for record in records]
+    return [_shortest(own, [one for one in parts if one != own]) for own in parts]
+
+
+def _shortest(own: Sequence[str], others: Sequence[Sequence[str]]) -> str:
+    for length in range(1, len(own)):
+        if not any(one[-length:] == own[-length:] for one in others):
+            return "/".join(own[-length:])
+    return "/".join(own)
+
+
+def _letter(index: int) -> str:
+    """A to Z, then A2 and on."""
+    rounds, place = divmod(index, len(ascii_uppercase))
+    return ascii_uppercase[place] + (str(rounds + 1) if rounds else "")
+
+
+def _joined(letters: Sequence[str]) -> str:
+    return f"{', '.join(letters[:-1])} and {letters[-1]}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Where the time of a run went.
+
+_PARTS = {
+    "timing/train/generation": "generation, with its rewards",
+    "timing/train/reward_calculation": "advantages",
+    "timing/train/policy_and_reference_logprobs": "log-probabilities before the update",
+    "timing/train/policy_training": "update",
+    "timing/train/prepare_for_generation/transfer_and_update_weights": "weights to the generator",
+    "timing/train/checkpointing": "checkpoints",
+}
+
+
+def timing_of(record: RunRecord) -> list[tuple[str, float, float]]:
+    """Where the time of the steps went. Parts that lie within others are not listed twice."""
+    parts = {label: record.total(name) for name, label in _PARTS.items()}
+    steps = record.total("timing/train/total_step_time")
+    validation = record.total("timing/validation/total_validation_time")
+    if any(parts.values()):
+        inside = sum(parts.values()) - parts["checkpoints"]
+        parts["other"] = max(0.0, steps - inside)
+    if parts.get("other", 0.0) == steps:
+        parts = {"steps": steps, "checkpoints": parts["checkpoints"]}
+    parts["validation"] = validation
+    whole = math.fsum(parts.values())
+    return [(label, value, value / whole) for label, value in parts.items() if value > 0]
+
+
+def duration(seconds: float) -> str:
+    """E.g. `42 s`, `3 min 5 s`, `2 h 10 min`."""
+    if seconds < 59.5:
+        return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

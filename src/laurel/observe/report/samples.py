@@ -1,0 +1,554 @@
+"""Which samples of a run a page shows, out of many more than it can hold.
+
+A page of all texts of a long run would take minutes to open. So a table holds the rows that a
+person would look for, a random part of the rest, and says how many of how many it holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import random
+import unicodedata
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from laurel.observe.console import PairRow, format_number, shorten_middle, visible
+from laurel.observe.loggers import SAMPLES_FILE
+from laurel.observe.metrics import counted, counted_that
+from laurel.observe.run_record import COMPLETIONS_DIRECTORY, RunRecord, completion_files
+
+NUM_OF_A_KIND = 200
+"""Rows that are the first, the last, the best, ... each."""
+NUM_RANDOM = 2_000
+_TEXT_LENGTH = 1_500
+"""Characters of a text that are shown; of a longer one its start and its end."""
+
+Row = Mapping[str, Any]
+
+_ORDER = (
+    "step", "prompt", "completion", "reward", "better", "better_score", "worse", "worse_score",
+    "margin", "verdict", "answer", "expected", "advantage", "failure", "truncated", "num_tokens",
+)  # fmt: skip
+"""Columns that come first, in this order; others follow."""
+_LEFT_OUT = frozenset({"task", "group", "weight_version", "num_turns", "environment"})
+_HEADINGS = {
+    "better": "chosen", "better_score": "score of chosen", "worse": "rejected",
+    "worse_score": "score of rejected", "num_tokens": "tokens",
+}  # fmt: skip
+NUMBERS = frozenset(
+    {"step", "reward", "better_score", "worse_score", "margin", "advantage", "num_tokens",
+     "reward before", "reward after", "change", "margin before", "margin after"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTable:
+    """Rows that can be sorted and searched."""
+
+    title: str
+    columns: Sequence[str]
+    """Headings."""
+    kinds: Sequence[str]
+    """Of each column: `number`, `text`."""
+    rows: Sequence[Sequence[str | float | None]]
+    """Numbers as numbers, texts with nothing hidden."""
+    num_rows: int
+    """How many there were to choose from."""
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Chooser:
+    """Takes rows one by one, in the order of a run, and keeps few of them.
+
+    Those with the highest and the lowest value, those where value and truth are furthest apart,
+    the first, the last, and a random part of all, each row as likely as any other.
+    """
+
+    num_of_a_kind: int = NUM_OF_A_KIND
+    num_random: int = NUM_RANDOM
+    num_rows: int = 0
+    _first: list[tuple[int, Row]] = field(default_factory=list)
+    _last: deque[tuple[int, Row]] = field(default_factory=deque)
+    _heaps: dict[str, list[tuple[float, int, Row]]] = field(default_factory=dict)
+    _random: list[tuple[int, Row]] = field(default_factory=list)
+    _draws: random.Random = field(default_factory=lambda: random.Random(0))
+    _numbers: count[int] = field(default_factory=count)
+
+    @property
+    def num_drawn(self) -> int:
+        """How many rows are here by chance."""
+        return len(self._random)
+
+    def add(self, row: Row) -> None:
+        """The next row."""
+        number = next(self._numbers)
+        self.num_rows += 1
+        if len(self._first) < self.num_of_a_kind:
+            self._first.append((number, row))
+        self._last.append((number, row))
+        if len(self._last) > self.num_of_a_kind:
+            self._last.popleft()
+        for kind, value in _values(row):
+            heap = self._heaps.setdefault(kind, [])
+            # Of equal ones the earlier stays.
+            heapq.heappush(heap, (value, -number, row))
+            if len(heap) > self.num_of_a_kind:
+                heapq.heappop(heap)
+        if len(self._random) < self.num_random:
+            self._random.append((number, row))
+        else:
+            place = self._draws.randrange(self.num_rows)
+            if place < self.num_random:
+                self._random[place] = (number, row)
+
+    def chosen(self) -> list[tuple[Row, tuple[str, ...]]]:
+        """The rows in their order, each with why it is here; all of them where there are few."""
+        kinds: dict[int, tuple[Row, list[str]]] = {}
+        for kind, rows in (
+            ("first", self._first),
+            ("last", self._last),
+            *((kind, [(-n, row) for _, n, row in heap]) for kind, heap in self._heaps.items()),
+            ("random", self._random),
+        ):
+            for number, row in rows:
+                kinds.setdefault(number, (row, []))[1].append(kind)
+        return [(row, tuple(why)) for _, (row, why) in sorted(kinds.items())]
+
+
+def _values(row: Row) -> Iterable[tuple[str, float]]:
+    """What a row is kept for, each with how much it is that."""
+    reward = _finite(row.get("reward"))
+    if reward is not None:
+        yield "highest reward", reward
+        yield "lowest reward", -reward
+    advantage = _finite(row.get("advantage"))
+    if advantage is not None:
+        yield "furthest from its group", abs(advantage)
+    better, worse = _finite(row.get("better_score")), _finite(row.get("worse_score"))
+    if better is not None and worse is not None:
+        yield "most wrong", worse - better
+        yield "surest", better - worse
+    if row.get("failure"):
+        yield "failed", 0.0
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def table_of(title: str, chooser: Chooser, *, where: str) -> SampleTable:
+    """The chosen rows as a page shows them.
+
+    Args:
+        title: Of the table.
+        chooser: Has been given every row.
+        where: The files that hold all rows.
+    """
+    chosen = chooser.chosen()
+    rows = [_with_verdict(row) for row, _ in chosen]
+    names = _columns(rows)
+    is_part = len(chosen) < chooser.num_rows
+    cells = [[_cell(name, row.get(name)) for name in names] for row in rows]
+    headings = [_HEADINGS.get(name, name.replace("_", " ")) for name in names]
+    kinds = ["number" if name in NUMBERS else "text" for name in names]
+    note = f"All {counted(chooser.num_rows, 'sample')}."
+    if is_part:
+        headings.append("chosen for")
+        kinds.append("text")
+        for row, (_, why) in zip(cells, chosen, strict=True):
+            row.append(", ".join(why))
+        note = (
+            f"{len(chosen):,} of {chooser.num_rows:,} samples: up to {chooser.num_of_a_kind} of "
+            f"each kind named in the last column, and {chooser.num_drawn:,} at random. "
+            f"All are in {where}."
+        )
+    return SampleTable(
+        title=title, columns=headings, kinds=kinds, rows=cells, num_rows=chooser.num_rows, note=note
+    )
+
+
+def before_and_after(title: str, rows: Sequence[Row]) -> SampleTable | None:
+    """The answers to the same prompts at the first and at the last step, side by side.
+
+    Of pairs, what became of their margins. None where no prompt was seen at two steps.
+    """
+    steps = sorted({row["step"] for row in rows if isinstance(row.get("step"), int | float)})
+    if len(steps) < 2:
+        return None
+    before, after = (_by_prompt(rows, step) for step in (steps[0], steps[-1]))
+    shared = [key for key in before if key in after]
+    if not shared:
+        return None
+    is_pairs = "better_score" in before[shared[0]]
+    names, compare = (_PAIR_COLUMNS, _compare_pairs) if is_pairs else (_COLUMNS, _compare)
+    cells = [compare(before[key], after[key]) for key in shared]
+    return SampleTable(
+        title=title,
+        columns=names,
+        kinds=["number" if name in NUMBERS else "text" for name in names],
+        rows=cells,
+        num_rows=len(cells),
+        note=f"The first answer to each prompt at step {steps[0]:,.0f} and at step "
+        f"{steps[-1]:,.0f}; {counted_that(len(cells), 'prompt', 'were')} seen at both."
+        if not is_pairs
+        else f"The same pairs at step {steps[0]:,.0f} and at step {steps[-1]:,.0f}: "
+        f"{len(cells):,} of them. A margin above 0 is right.",
+    )
+
+
+_COLUMNS = (
+    "prompt", "expected", "before", "reward before", "after", "reward after", "change",
+)  # fmt: skip
+_PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin before", "margin after", "change")
+
+
+def _by_prompt(rows: Sequence[Row], step: float) -> dict[tuple[str, ...], Row]:
+    """The first row of each prompt at a step; of pairs, both answers belong to it."""
+    found: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        if row.get("step") == step:
+            names = ("task", "prompt", "better", "worse")
+            found.setdefault(tuple(str(row.get(name, "")) for name in names), row)
+    return found
+
+
+def _compare(before: Row, after: Row) -> list[str | float | None]:
+    rewards = [_finite(row.get("reward")) for row in (before, after)]
+    return [
+        _text(before.get("prompt")), _text(before.get("expected")),
+        _answer(before), rewards[0], _answer(after), rewards[1], _change(*rewards),
+    ]  # fmt: skip
+
+
+def _compare_pairs(before: Row, after: Row) -> list[str | float | None]:
+    margins = [_margin(row) for row in (before, after)]
+    return [
+        _text(before.get("prompt")), _text(before.get("better")), _text(before.get("worse")),
+        *margins, _change(*margins),
+    ]  # fmt: skip
+
+
+def _answer(row: Row) -> str:
+    """The completion; where it has no reward, why."""
+    text = _text(row.get("completion"))
+    if row.get("failure"):
+        return f"{text} [failed: {_text(row['failure'])}]"
+    return f"{text} [cut off]" if row.get("truncated") else text
+
+
+def _change(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
+
+
+def _margin(row: Row) -> float | None:
+    better, worse = _finite(row.get("better_score")), _finite(row.get("worse_score"))
+    return None if better is None or worse is None else better - worse
+
+
+def _with_verdict(row: Row) -> Row:
+    """Of a pair, its margin and whether the scores agree with the people."""
+    if "better_score" not in row or "worse_score" not in row:
+        return row
+    scores = [_finite(row[name]) for name in ("better_score", "worse_score")]
+    pair = PairRow(
+        prompt="", better="", worse="",
+        better_score=math.nan if scores[0] is None else scores[0],
+        worse_score=math.nan if scores[1] is None else scores[1],
+    )  # fmt: skip
+    return {**row, "margin": _margin(row), "verdict": pair.verdict}
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    """Every column that says something, the most telling first."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    telling = [
+        name for name in names
+        if name not in _LEFT_OUT and any(_says_something(row.get(name)) for row in rows)
+    ]  # fmt: skip
+    return sorted(telling, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+
+
+def _says_something(value: object) -> bool:
+    """A number does, also 0; nothing, an empty text and "no" do not."""
+    return value is not None and value is not False and value != ""
+
+
+def _cell(name: str, value: object) -> str | float | None:
+    if name in NUMBERS:
+        return _finite(value)
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else shortened(str(value), _TEXT_LENGTH)
+
+
+def within(tables: Sequence[SampleTable], num_bytes: int) -> list[SampleTable]:
+    """The tables with fewer rows where all would be too large for one page.
+
+    Every table gives up the same share, and says so: rows that are there by chance first, then
+    evenly from all over.
+    """
+    sizes = [_size(table.rows) for table in tables]
+    if sum(sizes) <= num_bytes:
+        return list(tables)
+    share = num_bytes / sum(sizes)
+    return [
+        _thinned(table, math.floor(size * share)) for table, size in zip(tables, sizes, strict=True)
+    ]
+
+
+def _thinned(table: SampleTable, num_bytes: int) -> SampleTable:
+    # The last cell says why a row is here, in a table of chosen rows.
+    named = [place for place, row in enumerate(table.rows) if row and row[-1] != "random"]
+    by_chance = [place for place, row in enumerate(table.rows) if row and row[-1] == "random"]
+    room = num_bytes - _size([table.rows[place] for place in named])
+    if room > 0 and by_chance:
+        size = _size([table.rows[place] for place in by_chance])
+        places = sorted([*named, *_evenly(by_chance, room / size)])
+    else:
+        places = _evenly(named, num_bytes / _size([table.rows[place] for place in named]))
+    return SampleTable(
+        title=table.title, columns=table.columns, kinds=table.kinds,
+        rows=[table.rows[place] for place in places], num_rows=table.num_rows,
+        note=f"{table.note} To keep the page small, {len(places):,} of these "
+        f"{len(table.rows):,} are here.",
+    )  # fmt: skip
+
+
+def _evenly(places: Sequence[int], share: float) -> list[int]:
+    kept = max(1, math.floor(len(places) * min(1.0, share)))
+    return [places[index * len(places) // kept] for index in range(kept)]
+
+
+def _size(rows: Sequence[Sequence[str | float | None]]) -> int:
+    """Bytes of the rows on the page."""
+    return sum(
+        len(cell.encode("utf-8", "replace")) if isinstance(cell, str) else 12
+        for row in rows
+        for cell in row
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The tables of samples of a run, from the files that it left.
+
+_NUM_COMPARED = 300
+"""Prompts of a table of before and after, at most: so many are more than anybody reads."""
+
+
+class RunSamples:
+    """Reads the samples of one run, again and again while it goes on.
+
+    The files of completions are read once each: a step that was written does not change.
+    """
+
+    def __init__(self) -> None:
+        self._completions = Chooser()
+        self._read: dict[Path, tuple[int, int]] = {}
+        self._unreadable: set[Path] = set()
+
+    def tables(self, record: RunRecord) -> list[SampleTable]:
+        """Before and after first, then what was logged at validations, then the training."""
+        by_table: dict[str, list[Mapping[str, Any]]] = {}
+        for line in record.samples:
+            of_table = by_table.setdefault(str(line.get("table", "samples")), [])
+            of_table.append({"step": line.get("step"), **line["row"]})
+        tables = []
+        for name, rows in by_table.items():
+            compared = before_and_after(f"Before and after: {name}", rows)
+            if compared is not None:
+                tables.append(_cut(compared))
+        for name, rows in by_table.items():
+            chooser = Chooser()
+            for row in rows:
+                chooser.add(row)
+            tables.append(table_of(name, chooser, where=SAMPLES_FILE))
+        training = self._training(record)
+        if training is not None:
+            tables.append(training)
+        return tables
+
+    def _training(self, record: RunRecord) -> SampleTable | None:
+        files = completion_files(record.path, record.num_steps)
+        stamps = {file: stamp for file in files if (stamp := _stamp(file)) is not None}
+        if any(stamps.get(file) != stamp for file, stamp in self._read.items()):
+            # A resume wrote a step again: what was chosen may no longer be so.
+            self._completions, self._read = Chooser(), {}
+        self._unreadable = set()
+        for file, stamp in stamps.items():
+            if file not in self._read:
+                self._take(file, stamp)
+        if not self._completions.num_rows:
+            return None
+        where = f"{COMPLETIONS_DIRECTORY}/*.parquet"
+        table = table_of("Completions of the training", self._completions, where=where)
+        if not self._unreadable:
+            return table
+        names = ", ".join(sorted(file.name for file in self._unreadable)[:3])
+        return SampleTable(
+            title=table.title, columns=table.columns, kinds=table.kinds, rows=table.rows,
+            num_rows=table.num_rows,
+            note=f"{table.note} {counted(len(self._unreadable), 'file')} could not be read: "
+            f"{names}.",
+        )  # fmt: skip
+
+    def _take(self, file: Path, stamp: tuple[int, int]) -> None:
+        """The rows of a file. One that is being written, or that a kill cut short, has none yet."""
+        import pyarrow
+
+        arrow: Any = pyarrow
+        try:
+            rows = list(_rows(file))
+        except (OSError, arrow.ArrowException):
+            self._unreadable.add(file)
+            return
+        self._read[file] = stamp
+        for row in rows:
+            self._completions.add(row)
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    from pyarrow import parquet
+
+    # `read_table` looks for data sets in several files first, which takes longer than reading.
+    open_file: Any = parquet.ParquetFile
+    with open_file(file) as opened:
+        yield from opened.read().to_pylist()
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """What tells one state of a file from another; None where it is gone."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def _cut(table: SampleTable) -> SampleTable:
+    if len(table.rows) <= _NUM_COMPARED:
+        return table
+    return SampleTable(
+        title=table.title, columns=table.columns, kinds=table.kinds,
+        rows=table.rows[:_NUM_COMPARED], num_rows=table.num_rows,
+        note=f"{table.note} The first {_NUM_COMPARED:,} are here.",
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts of models and data sets, made harmless for a page: nothing in them acts, nothing hides.
+
+_JOINERS = frozenset("\u200c\u200d")
+"""Scripts and emoji are written with them; they hide nothing."""
+
+
+def visible_lines(text: str) -> str:
+    r"""The text in its lines, with what cannot be seen as escapes: `\x1b`, `\u202e`, `\u200b`."""
+    return "\n".join(_shown(line) for line in text.split("\n"))
+
+
+def shortened(text: str, length: int) -> str:
+    """The same of a text that may be long: its start and its end, in its lines."""
+    if len(text) <= length:
+        return visible_lines(text)
+    half = length // 2
+    left_out = len(text) - 2 * half
+    start, end = visible_lines(text[:half]), visible_lines(text[-half:])
+    return f"{start} [... {left_out:,} characters ...] {end}"
+
+
+def one_line(text: str, length: int) -> str:
+    """The text as one line, not too long."""
+    return _shown(shorten_middle(text, length))
+
+
+def script_json(value: object) -> str:
+    """JSON that may stand inside a `<script>` element: nothing in it can end the element."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _shown(text: str) -> str:
+    text = visible(text)
+    if text.isascii():
+        return text
+    return "".join(_escape(char) if _is_invisible(char) else char for char in text)
+
+
+def _is_invisible(character: str) -> bool:
+    return unicodedata.category(character) == "Cf" and character not in _JOINERS
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers of a policy to the same prompt, before and after its training.
+
+_PROMPT_LENGTH = 240
+_ANSWER_LENGTH = 320
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer, what a reward model thinks of it, and whether it is right."""
+
+    text: str
+    score: float | None = None
+    """None where nobody scored it."""
+    is_right: bool | None = None
+    """None where nobody knows."""
+
+    @property
+    def verdict(self) -> str:
+        """`right`, `wrong` or nothing."""
+        return "" if self.is_right is None else "right" if self.is_right else "wrong"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A prompt, and what was answered before and after."""
+
+    prompt: str
+    expected: str
+    """The known answer; empty where there is none."""
+    before: Answer
+    after: Answer
+
+
+def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> None:
+    """Show answers before and after, each with its score and the verdict."""
+    table = Table(title="the same prompts, before and after", title_justify="left", expand=True)
+    table.add_column("prompt", ratio=3)
+    for when in ("before", "after"):
+        table.add_column(when, ratio=2)
+        table.add_column("score", justify="right", no_wrap=True)
+    for row in comparisons:
+        cells = [Text(visible(shorten_middle(row.prompt, _PROMPT_LENGTH)))]
+        for answer in (row.before, row.after):
+            style = {"right": "green", "wrong": "red"}.get(answer.verdict, "")
+            text = visible(shorten_middle(answer.text, _ANSWER_LENGTH))
+            cells.append(Text(f"{text} {answer.verdict}".rstrip(), style=style))
+            cells.append(Text("-" if answer.score is None else format_number(answer.score)))
+        table.add_row(*cells)
+    console.print(table)

@@ -1,1 +1,0 @@
-"""The parts of a report's page: findings, curves, samples, and following a run."""

@@ -1,0 +1,518 @@
+"""What the roles of a plan take of each device's memory, estimated from the shapes of their models.
+
+Nothing is loaded. Each formula stands beside its number in `docs/parallelism.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from laurel.config.environments import ScorerSource
+from laurel.config.grpo import GRPORun
+from laurel.config.policy import PolicyConfig
+from laurel.errors import ConfigError
+from laurel.planning.plan import Plan
+from laurel.planning.roles import Mesh, RoleName, Run, draws_with_vllm
+
+# --------------------------------------------------------------------------------------------------
+# The measures of a decoder, from which its memory is told.
+
+UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder with gated feed-forward layers."""
+
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_parameters: int
+    """All of them, with the head."""
+    layer_parameters: int
+    """Of one decoder layer, the largest."""
+    normalises_heads: bool = False
+    """Queries and keys have norms of their own, as in Qwen 3."""
+    divides_vocabulary: bool = True
+    """Its embedding and head are such as tensor-parallel ranks divide by vocabulary."""
+    refuses_tensor_parallel: str | None = None
+    """Why loading would not split its layers over any number of ranks; None: it would."""
+
+    @property
+    def other_parameters(self) -> int:
+        """Those outside the decoder layers: embeddings and head."""
+        return max(0, self.num_parameters - self.num_layers * self.layer_parameters)
+
+    def undivided(self, tp: int) -> int:
+        """Parameters that every tensor-parallel rank has whole: embeddings and head, or none."""
+        divides = self.divides_vocabulary and self.vocab_size % tp == 0
+        return 0 if divides else self.other_parameters
+
+    def outside(self, tp: int) -> int:
+        """Parameters outside the layers that a tensor-parallel rank computes with."""
+        return self.undivided(tp) or self.other_parameters // tp
+
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear maps of a layer, by their usual names."""
+        hidden, wide = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys),
+            "o_proj": (queries, hidden), "gate_proj": (hidden, wide), "up_proj": (hidden, wide),
+            "down_proj": (wide, hidden),
+        }  # fmt: skip
+
+
+def decoder_shape(
+    *,
+    hidden_size: int,
+    num_layers: int,
+    intermediate_size: int,
+    num_heads: int,
+    vocab_size: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    num_parameters: int | None = None,
+    has_language_head: bool = True,
+) -> ModelShape:
+    """The shape of a Llama-like decoder; what is not said is computed.
+
+    Args:
+        hidden_size: Width of the residual stream.
+        num_layers: Decoder layers.
+        intermediate_size: Width of the feed-forward layers.
+        num_heads: Attention heads.
+        vocab_size: Entries of the embedding.
+        num_kv_heads: Key and value heads; None: as many as attention heads.
+        head_dim: Width of a head; None: the hidden size, divided.
+        num_parameters: None: two norms a layer, no biases, embeddings and language head apart.
+        has_language_head: False for a reward model, whose head is one row.
+    """
+    num_kv_heads = num_kv_heads or num_heads
+    head_dim = head_dim or hidden_size // num_heads
+    attention = 2 * hidden_size * head_dim * (num_heads + num_kv_heads)
+    layer = attention + 3 * hidden_size * intermediate_size + 2 * hidden_size
+    embeddings = vocab_size * hidden_size
+    head = embeddings if has_language_head else hidden_size
+    counted = num_layers * layer + embeddings + hidden_size + head
+    return ModelShape(
+        hidden_size=hidden_size, num_layers=num_layers, intermediate_size=intermediate_size,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, vocab_size=vocab_size,
+        num_parameters=num_parameters or counted, layer_parameters=layer,
+    )  # fmt: skip
+
+
+def parse_shape(text: str, *, has_language_head: bool) -> ModelShape:
+    """A shape as it is written on the command line: `hidden_size=8192,num_layers=80,...`.
+
+    Raises:
+        ConfigError: An unknown or missing measure, or no number.
+    """
+    required = ("hidden_size", "num_layers", "intermediate_size", "num_heads", "vocab_size")
+    optional = ("num_kv_heads", "head_dim", "num_parameters")
+    measures: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, _, value = part.partition("=")
+        if key not in (*required, *optional):
+            raise ConfigError(f"{part!r}: a shape has {', '.join((*required, *optional))}")
+        measures[key] = parse_count(value)
+    missing = [key for key in required if key not in measures]
+    if missing:
+        raise ConfigError(f"the shape {text!r} lacks {', '.join(missing)}")
+    return decoder_shape(**measures, has_language_head=has_language_head)
+
+
+def parse_count(text: str) -> int:
+    """`70B`, `1.5M` or `8192` as a number.
+
+    Raises:
+        ConfigError: It is none, or not above 0.
+    """
+    number, unit = text.strip(), 1
+    if number[-1:].upper() in UNITS:
+        number, unit = number[:-1], UNITS[number[-1:].upper()]
+    count = _product(number, unit)
+    if count <= 0:
+        raise ConfigError(f"{text!r} is no number above 0, like 70B, 1.5M or 8192")
+    return count
+
+
+def parse_bytes(text: str) -> int:
+    """`80GiB`, `141GB`, `512MiB` or a number of bytes.
+
+    Raises:
+        ConfigError: It is none, or not above 0.
+    """
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+             "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
+    for unit, size in units.items():
+        if text.strip().lower().endswith(unit.lower()):
+            return _bytes(text, text.strip()[: -len(unit)], size)
+    return _bytes(text, text, 1)
+
+
+def _bytes(text: str, number: str, unit: int) -> int:
+    size = _product(number, unit)
+    if size <= 0:
+        raise ConfigError(f"{text!r} is no amount of memory, like 80GiB or 141GB")
+    return size
+
+
+def _product(number: str, unit: int) -> int:
+    """0 where it is no number."""
+    try:
+        return round(float(number) * unit)
+    except (ValueError, OverflowError):
+        return 0
+
+
+MIB = 2**20
+RUNTIME_BYTES = 1536 * MIB
+"""Of a GPU: the context of CUDA, the libraries' work spaces, NCCL's buffers."""
+MASTER_BYTES = 4
+"""Weights that are trained, their gradients and each state of the optimizer are float32."""
+OPTIMIZER_STATES = {"SGD": 1, "Adagrad": 1, "Lion": 1}
+"""Numbers that an optimizer keeps of each weight; all others as AdamW, two."""
+CHUNK_LOGITS = 2**24
+LOGITS_BYTES = 3 * 4
+"""Of each logit of a chunk: itself, its exponential, its gradient."""
+COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """What lies on each device of some slots at one time of a step."""
+
+    name: str
+    """training, generation, judging."""
+    slots_of: RoleName
+    """On whose slots."""
+    parts: Mapping[str, int]
+    """Bytes of one device, by what they are."""
+    fraction: float = 1.0
+    """Part of the device that the role of these slots has."""
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.parts.values())
+
+    def fits(self, device_memory: int) -> bool:
+        """Whether the role's part of such a device is enough."""
+        return self.total <= device_memory * self.fraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """The models of a run. What is not known is not estimated."""
+
+    policy: ModelShape | None = None
+    reward_models: tuple[ModelShape, ...] = ()
+    """Of each that is loaded, in order; empty where any of them is not known."""
+
+
+def estimate(
+    config: Run, plan: Plan, shapes: Shapes, *, device_memory: int | None = None
+) -> tuple[Phase, ...]:
+    """The memory of each phase, for every role that has slots of its own and a known shape.
+
+    Roles that share slots take turns: phases are alternatives, and the largest counts. What stays
+    through a phase of another is in that phase, too.
+
+    Args:
+        config: The run.
+        plan: Its plan.
+        shapes: Of its models.
+        device_memory: Bytes of a device; vLLM takes a share of it.
+    """
+    phases = list(_of_policy(config, plan, shapes, device_memory))
+    if isinstance(config, GRPORun):
+        phases += _of_own_slots(config, plan, shapes, device_memory)
+    runtime = {} if config.cluster.device == "cpu" else {"runtime": RUNTIME_BYTES}
+    fractions = {role.name: role.fraction for role in plan.roles}
+    return tuple(
+        replace(phase, parts={**phase.parts, **runtime}, fraction=fractions[phase.slots_of])
+        for phase in phases
+    )
+
+
+def _of_policy(
+    config: Run, plan: Plan, shapes: Shapes, device_memory: int | None
+) -> Iterator[Phase]:
+    """The phases on the policy's slots: its own, and those of the roles it shares them with."""
+    role, shape = plan.role("policy"), shapes.policy
+    if role is None or shape is None:
+        return
+    keeps_reference = isinstance(config, GRPORun) and config.loss_fn.reference_policy_kl_penalty > 0
+    own = training_memory(
+        config.policy, shape, role.mesh, tokens=plan.batch("policy").tokens,
+        keeps_reference=keeps_reference,
+        has_logits=not config.policy.reward_model_cfg.enabled,
+        chunk_tokens=getattr(config.policy, "logprob_chunk_size", None),
+    )  # fmt: skip
+    if not isinstance(config, GRPORun):
+        yield Phase(name="training", slots_of="policy", parts=own)
+        return
+    judge = _judging(config, plan, shapes, shares_with="policy")
+    guest = {"reward model": judge["weights"]} if judge else {}
+    yield Phase(name="training", slots_of="policy", parts={**own, **guest})
+    stays = {n: size for n, size in own.items() if n in ("weights", "optimizer", "reference")}
+    if taken := _drawing(config, plan, shapes, device_memory, shares_with="policy"):
+        copy = {"engine's weights": taken["weights"]}
+        taken = {"keys and values": taken["keys and values"]}
+        if draws_with_vllm(config):
+            # Optimizer and reference go to the host meanwhile; the weights stay to be handed over.
+            stays_now = {n: size for n, size in stays.items() if n == "weights"} | copy
+        else:  # the engine draws from the policy's own weights, unless it runs ahead of them
+            stays_now = stays | (copy if config.grpo.max_staleness else {})
+        parts = {**stays_now, **taken, **guest}
+        yield Phase(name="generation", slots_of="policy", parts=parts)
+    if judge:
+        activations = {"reward model's activations": judge["activations"]}
+        yield Phase(name="judging", slots_of="policy", parts={**stays, **guest, **activations})
+
+
+def _of_own_slots(
+    config: GRPORun, plan: Plan, shapes: Shapes, device_memory: int | None
+) -> Iterator[Phase]:
+    judge = _judging(config, plan, shapes, shares_with="generation")
+    guest = {"reward model": judge["weights"]} if judge else {}
+    if taken := _drawing(config, plan, shapes, device_memory, shares_with=None):
+        yield Phase(name="generation", slots_of="generation", parts={**taken, **guest})
+        if judge:
+            activations = {"reward model's activations": judge["activations"]}
+            parts = {**taken, **guest, **activations}
+            yield Phase(name="judging", slots_of="generation", parts=parts)
+    if taken := _judging(config, plan, shapes, shares_with=None):
+        yield Phase(name="judging", slots_of="reward_model", parts=taken)
+
+
+# ------------------------------------------------------------------------------------------ roles
+
+
+def training_memory(
+    policy: PolicyConfig,
+    shape: ModelShape,
+    mesh: Mesh,
+    *,
+    tokens: int,
+    keeps_reference: bool = False,
+    has_logits: bool = True,
+    chunk_tokens: int | None = None,
+) -> dict[str, int]:
+    """Bytes of one rank that trains.
+
+    Args:
+        policy: Precision, optimizer, adapters, recomputation, offloading.
+        shape: Of the model.
+        mesh: Weights, gradients and optimizer are divided by all its ranks; where the vocabulary
+            does not divide by tp, embeddings and head by the others alone.
+        tokens: Of a micro-batch, before context parallelism divides them.
+        keeps_reference: A frozen copy, too, unless there are adapters.
+        has_logits: A language model; a reward model has one score a sequence.
+        chunk_tokens: Tokens whose logits are in memory at a time; None: about 16M logits.
+    """
+    parallel = policy.dtensor_cfg
+    adapters = adapter_parameters(policy, shape)
+    trained = shape.num_parameters if adapters is None else adapters
+    held = shape.num_parameters + (adapters or 0)
+    optimizer = policy.optimizer.name.rsplit(".", 1)[-1]
+    states = OPTIMIZER_STATES.get(optimizer, 2)
+    # What every tensor-parallel rank has whole counts once for each of them.
+    again = shape.undivided(mesh.tp) * (mesh.tp - 1)
+    held += again
+    trained_here = trained + again if adapters is None else trained
+    parts: dict[str, int] = {}
+    if not parallel.cpu_offload:
+        parts["weights"] = MASTER_BYTES * held // mesh.size
+        parts["gradients"] = MASTER_BYTES * trained_here // mesh.size
+        parts["optimizer"] = MASTER_BYTES * states * trained_here // mesh.size
+        if keeps_reference and adapters is None:
+            parts["reference"] = MASTER_BYTES * held // mesh.size
+    parts["gathered"] = gathered_bytes(policy, shape, mesh, trained=trained)
+    parts["activations"] = activation_bytes(
+        shape,
+        tokens=-(-tokens // mesh.cp),
+        tp=mesh.tp,
+        compute_bytes=COMPUTE_BYTES[policy.precision],
+        # Embeddings are float32 masters on one rank and on many, and so are the sums with them.
+        keeps_stream_in_float32=True,
+        recomputes=parallel.activation_checkpointing,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+    if mesh.cp > 1:
+        parts["whole row"] = 2 * MASTER_BYTES * tokens * shape.hidden_size
+    if has_logits:
+        entries = shape.vocab_size // (1 if shape.undivided(mesh.tp) else mesh.tp)
+        chunk = min(tokens, chunk_tokens or max(1, CHUNK_LOGITS // entries))
+        parts["logits"] = LOGITS_BYTES * chunk * entries
+    return parts
+
+
+def judging_memory(
+    judge: ScorerSource, shape: ModelShape, mesh: Mesh, *, tokens: int
+) -> dict[str, int]:
+    """Bytes of one rank of a reward model that only scores: each replica holds it once.
+
+    Where it is spread, the weights outside the layers stay gathered beside their shards.
+    """
+    width = COMPUTE_BYTES[judge.precision]
+    again = shape.undivided(mesh.tp) * (mesh.tp - 1)
+    weights = width * (shape.num_parameters + again) // mesh.group_size
+    if mesh.group_size > 1:
+        weights += width * shape.outside(mesh.tp)
+    return {
+        "weights": weights,
+        "activations": _layer_bytes(
+            shape, tokens=-(-tokens // mesh.cp), tp=mesh.tp, compute_bytes=width,
+            keeps_stream_in_float32=False, sequence_parallel=False,
+        ),
+    }  # fmt: skip
+
+
+def _judging(
+    config: GRPORun, plan: Plan, shapes: Shapes, *, shares_with: RoleName | None
+) -> dict[str, int]:
+    """Bytes of one slot that judges on such slots, of all models. Empty where there is none."""
+    role, judges = plan.role("reward_model"), config.env.reward_model.loaded
+    if role is None or not shapes.reward_models or role.shares_with != shares_with:
+        return {}
+    tokens = plan.batch("reward_model").tokens
+    found = [
+        judging_memory(judge, shape, role.mesh, tokens=tokens)
+        for judge, shape in zip(judges, shapes.reward_models, strict=True)
+    ]
+    return {name: sum(parts[name] for parts in found) for name in found[0]}
+
+
+def _drawing(
+    config: GRPORun,
+    plan: Plan,
+    shapes: Shapes,
+    device_memory: int | None,
+    *,
+    shares_with: RoleName | None,
+) -> dict[str, int]:
+    """Bytes of one rank that draws on such slots: weights, keys and values. Empty: there is none.
+
+    vLLM fills its share of the device with keys and values, whatever is needed of them.
+    """
+    role, shape = plan.role("generation"), shapes.policy
+    if role is None or shape is None or role.shares_with != shares_with:
+        return {}
+    uses_vllm = draws_with_vllm(config)
+    width = drawing_bytes(config) if uses_vllm else MASTER_BYTES
+    weights = width * shape.num_parameters // role.mesh.group_size
+    each = key_value_bytes(shape, role.mesh, compute_bytes=drawing_bytes(config))
+    needed = plan.batch("generation").tokens * each
+    if uses_vllm and device_memory is not None:
+        pool = int(config.policy.generation.vllm_cfg.gpu_memory_utilization * device_memory)
+        needed = max(longest_completion(config) * each, pool - weights)
+    return {"weights": weights, "keys and values": needed}
+
+
+def drawing_bytes(config: GRPORun) -> int:
+    """Of one number in the engine: its weights, keys and values."""
+    own = config.policy.generation.vllm_cfg.precision
+    return COMPUTE_BYTES[config.policy.precision if own == "auto" else own]
+
+
+def longest_completion(config: GRPORun) -> int:
+    """Tokens for which an engine must have room, at least."""
+    own = config.policy.generation.vllm_cfg.max_model_len
+    return own or config.policy.max_total_sequence_length
+
+
+# --------------------------------------------------------------------------------------- formulas
+
+
+def adapter_parameters(policy: PolicyConfig, shape: ModelShape) -> int | None:
+    """Weights of low-rank adapters; None where every weight is trained."""
+    lora = policy.dtensor_cfg.lora_cfg
+    if not lora.enabled:
+        return None
+    chosen = set(lora.target_modules or shape.linear_layers) - set(lora.exclude_modules)
+    sizes = [size for name, size in shape.linear_layers.items() if name in chosen]
+    return shape.num_layers * sum(lora.dim * (rows + columns) for rows, columns in sizes)
+
+
+def gathered_bytes(policy: PolicyConfig, shape: ModelShape, mesh: Mesh, *, trained: int) -> int:
+    """Whole weights beside the shards, and gradients on their way.
+
+    Sharded: embeddings and head all the while, with their gradients and the sums of these, all in
+    float32; two layers (this one and the next) and the gradients of one in the arithmetic's dtype,
+    and the latter once more in float32, to be summed. Tensor-parallel ranks have their part of it.
+    One process: the copy that autocast makes of float32 weights, and nothing in float32.
+    """
+    width = COMPUTE_BYTES[policy.precision]
+    if mesh.size == 1:
+        return 0 if width == MASTER_BYTES else width * trained
+    learns = trained == shape.num_parameters
+    outside = shape.outside(mesh.tp) * MASTER_BYTES * (3 if learns else 1)
+    layers = shape.layer_parameters * (3 * width + MASTER_BYTES if learns else 2 * width)
+    return outside + layers // mesh.tp
+
+
+def activation_bytes(
+    shape: ModelShape,
+    *,
+    tokens: int,
+    tp: int,
+    compute_bytes: int,
+    keeps_stream_in_float32: bool,
+    recomputes: bool,
+    sequence_parallel: bool,
+) -> int:
+    """What the forward pass keeps for the backward pass.
+
+    With recomputation: the input of each layer, and one layer in full.
+    """
+    layer = _layer_bytes(
+        shape, tokens=tokens, tp=tp, compute_bytes=compute_bytes,
+        keeps_stream_in_float32=keeps_stream_in_float32, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    if not recomputes:
+        return shape.num_layers * layer
+    width = 4 if keeps_stream_in_float32 else compute_bytes
+    inputs = shape.num_layers * tokens * shape.hidden_size * width
+    return layer + inputs // (tp if sequence_parallel else 1)
+
+
+def _layer_bytes(
+    shape: ModelShape,
+    *,
+    tokens: int,
+    tp: int,
+    compute_bytes: int,
+    keeps_stream_in_float32: bool,
+    sequence_parallel: bool,
+) -> int:
+    """What one layer keeps. Counted on the tensors that transformers' Llama and Qwen 3 save.
+
+    Two norms: the float32 input, the normalised input and the result. Attention: queries, keys,
+    values and its result. Feed-forward: gate, up, activated gate and their product. Where tokens
+    are divided, every rank still multiplies the results of the norms for all of them.
+    """
+    width = compute_bytes
+    norms, results = 2 * (4 + width) * shape.hidden_size, 2 * width * shape.hidden_size
+    if keeps_stream_in_float32 and width < 4:
+        # Autocast: a float32 stream, and a copy of the results for each product.
+        norms, results = 16 * shape.hidden_size, 10 * shape.hidden_size
+    heads = shape.num_heads + shape.num_kv_heads
+    split = 2 * width * heads * shape.head_dim + 4 * width * shape.intermediate_size
+    if shape.normalises_heads:
+        split += (4 + width) * heads * shape.head_dim
+    return tokens * (results + norms // (tp if sequence_parallel else 1) + split // tp)
+
+
+def key_value_bytes(shape: ModelShape, mesh: Mesh, *, compute_bytes: int) -> int:
+    """Of one token, on each rank: heads are divided, but no rank has less than one."""
+    heads = max(1, -(-shape.num_kv_heads // mesh.tp))
+    layers = -(-shape.num_layers // mesh.pp)
+    return 2 * layers * heads * shape.head_dim * compute_bytes

@@ -1,0 +1,558 @@
+"""What all scorers share that hold a scoring contract: tokens in, verdicts out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laurel.data.forest import pack, pack_padded, pad, plant
+from laurel.errors import ScoringContractError
+from laurel.models.forest.decoder import Path, weights_as
+from laurel.models.forest.reward_model import RewardModel
+from laurel.models.loading.policy import (
+    Probe,
+    check_batches,
+    draw_probe,
+    inputs_alone,
+    own_attention,
+)
+from laurel.models.scoring import GoldenScore, ScoringContract
+from laurel.rewards.preparing import Prepared, Preparing, Rendered, prepared_by
+from laurel.types import Completion, Conversation, Group, PaddedRows, Score, TokenForest, TokenGroup
+
+OnBatch = Callable[[int, int], None]
+"""Called with the groups and the tokens of each micro-batch that is done."""
+
+
+class ContractScorer(ABC):
+    """Renders groups by a contract and makes scores of what a model says, wherever that is."""
+
+    has_exact_scores = True
+    """Whether it can compute in a higher precision: see `score_exactly`."""
+
+    def __init__(
+        self, contract: ScoringContract, *, batch_tokens: int, batch_size: int | None
+    ) -> None:
+        """Hold a contract.
+
+        Args:
+            contract: The contract it scores by.
+            batch_tokens: Token budget of one forward pass.
+            batch_size: Rows of one forward pass on the padded path, instead of the budget. A group
+                of more completions travels alone.
+        """
+        self.contract = contract
+        self.batch_tokens = batch_tokens
+        self.batch_size = batch_size
+        # Calls run in threads of their own. A tokenizer is not made for that, and the first call
+        # to end would switch dropout on again under the others.
+        self._one_at_a_time = threading.Lock()
+        self.preparers: Preparing | None = None
+        """Who renders and tokenises instead. Whoever closes the scorer closes them."""
+
+    @property
+    @abstractmethod
+    def path(self) -> Path:
+        """How batches reach the model."""
+
+    @abstractmethod
+    def _values(
+        self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
+    ) -> np.ndarray:
+        """The outputs for every completion, float32 `[N, K]`, in order; of the same weights in a
+        higher precision where that is asked for."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give the memory of devices back; `resting` does, and takes care of the rest."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Be as before `sleep`."""
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether what computes is gone, and raises its error from every call."""
+        return False
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Give the memory of devices back meanwhile, once what is under way is done.
+
+        Whoever asks for scores waits until it is over, so do not ask in the same thread.
+        """
+        with self._one_at_a_time:
+            self.sleep()
+            try:
+                yield
+            finally:
+                self.wake()
+
+    def close(self) -> None:  # noqa: B027  a model that is held here goes with the scorer
+        """Free processes and memory. Idempotent."""
+
+    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """See `protocols.Scorer`. The arithmetic runs in a thread, beside the event loop."""
+        return await asyncio.to_thread(self.score_now, groups)
+
+    def score_now(
+        self, groups: Sequence[Group], on_batch: OnBatch | None = None
+    ) -> list[tuple[Score, ...]]:
+        """The same for callers without an event loop.
+
+        Completions of a group that say the same are computed once: computed twice, the order of
+        sums would make them differ in the last digit, and a learner take that for a preference.
+
+        Args:
+            groups: What to score.
+            on_batch: Told of progress.
+        """
+        with self._one_at_a_time:
+            return self._scored(groups, on_batch)
+
+    def score_exactly(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """The scores that the same weights give in a higher precision.
+
+        What the rounding in `score_now` is measured against; several times slower.
+        """
+        with self._one_at_a_time:
+            return self._scored(groups, None, exactly=True)
+
+    def _scored(
+        self, groups: Sequence[Group], on_batch: OnBatch | None, *, exactly: bool = False
+    ) -> list[tuple[Score, ...]]:
+        distinct = [tuple(dict.fromkeys(group.completions_G)) for group in groups]
+        prepared = self._encode(
+            [replace(group, completions_G=c) for group, c in zip(groups, distinct, strict=True)]
+        )
+        values_NK = self._values(
+            [tokens for tokens, _ in prepared if tokens is not None], on_batch, exactly=exactly
+        )
+        rows = iter(values_NK.tolist())
+        scores: list[tuple[Score, ...]] = []
+        for group, completions, (tokens, failures) in zip(groups, distinct, prepared, strict=True):
+            scored = iter(self._verdicts(tokens, rows))
+            score_of = {
+                completion: next(scored) if failure is None else Score(value=None, failure=failure)
+                for completion, failure in zip(completions, failures, strict=True)
+            }
+            scores.append(tuple(score_of[completion] for completion in group.completions_G))
+        return scores
+
+    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
+        """The first half of `score_now`; nothing is computed, and equal completions stay."""
+        with self._one_at_a_time:
+            return self._encode(groups)
+
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
+        """See `ScoringContract.encode_rendered`."""
+        with self._one_at_a_time:
+            return self.contract.encode_rendered(row)
+
+    def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
+        """The second half of `score_now`, for what was prepared."""
+        with self._one_at_a_time:
+            rows = iter(self._values(tokens, None, exactly=False).tolist())
+            return [tuple(self._verdicts(group, rows)) for group in tokens]
+
+    def encode(self, groups: Sequence[Group]) -> list[TokenGroup]:
+        """What the model reads of groups with at least one completion each.
+
+        Raises:
+            DataError: A conversation that cannot be rendered.
+        """
+        with self._one_at_a_time:
+            return self.contract.encode(groups)
+
+    def _encode(self, groups: Sequence[Group]) -> list[Prepared]:
+        if self.preparers is not None:
+            return self.preparers.prepare(groups)
+        return prepared_by(self.contract, groups)
+
+    def _verdicts(
+        self, tokens: TokenGroup | None, rows: Iterator[Sequence[float]]
+    ) -> Iterator[Score]:
+        """The scores of a group, in order; takes as many rows as it has completions."""
+        if tokens is None:
+            return
+        for num_tokens, truncated in zip(tokens.lengths_G, tokens.truncated_G, strict=True):
+            yield self._verdict(next(rows), num_tokens, truncated)
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills rows up."""
+        return self.contract.rules.pad_id or 0
+
+    def _verdict(self, values_K: Sequence[float], num_tokens: int, truncated: bool) -> Score:
+        if not all(math.isfinite(value) for value in values_K):
+            return Score(
+                value=None, num_tokens=num_tokens, truncated=truncated, failure="not finite"
+            )
+        return Score(
+            value=self.contract.scalar(values_K),
+            values_K=tuple(values_K),
+            num_tokens=num_tokens,
+            truncated=truncated,
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# A reward model in this process as a Scorer, and the checks it must pass before it is used.
+
+GOLDEN_TOLERANCE = {"float64": 1e-4, "float32": 1e-4}
+"""Allowed difference from a golden score, in units of max(1, |score|), by the dtype of the weights.
+They and the arithmetic are the same; what differs is the order of sums on another machine or
+library version."""
+LOW_PRECISION_TOLERANCE = 5e-2
+"""The same where the weights were, or now are, in bfloat16 or float16."""
+
+
+class LocalScorer(ContractScorer):
+    """Scores groups with a model held here."""
+
+    def __init__(
+        self,
+        model: RewardModel,
+        contract: ScoringContract,
+        *,
+        batch_tokens: int = 8192,
+        batch_size: int | None = None,
+    ) -> None:
+        """Hold a model; see `ContractScorer` for the rest."""
+        super().__init__(contract, batch_tokens=batch_tokens, batch_size=batch_size)
+        self.model = model
+        self._home: torch.device | None = None
+        """Where the weights belong while they rest on the host."""
+
+    @property
+    def path(self) -> Path:
+        """See `ContractScorer`."""
+        return self.model.path
+
+    def _values(
+        self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
+    ) -> np.ndarray:
+        with in_higher_precision(self.model, wanted=exactly):
+            return score_tokens(
+                self.model,
+                tokens,
+                batch_tokens=self.batch_tokens,
+                batch_size=self.batch_size,
+                pad_id=self.pad_id,
+                on_batch=on_batch,
+            )
+
+    def sleep(self) -> None:
+        """Move the weights to the host. On a CPU they stay where they are."""
+        device = next(self.model.parameters()).device
+        if device.type != "cpu":
+            self._home = device
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Move the weights back."""
+        if self._home is not None:
+            self.model.to(self._home)
+            self._home = None
+
+
+@contextmanager
+def in_higher_precision(model: RewardModel, *, wanted: bool = True) -> Iterator[None]:
+    """Compute with the same weights in a precision that rounds far less; several times slower."""
+    if not wanted:
+        yield
+        return
+    rounded = (torch.bfloat16, torch.float16)
+    is_rough = model.precision in rounded or model.weights_dtype in rounded
+    dtype = torch.float32 if is_rough else torch.float64
+    with model.in_full_precision(), weights_as(model, dtype):
+        yield
+
+
+def score_tokens(
+    model: RewardModel,
+    groups: Sequence[TokenGroup],
+    *,
+    batch_tokens: int,
+    pad_id: int,
+    batch_size: int | None = None,
+    on_batch: OnBatch | None = None,
+) -> np.ndarray:
+    """Score tokenised groups, without gradients, in token-budget batches.
+
+    Returns:
+        float32 `[N, K]`, in the order of the groups whatever the batches were.
+    """
+    parts = divide(model.path, groups, batch_tokens, batch_size)
+    batches = [[groups[i] for i in part] for part in parts]
+    values = score_batches(model, batches, pad_id=pad_id, on_batch=on_batch)
+    return in_order(groups, parts, values, num_outputs=model.num_outputs)
+
+
+def score_batches(
+    model: RewardModel,
+    batches: Sequence[Sequence[TokenGroup]],
+    *,
+    pad_id: int,
+    on_batch: OnBatch | None = None,
+) -> list[np.ndarray]:
+    """Score micro-batches, without gradients.
+
+    Returns:
+        float32 `[N, K]` of each.
+    """
+    values = []
+    was_training = model.training
+    model.eval()
+    try:
+        with model.without_gradients():
+            for batch in batches:
+                values.append(model(lay_out(model, batch, pad_id=pad_id)).cpu().numpy())
+                if on_batch is not None:
+                    on_batch(len(batch), sum(group.num_tokens for group in batch))
+    finally:
+        model.train(was_training)
+    return values
+
+
+def in_order(
+    groups: Sequence[TokenGroup],
+    parts: Sequence[Sequence[int]],
+    values: Sequence[np.ndarray],
+    *,
+    num_outputs: int,
+) -> np.ndarray:
+    """Scores of micro-batches in the order of the groups, `[N, K]`.
+
+    Args:
+        groups: All of them.
+        parts: Indices of the groups of each micro-batch.
+        values: Scores of each micro-batch.
+        num_outputs: K.
+    """
+    offsets = np.cumsum([0, *(len(group.branches_ids_G) for group in groups)])
+    values_NK = np.empty((offsets[-1], num_outputs), dtype=np.float32)
+    for indices, scores_NK in zip(parts, values, strict=True):
+        rows = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in indices])
+        values_NK[rows] = scores_NK
+    return values_NK
+
+
+def divide(
+    path: Path,
+    groups: Sequence[TokenGroup],
+    batch_tokens: int,
+    batch_size: int | None = None,
+) -> list[list[int]]:
+    """Indices of the groups of each micro-batch, by the model's path."""
+    if path == "forest":
+        return pack([group.num_tokens for group in groups], batch_tokens)
+    lengths = [group.lengths_G for group in groups]
+    if batch_size is not None:
+        return _pack_rows(lengths, batch_size)
+    return pack_padded(lengths, batch_tokens)
+
+
+def _pack_rows(lengths: Sequence[tuple[int, ...]], batch_size: int) -> list[list[int]]:
+    """Groups of similar lengths, so many rows at a time; a larger group travels alone."""
+    bins: list[list[int]] = []
+    rows = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-max(lengths[i]), i)):
+        more = len(lengths[index])
+        if not bins or rows + more > batch_size:
+            bins.append([])
+            rows = 0
+        bins[-1].append(index)
+        rows += more
+    return bins
+
+
+def lay_out(
+    model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int, share_prompts: bool = True
+) -> TokenForest | PaddedRows:
+    """One micro-batch in the form that the model's path reads."""
+    if model.path == "forest":
+        return plant(groups, share_prompts=share_prompts)
+    return pad(groups, pad_id=pad_id)
+
+
+# ---------------------------------------------------------------------------------- before use
+
+
+def golden_scores(
+    model: RewardModel, contract: ScoringContract, groups: Sequence[Group]
+) -> tuple[GoldenScore, ...]:
+    """Conversations with their scores, for `scoring.json`.
+
+    Each is scored by itself and in the dtype of the weights, so that the check at load can be
+    strict whatever precision either run computes in.
+    """
+    return golden_by(partial(_score_alone, model, pad_id=contract.rules.pad_id), contract, groups)
+
+
+def golden_by(
+    score_alone: Callable[[Sequence[TokenGroup]], np.ndarray],
+    contract: ScoringContract,
+    groups: Sequence[Group],
+) -> tuple[GoldenScore, ...]:
+    """`golden_scores` of a model that is elsewhere.
+
+    Args:
+        score_alone: Scores `[N, K]` of whole conversations, as `golden_scores` says.
+        contract: The contract.
+        groups: What is scored.
+    """
+    conversations = [
+        group.conversation(index) for group in groups for index in range(len(group.completions_G))
+    ]
+    tokens = contract.encode([conversation_group(messages) for messages in conversations])
+    return tuple(
+        GoldenScore(messages=messages, values_K=tuple(values_K), num_tokens=one.lengths_G[0])
+        for messages, one, values_K in zip(
+            conversations, tokens, score_alone(tokens).tolist(), strict=True
+        )
+    )
+
+
+def check_golden(model: RewardModel, contract: ScoringContract) -> float:
+    """Recompute the golden scores of a loaded model, in the precision they were made in.
+
+    Returns:
+        The largest difference.
+
+    Raises:
+        ScoringContractError: A score is not the one the model was saved with.
+    """
+    return check_golden_by(
+        partial(_score_alone, model, pad_id=contract.rules.pad_id),
+        contract,
+        dtype=str(model.exact_dtype).removeprefix("torch."),
+        why=lambda values_K, expected_K: "weights, head or library behave differently",
+    )
+
+
+def check_golden_by(
+    score_alone: Callable[[Sequence[TokenGroup]], np.ndarray],
+    contract: ScoringContract,
+    *,
+    dtype: str,
+    why: Callable[[Sequence[float], Sequence[float]], str],
+) -> float:
+    """`check_golden` of a model that is elsewhere.
+
+    Args:
+        score_alone: Scores `[N, K]` of whole conversations.
+        contract: The contract.
+        dtype: What they are computed in.
+        why: What may be the cause, for the error, from what came out and what should have, `[K]`.
+    """
+    worst = 0.0
+    tolerance = golden_tolerance(contract, dtype)
+    for golden in contract.rules.golden:
+        tokens = contract.encode([conversation_group(golden.messages)])
+        num_tokens = tokens[0].lengths_G[0]
+        if num_tokens != golden.num_tokens:
+            raise ScoringContractError(
+                f"a golden conversation has {num_tokens} tokens here and had {golden.num_tokens} "
+                "when the model was saved: the tokenizer or its template has changed"
+            )
+        values_K = score_alone(tokens)[0].tolist()
+        for value, expected in zip(values_K, golden.values_K, strict=True):
+            difference = abs(value - expected) / max(1.0, abs(expected))
+            if not difference <= tolerance:
+                raise ScoringContractError(
+                    f"a golden conversation scores {value:.6g} here and scored {expected:.6g} when "
+                    f"the model was saved: {why(values_K, golden.values_K)}"
+                )
+            worst = max(worst, difference)
+    return worst
+
+
+def golden_tolerance(contract: ScoringContract, dtype: str) -> float:
+    """Allowed difference from golden scores, in units of max(1, |score|)."""
+    dtypes = (dtype, contract.rules.golden_dtype)
+    return max(GOLDEN_TOLERANCE.get(dtype, LOW_PRECISION_TOLERANCE) for dtype in dtypes)
+
+
+def conversation_group(messages: Conversation) -> Group:
+    """A whole conversation as a group of one completion: its last message."""
+    return Group(id="", prompt=messages[:-1], completions_G=(Completion(messages=messages[-1:]),))
+
+
+def _score_alone(
+    model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int | None
+) -> np.ndarray:
+    """Scores `[N, K]`, each group by itself and in the dtype of the weights."""
+    with model.in_full_precision():
+        return score_tokens(model, groups, batch_tokens=1, pad_id=pad_id or 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a loaded reward model must show before it is used: in a batch it scores as it does alone.
+
+SHAPES = ((11, (5, 1, 8)), (0, (7,)))
+"""Of the probe: see `draw_probe`."""
+
+
+def check_paths(model: RewardModel, *, seed: int = 0) -> float:
+    """Compare a small batch on the model's path with the model's own forward pass, one by one.
+
+    Hidden states are compared, because a new head makes every score small, and then scores with
+    those that Hugging Face's class returns by itself.
+
+    Returns:
+        The largest relative difference found.
+
+    Raises:
+        ModelError: They disagree, so batches would give wrong scores.
+    """
+    probe = draw_probe(model, SHAPES, seed=seed)
+    return check_batches(
+        model, lambda: _largest_difference(model, probe), what="score", role="reward model"
+    )
+
+
+def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
+    """Between the batch and one by one; None where the latter is not finite."""
+    batch = probe.batch(model.path)
+    scores_NK = model(batch).double()
+    if model.head_name is None:
+        own_NK = torch.cat([_own_scores(model, ids) for ids in probe.sequences_N]).double()
+        if not own_NK.isfinite().all():
+            return None
+        return float((scores_NK - own_NK).abs().max() / own_NK.abs().max().clamp_min(1e-12))
+    hidden_ND = model.last_hidden(batch).double()
+    with own_attention(model):
+        own_NK = torch.cat([_own_scores(model, ids) for ids in probe.sequences_N]).double()
+        own_ND = torch.cat([_own_hidden(model, ids) for ids in probe.sequences_N]).double()
+    if not (own_NK.isfinite().all() and own_ND.isfinite().all()):
+        return None
+    size_N = own_ND.norm(dim=1).clamp_min(1e-12)
+    head_K = getattr(model.classifier, model.head_name).weight.double().norm(dim=1)
+    hidden = ((hidden_ND - own_ND).norm(dim=1) / size_N).max()
+    scores = ((scores_NK - own_NK).abs() / (size_N[:, None] * head_K).clamp_min(1e-12)).max()
+    return float(torch.maximum(hidden, scores))
+
+
+def _own_scores(model: RewardModel, ids_L: Tensor) -> Tensor:
+    """What the Hugging Face class returns for one sequence, `[1, K]`."""
+    scores_1K: Tensor = model.classifier(**inputs_alone(model, ids_L)).logits
+    return scores_1K
+
+
+def _own_hidden(model: RewardModel, ids_L: Tensor) -> Tensor:
+    """Hidden state of the last token of one sequence, `[1, D]`."""
+    inputs = inputs_alone(model, ids_L)
+    hidden_1D: Tensor = model.classifier.base_model(**inputs).last_hidden_state[:, -1]
+    return hidden_1D

@@ -1,0 +1,588 @@
+"""What a reward server does, without a word of HTTP: which model answers, and whether it may now.
+
+::
+
+    loading -> ready <-> asleep
+                 |          |
+                 +----------+--> draining        broken: ready, but the model fails at everything
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from laurel.config.policy import ClusterConfig
+from laurel.errors import BusyError, ConfigError, LaurelError
+from laurel.generation.vllm.settings import check_has_vllm
+from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer
+from laurel.rewards.ensemble import NullScorer
+from laurel.rewards.open import (
+    Precision,
+    Say,
+    ScorerOptions,
+    check_at_once,
+    check_files,
+    find_model,
+    load_scorer,
+)
+from laurel.rewards.remote.replica import close_scorer
+from laurel.types import Group, Score
+
+Changed = TypeVar("Changed")
+State = Literal["loading", "ready", "asleep", "draining", "broken"]
+
+
+class RefusedRequestError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self, status: int, code: str, message: str, *, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        """Of HTTP."""
+        self.code = code
+        self.retry_after = retry_after
+        """Seconds."""
+
+
+class ServedScorer(Protocol):
+    """A scorer that a server can serve. It is ended by `aclose` or `close`."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it has long failed at everything."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether that is for good: only another start of the server can mend it."""
+
+    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """See `protocols.Scorer`."""
+
+    async def sleep(self) -> None:
+        """Give the memory of devices back."""
+
+    async def wake(self) -> None:
+        """Be as before `sleep`."""
+
+
+_LOST = "every replica of the model is lost for good; the server ends, to be started again"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ServedModel:
+    """A model that has proven itself, and how many requests it has under way."""
+
+    name: str
+    version: str
+    scorer: ServedScorer
+    in_flight: int = 0
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the last request that ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Scores, and the model that gave every one of them."""
+
+    scores: list[tuple[Score, ...]]
+    model: ServedModel
+
+
+OpenModel = Callable[[str], Awaitable[ServedModel]]
+"""Loads the model of a directory and makes it prove itself."""
+
+
+class RewardService:
+    """A model behind its states. Everything runs in one event loop.
+
+    A change of state goes on where whoever asked for it leaves: half of one would be a model that
+    sleeps and passes for awake, or one that is loaded and that nobody ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        open_model: OpenModel | None = None,
+        request_seconds: float = 120.0,
+        sleep_seconds: float = 30.0,
+    ) -> None:
+        """Begin without a model.
+
+        Args:
+            open_model: For `load`; None: there is no other model.
+            request_seconds: Of one request.
+            sleep_seconds: What is under way may take before the model sleeps all the same.
+        """
+        self._open_model = open_model
+        self._request_seconds = request_seconds
+        self._sleep_seconds = sleep_seconds
+        self._served: ServedModel | None = None
+        self._is_asleep = False
+        self._is_draining = False
+        self._scoring: set[asyncio.Task[Any]] = set()
+        self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()
+
+    @property
+    def state(self) -> State:
+        """What it does with requests."""
+        if self._is_draining:
+            return "draining"
+        if self._served is None:
+            return "loading"
+        if self._is_asleep:
+            return "asleep"
+        return "broken" if self._served.scorer.is_broken else "ready"
+
+    @property
+    def served(self) -> ServedModel | None:
+        """The model that the next request gets; None while it is loaded."""
+        return self._served
+
+    def begin(self, model: ServedModel) -> None:
+        """Serve a first model."""
+        self._served = model
+
+    async def score(self, groups: Sequence[Group], *, version: str = "") -> Scored:
+        """Scores by the model that is served now.
+
+        Args:
+            groups: See `protocols.Scorer`.
+            version: The only one that is wanted; empty: any.
+
+        Raises:
+            RefusedRequestError: Not in this state, not this version, not now, or not in time.
+        """
+        served = self._admitted(version)
+        served.in_flight += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._scoring.add(task)
+        try:
+            async with asyncio.timeout(self._request_seconds):
+                scores = await served.scorer.score(groups)
+        except TimeoutError as error:
+            message = f"no score came within {self._request_seconds:g} s"
+            raise RefusedRequestError(503, "timeout", message, retry_after=1.0) from error
+        except BusyError as error:
+            raise RefusedRequestError(
+                429, "busy", str(error), retry_after=error.retry_after
+            ) from error
+        except LaurelError as error:
+            raise RefusedRequestError(503, "broken", str(error), retry_after=5.0) from error
+        except asyncio.CancelledError:
+            if not self.is_lost:
+                raise
+            task.uncancel()
+            raise RefusedRequestError(503, "broken", _LOST, retry_after=5.0) from None
+        finally:
+            self._scoring.discard(task)
+            served.in_flight -= 1
+            if not served.in_flight:
+                served.quiet.set()
+        return Scored(scores=scores, model=served)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody who could score is left, nor will come back."""
+        return self._served is not None and self._served.scorer.is_lost
+
+    def give_up(self) -> None:
+        """Refuse what waits for those who are lost: no score will come."""
+        for task in self._scoring:
+            task.cancel()
+
+    def _admitted(self, version: str) -> ServedModel:
+        state = self.state
+        if self.is_lost:
+            raise RefusedRequestError(503, "broken", _LOST, retry_after=5.0)
+        if self._served is None or state in ("asleep", "draining"):
+            raise RefusedRequestError(503, state, f"the server is {state}", retry_after=1.0)
+        if version and version != self._served.version:
+            message = f"this server has version {self._served.version!r}, not {version!r}"
+            raise RefusedRequestError(409, "version", message)
+        return self._served
+
+    async def sleep(self) -> None:
+        """Finish what was accepted, refuse what comes, and give the memory of devices back.
+
+        Raises:
+            RefusedRequestError: Not in this state.
+        """
+        await self._to_its_end(self._sleep())
+
+    async def _sleep(self) -> None:
+        async with self._one_change() as served:
+            if self._is_asleep:
+                return
+            self._is_asleep = True
+            try:
+                await _until_quiet(served, self._sleep_seconds)
+                await served.scorer.sleep()
+            except BaseException:
+                self._is_asleep = False
+                raise
+
+    async def wake(self) -> None:
+        """Take requests again; see `sleep`."""
+        await self._to_its_end(self._wake())
+
+    async def _wake(self) -> None:
+        async with self._one_change() as served:
+            if self._is_asleep:
+                await served.scorer.wake()
+                self._is_asleep = False
+
+    async def load(self, name: str) -> ServedModel:
+        """Serve another model as soon as it has proven itself; until then the old one answers.
+
+        Raises:
+            RefusedRequestError: Not in this state, or there is no other model.
+            UserError: It cannot be used; the old one stays.
+        """
+        if self._open_model is None:
+            raise RefusedRequestError(409, "fixed", "this server serves no other model")
+        return await self._to_its_end(self._load(name, self._open_model))
+
+    async def _load(self, name: str, open_model: OpenModel) -> ServedModel:
+        async with self._one_change() as old:
+            if self._is_asleep:
+                raise RefusedRequestError(409, "asleep", "wake the server first")
+            new = await open_model(name)
+            if self._is_draining:
+                await close_scorer(new.scorer)
+                raise RefusedRequestError(503, "draining", "the server is draining")
+            self._served = new
+            await _until_quiet(old, self._request_seconds)
+            await close_scorer(old.scorer)
+            return new
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse what comes and finish what was accepted. False: some of it was left."""
+        self._is_draining = True
+        return self._served is None or await _until_quiet(self._served, seconds)
+
+    async def aclose(self) -> None:
+        """End the model. Idempotent."""
+        self._is_draining = True
+        served, self._served = self._served, None
+        if served is not None:
+            await close_scorer(served.scorer)
+
+    async def _to_its_end(self, change: Coroutine[Any, Any, Changed]) -> Changed:
+        task = asyncio.ensure_future(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+    def _one_change(self) -> _Change:
+        if self._changing.locked():
+            raise RefusedRequestError(409, "changing", "another change is under way", retry_after=1)
+        return _Change(self, self._changing)
+
+
+class _Change:
+    """Holds the model for one change of state at a time."""
+
+    def __init__(self, service: RewardService, lock: asyncio.Lock) -> None:
+        self._service = service
+        self._lock = lock
+
+    async def __aenter__(self) -> ServedModel:
+        served, state = self._service.served, self._service.state
+        if served is None or state == "draining":
+            raise RefusedRequestError(503, state, f"the server is {state}", retry_after=1.0)
+        await self._lock.acquire()
+        return served
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+async def _until_quiet(served: ServedModel, seconds: float) -> bool:
+    """Wait until a model that gets nothing new has nothing under way."""
+    try:
+        async with asyncio.timeout(seconds):
+            while served.in_flight:
+                served.quiet.clear()
+                await served.quiet.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request is answered with."""
+
+    body: bytes
+    status: int = 200
+    """Of HTTP."""
+    content_type: bytes = b"application/json"
+    version: str = ""
+    """Of the model that scored, where one did."""
+
+
+class _Answering:
+    """An answer that is being made, and how many wait for it."""
+
+    def __init__(self, digest: bytes, making: asyncio.Task[Answer]) -> None:
+        self.digest = digest
+        self.making = making
+        self.waiting = 0
+
+
+class AnswerMemory:
+    """Answers by the id of their request: asked again, the same is not computed again."""
+
+    def __init__(self, *, max_entries: int = 10_000, max_bytes: int = 2**26) -> None:
+        """Remember so many at most, and so many bytes of them."""
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._known: OrderedDict[str, tuple[bytes, Answer]] = OrderedDict()
+        self._under_way: dict[str, _Answering] = {}
+
+    async def once(
+        self, request_id: str, digest: bytes, make: Callable[[], Awaitable[Answer]]
+    ) -> Answer:
+        """The answer to a request; made unless it is known or being made.
+
+        Args:
+            request_id: Of all tries of the same request.
+            digest: Of all that was asked.
+            make: Makes the answer. It is cancelled when all who wait have gone. What it raises is
+                not remembered.
+
+        Raises:
+            RefusedRequestError: Another request had this id.
+        """
+        if (known := self._known.get(request_id)) is not None:
+            self._check(digest, known[0], request_id)
+            self._known.move_to_end(request_id)
+            return known[1]
+        entry = self._under_way.get(request_id)
+        if entry is None or entry.making.cancelling():
+            entry = _Answering(digest, asyncio.ensure_future(_made(make)))
+            self._under_way[request_id] = entry
+        self._check(digest, entry.digest, request_id)
+        entry.waiting += 1
+        try:
+            answer = await asyncio.shield(entry.making)
+        finally:
+            entry.waiting -= 1
+            if not entry.waiting:
+                entry.making.cancel()
+            if self._under_way.get(request_id) is entry and not entry.waiting:
+                del self._under_way[request_id]
+        self._remember(request_id, digest, answer)
+        return answer
+
+    def _check(self, digest: bytes, known: bytes, request_id: str) -> None:
+        if digest != known:
+            raise RefusedRequestError(
+                422, "request_id", f"another request had the id {request_id[:80]!r}"
+            )
+
+    def _remember(self, request_id: str, digest: bytes, answer: Answer) -> None:
+        if request_id in self._known:
+            return
+        self._known[request_id] = digest, answer
+        self._bytes += len(answer.body)
+        while len(self._known) > self._max_entries or self._bytes > self._max_bytes:
+            _, (_, dropped) = self._known.popitem(last=False)
+            self._bytes -= len(dropped.body)
+
+
+async def _made(make: Callable[[], Awaitable[Answer]]) -> Answer:
+    return await make()
+
+
+# --------------------------------------------------------------------------------------------------
+# From a directory to a model that can be served: found, loaded, proven, and known by a version.
+
+NULL_NAME, NULL_VERSION = "null", "null"
+_READ_BYTES = 2**20
+_OF_THE_MODEL = (".json", ".safetensors", ".jinja", ".model", ".txt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """A model that is to be served, and how. It can travel as JSON."""
+
+    model: str = ""
+    """A directory or a hub name; empty: none, which scores trivially, to measure all the rest."""
+    engine: Literal["laurel", "vllm"] = "laurel"
+    precision: Precision = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_length: int | None = None
+    """Of a model that brings no contract."""
+    batch_tokens: int = 8192
+    """Distinct tokens of a batch."""
+    max_delay: float = 0.002
+    """Seconds that an idle model waits for company."""
+    max_waiting: int = 2000
+    """Completions that may wait."""
+    cpu_threads: int | None = None
+    """None: one per core."""
+
+
+def check_settings(settings: ModelSettings) -> None:
+    """Refuse what cannot be served, as far as that can be told without loading anything.
+
+    Raises:
+        UserError: There is no such model, or no such engine.
+    """
+    if settings.engine == "vllm":
+        if not settings.model:
+            raise ConfigError("--engine vllm needs a model; --null computes nothing")
+        check_has_vllm("--engine vllm")
+    if settings.model:
+        check_at_once(find_model(settings.model))
+
+
+def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, BatchingScorer]:
+    """Load a model, make it prove itself, and put a batcher before it. Blocks.
+
+    Returns:
+        Its name, its version, and the scorer.
+
+    Raises:
+        UserError: Not a reward model, or not the one it was: see `load_scorer`.
+    """
+    limits = BatcherLimits(
+        batch_tokens=settings.batch_tokens,
+        max_delay=settings.max_delay,
+        max_waiting=settings.max_waiting,
+        cache_entries=65536 if settings.model else 0,
+    )
+
+    def batcher(backend: Backend, version: str) -> BatchingScorer:
+        return BatchingScorer(backend, model_version=version, limits=limits)
+
+    if not settings.model:
+        return NULL_NAME, NULL_VERSION, batcher(NullScorer(), NULL_VERSION)
+    check_settings(settings)
+    from laurel.workers.process import prepare
+
+    prepare(ClusterConfig(device=settings.device, cpu_threads=settings.cpu_threads), seed=0)
+    place = find_model(settings.model)
+    for note in place.notes:
+        say(note)
+    check_files(place)
+    options = ScorerOptions(
+        max_length=settings.max_length, batch_tokens=settings.batch_tokens,
+        precision=settings.precision, device=settings.device,
+    )  # fmt: skip
+    if settings.engine == "vllm":
+        from laurel.rewards.vllm import load_vllm_scorer
+
+        scorer: Backend = load_vllm_scorer(place, options, say=say)
+    else:
+        scorer = load_scorer(place, options, say=say)
+    version = version_of(place.name)
+    return settings.model, version, batcher(scorer, version)
+
+
+def open_served(settings: ModelSettings, *, say: Say) -> ServedModel:
+    """The same as what a service takes."""
+    name, version, scorer = open_batcher(settings, say=say)
+    return ServedModel(name=name, version=version, scorer=scorer)
+
+
+def version_of(name: str) -> str:
+    """What the weights, the tokenizer and the contract of a directory are known by.
+
+    Equal files have equal versions, wherever they lie. Of a name on the hub it is the name.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        return name
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _OF_THE_MODEL and path.is_file():
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            with path.open("rb") as file:
+                while piece := file.read(_READ_BYTES):
+                    digest.update(piece)
+    called = re.sub(r"[^A-Za-z0-9._+-]", "_", os.path.basename(os.path.realpath(name)))
+    return f"{called}-{digest.hexdigest()}"  # it travels in a header
+
+
+# --------------------------------------------------------------------------------------------------
+# One line of JSON for each request, written beside whoever answers it.
+
+_MOST_WAITING = 20_000
+_SECONDS_BETWEEN = 0.1
+"""A thread that every request wakes would cost more than what it writes."""
+
+
+class AccessLog:
+    """Writes records in a thread. A disk that is full or a reader that is slow costs lines only."""
+
+    def __init__(self, target: str, *, say: Callable[[str], None]) -> None:
+        """Open a log.
+
+        Args:
+            target: A file, which is appended to; `-` is standard error.
+            say: Told once when lines begin to be lost.
+
+        Raises:
+            OSError: The file cannot be opened.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.dup(2) if target == "-" else os.open(target, flags, 0o600)
+        self._say = say
+        self._is_told = False
+        self.dropped = 0
+        """Lines that were lost."""
+        self._records: deque[Mapping[str, Any]] = deque()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="laurel-access-log", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take a record; it does not wait."""
+        if len(self._records) >= _MOST_WAITING:
+            self._lose(1, "it is written too slowly")
+        else:
+            self._records.append(record)
+
+    def close(self) -> None:
+        """Write what waits, for two seconds at most. Idempotent."""
+        self._closing.set()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._closing.wait(_SECONDS_BETWEEN)
+            while self._records:
+                self._put([self._records.popleft() for _ in range(min(256, len(self._records)))])
+
+    def _put(self, records: list[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+        left = memoryview(text.encode("ascii"))
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except OSError as error:
+            self._lose(len(records), str(error))
+
+    def _lose(self, count: int, why: str) -> None:
+        self.dropped += count
+        if not self._is_told:
+            self._is_told = True
+            self._say(f"warning: the access log loses lines: {why}")

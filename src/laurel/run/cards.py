@@ -1,0 +1,203 @@
+"""What the model cards of a run say of its data and its settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laurel.config.policy import PolicyConfig
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.data.report import DataReport, RowReport, TextReport
+from laurel.errors import DataError
+from laurel.models.checkpoint.card import EvaluationRow, EvaluationTable
+from laurel.observe.metrics import counted
+
+if TYPE_CHECKING:
+    from laurel.evaluation.benchmarks import BenchmarkSet
+    from laurel.models.checkpoint.card import CardFacts
+    from laurel.training.learner_group import ModelFacts
+
+
+def facts_of_reward_model(
+    config: RewardTrainingRun,
+    reports: Mapping[str, DataReport],
+    benchmarks: Mapping[str, BenchmarkSet],
+    model: ModelFacts,
+) -> CardFacts:
+    """The facts of a run of `laurel rm`, once its rows are tokens."""
+    from laurel.models.checkpoint.card import CardFacts
+
+    loss = config.rm.loss
+    more = {
+        name: value
+        for name, value in loss.model_dump(mode="json", exclude_defaults=True).items()
+        if name != "type"
+    }
+    settings = {
+        "loss": loss.type + "".join(f", {name} {value}" for name, value in more.items()),
+        **_settings(config.policy, unit="groups"),
+        "epochs": config.rm.max_num_epochs,
+        "ties": "used by the loss" if loss.uses_ties else config.data.ties,
+        "seed": config.rm.seed,
+    }
+    return CardFacts(
+        **_base(config.policy, model),
+        method="reward-model training",
+        data={name: _preferences(report) for name, report in reports.items()}
+        | {f"validation-{name}": one.described() for name, one in benchmarks.items()},
+        settings=settings,
+    )
+
+
+def facts_of_policy(
+    policy: PolicyConfig, model: ModelFacts, reports: Mapping[str, TextReport], *, method: str
+) -> CardFacts:
+    """The facts of a run that trains a policy by this method."""
+    from laurel.models.checkpoint.card import CardFacts
+
+    return CardFacts(
+        **_base(policy, model),
+        method=method,
+        data={name: _rows(report) for name, report in reports.items()},
+        settings={"method": method, **_settings(policy, unit="sequences")},
+        max_length=policy.max_total_sequence_length,
+    )
+
+
+def _base(policy: PolicyConfig, model: ModelFacts) -> dict[str, str | None]:
+    """What training started from; of a directory only its name, for cards are made public."""
+    from laurel.models.checkpoint.card import hub_name
+
+    name = policy.model_name if policy.scratch is None else None
+    is_here = name is not None and os.path.isdir(os.path.expanduser(name))
+    described = f"the local directory {os.path.basename(os.path.realpath(name or ''))}"
+    return {"base_model": described if is_here else model.base_model, "hub_base": hub_name(name)}
+
+
+def _settings(policy: PolicyConfig, *, unit: str) -> dict[str, str]:
+    optimizer, lora = policy.optimizer, policy.dtensor_cfg.lora_cfg
+    settings = {
+        "optimizer": f"{optimizer.name} {optimizer.kwargs}",
+        "batch": f"{policy.train_global_batch_size} {unit}",
+        "precision": policy.precision,
+    }
+    if lora.enabled:
+        settings["adapters"] = f"LoRA of rank {lora.dim}, alpha {lora.alpha}; merged here"
+    return settings
+
+
+def _preferences(report: DataReport) -> str:
+    figures = [counted(report.figures.num_pairs, "pair"), counted(report.num_prompts, "prompt")]
+    share = report.longer_wins_share
+    if share is not None:
+        figures.append(
+            f"the longer answer is the better one in {share:.1%} (in characters; equal ones count "
+            "half)"
+        )
+    if report.num_truncated:
+        figures.append(f"{counted(report.num_truncated, 'conversation')} cut to the longest length")
+    return f"{_rows(report)}; {', '.join(figures)}"
+
+
+def _rows(report: RowReport) -> str:
+    left_out = ", ".join(f"{v.count} {reason}" for reason, v in report.dropped.items())
+    return (
+        f"{report.origin or report.name}: {report.num_kept} of {counted(report.num_read, 'row')}"
+        + (f" (left out: {left_out})" if left_out else "")
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables of evaluations for model cards, from the reports of `laurel eval`.
+
+_SUFFIX = "-report.json"
+_TITLES = {
+    "reward-bench": "RewardBench",
+    "reward-bench-2": "RewardBench 2",
+    "rm-bench": "RM-Bench",
+    "judge-bench": "JudgeBench",
+    "pairs": "Preference pairs",
+    "best-of-n": "Best of n",
+}
+
+
+def read_evaluations(paths: Sequence[Path]) -> tuple[list[EvaluationTable], list[str]]:
+    """The tables of some reports, and the names of the models that they are of.
+
+    Args:
+        paths: Directories that `--output` named, or single reports in them.
+
+    Raises:
+        DataError: There is no report, or one that cannot be read.
+    """
+    tables: list[EvaluationTable] = []
+    models: list[str] = []
+    for path in paths:
+        for file in _reports(path.expanduser()):
+            report = _read(file)
+            try:
+                tables.append(_table(report))
+                models.append(str(report["model"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise DataError(
+                    f"{file}: not as laurel eval writes it ({type(error).__name__}: {error}); "
+                    "evaluate the model again with --output"
+                ) from error
+    return tables, models
+
+
+def _reports(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = sorted(path.glob(f"*{_SUFFIX}"))
+        if not found:
+            held = ", ".join(sorted(one.name for one in path.iterdir())[:8]) or "nothing"
+            raise DataError(
+                f"--eval {path} holds no report (*{_SUFFIX}) of laurel eval ... --output. It "
+                f"holds: {held}"
+            )
+        return found
+    if not path.is_file():
+        raise DataError(f"--eval {path}: there is no such file or directory")
+    beside = path.with_name(f"{path.stem.removesuffix('-scores')}{_SUFFIX}")
+    return [path if path.name.endswith(_SUFFIX) or not beside.is_file() else beside]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or "benchmark" not in content:
+        raise DataError(f"{path} is no report of laurel eval; name the directory of --output")
+    return content
+
+
+def _table(report: dict[str, Any]) -> EvaluationTable:
+    benchmark = str(report["benchmark"])
+    final = report["final"]
+    entries = [*(report["sections"] or report["subsets"]), final]
+    # A figure without rows is absent there, and is no row here.
+    rows = tuple(_row(entry) for entry in entries if entry["value"] is not None)
+    return EvaluationTable(
+        title=_TITLES.get(benchmark, benchmark),
+        data=tuple(Path(str(one)).name or str(one) for one in report["data"]),
+        num_rows=int(report["num_rows"]),
+        rows=tuple(dict.fromkeys(rows)),
+        notes=tuple(str(note) for note in report["notes"]),
+    )
+
+
+def _row(entry: dict[str, Any]) -> EvaluationRow:
+    longer_wins = entry["longer_wins"]
+    return EvaluationRow(
+        name=str(entry["name"]),
+        value=float(entry["value"]),
+        longer_wins=None if longer_wins is None else float(longer_wins),
+        num_rows=int(entry["num_rows"]),
+        num_failures=int(entry["num_failures"]),
+    )

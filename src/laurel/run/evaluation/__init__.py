@@ -1,0 +1,1 @@
+"""Evaluations of models, run from beginning to end."""

@@ -1,0 +1,259 @@
+"""`laurel eval policy`: a model's answers to tasks, judged by their environment."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laurel import __version__
+from laurel.config.data import TaskSetConfig
+from laurel.config.grpo import GRPORun
+from laurel.config.load import load_config
+from laurel.data.tasks import TaskData, load_tasks
+from laurel.environments.registry import environment_names
+from laurel.errors import ConfigError, speaking
+from laurel.evaluation.policy import pass_figures, reward_figures
+from laurel.observe.console import make_console, message_console, print_metrics
+from laurel.observe.files import check_output, replace_file
+from laurel.observe.json_output import json_text, write_json
+from laurel.observe.progress import TrainingProgress
+from laurel.run.grpo import check_early, playable
+from laurel.run.model import found_name, with_found_model
+from laurel.run.places import open_places, plan_places
+from laurel.run.scorer import OPTIONS, say_on
+from laurel.run.tasks import check_answers, environments_of, needs_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.types import RolloutGroup
+
+# An evaluation learns nothing: it keeps no reference, saves nothing, and draws from one version.
+_ALWAYS = (
+    "checkpointing.enabled=false", "loss_fn.reference_policy_kl_penalty=0",
+    "grpo.max_staleness=0",
+)  # fmt: skip
+
+
+LONGEST = 4096
+"""Tokens of a prompt with its answer, where no configuration says how many there may be and the
+model has room for more: what answers that think aloud take, and what a small GPU can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """What the command line says."""
+
+    model: str = ""
+    environment: str = ""
+    dataset: str | None = None
+    data_path: str | None = None
+    num_generations: int = 1
+    temperature: float | None = None
+    max_samples: int | None = None
+    max_new_tokens: int | None = None
+    output: Path | None = None
+    samples: Path | None = None
+    as_json: bool = False
+
+
+def run_eval(path: Path | None, overrides: Sequence[str], options: EvalOptions) -> int:
+    """Answer the tasks, judge the answers, and print how good they were.
+
+    Args:
+        path: The configuration of a GRPO run, whose validation tasks are answered (its training
+            tasks where it has no others); None: the defaults.
+        overrides: Changes to it.
+        options: What the command line says; goes before both.
+
+    Returns:
+        The exit code: 1 where a completion could not be judged, else 0.
+
+    Raises:
+        UserError: What cannot be used.
+    """
+    for file in (options.output, options.samples):
+        if file is not None:
+            check_output(file, read_from="")
+    console = message_console()
+    if options.model:
+        say = say_on(console)
+        with speaking(OPTIONS):
+            options = replace(options, model=found_name(options.model, say=say))
+    defaults = [] if path is not None else [f"policy.max_total_sequence_length={_room(options)}"]
+    changes = [*_ALWAYS, *defaults, *overrides, *_changes(options, path)]
+    loaded = load_config(GRPORun, path, changes)
+    for warning in loaded.warnings:
+        console.print(f"warning: {warning}")
+    started = time.monotonic()
+    with ExitStack() as stack:
+        groups, figures = _played(loaded.config, options, stack, console)
+    result = _result(loaded.config, options, groups, figures, time.monotonic() - started)
+    _show(result, groups, options, console)
+    return 1 if figures["num_failures"] else 0
+
+
+def _room(options: EvalOptions) -> int:
+    """Tokens that a model has room for, as far as its files say so here."""
+    try:
+        said = json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))
+        return min(LONGEST, int(said["max_position_embeddings"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return LONGEST
+
+
+def _changes(options: EvalOptions, path: Path | None) -> list[str]:
+    """The options as changes to the configuration."""
+    if not options.model and path is None:
+        raise ConfigError(
+            "no model is named; add --model with a directory or a name on the Hugging Face hub, or "
+            "--config with the configuration of a run"
+        )
+    changes = [f"grpo.val_num_generations_per_prompt={options.num_generations}"]
+    if options.model:
+        changes += [f"policy.model_name={json.dumps(options.model)}", "policy.scratch=null"]
+    temperature = options.temperature
+    if temperature is None and options.num_generations == 1:
+        temperature = 0.0  # the one answer that counts is the likeliest
+    if temperature is not None:
+        changes.append(f"policy.generation.val_temperature={temperature}")
+    if options.max_new_tokens is not None:
+        changes.append(f"policy.generation.max_new_tokens={options.max_new_tokens}")
+    return changes
+
+
+def _sets(config: GRPORun, options: EvalOptions) -> list[TaskSetConfig]:
+    """The data sets that are asked for."""
+    named = {"dataset_name": options.dataset, "data_path": options.data_path}
+    given = {key: value for key, value in named.items() if value is not None}
+    data = config.data
+    if given:
+        sets = [(data.default or TaskSetConfig()).model_copy(update=given)]
+    elif data.model_fields_set:
+        sets = data.validation_sets() or data.train_sets()
+    else:
+        raise ConfigError(
+            "which tasks? Name them with --dataset (and --data-path for a file), or with --config"
+        )
+    said = options.environment or data.env_name
+    if options.environment or given:
+        sets = [one.model_copy(update={"env_name": said or one.env_name}) for one in sets]
+    return sets
+
+
+def _played(
+    config: GRPORun, options: EvalOptions, stack: ExitStack, console: Console
+) -> tuple[list[RolloutGroup], dict[str, float]]:
+    """The answers, and the figures of them."""
+    config = with_found_model(config, console)
+    check_early(config)
+    planned = plan_places(config)
+    tasks, report = load_tasks(
+        _sets(config, options), name="evaluation",
+        default_environment=config.default_environment,
+        environments=environment_names(config.env), needs=needs_of(config.env),
+        on_bad_row=config.data.on_bad_row, limit=options.max_samples,
+    )  # fmt: skip
+    data = TaskData(train=[], validation=tasks, reports={"validation": report})
+    places = open_places(planned, stack, console)
+    with console.status("starting the environments"):
+        environments = environments_of(data, config, stack, places, console)
+    check_answers(data, environments, console)
+    everything = config.model_copy(
+        update={"grpo": config.grpo.model_copy(update={"max_val_samples": len(data.validation)})}
+    )
+    found = playable(everything, data, places, environments, None, stack, console)
+    from laurel.grpo.validation import validation_metrics
+
+    parts = found.parts
+    assert parts.validation is not None
+    console.print(report.render())
+    progress = TrainingProgress(
+        len(data.validation), 0, console,
+        unit="completions", counted="task", doing="answering",
+    )  # fmt: skip
+    with progress, parts.learner_at_rest():
+        played = _Played(progress, options.num_generations)
+        groups = parts.validation.play(parts.source, while_waiting=played.tell)
+        figures = validation_metrics(groups, environments)
+    rewards_BG = [[rollout.reward for rollout in group.rollouts_G] for group in groups]
+    first = reward_figures(rewards_BG) | _passes(figures, rewards_BG)
+    return groups, first | {name: v for name, v in figures.items() if name not in first}
+
+
+def _passes(
+    figures: Mapping[str, float], rewards_BG: Sequence[Sequence[float | None]]
+) -> dict[str, float]:
+    """pass@k, where a reward says right or wrong."""
+    return pass_figures(rewards_BG) if "accuracy" in figures else {}
+
+
+class _Played:
+    """Tells how far it is."""
+
+    def __init__(self, progress: TrainingProgress, num_generations: int) -> None:
+        self._progress = progress
+        self._num_generations = num_generations
+        self._done = 0
+
+    def tell(self, num_tasks: int) -> None:
+        if (new := num_tasks - self._done) > 0:
+            self._done = num_tasks
+            self._progress.step(num_tasks, {}, pairs=new * self._num_generations, tokens=0)
+
+
+def _result(
+    config: GRPORun,
+    options: EvalOptions,
+    groups: Sequence[RolloutGroup],
+    figures: Mapping[str, float],
+    seconds: float,
+) -> dict[str, Any]:
+    generation = config.policy.generation
+    temperature = generation.val_temperature
+    return {
+        "model": config.policy.model_name,
+        "data": [one.model_dump(mode="json", exclude_none=True) for one in _sets(config, options)],
+        "num_generations": options.num_generations,
+        "temperature": generation.temperature if temperature is None else temperature,
+        "seed": config.grpo.seed,
+        "laurel": __version__,
+        "seconds": round(seconds, 1),
+        "figures": dict(figures),
+        "tasks": [
+            {
+                "id": group.task.id,
+                "environment": group.task.environment,
+                "rewards": [rollout.reward for rollout in group.rollouts_G],
+                "failures": [rollout.failure for rollout in group.rollouts_G],
+            }
+            for group in groups
+        ],
+    }
+
+
+def _show(
+    result: Mapping[str, Any],
+    groups: Sequence[RolloutGroup],
+    options: EvalOptions,
+    console: Console,
+) -> None:
+    from laurel.grpo.validation import completion_rows
+    from laurel.observe.console import write_completions
+
+    if options.output is not None:
+        with replace_file(options.output) as file:
+            file.write(json_text(result) + "\n")
+        console.print(f"written to {options.output}")
+    if options.samples is not None:
+        write_completions(options.samples, completion_rows(groups, step=0))
+        console.print(f"samples {options.samples}")
+    if options.as_json:
+        write_json(result)
+    else:
+        print_metrics(make_console(), "Evaluation", result["figures"])

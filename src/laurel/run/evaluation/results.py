@@ -1,0 +1,253 @@
+"""What an evaluation of a reward model leaves behind: three JSON files, and how they are read.
+
+`NAME.json` holds the accuracy of each subset, and `NAME-scores.json` the score of each row, both in
+the form that RewardBench's own programs write; `NAME-report.json` holds all that is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from laurel import __version__
+from laurel.errors import DataError, setting_of
+from laurel.evaluation import reward_bench
+from laurel.evaluation.statistics import Figure, Measured, MeasuredCredits, ScoredList, ScoredPair
+from laurel.observe.console import conversation_text
+from laurel.observe.files import replace_file
+
+ABOUT = {"model_type": "Seq. Classifier", "chat_template": "tokenizer"}
+"""What RewardBench's files say of a model besides its name."""
+_SUFFIXES = ("-scores", "-report")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One evaluation of one model."""
+
+    benchmark: str
+    title: str
+    model: str
+    data: tuple[str, ...]
+    measured: Measured
+    baseline: Measured
+    """The same of somebody who scores answers by their length."""
+    rows: Sequence[ScoredPair | ScoredList]
+    num_completions: int
+    num_truncated: int
+    failures: tuple[str, ...]
+    seconds: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+    by_contract: Measured | None = None
+    """By the model's own scoring contract, where `measured` reproduces another program."""
+
+    def beside(self, figure: Figure) -> float | None:
+        """What the baseline has where the model has this figure."""
+        return _value_in(self.baseline, figure)
+
+    def under_contract(self, figure: Figure) -> float | None:
+        """What the model has by its own contract."""
+        return None if self.by_contract is None else _value_in(self.by_contract, figure)
+
+    def report(self) -> dict[str, Any]:
+        """All that is shown."""
+        measured = self.measured
+        return {
+            "benchmark": self.benchmark,
+            "model": self.model,
+            "data": list(self.data),
+            "laurel": __version__,
+            "seconds": round(self.seconds, 1),
+            "num_rows": len(self.rows),
+            "num_completions": self.num_completions,
+            "num_truncated": self.num_truncated,
+            "num_failures": len(self.failures),
+            "first_failure": self.failures[0] if self.failures else None,
+            "subsets": [self._entry(one) for one in measured.subsets],
+            "sections": [self._entry(one) for one in measured.sections],
+            "final": self._entry(measured.final),
+            "notes": list(measured.notes),
+            **self.details,
+        }
+
+    def _entry(self, figure: Figure) -> dict[str, Any]:
+        return {
+            "name": figure.name,
+            "value": figure.value,
+            "longer_wins": self.beside(figure),
+            **({"by_contract": self.under_contract(figure)} if self.by_contract else {}),
+            "num_rows": figure.num_rows,
+            "num_failures": figure.num_failures,
+        }
+
+
+def _value_in(measured: Measured, figure: Figure) -> float | None:
+    every = (*measured.subsets, *measured.sections, measured.final)
+    return next((one.value for one in every if one.name == figure.name), None)
+
+
+def check_directory(path: Path) -> None:
+    """Refuse a directory that could not be made or written, before any work is done.
+
+    Raises:
+        DataError: It is a file or would lie in one, or there is no permission.
+    """
+    there = path.expanduser()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        what = "is a file" if there == path.expanduser() else f"cannot be made: {there} is a file"
+        raise DataError(f"{setting_of('--output', path)} {what}; name a directory")
+    if not os.access(there, os.W_OK):
+        raise DataError(
+            f"{setting_of('--output', path)} cannot be written: no permission in {there}"
+        )
+
+
+def write_results(directory: Path, evaluation: Evaluation) -> list[Path]:
+    """Write the three files, each whole or not at all; older ones of the same names give way.
+
+    Raises:
+        DataError: A file cannot be written.
+    """
+    target = directory.expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    about = {"model": evaluation.model, **ABOUT}
+    accuracies = {
+        one.name: one.value for one in evaluation.measured.subsets if one.value is not None
+    }
+    contents = {
+        "": {**about, **accuracies},
+        "-scores": {**about, **_columns(evaluation)},
+        "-report": evaluation.report(),
+    }
+    written = []
+    for suffix, content in contents.items():
+        path = target / f"{evaluation.benchmark}{suffix}.json"
+        with replace_file(path) as file:
+            # Reports keep their order; the others have the reference's, by name.
+            json.dump(content, file, indent=4, sort_keys=suffix != "-report", allow_nan=False)
+            file.write("\n")
+        written.append(path)
+    return written
+
+
+def _columns(evaluation: Evaluation) -> dict[str, list[Any]]:
+    """One list per column, one entry per row. Nothing stands where there is no score."""
+    credits = evaluation.measured.credits
+    rows = evaluation.rows
+    columns: dict[str, list[Any]] = {
+        "id": [row.id for row in rows],
+        "subset": [row.subset for row in rows],
+        "results": [credits[row.id] for row in rows],
+        "failure": [row.failure for row in rows],
+        "prompt": [conversation_text(row.prompt) for row in rows],
+    }
+    pairs = [row for row in rows if isinstance(row, ScoredPair)]
+    lists = [row for row in rows if isinstance(row, ScoredList)]
+    if pairs:
+        columns["text_chosen"] = [row.chosen for row in pairs]
+        columns["text_rejected"] = [row.rejected for row in pairs]
+        columns["scores_chosen"] = [row.score_chosen for row in pairs]
+        columns["scores_rejected"] = [row.score_rejected for row in pairs]
+    if lists:
+        columns["text"] = [list(row.completions_G) for row in lists]
+        columns["scores"] = [list(row.scores_G) for row in lists]
+        columns["is_right"] = [list(row.is_right_G) for row in lists]
+        columns["num_correct"] = [sum(row.is_right_G) for row in lists]
+    return columns
+
+
+# --------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What was written of one evaluation, as far as it is there."""
+
+    path: Path
+    model: str
+    benchmark: str | None
+    """None for a file of accuracies alone, which does not say it."""
+    subsets: Mapping[str, float | None]
+    sections: Mapping[str, float | None]
+    """With the final score as the last."""
+    credits: MeasuredCredits | None
+    """None where the scores of the rows are not there."""
+    subset_of: Mapping[str, str | None] = field(default_factory=dict)
+    """By the id of a row."""
+
+
+def read_result(path: Path) -> Result:
+    """Any of the three files, and those beside it; also accuracies that another program wrote.
+
+    Raises:
+        DataError: It is none of them.
+    """
+    given = _read(path)
+    stem = path.stem
+    for suffix in _SUFFIXES:
+        stem = stem.removesuffix(suffix)
+    beside = {suffix: path.with_name(f"{stem}{suffix}.json") for suffix in _SUFFIXES}
+    report = given if "benchmark" in given else _read_if_there(beside["-report"])
+    scores = given if "results" in given else _read_if_there(beside["-scores"])
+    if report is None:
+        return _of_accuracies(path, given)
+    try:
+        sections = {one["name"]: one["value"] for one in (*report["sections"], report["final"])}
+        subsets = {one["name"]: one["value"] for one in report["subsets"]}
+        credits = subset_of = None
+        if scores is not None:
+            credits = dict(zip(scores["id"], scores["results"], strict=True))
+            subset_of = dict(zip(scores["id"], scores["subset"], strict=True))
+        return Result(
+            path=path, model=str(report["model"]), benchmark=str(report["benchmark"]),
+            subsets=subsets, sections=sections, credits=credits, subset_of=subset_of or {},
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: not as laurel eval writes it ({type(error).__name__}: {error}); evaluate the "
+            "model again with --output"
+        ) from error
+
+
+def _of_accuracies(path: Path, given: Mapping[str, Any]) -> Result:
+    """A file of RewardBench's form that stands alone."""
+    accuracies = {
+        name: float(value)
+        for name, value in given.items()
+        if name in reward_bench.NUM_ROWS or name in reward_bench.PRIOR_SETS
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    }
+    if not accuracies:
+        raise DataError(
+            f"{path} holds no results: expected is a file that laurel eval ... --output wrote, or "
+            "one with the accuracy of each subset of RewardBench, such as "
+            '{"model": ..., "hep-python": 0.9, ...}'
+        )
+    sections = reward_bench.section_scores(accuracies)
+    return Result(
+        path=path, model=str(given.get("model", path.stem)), benchmark=None,
+        subsets=accuracies, credits=None,
+        sections={**sections, reward_bench.FINAL: reward_bench.final_score(accuracies)},
+    )  # fmt: skip
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds no JSON object; name a file that laurel eval wrote")
+    return content
+
+
+def _read_if_there(path: Path) -> dict[str, Any] | None:
+    return _read(path) if path.is_file() else None

@@ -1,0 +1,654 @@
+"""`laurel eval reward-bench` and its siblings: rows in, scores, figures and their baseline out."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from laurel import __version__
+from laurel.config.data import BenchmarkName
+from laurel.data.benchmarks import ON_HUB, BenchmarkRow, benchmark_in
+from laurel.errors import ConfigError, DataError, Terms, key_of, setting_of, speaking
+from laurel.evaluation import other_benchmarks
+from laurel.evaluation.benchmarks import (
+    BENCHMARKS,
+    TrainingPairs,
+    preference_rows,
+    reduce_scores,
+    training_pairs,
+)
+from laurel.evaluation.reward_bench import ZeroSpread
+from laurel.evaluation.statistics import Measured
+from laurel.observe.console import make_console, message_console, visible
+from laurel.observe.files import replace_file
+from laurel.observe.json_output import write_json
+from laurel.observe.metrics import counted
+from laurel.observe.progress import RowProgress
+from laurel.rewards.open import Say, ScorerOptions
+from laurel.run.evaluation.results import Evaluation, check_directory, write_results
+from laurel.run.evaluation.tables import (
+    diagnostics_report,
+    new_table,
+    print_compatibility,
+    print_diagnostics,
+    print_evaluation,
+    print_matrix,
+    share_text,
+)
+from laurel.run.scorer import check_named, find_local, open_local, policy_of_settings, say_on
+from laurel.types import Score
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.evaluation.rewardbench_tokens import ReferenceFormat, RewardBenchContract
+    from laurel.rewards.scorer import LocalScorer, OnBatch
+    from laurel.types import Group
+
+
+_WITNESSES = 8
+"""Rows that the noise of scores is measured on."""
+
+
+def run_benchmark(name: BenchmarkName, request: Request) -> int:
+    """Score the rows of a benchmark, and show and write what came of it; see `evaluated`.
+
+    Returns:
+        The exit code: 1 where a completion has no score, else 0.
+
+    Raises:
+        UserError: A model, a row, a file or a setting that cannot be used.
+    """
+    console = message_console()
+    evaluation = evaluated(name, request, console)
+    if request.as_json:
+        write_json(evaluation.report())
+    else:
+        show_evaluation(evaluation)
+    say_failures(evaluation, console)
+    return 1 if evaluation.failures else 0
+
+
+def evaluated(name: BenchmarkName, request: Request, console: Console) -> Evaluation:
+    """Score the rows of a benchmark, and write what came of it where files are asked for.
+
+    What needs no model is checked first.
+
+    Args:
+        name: The benchmark.
+        request: What is asked for.
+        console: Told what was loaded and written, and how far it is.
+
+    Raises:
+        UserError: A model, a row, a file or a setting that cannot be used.
+    """
+    check_request(request)
+    told: list[str] = []
+    with console.status("reading the rows"):
+        rows = BENCHMARKS[name].read(request, told.append)
+        training = _training(request)
+    for said in told:
+        console.print(f"note    {visible(said)}", soft_wrap=True)
+    if training is not None:
+        for note in training.notes:
+            console.print(f"note    {visible(note)}", soft_wrap=True)
+    started = time.monotonic()
+    with open_scorer(request.scorer, console) as scorer:
+        evaluation = evaluate(name, rows, request, scorer, started=started, training=training)
+    write_evaluation(evaluation, request, console)
+    return evaluation
+
+
+def check_request(request: Request) -> None:
+    """What can be told before any row is read.
+
+    Raises:
+        UserError: A model that is not there, or a directory that cannot be written.
+    """
+    check_model(request.scorer)
+    for name in request.members:
+        check_model(replace(request.scorer, model=name))
+    models = [request.scorer.model, *request.members]
+    for name in dict.fromkeys(models):
+        if models.count(name) > 1:
+            raise ConfigError(
+                f"{setting_of('--member', name)}: it is named twice, and agrees with itself"
+            )
+    if request.output is not None:
+        check_directory(request.output)
+
+
+def evaluate(
+    name: BenchmarkName,
+    rows: Sequence[BenchmarkRow],
+    request: Request,
+    scorer: OpenScorer,
+    *,
+    started: float,
+    training: TrainingPairs | None = None,
+) -> Evaluation:
+    """Score rows, and compute all that there is to show.
+
+    Args:
+        name: The benchmark.
+        rows: Its rows.
+        request: What else is asked for.
+        scorer: Who scores them.
+        started: When the work on them began, by `time.monotonic`.
+        training: What the model was trained on, if that is asked for.
+
+    Raises:
+        UserError: Rows of which nothing can be computed.
+    """
+    benchmark = BENCHMARKS[name]
+    scores = scorer.score([row.group for row in rows])
+    seconds = time.monotonic() - started
+    found = reduce_scores(benchmark, rows, scores, request)
+    every = [score for scores_G in scores for score in scores_G]
+    details = {
+        **benchmark.details(found.rows),
+        **_diagnosed(rows, found.rows, request, scorer, training),
+    }
+    by_contract = None
+    if scorer.reference is not None:
+        by_contract, told = _beside_contract(name, rows, scores, request, scorer, scorer.reference)
+        details["compatibility"] = told
+    return Evaluation(
+        benchmark=name,
+        title=benchmark.title,
+        model=request.scorer.model,
+        data=request.data,
+        measured=found.measured,
+        baseline=found.baseline,
+        by_contract=by_contract,
+        rows=found.rows,
+        num_completions=len(every),
+        num_truncated=sum(score.truncated for score in every),
+        failures=tuple(
+            f"{row.group.id}: {score.failure}"
+            for row, scores_G in zip(rows, scores, strict=True)
+            for score in scores_G
+            if score.failure is not None
+        ),
+        seconds=seconds,
+        details=details,
+    )
+
+
+def _beside_contract(
+    name: BenchmarkName,
+    rows: Sequence[BenchmarkRow],
+    scores: Sequence[tuple[Score, ...]],
+    request: Request,
+    scorer: OpenScorer,
+    reference: RewardBenchContract,
+) -> tuple[Measured, dict[str, Any]]:
+    """The figures by the model's own contract, and where the tokens differ from its tokens.
+
+    Rows are scored once more where the model reads other tokens; the other scores are the same.
+    """
+    from laurel.evaluation.rewardbench_tokens import differences, summary
+
+    with scorer.console.status("comparing the tokens with those of the scoring contract"):
+        found = differences(reference, [row.group for row in rows])
+    others = [
+        place
+        for place, row in enumerate(found)
+        if any(one is not None and one.is_read for one in row)
+    ]
+    by_contract = list(scores)
+    again = scorer.score_by_contract([rows[place].group for place in others])
+    for place, scores_G in zip(others, again, strict=True):
+        by_contract[place] = scores_G
+    form = reference.form
+    told = {
+        "program": form.program,
+        "max_length": form.max_length,
+        "truncation_side": form.truncation_side,
+        **summary(found),
+    }
+    return reduce_scores(BENCHMARKS[name], rows, by_contract, request).measured, told
+
+
+def _diagnosed(
+    rows: Sequence[BenchmarkRow],
+    scored: Sequence[Any],
+    request: Request,
+    scorer: OpenScorer,
+    training: TrainingPairs | None,
+) -> dict[str, dict[str, Any]]:
+    """What else the scores of pairs say; nothing where nobody asks."""
+    if not request.is_diagnosed:
+        return {}
+    translated = None
+    plain = replace(request, margin_key=None)
+    if request.other_language is not None:
+        others = preference_rows(replace(plain, data=(request.other_language,)), lambda said: None)
+        translated = _pairs_scored(others, request, scorer)
+    members = {request.scorer.model: _column(scored)} if request.members else {}
+    for name in request.members:
+        with open_scorer(replace(request.scorer, model=name), scorer.console) as member:
+            members[name] = _column(_pairs_scored(rows, request, member))
+    from laurel.environments.reward_model_environment import measure_noise
+
+    noise = None
+    with suppress(ValueError):  # nothing of it can be scored
+        noise = measure_noise(scorer.score_now_quietly, [row.group for row in rows[:_WITNESSES]])
+    status = scorer.console.status("computing diagnostics")
+    with status if not request.sensitivity else nullcontext():
+        report = diagnostics_report(
+            scored, training=None if training is None else training.pairs,
+            notes=() if training is None else training.notes,
+            score=scorer.score if request.sensitivity else None,
+            members=members, in_other_language=translated, noise=noise,
+        )  # fmt: skip
+    return {"diagnostics": report}
+
+
+def _training(request: Request) -> TrainingPairs | None:
+    """What the model was trained on, read before anything is scored."""
+    if not request.train_data:
+        return None
+    return training_pairs(
+        replace(request, data=request.train_data, margin_key=None, max_samples=None)
+    )
+
+
+def _pairs_scored(
+    rows: Sequence[BenchmarkRow], request: Request, scorer: OpenScorer
+) -> Sequence[Any]:
+    scores = scorer.score([row.group for row in rows])
+    return reduce_scores(BENCHMARKS["pairs"], rows, scores, request).rows
+
+
+def _column(pairs: Sequence[Any]) -> list[tuple[float | None, float | None]]:
+    return [(pair.score_chosen, pair.score_rejected) for pair in pairs]
+
+
+# ---------------------------------------------------------------------------------------- showing
+
+
+def write_evaluation(evaluation: Evaluation, request: Request, console: Console) -> None:
+    """Write the files of an evaluation, if any are asked for.
+
+    Raises:
+        DataError: One cannot be written.
+    """
+    if request.output is not None:
+        for path in write_results(request.output, evaluation):
+            console.print(f"written to {path}", soft_wrap=True)
+
+
+def show_evaluation(evaluation: Evaluation) -> None:
+    """Its tables, on standard output."""
+    console, details = make_console(), evaluation.details
+    print_evaluation(console, evaluation)
+    if "compatibility" in details:
+        print_compatibility(console, details["compatibility"], num_rows=len(evaluation.rows))
+    if "matrix" in details:
+        print_matrix(console, details["matrix"], other_benchmarks.STYLES)
+    if "diagnostics" in details:
+        print_diagnostics(console, details["diagnostics"])
+
+
+def say_failures(evaluation: Evaluation, console: Console) -> None:
+    """How many completions have no score, and why the first has none."""
+    if evaluation.failures:
+        console.print(
+            f"FAILED  {len(evaluation.failures):,} of {evaluation.num_completions:,} completions "
+            f"have no score; the first: {visible(evaluation.failures[0])}",
+            soft_wrap=True,
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The scores of the rows of an evaluation, from a model that is loaded here or from a server.
+
+CHUNK = 256
+"""Groups that are given to a model at a time."""
+CHUNK_OF_SERVER = 32
+"""And to a server: all of them must come back within one time limit."""
+KEY_VARIABLE = "LAUREL_API_KEY"
+
+ScoreNow = Callable[["Sequence[Group]", "OnBatch"], "list[tuple[Score, ...]]"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalScorer:
+    """What the command line says of the model."""
+
+    model: str
+    """A directory, a hub name, or the address of a running `laurel serve`."""
+    options: ScorerOptions = field(default_factory=ScorerOptions)
+    settings: tuple[str, ...] = ()
+    """What `--set` says; see `policy_of_settings`."""
+    cpu_threads: int | None = None
+    api_key_env: str | None = None
+    """Variable with the key of a server; None: `LAUREL_API_KEY` where it is set."""
+    reproduces: ReferenceFormat | None = None
+    """Make tokens as another program does; None: by the scoring contract."""
+
+    @property
+    def is_server(self) -> bool:
+        """Whether the model is behind an address."""
+        return self.model.startswith(("http://", "https://"))
+
+
+def check_model(scorer: EvalScorer) -> None:
+    """What can be told before any row is read.
+
+    Raises:
+        UserError: No model is named, there is none at that place, or it cannot score so.
+    """
+    check_named(scorer.model, or_server=True)
+    if not scorer.is_server:
+        find_local(scorer.model, scores=True)
+    elif scorer.reproduces is not None:
+        raise ConfigError(
+            "--compatibility decides what tokens the model reads, and a server decides that by "
+            f"itself: {setting_of('--model', scorer.model)} is an address. Name the directory "
+            "of the model, or "
+            "its name on the hub"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenScorer:
+    """A model that is ready to score, as often as it is asked."""
+
+    console: Console
+    score_now: ScoreNow
+    chunk: int
+    """Groups that it is given at a time."""
+    own: LocalScorer | None = None
+    """By the model's own contract, where `score_now` reproduces another program."""
+    reference: RewardBenchContract | None = None
+    """How `score_now` makes tokens then."""
+
+    def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """One score per completion of each group, in order; a failure where there is none."""
+        return self._score(groups, self.score_now)
+
+    def score_now_quietly(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """The same of a few, without a bar."""
+        return self.score_now(groups, lambda *_: None)
+
+    def score_by_contract(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """The same by the model's own contract."""
+        return self._score(groups, self.score_now if self.own is None else self.own.score_now)
+
+    def _score(self, groups: Sequence[Group], score_now: ScoreNow) -> list[tuple[Score, ...]]:
+        scores: list[tuple[Score, ...]] = []
+        with RowProgress(
+            self.console, len(groups), chunk=self.chunk, shares_screen=False
+        ) as progress:
+            for first in range(0, len(groups), self.chunk):
+                chunk = groups[first : first + self.chunk]
+                progress.show()
+                scores += score_now(chunk, progress.advance)
+                progress.hide(done=len(chunk))
+        return scores
+
+
+@contextmanager
+def open_scorer(scorer: EvalScorer, console: Console) -> Iterator[OpenScorer]:
+    """Load a model, or find its server.
+
+    Raises:
+        UserError: A model, a server or a setting that cannot be used.
+    """
+    if scorer.is_server:
+        with _server(scorer, say_on(console), console) as score_now:
+            yield OpenScorer(console=console, score_now=score_now, chunk=CHUNK_OF_SERVER)
+    else:
+        yield _local(scorer, console)
+
+
+def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
+    place = find_local(scorer.model)
+    form = scorer.reproduces
+    own = open_local(
+        place, scorer.options, settings=scorer.settings, cpu_threads=scorer.cpu_threads,
+        console=console, note_max_length=form is None,
+    )  # fmt: skip
+    if form is None:
+        return OpenScorer(console=console, score_now=own.score_now, chunk=CHUNK)
+    from laurel.evaluation.rewardbench_tokens import RewardBenchContract
+    from laurel.rewards.scorer import LocalScorer
+
+    policy = policy_of_settings(scorer.settings, rules=None, say=lambda _: None)
+    reference = RewardBenchContract.beside(own.contract, policy, place.name, form=form)
+    console.print(
+        f"format  of {form.program}: more than {reference.form.max_length:,} tokens are cut on the "
+        f"{reference.form.truncation_side}",
+        soft_wrap=True,
+    )
+    other = LocalScorer(own.model, reference, batch_tokens=own.batch_tokens)
+    return OpenScorer(
+        console=console, score_now=other.score_now, chunk=CHUNK, own=own, reference=reference
+    )
+
+
+@contextmanager
+def _server(scorer: EvalScorer, say: Say, console: Console) -> Iterator[ScoreNow]:
+    from laurel.config.environments import RewardModelEnvironmentConfig
+    from laurel.environments.reward_model.open import open_scorer as open_server
+    from laurel.rewards.blocking import BlockingScorer
+
+    if scorer.settings:
+        raise ConfigError(
+            f"--set is for a model that is loaded here, and {key_of('--model')} is an address"
+        )
+    variable = scorer.api_key_env or (KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else None)
+    with console.status(f"asking {scorer.model}"), speaking(_ADDRESS):
+        try:
+            config = RewardModelEnvironmentConfig(
+                urls=[scorer.model], api_key_env=variable, connect_patience=0.0
+            )
+        except ValidationError as error:
+            said = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+            raise ConfigError(said) from error
+        found = open_server(config, device=scorer.options.device, say=say)
+    blocking = BlockingScorer(found)
+    try:
+        yield lambda groups, _: blocking.score_now(groups)
+    finally:
+        blocking.close()
+
+
+_ADDRESS = Terms(
+    {
+        "env.reward_model": "--model",
+        "env.reward_model.api_key_env": "--api-key-env",
+        "urls": "--model",
+        "api_key_env": f"--api-key-env (default {KEY_VARIABLE})",
+    }
+)
+"""Errors about the section of an environment, for somebody who has only the command line."""
+
+
+# --------------------------------------------------------------------------------------------------
+# What the command line says of an evaluation of a reward model.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the command line says."""
+
+    scorer: EvalScorer
+    data: tuple[str, ...] = ()
+    split: str | None = None
+    dataset: str | None = None
+    """The class that reads preferences (`pairs`)."""
+    column_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the `data` section that name columns, and what they say (`pairs`)."""
+    margin_key: str | None = None
+    """The column that says by how much the chosen answer is better (`pairs`)."""
+    prior: bool = False
+    """The prior sets too (`reward-bench`)."""
+    zero_spread: ZeroSpread = "limit"
+    """See `evaluation.reward_bench_2`."""
+    max_samples: int | None = None
+    diagnostics: bool = False
+    """Say what else the scores show (`pairs`); the next four and a margin key imply it."""
+    train_data: tuple[str, ...] = ()
+    """What the model was trained on, for baselines and leaks."""
+    sensitivity: bool = False
+    """Score the answers once more in other forms."""
+    other_language: str | None = None
+    """The same pairs in another language."""
+    members: tuple[str, ...] = ()
+    """Other models, whose scores of the same pairs are compared."""
+    output: Path | None = None
+    as_json: bool = False
+
+    @property
+    def is_diagnosed(self) -> bool:
+        """Whether anything of the diagnostics is asked for."""
+        return bool(
+            self.diagnostics or self.margin_key or self.train_data or self.sensitivity
+            or self.other_language or self.members
+        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# `laurel eval all`: every benchmark whose rows are at hand, one after the other, and a summary.
+
+FILE_NAME = "all-report.json"
+
+
+def run_all(request: Request, *, hub: bool) -> int:
+    """Evaluate a model on every benchmark whose rows are named, and on the hub's where asked.
+
+    All rows are read before the model is loaded, which is done once.
+
+    Args:
+        request: Of all of them; its data may be rows of different benchmarks.
+        hub: Read those that have a place of their own, and no rows here, from the hub.
+
+    Returns:
+        The exit code: 1 where a completion has no score, else 0.
+
+    Raises:
+        UserError: A model, a row, a file or a setting that cannot be used.
+    """
+    console = message_console()
+    check_request(request)
+    if not request.data and not hub:
+        raise DataError(
+            f"no rows are named; add {key_of('--data')} with files of any of the benchmarks "
+            "(may be repeated), "
+            "or --hub to read each benchmark from its own place on the hub"
+        )
+    told: list[str] = []
+    with console.status("reading the rows"):
+        asked = _asked(request, hub=hub)
+        rows = {name: BENCHMARKS[name].read(one, told.append) for name, one in asked.items()}
+    for said in told:
+        console.print(f"note    {visible(said)}", soft_wrap=True)
+    absent: list[BenchmarkName] = [name for name in BENCHMARKS if name not in asked]
+    evaluations = _evaluated(asked, rows, request, console)
+    if request.as_json:
+        write_json(_report(evaluations, request, absent))
+    else:
+        for evaluation in evaluations:
+            show_evaluation(evaluation)
+        _print_summary(evaluations, absent)
+    if request.output is not None:
+        path = _write(request.output, _report(evaluations, request, absent))
+        console.print(f"written to {path}", soft_wrap=True)
+    for evaluation in evaluations:
+        say_failures(evaluation, console)
+    return 1 if any(evaluation.failures for evaluation in evaluations) else 0
+
+
+def _asked(request: Request, *, hub: bool) -> dict[BenchmarkName, Request]:
+    """What is asked of each benchmark that there are rows of, in the order of benchmarks."""
+    paths: dict[BenchmarkName, list[str]] = {}
+    for path in request.data:
+        paths.setdefault(benchmark_in(path, split=request.split), []).append(path)
+    asked = {}
+    for name in BENCHMARKS:
+        if name in paths:
+            asked[name] = replace(request, data=tuple(paths[name]))
+        elif hub and name in ON_HUB:
+            asked[name] = replace(request, data=(), split=None)
+    return asked
+
+
+def _evaluated(
+    asked: dict[BenchmarkName, Request],
+    rows: dict[BenchmarkName, list[BenchmarkRow]],
+    request: Request,
+    console: Console,
+) -> list[Evaluation]:
+    evaluations = []
+    started = time.monotonic()
+    with open_scorer(request.scorer, console) as scorer:
+        for name, one in asked.items():
+            console.print(f"scoring {BENCHMARKS[name].title}: {counted(len(rows[name]), 'row')}")
+            evaluation = evaluate(name, rows[name], one, scorer, started=started)
+            write_evaluation(evaluation, one, console)
+            evaluations.append(evaluation)
+            started = time.monotonic()
+    return evaluations
+
+
+def _print_summary(evaluations: Sequence[Evaluation], absent: Sequence[BenchmarkName]) -> None:
+    console = make_console()
+    table = new_table(f"all: {evaluations[0].model}")
+    table.add_column("", no_wrap=True)
+    for name in ("score", "longer wins", "rows", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in evaluations:
+        final = one.measured.final
+        table.add_row(
+            one.title,
+            share_text(final.value),
+            share_text(one.beside(final)),
+            f"{final.num_rows:,}",
+            f"{final.num_failures:,}" if final.num_failures else "",
+        )
+    console.print(table)
+    if absent:
+        titles = ", ".join(f"{BENCHMARKS[name].title} ({name})" for name in absent)
+        console.print(f"absent  {visible(titles)}: no rows of these", soft_wrap=True)
+
+
+def _report(
+    evaluations: Sequence[Evaluation], request: Request, absent: Sequence[BenchmarkName]
+) -> dict[str, Any]:
+    return {
+        "model": request.scorer.model,
+        "laurel": __version__,
+        "data": list(request.data),
+        "summary": [
+            {
+                "benchmark": one.benchmark,
+                "title": one.title,
+                "score": one.measured.final.value,
+                "longer_wins": one.beside(one.measured.final),
+                "num_rows": one.measured.final.num_rows,
+                "num_failures": one.measured.final.num_failures,
+            }
+            for one in evaluations
+        ],
+        "absent": list(absent),
+        "benchmarks": {one.benchmark: one.report() for one in evaluations},
+    }
+
+
+def _write(directory: Path, report: dict[str, Any]) -> Path:
+    path = directory.expanduser() / FILE_NAME
+    with replace_file(path) as file:
+        json.dump(report, file, indent=4, allow_nan=False)
+        file.write("\n")
+    return path

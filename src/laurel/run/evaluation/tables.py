@@ -1,0 +1,640 @@
+"""Tables of evaluations: the figures of one, and two side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from laurel.errors import ConfigError, DataError
+from laurel.evaluation.diagnostics import (
+    Column,
+    Leak,
+    Repeats,
+    Scoring,
+    Sensitivity,
+    agreements,
+    calibration,
+    find_leaks,
+    find_repeats,
+    in_other_words,
+    length_controlled_accuracy,
+    longer_scored_higher,
+    score_distribution,
+    score_length_correlation,
+    sensitivity,
+)
+from laurel.evaluation.statistics import (
+    CONFIDENCE,
+    BagOfWords,
+    Credits,
+    PairedTest,
+    ScoredPair,
+    accuracy,
+    accuracy_by_name,
+    accuracy_by_value,
+    compare,
+    failures,
+    length_difference,
+    longer_wins,
+    scored,
+)
+from laurel.observe.console import format_number, make_console, shorten_middle, visible
+from laurel.observe.json_output import write_json
+from laurel.observe.metrics import counted, counted_that
+from laurel.run.evaluation.results import Result, read_result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.evaluation.statistics import Figure
+    from laurel.run.evaluation.results import Evaluation
+
+
+_LONGEST_NAME = 40
+
+
+def print_evaluation(console: Console, evaluation: Evaluation) -> None:
+    """Subsets, sections and the final figure, each beside what length alone would have."""
+    measured = evaluation.measured
+    table = new_table(f"{evaluation.title}: {evaluation.model}")
+    table.add_column("", no_wrap=True)
+    columns = ["score", "longer wins", "rows", "failed"]
+    if evaluation.by_contract is not None:
+        columns.insert(1, "by contract")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    sections = [figure for figure in measured.sections if not figure.is_aside]
+    asides = [figure for figure in measured.sections if figure.is_aside]
+    for figures in (measured.subsets, sections, (measured.final,), asides):
+        for place, figure in enumerate(figures, start=1):
+            _add(table, evaluation, figure, ends=place == len(figures))
+    console.print(table)
+    for note in measured.notes:
+        console.print(Text(f"note    {visible(note)}"), soft_wrap=True)
+    if evaluation.num_truncated:
+        console.print(
+            f"note    {counted_that(evaluation.num_truncated, 'conversation', 'were')} cut to fit"
+        )
+    rate = evaluation.num_completions / max(evaluation.seconds, 1e-9)
+    console.print(
+        f"scored  {counted(evaluation.num_completions, 'completion')} in "
+        f"{evaluation.seconds:.1f} s, loading included ({rate:,.0f}/s)"
+    )
+
+
+def print_compatibility(console: Console, told: Mapping[str, Any], *, num_rows: int) -> None:
+    """In how many rows another program's tokens are not those of the scoring contract, and why."""
+    console.print(
+        f"format  {told['program']}, {told['max_length']:,} tokens, cut on the "
+        f"{told['truncation_side']}: other tokens than by the scoring contract in "
+        f"{told['num_rows']:,} of {counted(num_rows, 'row')} "
+        f"({counted(told['num_completions'], 'answer')}); the model reads others in "
+        f"{told['num_rows_read_differently']:,} ({told['num_completions_read_differently']:,})",
+        soft_wrap=True,
+    )
+    for reason, found in told["reasons"].items():
+        counts = (
+            f"{counted(found['num_rows'], 'row')} ({counted(found['num_completions'], 'answer')})"
+        )
+        console.print(f"        {reason}: {counts}", soft_wrap=True)
+
+
+def print_matrix(
+    console: Console, matrix: Sequence[Sequence[float]] | None, styles: Sequence[str]
+) -> None:
+    """How often the right answer of a style (line) beats the wrong one of a style (column)."""
+    if matrix is None:
+        return
+    table = new_table("right answer (line) against wrong answer (column), by style")
+    table.add_column("", no_wrap=True)
+    for style in styles:
+        table.add_column(style, justify="right", no_wrap=True)
+    for style, row in zip(styles, matrix, strict=True):
+        table.add_row(style, *(share_text(value) for value in row))
+    console.print(table)
+
+
+def new_table(title: str) -> Table:
+    """In the manner of `observe.console`."""
+    return Table(title=Text(visible(title)), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+
+
+def name_text(name: str) -> Text:
+    """A name that came from a file, short enough for a line."""
+    return Text(shorten_middle(name, _LONGEST_NAME))
+
+
+def share_text(value: float | None) -> str:
+    """Four decimals; nothing was there to take it over: `absent`."""
+    return "absent" if value is None else f"{value:.4f}"
+
+
+def _add(table: Table, evaluation: Evaluation, figure: Figure, *, ends: bool) -> None:
+    by_contract = []
+    if evaluation.by_contract is not None:
+        by_contract.append(share_text(evaluation.under_contract(figure)))
+    table.add_row(
+        name_text(figure.name),
+        share_text(figure.value),
+        *by_contract,
+        share_text(evaluation.beside(figure)),
+        f"{figure.num_rows:,}",
+        f"{figure.num_failures:,}" if figure.num_failures else "",
+        end_section=ends,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The diagnostics of a reward model in one report: for programs as a dict, for people as tables.
+
+_EXAMPLES = 5
+_SLICES = {
+    "by_length_difference": "chosen longer by (characters)",
+    "by_margin": "margin",
+    "by_subset": "subset",
+    "by_leak": "prompt in training set",
+}
+
+
+def diagnostics_report(
+    pairs: Sequence[ScoredPair],
+    *,
+    training: Sequence[ScoredPair] | None = None,
+    notes: Sequence[str] = (),
+    members: Mapping[str, Column] | None = None,
+    score: Scoring | None = None,
+    in_other_language: Sequence[ScoredPair] | None = None,
+    noise: float | None = None,
+    num_bins: int = 5,
+    confidence: float = CONFIDENCE,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Everything that can be said of a reward model from its scores, in values that JSON knows.
+
+    What there is nothing to compute of is absent, with its key.
+
+    Args:
+        pairs: What is evaluated; those without both scores are counted and take no part.
+        training: What the model was trained on, for the bag-of-words baseline and for leaks. Its
+            scores are not looked at.
+        notes: What was left out of that.
+        members: Scores of the members of an ensemble, by name; see `agreements`.
+        score: Scores other forms of the answers; without it there is no sensitivity.
+        in_other_language: The same pairs, translated and scored, in the same order.
+        noise: How far apart scores can be that mean the same; see `environments.noise_floor`.
+        num_bins: Of length differences and margins, at most.
+        confidence: Of the intervals.
+        seed: Of the bootstrap.
+
+    Raises:
+        DataError: Two pairs have one id, or a column of scores or the translated pairs have another
+            length than the pairs.
+    """
+    _check(pairs, members or {})
+    baselines: dict[str, Credits] = {"longer wins": longer_wins(pairs)}
+    if training:
+        baselines["bag of words"] = BagOfWords.train(training).credits(pairs)
+    leaks = find_leaks(pairs, training) if training else []
+    sure: dict[str, Any] = {"baselines": baselines, "seed": seed, "confidence": confidence}
+    report: dict[str, Any] = {
+        "num_pairs": len(pairs),
+        "num_failures": len(pairs) - len(scored(pairs)),
+        "failures": failures(pairs),
+        "confidence": confidence,
+        **_accuracy_of_kinds(pairs, leaks, num_bins=num_bins, **sure),
+        "score_length_correlation": score_length_correlation(pairs),
+        "longer_scored_higher": longer_scored_higher(pairs),
+        "calibration": calibration(pairs),
+        "scores": score_distribution(pairs),
+        "agreement": agreements(members or {}),
+        "noise_floor": _noise_floor(pairs, noise),
+        "sensitivity": _forms(pairs, score, in_other_language),
+        "evaluation_set": _repeats(find_repeats(pairs)),
+        "training_set": (
+            {**_repeats(find_repeats(training)), "notes": list(notes)} if training else None
+        ),
+        "leakage": _leakage(leaks) if training else None,
+    }
+    return {key: found for key, value in report.items() if (found := _plain(value)) is not None}
+
+
+def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
+    """The report as tables; see `diagnostics_report`."""
+    failed = f", {report['num_failures']:,} of them without a verdict"
+    console.print(counted(report["num_pairs"], "pair") + (failed if report["num_failures"] else ""))
+    for reason, count in report.get("failures", {}).items():
+        console.print(Text(f"  {count:,} x {visible(reason)}", style="yellow"))
+    tables = (
+        _accuracies(report),
+        _figures(report),
+        _reliability(report.get("calibration", {})),
+        _agreement(report.get("agreement", [])),
+        _sensitivity(report.get("sensitivity", [])),
+        _sets(report),
+    )
+    for table in tables:
+        if table.row_count:
+            console.print(table)
+
+
+# ----------------------------------------------------------------------------------------- report
+
+
+def _check(pairs: Sequence[ScoredPair], members: Mapping[str, Column]) -> None:
+    for name, count in Counter(pair.id for pair in pairs).most_common(1):
+        if count > 1:
+            raise DataError(f"'{name}' is the id of {count} pairs; give each an id of its own")
+    for name, column in members.items():
+        if len(column) != len(pairs):
+            raise DataError(
+                f"member '{name}' has scores of {len(column)} pairs, but there are {len(pairs)}; "
+                "give one row a pair, (None, None) where it has no scores"
+            )
+
+
+def _forms(
+    pairs: Sequence[ScoredPair],
+    score: Scoring | None,
+    in_other_language: Sequence[ScoredPair] | None,
+) -> list[Sensitivity]:
+    found = sensitivity(pairs, score) if score is not None and pairs else []
+    if in_other_language is not None:
+        found.append(in_other_words("other language", pairs, in_other_language))
+    return found
+
+
+def _accuracy_of_kinds(
+    pairs: Sequence[ScoredPair], leaks: Sequence[Leak], *, num_bins: int, **sure: Any
+) -> dict[str, Any]:
+    """Of all pairs, and of those of each kind."""
+    gaps = {pair.id: float(length_difference(pair)) for pair in pairs}
+    margins = {pair.id: pair.margin for pair in pairs if pair.margin is not None}
+    subsets = {pair.id: pair.subset for pair in pairs if pair.subset is not None}
+    return {
+        "accuracy": accuracy(pairs, **sure),
+        "length_controlled_accuracy": length_controlled_accuracy(pairs, **sure),
+        "by_length_difference": accuracy_by_value(pairs, gaps, num_bins=num_bins, **sure),
+        "by_margin": accuracy_by_value(pairs, margins, num_bins=num_bins, **sure)
+        if len(set(margins.values())) > 1
+        else [],
+        "by_subset": accuracy_by_name(pairs, subsets, **sure),
+        "by_leak": accuracy_by_name(pairs, _kinds(pairs, leaks), **sure) if leaks else [],
+    }
+
+
+def _kinds(pairs: Sequence[ScoredPair], leaks: Sequence[Leak]) -> dict[str, str]:
+    kinds = {pair.id: "no" for pair in pairs}
+    return kinds | {leak.evaluated: "yes" if leak.is_exact else "almost" for leak in leaks}
+
+
+def _leakage(leaks: Sequence[Leak]) -> dict[str, Any]:
+    return {
+        "num_same_prompt": sum(leak.is_exact for leak in leaks),
+        "num_similar_prompt": sum(not leak.is_exact for leak in leaks),
+        "num_same_pair": sum(leak.has_same_answers for leak in leaks),
+        "examples": [asdict(leak) for leak in leaks[:_EXAMPLES]],
+    }
+
+
+def _noise_floor(pairs: Sequence[ScoredPair], noise: float | None) -> dict[str, Any] | None:
+    """The noise, and the share of pairs whose two scores are no further apart."""
+    differences = [
+        abs(pair.score_chosen - pair.score_rejected)
+        for pair in scored(pairs)
+        if pair.score_chosen is not None and pair.score_rejected is not None
+    ]
+    if noise is None or not differences:
+        return None
+    return {"noise": noise, "within_share": fmean(gap <= noise for gap in differences)}
+
+
+def _repeats(repeats: Repeats) -> dict[str, Any]:
+    return {
+        "num_pairs": repeats.num_pairs,
+        "num_prompts": repeats.num_prompts,
+        "num_redundant": repeats.num_redundant,
+        "num_contradictory": sum(len(ids) for ids in repeats.contradictions),
+        "duplicates": repeats.duplicates[:_EXAMPLES],
+        "contradictions": repeats.contradictions[:_EXAMPLES],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON knows it, without what is None or empty; None where nothing is left."""
+    if hasattr(value, "__dataclass_fields__"):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        parts = {f"{key:g}" if isinstance(key, float) else key: _plain(part)
+                 for key, part in value.items()}  # fmt: skip
+        return {key: part for key, part in parts.items() if part is not None} or None
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value] or None
+    return value
+
+
+# ----------------------------------------------------------------------------------------- tables
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for place, column in enumerate(columns):
+        # Names may be long; numbers are never cut.
+        if place:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
+    return table
+
+
+def _accuracies(report: Mapping[str, Any]) -> Table:
+    whole = report.get("accuracy", {})
+    names = list(whole.get("baselines", {}))
+    level = f"{report['confidence']:.0%} interval"
+    table = _table("accuracy", "", "pairs", "accuracy", level, *names)
+
+    def add(label: str, found: Mapping[str, Any], num_pairs: int) -> None:
+        table.add_row(
+            Text(visible(label)),
+            f"{num_pairs:,}",
+            _share(found["value"]),
+            f"{100 * found['low']:.1f}-{_share(found['high'])}",
+            *(_share(found["baselines"][name]) for name in names),
+        )
+
+    if whole:
+        add("all", whole, whole["num_pairs"])
+    if controlled := report.get("length_controlled_accuracy"):
+        halves = (controlled["longer_chosen"], controlled["shorter_chosen"])
+        add("either as often", controlled, sum(half["num_pairs"] for half in halves))
+        add("longer chosen", halves[0], halves[0]["num_pairs"])
+        add("shorter chosen", halves[1], halves[1]["num_pairs"])
+    for key, title in _SLICES.items():
+        for place, part in enumerate(report.get(key, [])):
+            if not place:
+                table.add_row(Text(title, style="bold"))
+            add(f"  {part['name']}", part["accuracy"], part["accuracy"]["num_pairs"])
+    return table
+
+
+def _figures(report: Mapping[str, Any]) -> Table:
+    table = _table("scores", "", "")
+    for label, text in (*_length_lines(report), *_calibration_lines(report), *_score_lines(report)):
+        table.add_row(label, text)
+    return table
+
+
+def _length_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if "accuracy" in report:
+        yield "pairs with tied scores", f"{report['accuracy']['num_ties']:,}"
+    if "score_length_correlation" in report:
+        found = format_number(report["score_length_correlation"])
+        yield "Spearman's correlation of score and length", found
+    if "longer_scored_higher" in report:
+        yield "longer answer has the higher score", _share(report["longer_scored_higher"])
+
+
+def _calibration_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    found = report.get("calibration", {})
+    if not found:
+        return
+    yield "expected calibration error", _share(found["error"])
+    yield "negative log-likelihood", format_number(found["negative_log_likelihood"])
+    if "temperature" in found:
+        yield "best temperature", format_number(found["temperature"])
+        yield "  calibration error at it", _share(found["error_at_temperature"])
+        better = found["negative_log_likelihood_at_temperature"]
+        yield "  negative log-likelihood at it", format_number(better)
+    else:
+        yield "best temperature", "none: no pair is wrong, or wrong ones outweigh right ones"
+
+
+def _score_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    found = report.get("scores", {})
+    if not found:
+        return
+    yield "answers with a score", f"{found['num_answers']:,}"
+    yield "mean", format_number(found["mean"])
+    yield "standard deviation", format_number(found["standard_deviation"])
+    for level, value in found["quantiles"].items():
+        label = {"0": "least", "1": "greatest"}.get(level, f"{float(level):.0%} lie below")
+        yield f"  {label}", format_number(value)
+    yield "answers with the score of another", _share(found["identical_share"])
+    for key, label in (("saturated_low", "least"), ("saturated_high", "greatest")):
+        if key in found:
+            yield f"scores within 1 % of the {label}", _share(found[key])
+    if "noise_floor" in report:
+        noise = report["noise_floor"]
+        yield "noise: the same answer in other company", format_number(noise["noise"])
+        yield "  pairs no further apart than that", _share(noise["within_share"])
+    if "largest_repeat_difference" in found:
+        difference = format_number(found["largest_repeat_difference"])
+        yield "largest difference of one answer's scores", difference
+
+
+def _reliability(found: Mapping[str, Any]) -> Table:
+    table = _table("reliability", "confidence", "pairs", "mean confidence", "accuracy")
+    for row in found.get("rows", []):
+        table.add_row(
+            f"{_share(row['start'])} to {_share(row['end'])}",
+            f"{row['num_pairs']:,}",
+            _share(row["confidence"]),
+            _share(row["accuracy"]),
+        )
+    return table
+
+
+def _agreement(found: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("agreement", "members", "pairs", "same verdict", "Kendall's tau-b")
+    for row in found:
+        table.add_row(
+            Text(visible(f"{row['first']} and {row['second']}")),
+            f"{row['num_pairs']:,}",
+            _share(row["same_verdict_share"]),
+            format_number(row["kendall"]) if "kendall" in row else "-",
+        )
+    return table
+
+
+def _sensitivity(found: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table(
+        "other forms of the answers; verdicts that flip when both, one or the other has the form",
+        "form", "answers", "failed", "shift/sd", "raised", "both", "chosen", "rejected",
+    )  # fmt: skip
+    for row in found:
+        shift = f"{row['mean_shift']:+.3f}" if "mean_shift" in row else "-"
+        flips = ("flip_share", "flip_share_chosen", "flip_share_rejected")
+        shares = (_share(row[key]) if key in row else "-" for key in ("raised_share", *flips))
+        counts = (f"{row['num_answers']:,}", f"{row['num_failures']:,}")
+        table.add_row(Text(visible(row["name"])), *counts, shift, *shares)
+    return table
+
+
+def _sets(report: Mapping[str, Any]) -> Table:
+    table = _table("data sets", "", "")
+    for key, label in (("evaluation_set", "evaluation"), ("training_set", "training")):
+        if found := report.get(key):
+            table.add_row(f"{label}: different prompts", f"{found['num_prompts']:,}")
+            table.add_row(f"{label}: pairs said before", f"{found['num_redundant']:,}")
+            table.add_row(f"{label}: pairs that contradict", f"{found['num_contradictory']:,}")
+    if found := report.get("leakage"):
+        table.add_row("evaluated prompts in training", f"{found['num_same_prompt']:,}")
+        table.add_row("evaluated prompts almost in training", f"{found['num_similar_prompt']:,}")
+        table.add_row("evaluated pairs in training", f"{found['num_same_pair']:,}")
+    return table
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Two results of the same evaluation side by side, and whether they differ by more than chance.
+
+ALL = "all rows"
+
+
+def run_compare(benchmark: str, first_path: Path, second_path: Path, *, as_json: bool) -> int:
+    """Show two results of an evaluation.
+
+    Each is any file that `--output` wrote. The rows that both have a verdict on are compared one by
+    one with the exact test of McNemar, in each subset and over all. Files of accuracies alone are
+    shown without that.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        UserError: A file that holds no result, or one of another evaluation.
+    """
+    first, second = read_result(first_path), read_result(second_path)
+    for result in (first, second):
+        if result.benchmark not in (None, benchmark) or (
+            result.benchmark is None and benchmark != "reward-bench"
+        ):
+            raise ConfigError(
+                f"{result.path} is a result of laurel eval {result.benchmark or 'reward-bench'}, "
+                f"and not of laurel eval {benchmark}"
+            )
+    tests = _tests(first, second)
+    names = [*dict.fromkeys([*first.subsets, *second.subsets])]
+    sections = [*dict.fromkeys([*first.sections, *second.sections])]
+    if as_json:
+        write_json(_as_json(first, second, names, sections, tests))
+    else:
+        _print(first, second, names, sections, tests)
+    return 0
+
+
+def _tests(first: Result, second: Result) -> Mapping[str, PairedTest]:
+    """Of each subset and of all rows; nothing where the rows of one are not there."""
+    if first.credits is None or second.credits is None:
+        return {}
+    by_subset: dict[str, list[str]] = {}
+    for row_id, subset in first.subset_of.items():
+        if subset is not None:
+            by_subset.setdefault(subset, []).append(row_id)
+    tests = {
+        subset: compare(first.credits, second.credits, ids=ids) for subset, ids in by_subset.items()
+    }
+    return {**tests, ALL: compare(first.credits, second.credits)}
+
+
+def _print(
+    first: Result,
+    second: Result,
+    names: list[str],
+    sections: list[str],
+    tests: Mapping[str, PairedTest],
+) -> None:
+    console = make_console()
+    for letter, result in (("A", first), ("B", second)):
+        console.print(visible(f"{letter}: {result.model} ({result.path})"), soft_wrap=True)
+    table = new_table("")
+    table.add_column("", no_wrap=True)
+    for name in ("A", "B", "B - A", "only A", "only B", "p"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for group, left, right in (
+        (names, first.subsets, second.subsets),
+        (sections, first.sections, second.sections),
+    ):
+        for place, name in enumerate(group, start=1):
+            one, other = left.get(name), right.get(name)
+            table.add_row(
+                name_text(name), share_text(one), share_text(other), _difference(one, other),
+                *_test_cells(tests.get(name)), end_section=place == len(group),
+            )  # fmt: skip
+    if ALL in tests:
+        table.add_row(ALL, "", "", "", *_test_cells(tests[ALL]))
+    console.print(table)
+    if not tests:
+        without = [result for result in (first, second) if result.credits is None]
+        console.print(
+            "note    no test of significance: the rows' own scores are not beside "
+            + " and ".join(visible(str(result.path)) for result in without),
+            soft_wrap=True,
+        )
+        return
+    test = tests[ALL]
+    console.print(
+        f"rows    {counted_that(test.num_rows, 'row', 'have')} a verdict in both; only A / only "
+        "B: rows on which that one is better; p: exact McNemar, two-sided",
+        soft_wrap=True,
+    )
+    absent = _num_unpaired(first, second)
+    if absent:
+        console.print(
+            f"note    {counted_that(absent, 'row', 'stand')} in one of the two alone, not compared"
+        )
+
+
+def _num_unpaired(first: Result, second: Result) -> int:
+    ids = [set(result.credits or ()) for result in (first, second)]
+    return len(ids[0] ^ ids[1])
+
+
+def _difference(one: float | None, other: float | None) -> str:
+    return "" if one is None or other is None else f"{other - one:+.4f}"
+
+
+def _test_cells(test: PairedTest | None) -> tuple[str, str, str]:
+    if test is None:
+        return ("", "", "")
+    return (f"{test.num_first_better:,}", f"{test.num_second_better:,}", f"{test.p_value:.3g}")
+
+
+def _as_json(
+    first: Result,
+    second: Result,
+    names: list[str],
+    sections: list[str],
+    tests: Mapping[str, PairedTest],
+) -> dict[str, Any]:
+    def entry(name: str, one: float | None, other: float | None) -> dict[str, Any]:
+        return {"name": name, "a": one, "b": other, **_test_entry(tests.get(name))}
+
+    return {
+        "a": {"file": str(first.path), "model": first.model},
+        "b": {"file": str(second.path), "model": second.model},
+        "subsets": [entry(n, first.subsets.get(n), second.subsets.get(n)) for n in names],
+        "sections": [entry(n, first.sections.get(n), second.sections.get(n)) for n in sections],
+        "all_rows": _test_entry(tests.get(ALL)) or None,
+    }
+
+
+def _test_entry(test: PairedTest | None) -> dict[str, Any]:
+    if test is None:
+        return {}
+    return {
+        "num_rows": test.num_rows,
+        "only_a": test.num_first_better,
+        "only_b": test.num_second_better,
+        "p": test.p_value,
+    }

@@ -1,0 +1,270 @@
+"""Which engine draws the completions of a run, and where."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from uuid import uuid4
+
+from laurel.config.grpo import GRPORun
+from laurel.config.policy import PolicyConfig
+from laurel.errors import ConfigError
+from laurel.run.places import Places
+
+QUICKER = "it was quicker where the two were measured (docs/benchmarks.md)"
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from laurel.generation.load import EngineMaker
+    from laurel.generation.weights.routes import WeightTransfer
+    from laurel.models.chat import ChatFormat
+    from laurel.models.forest.decoder import Path as ModelPath
+    from laurel.protocols import Generator, WorkerGroup
+    from laurel.run.model import TrainedModel
+    from laurel.training.learner import Learner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartingPoint:
+    """What a policy is loaded from once more, where it is drawn from in other processes."""
+
+    texts: tuple[str, ...] = ()
+    """What a tokenizer from scratch learns from."""
+    checkpoint: Path | None = None
+    """Of the run that goes on."""
+
+
+def make_generator(
+    config: GRPORun,
+    model: TrainedModel,
+    chat: ChatFormat,
+    places: Places,
+    starts_from: StartingPoint,
+    stack: ExitStack,
+) -> Generator:
+    """The generator of `policy.generation.backend`.
+
+    Args:
+        config: Of the run.
+        model: The policy.
+        chat: How it is spoken to.
+        places: Where everything goes.
+        starts_from: What replicas are loaded from, also when one is started again.
+        stack: Of the run: what replicas are started from stays until it is left.
+
+    Raises:
+        ConfigError: It cannot draw what the configuration asks for.
+    """
+    facts = model.facts
+    size = facts.vocab_size
+    odd = [i for i in config.policy.generation.stop_token_ids or () if not 0 <= i < size]
+    if odd:
+        raise ConfigError(
+            f"policy.generation.stop_token_ids: {', '.join(map(str, odd))} not in the model's "
+            f"vocabulary of {size} tokens"
+        )
+    backend = config.policy.generation.backend
+    if backend == "auto":
+        has_vllm = importlib.util.find_spec("vllm") is not None
+        backend = "vllm" if has_vllm and facts.device == "cuda" else "transformers"
+    if backend == "transformers" and (
+        facts.path == "padded" and not config.policy.sequence_packing.enabled
+    ):
+        raise ConfigError(
+            "policy.sequence_packing.enabled=false: the transformers engine reads token forests; "
+            "leave packing on, or set policy.generation.backend=vllm"
+        )
+    if places.are_remote:
+        return _replicas(
+            config, model, chat, places, starts_from, stack, uses_vllm=backend == "vllm"
+        )
+    if backend == "vllm":
+        return _vllm(config, model, chat)
+    from laurel.generation.transformers.engine import TransformersEngine
+
+    assert model.in_process is not None
+    return TransformersEngine(
+        model.in_process,
+        facts.tokenizer,
+        end_ids=chat.end_ids,
+        max_concurrent=config.policy.generation.max_concurrent,
+        # Only a copy can draw from old weights while the learner makes new ones.
+        shares_weights=config.grpo.max_staleness == 0,
+    )
+
+
+def _vllm(config: GRPORun, model: TrainedModel, chat: ChatFormat) -> Generator:
+    """vLLM, started from a directory with the policy's weights as they are now."""
+    from laurel.generation.vllm.engine import VllmEngine
+
+    policy = config.policy
+    with tempfile.TemporaryDirectory(prefix="laurel-policy-") as directory:
+        model.learner.export(Path(directory), "")
+        return VllmEngine(
+            directory,
+            generation=policy.generation,
+            max_length=policy.max_total_sequence_length,
+            precision=policy.precision,
+            end_ids=chat.end_ids,
+            probe=probe_of(model.learner, model.facts.path),
+            seed=config.grpo.seed,
+        )
+
+
+def _replicas(
+    config: GRPORun,
+    model: TrainedModel,
+    chat: ChatFormat,
+    places: Places,
+    starts_from: StartingPoint,
+    stack: ExitStack,
+    *,
+    uses_vllm: bool,
+) -> Generator:
+    """An engine in every slot of the role `generation`, or in every few that one is spread over."""
+    from laurel.generation.engine_worker import EngineWorker
+    from laurel.generation.replicas import GeneratorReplicas
+    from laurel.types import Weights
+
+    def current() -> Weights | None:
+        # It must not be asked while it trains, nor while its shares are off the GPUs.
+        if config.grpo.max_staleness > 0 or (
+            places.take_turns("generation") and model.facts.device == "cuda"
+        ):
+            return None
+        return model.learner.weights(replicas.weight_version)
+
+    each = config.policy.generation.vllm_cfg.num_devices if uses_vllm else 1
+
+    def make_group(number: int) -> WorkerGroup:
+        ranks = range(number * each, (number + 1) * each)
+        return places.group("generation", EngineWorker, make, ranks=ranks, slots_each=each)
+
+    transfer = transfer_of(
+        config.policy.generation.weight_transfer,
+        device=model.facts.device,
+        uses_vllm=uses_vllm,
+        take_turns=places.take_turns("generation"),
+    )
+    if uses_vllm:
+        make = _vllm_maker(config, model, chat, starts_from, stack)
+    else:
+        make = _transformers_maker(config, chat, starts_from)
+    replicas = GeneratorReplicas(
+        make_group,
+        places.num_slots("generation") // each,
+        current_weights=current,
+        probe=probe_of(model.learner, model.facts.path),
+        transfer=transfer,
+    )
+    return replicas
+
+
+def describe_generator(generator: Generator) -> str:
+    """Who draws, and how weights come there where they have to."""
+    transfer = getattr(generator, "transfer", None)
+    way = "" if transfer is None else f", weights by {transfer.name} ({transfer.reason})"
+    return f"{type(generator).__name__}{way}"
+
+
+def transfer_of(
+    setting: Literal["auto", "object_store", "broadcast", "ipc"],
+    *,
+    device: str,
+    uses_vllm: bool,
+    take_turns: bool,
+) -> WeightTransfer:
+    """What `policy.generation.weight_transfer` means here.
+
+    Args:
+        setting: Its value.
+        device: Kind of device that the learner computes on.
+        uses_vllm: The engines are vLLM's, which takes weights from files in memory.
+        take_turns: Engines have the learner's own devices.
+    """
+    from laurel.generation.weights.routes import WeightTransfer
+
+    if setting == "object_store":
+        return WeightTransfer(name="object_store", reason="it is set")
+    if setting == "ipc" and device == "cuda" and take_turns and not uses_vllm:
+        return WeightTransfer(name="ipc", device="cuda", reason="it is set; memory of a GPU")
+    if setting == "ipc":
+        return WeightTransfer(name="ipc", reason="it is set; memory of the machine")
+    why = "it is set" if setting == "broadcast" else QUICKER
+    if device == "cuda" and not uses_vllm and not take_turns:
+        return WeightTransfer(
+            name="broadcast",
+            device="cuda",
+            reason=f"{why}; NCCL, as engines have GPUs of their own",
+        )
+    return WeightTransfer(name="broadcast", reason=f"{why}; gloo")
+
+
+def _transformers_maker(
+    config: GRPORun, chat: ChatFormat, starts_from: StartingPoint
+) -> EngineMaker:
+    from laurel.generation.load import TransformersMaker, from_directory
+
+    policy: PolicyConfig = config.policy
+    if starts_from.checkpoint is not None:
+        policy = from_directory(policy, starts_from.checkpoint)
+    return TransformersMaker(
+        policy=policy,
+        cluster=config.cluster,
+        seed=config.grpo.seed,
+        end_ids=tuple(chat.end_ids),
+        max_length=policy.max_total_sequence_length,
+        max_concurrent=config.policy.generation.max_concurrent,
+        texts=starts_from.texts,
+    )
+
+
+def _vllm_maker(
+    config: GRPORun,
+    model: TrainedModel,
+    chat: ChatFormat,
+    starts_from: StartingPoint,
+    stack: ExitStack,
+) -> EngineMaker:
+    """vLLM reads a directory, which every node must see: the checkpoint, or the model's own."""
+    from laurel.generation.load import VllmMaker
+
+    policy = config.policy
+    directory = str(starts_from.checkpoint or policy.model_name)
+    if policy.scratch is not None and starts_from.checkpoint is None:
+        # Beside the checkpoints, which every node sees; until the run ends, as a replica that was
+        # lost is started from it again. What a kill leaves goes with the next run's first look.
+        directory = str(Path(config.checkpointing.checkpoint_dir) / f".start-{uuid4().hex}")
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        Path(directory).mkdir(parents=True)
+        model.learner.export(Path(directory), "")
+    return VllmMaker(
+        directory=directory,
+        generation=policy.generation,
+        max_length=policy.max_total_sequence_length,
+        precision=policy.precision,
+        end_ids=tuple(chat.end_ids),
+        seed=config.grpo.seed,
+    )
+
+
+def probe_of(learner: Learner, path: ModelPath) -> Callable[[Sequence[int]], np.ndarray]:
+    """What the learner says of a sequence: see `engines.weight_probe.Probe`."""
+    return partial(_probe, learner, path)
+
+
+def _probe(learner: Learner, path: ModelPath, ids: Sequence[int]) -> np.ndarray:
+    import numpy as np
+
+    from laurel.generation.weights.probe import batch_of
+
+    (outputs,) = learner.outputs([batch_of(ids, path)], temperature=1.0)
+    return np.asarray(outputs.logprobs_M.cpu().numpy())

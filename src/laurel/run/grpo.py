@@ -1,0 +1,498 @@
+"""From a configuration to a GRPO run: the only file that knows every class it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laurel.config.environments import (
+    AskingConfig,
+    FunctionConfig,
+    JudgeConfig,
+    RewardModelEnvironmentConfig,
+)
+from laurel.config.grpo import GRPORun
+from laurel.config.load import to_yaml
+from laurel.data.tasks import TaskData, load_task_data
+from laurel.environments.registry import environment_names
+from laurel.errors import ConfigError, DataError
+from laurel.generation.vllm.settings import check_has_vllm
+from laurel.models.checkpoint.store import CheckpointStore
+from laurel.observe.loggers import check_available
+from laurel.planning.roles import uses_reward_model
+from laurel.run.cards import facts_of_policy
+from laurel.run.generator import StartingPoint, describe_generator, make_generator
+from laurel.run.model import with_found_model
+from laurel.run.places import Places, open_places, plan_places
+from laurel.run.policy import describe_policy, load_policy_to_train, policy_settings
+from laurel.run.setup import choose_run_dir, judge_benchmarks, judge_figures, open_store, surround
+from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
+from laurel.training.selection import Selection, policy_goal, select_policy_by
+from laurel.training.stopping import Deadline
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.grpo.loop import GRPO, PolicyParts
+    from laurel.grpo.rollouts import Rollouts
+    from laurel.models.chat import ChatFormat
+    from laurel.protocols import Environment, Generator
+    from laurel.run.model import TrainedModel
+    from laurel.training.learner_group import ModelFacts
+    from laurel.training.loop import Outcome
+    from laurel.training.state import Position
+    from laurel.types import RolloutGroup, SamplingParams
+
+
+def train_policy(config: GRPORun, *, console: Console, warnings: Sequence[str] = ()) -> Outcome:
+    """Run `laurel grpo` from beginning to end."""
+    for warning in warnings:
+        console.print(f"warning: {warning}")
+    with ExitStack() as stack:
+        training, position = assemble(config, stack, console=console)
+        return training.run(position)
+
+
+def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GRPO, Position]:
+    """A run that is ready to begin, and where it begins.
+
+    What can be told wrong without loading anything is told first, then what needs only the data,
+    then what needs the environments, then what needs the policy.
+
+    Args:
+        config: The whole configuration.
+        stack: Lets go of everything that was started.
+        console: Shows what was read, loaded and decided.
+    """
+    config = with_found_model(config, console)
+    deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
+    selection = check_early(config)
+    planned = plan_places(config)
+    check_vllm(config, on_cluster=planned.are_remote)
+    resume_from, store = open_store(config.checkpointing, selection, stack, console)
+    data = load_task_data(
+        config.data,
+        default_environment=config.default_environment,
+        environments=environment_names(config.env),
+        needs=needs_of(config.env),
+    )
+    benchmarks = judge_benchmarks(config.env.reward_model.benchmarks)
+    places = open_places(planned, stack, console)
+    with console.status("starting the environments"):
+        environments = environments_of(data, config, stack, places, console)
+    check_answers(data, environments, console)
+    # A run that goes on has done so at its beginning.
+    facts = judge_figures([] if resume_from else benchmarks, environments, console)
+    training, position = _with_policy(
+        config, data, places, environments, selection, store, resume_from, deadline, stack, console
+    )
+    if facts:
+        training.logger.log(facts, step=position.step)
+    return training, position
+
+
+def check_early(config: GRPORun) -> Selection:
+    """What a configuration alone can get wrong.
+
+    Raises:
+        UserError: The first thing found.
+    """
+    check_available(config.logger)
+    validates = config.grpo.val_period > 0 or config.grpo.val_at_end
+    has_data = bool(config.data.validation_sets() or config.data.split_validation_size)
+    measured: dict[str, Any] = {
+        "has_validation": validates and has_data,
+        "environments": config.env.names(),
+    }
+    policy_goal(config.grpo, **measured)
+    return select_policy_by(
+        config.checkpointing.metric_name, config.checkpointing.higher_is_better,
+        sets=config.data.validation_names(), **measured,
+    )  # fmt: skip
+
+
+def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
+    """What vLLM cannot do for a run, before anything is started.
+
+    Raises:
+        MissingDependencyError: It is not installed here, where it is needed.
+        ConfigError: It is to judge on a cluster.
+    """
+    # An environment of a cluster that others have started may have it where this one has not.
+    if config.policy.generation.backend == "vllm" and not config.cluster.address:
+        check_has_vllm("policy.generation.backend=vllm")
+    if config.env.reward_model.uses_vllm and uses_reward_model(config):
+        if on_cluster:
+            raise ConfigError(
+                "env.reward_model.generation.backend=vllm: a run on a cluster has its reward model "
+                "in slots of its own, where vLLM is not started. Start it with `laurel serve MODEL "
+                "--engine vllm` and set env.reward_model.urls to its address; or leave generation "
+                "out"
+            )
+        check_has_vllm("env.reward_model.generation.backend=vllm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Playable:
+    """A policy, and all that its conversations take."""
+
+    model: TrainedModel
+    chat: ChatFormat
+    parts: PolicyParts
+    num_steps: int
+
+
+def playable(
+    config: GRPORun,
+    data: TaskData,
+    places: Places,
+    environments: dict[str, Environment],
+    resume_from: Path | None,
+    stack: ExitStack,
+    console: Console,
+) -> Playable:
+    """Load the policy, and what draws from it. Prompts that are too long for it are left out."""
+    # Before any prompt is left out for its length, which takes a tokenizer.
+    texts = texts_of(data) if config.policy.scratch is not None else []
+    model = load_policy_to_train(
+        config.policy, config.cluster, places, seed=config.grpo.seed, texts=texts,
+        identity=settings_of(config), resume_from=resume_from, console=console,
+        temperature=config.policy.generation.temperature,
+        needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+        draws_from_copy=config.grpo.max_staleness > 0, with_entropy=config.loss_fn.entropy,
+    )  # fmt: skip
+    chat = chat_of(config, model.facts)
+    fit_prompts(data, chat, config)
+    num_steps = total_steps(config, len(data.train))
+    starts_from = StartingPoint(texts=tuple(texts), checkpoint=resume_from)
+    parts = _parts(config, data, places, environments, model, chat, starts_from, num_steps, stack)
+    return Playable(model=model, chat=chat, parts=parts, num_steps=num_steps)
+
+
+def _with_policy(
+    config: GRPORun,
+    data: TaskData,
+    places: Places,
+    environments: dict[str, Environment],
+    selection: Selection,
+    store: CheckpointStore | None,
+    resume_from: Path | None,
+    deadline: Deadline,
+    stack: ExitStack,
+    console: Console,
+) -> tuple[GRPO, Position]:
+    """Everything after the environments."""
+    if store is not None and resume_from is not None and places.are_remote:
+        # Replicas of generation are started from it again when one is lost.
+        store.pin(resume_from)
+    found = playable(config, data, places, environments, resume_from, stack, console)
+    from laurel.grpo.health import members_of
+    from laurel.grpo.loop import GRPO
+    from laurel.grpo.state import GRPORunState, fingerprint_of_tasks
+    from laurel.observe.health import Alarms
+    from laurel.training.state import Position
+
+    model, parts = found.model, found.parts
+    run_dir = choose_run_dir(config.logger, resume_from, console)
+    state = GRPORunState(
+        parts.learner, source=parts.source, identity=settings_of(config),
+        alarms=Alarms(
+            config.grpo.health, members=members_of(config.env), settings=config.model_dump()
+        ),
+        data_fingerprint=fingerprint_of_tasks(data.train), config_yaml=to_yaml(config),
+        card=facts_of_policy(config.policy, model.facts, data.reports, method="GRPO"),
+        run_dir=run_dir, save_optimizer=config.checkpointing.save_optimizer,
+        saves_in_background=config.checkpointing.saves_in_background(model.facts.device),
+    )  # fmt: skip
+    position = state.restore(resume_from) if resume_from else Position()
+    describe_policy(
+        config.policy, model.facts, data.reports, run_dir, config.checkpointing, places, console
+    )
+    _describe_step(config, found.chat, parts, console)
+    if resume_from:
+        console.print(f"going on from {resume_from}, after step {position.step}")
+    surroundings = surround(
+        config, state=state, position=position, total_steps=found.num_steps,
+        facts=model.facts, store=store, selection=selection, deadline=deadline,
+        is_resumed=resume_from is not None, reports=data.reports, stack=stack, console=console,
+        unit="completions",
+    )  # fmt: skip
+    return GRPO(config, surroundings, parts, total_steps=found.num_steps), position
+
+
+def _describe_step(config: GRPORun, chat: ChatFormat, parts: PolicyParts, console: Console) -> None:
+    if not chat.asks_as_it_answers:
+        console.print(
+            "note    the chat template asks the policy in other words than those that its answers "
+            "begin with: look at the generation prompt of the template"
+        )
+    console.print(
+        f"step    {config.grpo.num_prompts_per_step} prompts x "
+        f"{config.grpo.num_generations_per_prompt} completions, judged by "
+        f"{', '.join(sorted(parts.environments))}; drawn by {describe_generator(parts.generator)}"
+    )
+
+
+def chat_of(config: GRPORun, facts: ModelFacts) -> ChatFormat:
+    """How the policy is spoken to."""
+    from laurel.models.chat import ChatFormat
+
+    return ChatFormat(
+        facts.tokenizer,
+        config.policy.tokenizer.chat_template_kwargs,
+        generation_end_ids=facts.generation_end_ids,
+    )
+
+
+def texts_of(data: TaskData) -> list[str]:
+    """Every text of the training tasks: what a tokenizer from scratch learns from."""
+    return [message.content for task in data.train for message in task.prompt]
+
+
+def total_steps(config: GRPORun, num_tasks: int) -> int:
+    """Steps of the run: all epochs, or the limit."""
+    grpo = config.grpo
+    return min(
+        grpo.max_num_steps, max(1, grpo.max_num_epochs * num_tasks // grpo.num_prompts_per_step)
+    )
+
+
+_WHAT_CODE_IS_WORTH: dict[str, Any] = dict.fromkeys(
+    ("terminate_on_evaluation", "terminate_without_code", "stop_strings", "reward", "max_attempts",
+     "strict_types", "float_tolerance", "comparison", "max_observation_chars"), True
+) | {
+    "sandbox": {"cpu_seconds", "wall_seconds", "total_wall_seconds", "memory_mb", "disk_mb",
+                "stdout_kb", "stderr_kb", "result_kb"}
+}  # fmt: skip
+
+
+def settings_of(config: GRPORun) -> dict[str, object]:
+    """What must be the same when a run goes on, by dotted name, or it would be another run."""
+    left_out = {
+        "max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end",
+        "max_val_samples", "val_batch_size", "val_num_generations_per_prompt", "max_bad_steps",
+        "stop_at_validation_metric", "stop_at_validation_threshold", "stop_patience_seconds",
+        "health",
+    }  # fmt: skip
+    sampled = {"temperature", "top_p", "top_k", "max_new_tokens", "stop_strings", "stop_token_ids"}
+    rewarding: dict[str, Any] = {
+        "math": {"verifier_type", "stop_strings", "forbid_unevaluated"},
+        "code": _WHAT_CODE_IS_WORTH,
+        "reward_model": _what_scores(config.env.reward_model),
+        "composite": True,
+        "custom": True,
+    }
+    return policy_settings(
+        config.policy,
+        grpo=config.grpo.model_dump(mode="json", exclude=left_out),
+        loss_fn=config.loss_fn.model_dump(mode="json", exclude={"entropy"}),
+        generation=config.policy.generation.model_dump(mode="json", include=sampled),
+        data=config.data.model_dump(mode="json", include={"shuffle", "max_input_seq_length"}),
+        env=config.env.model_dump(mode="json", include=rewarding),
+    )
+
+
+def _what_scores(config: RewardModelEnvironmentConfig) -> dict[str, Any]:
+    """The keys that decide scores; where servers are, and how long they take, does not."""
+    asking = dict.fromkeys(("urls", *AskingConfig.model_fields), False)
+    asked = {name: True for name in JudgeConfig.model_fields if name not in asking}
+    called = {name: True for name in FunctionConfig.model_fields if name != "timeout"}
+    one: dict[str, Any] = dict.fromkeys(
+        ("model_name", "checkpoint_path", "max_model_len", "tokenizer"), True
+    ) | {"judge": asked, "function": called}
+    if config.urls is not None:
+        one |= dict.fromkeys(("url_protocol", "url_model", "reward_key"), True)
+    if config.models is None:
+        return one | {"transform": True}
+    own = dict.fromkeys(("name", "weight", "normalize", "mean", "std", "url_protocol"), True)
+    several = {"models": {"__all__": one | own}, "combine": True, "uncertainty_penalty": True}
+    return {"transform": True} | several
+
+
+# ------------------------------------------------------------------------------------------- parts
+
+
+def _parts(
+    config: GRPORun,
+    data: TaskData,
+    places: Places,
+    environments: dict[str, Environment],
+    model: TrainedModel,
+    chat: ChatFormat,
+    starts_from: StartingPoint,
+    num_steps: int,
+    stack: ExitStack,
+) -> PolicyParts:
+    from laurel.grpo.loop import PolicyParts
+    from laurel.grpo.source import RolloutSource
+    from laurel.grpo.validation import PolicyValidation
+    from laurel.training.batches import Batcher
+
+    grpo, policy = config.grpo, config.policy
+    generator: Generator = make_generator(config, model, chat, places, starts_from, stack)
+    stack.callback(generator.close)
+    rollouts = rollouts_of(config, generator, environments, chat)
+    parts: list[PolicyParts] = []
+    source = RolloutSource(
+        rollouts, data.train, grpo, sampling_of(config), shuffle=config.data.shuffle,
+        total_steps=num_steps, noise=lambda name: parts[0].noise_of(name),
+    )  # fmt: skip
+    stack.callback(source.close)
+    validation = None
+    if data.validation:
+        validation = PolicyValidation(
+            tasks=data.validation, config=grpo, environments=environments,
+            sampling=sampling_of(config, is_validation=True), set_of=data.validation_set_of,
+        )  # fmt: skip
+    pad_id = model.facts.tokenizer.pad_token_id or 0
+    take_turns = _take_turns(config, places, generator)
+    parts.append(
+        PolicyParts(
+            learner=model.learner,
+            has_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+            batcher=Batcher(
+                model.facts.path, policy, pad_id=pad_id, places=model.learner.num_places
+            ),
+            generator=generator,
+            source=source,
+            environments=environments,
+            validation=validation,
+            pad_id=pad_id,
+            generator_rests=take_turns,
+            learner_rests=take_turns,
+            judges_rest=places.take_turns("reward_model") and grpo.max_staleness == 0,
+        )
+    )
+    return parts[0]
+
+
+def rollouts_of(
+    config: GRPORun,
+    generator: Generator,
+    environments: Mapping[str, Environment],
+    chat: ChatFormat,
+) -> Rollouts:
+    """How conversations are played."""
+    from laurel.environments.interface import judged_by
+    from laurel.grpo.rollouts import Rollouts
+
+    return Rollouts(
+        generator, environments, chat,
+        max_turns=config.grpo.max_rollout_turns,
+        max_length=config.policy.max_total_sequence_length,
+        seed=config.grpo.seed, environment_timeout=config.env.timeout_seconds,
+        generation_timeout=config.policy.generation.timeout_seconds,
+        max_failed_share=config.env.max_failed_share,
+        # Whoever takes completions one by one can merge only what it is asked at the same time.
+        num_threads=64 if any(judged_by(e) == "completion" for e in environments.values()) else 16,
+    )  # fmt: skip
+
+
+def _take_turns(config: GRPORun, places: Places, generator: Generator) -> bool:
+    """Whether learner and generator rest for each other.
+
+    In one process an engine of our own has nothing to give back: the weights are the learner's.
+    """
+    from laurel.generation.transformers.engine import TransformersEngine
+
+    if config.grpo.max_staleness > 0:
+        return False
+    if places.are_remote:
+        return places.take_turns("generation")
+    is_our_own = isinstance(generator, TransformersEngine)
+    return config.policy.generation.colocated.enabled and not is_our_own
+
+
+def sampling_of(config: GRPORun, *, is_validation: bool = False) -> SamplingParams:
+    """How completions are drawn in training, or in validation."""
+    from laurel.types import SamplingParams
+
+    generation = config.policy.generation
+    temperature, top_p, top_k = generation.temperature, generation.top_p, generation.top_k
+    if is_validation:
+        if generation.val_temperature is not None:
+            temperature = generation.val_temperature
+        top_p = generation.val_top_p or top_p
+        top_k = generation.val_top_k or top_k
+    return SamplingParams(
+        max_new_tokens=generation.max_new_tokens or config.policy.max_total_sequence_length,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop_strings=tuple(generation.stop_strings or ()),
+        stop_token_ids=tuple(generation.stop_token_ids or ()),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# How well a policy answers tasks that it does not learn from: no training, nothing saved.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Measurement:
+    """The answers of a policy, and what they say about it."""
+
+    groups: Sequence[RolloutGroup]
+    """A group for each task, in the order of the data."""
+    figures: Mapping[str, float]
+    """See `algorithms.policy_validation.validation_metrics`."""
+
+    @property
+    def success_rate(self) -> float:
+        """Mean reward over all samples: of a math environment, the share of right answers."""
+        return self.figures["reward_mean"]
+
+
+def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
+    """Let a policy answer the validation tasks of a configuration, and have them judged.
+
+    Each task gets `grpo.val_num_generations_per_prompt` completions, drawn as validation draws
+    them. The environments that only training tasks ask for are not started.
+
+    Raises:
+        DataError: There are no validation tasks.
+    """
+    config = with_found_model(config, console)
+    places = Places.of_this_process()
+    with ExitStack() as stack:
+        data = load_task_data(
+            config.data,
+            default_environment=config.default_environment,
+            environments=environment_names(config.env),
+            needs=needs_of(config.env),
+        )
+        if not data.validation:
+            raise DataError("there is nothing to measure on: name tasks in data.val_data_path")
+        texts = texts_of(data)
+        data.train.clear()
+        with console.status("starting the environments"):
+            environments = environments_of(data, config, stack, places, console)
+        check_answers(data, environments, console)
+        model = load_policy_to_train(
+            config.policy, config.cluster, places, seed=config.grpo.seed, texts=texts,
+            identity={}, resume_from=None, console=console,
+            temperature=config.policy.generation.temperature,
+        )  # fmt: skip
+        from laurel.grpo.source import RolloutSource
+        from laurel.grpo.validation import PolicyValidation, validation_metrics
+
+        chat = chat_of(config, model.facts)
+        fit_prompts(data, chat, config)
+        starts_from = StartingPoint(texts=tuple(texts))
+        generator = make_generator(config, model, chat, places, starts_from, stack)
+        stack.callback(generator.close)
+        rollouts = rollouts_of(config, generator, environments, chat)
+        sampling = sampling_of(config, is_validation=True)
+        source = RolloutSource(
+            rollouts, data.validation, config.grpo, sampling, shuffle=False, total_steps=0
+        )
+        stack.callback(source.close)
+        validation = PolicyValidation(
+            tasks=data.validation, config=config.grpo, environments=environments, sampling=sampling
+        )
+        with console.status(f"answering {len(data.validation):,} held-out tasks"):
+            groups = validation.play(source)
+        return Measurement(groups=groups, figures=validation_metrics(groups, environments))

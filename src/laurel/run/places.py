@@ -1,0 +1,322 @@
+"""Where the roles of a run work: in this process, or in the slots of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from laurel.config.environments import RewardModelEnvironmentConfig
+from laurel.config.grpo import GRPORun
+from laurel.environments.code.nodes import ClusterNodes
+from laurel.errors import ConfigError
+from laurel.planning.plan import Plan
+from laurel.planning.roles import RoleName, Run, as_ranges, uses_reward_model, where
+from laurel.workers.launch import (
+    backend_of,
+    device_of,
+    open_cluster,
+    plan_to_run,
+    reserve_roles,
+    whole_units,
+)
+from laurel.workers.reservations import Resources
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.environments.reward_model.open import Opening
+    from laurel.models.parallel.mesh import ParallelShape
+    from laurel.protocols import WorkerGroup
+    from laurel.rewards.open import Say
+    from laurel.rewards.scorer import ContractScorer
+    from laurel.workers.ray_cluster import Reservation
+    from laurel.workers.ray_group import RayGroup
+    from laurel.workers.reservations import NodeState
+
+
+BESIDE_GPUS = Resources(cpus=0.1)
+"""What a worker takes that has no slot, where the slots are GPUs."""
+BESIDE_CPUS = Resources(cpus=0, others={"memory": 2**28})
+"""The same where roles may have all CPUs. Ray spreads only what takes anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedPlaces:
+    """A run whose roles all have their slots, on paper."""
+
+    config: Run
+    plan: Plan
+    are_remote: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Places:
+    """Slots that the roles of a run have."""
+
+    plan: Plan | None = None
+    reservations: Mapping[RoleName, Reservation] = field(default_factory=dict)
+    """Empty: everything is in this process."""
+    stack: ExitStack | None = None
+    """Ends the groups."""
+
+    @classmethod
+    def of_this_process(cls) -> Places:
+        """Everything here."""
+        return cls()
+
+    @property
+    def are_remote(self) -> bool:
+        """Whether roles work in processes of their own."""
+        return bool(self.reservations)
+
+    def num_slots(self, role: RoleName) -> int:
+        """Of a role that is remote."""
+        return self.reservations[role].size
+
+    def take_turns(self, role: RoleName) -> bool:
+        """Whether a role that is remote has the policy's own slots."""
+        found = self.plan.role(role) if self.plan is not None else None
+        return self.are_remote and found is not None and found.shares_with == "policy"
+
+    def shape_of(self, role: RoleName) -> ParallelShape:
+        """How the ranks of a role are arranged.
+
+        A model that is trained is sharded over its data-parallel ranks; one that judges is whole
+        on each of them.
+        """
+        from laurel.models.parallel.mesh import ParallelShape
+
+        assert self.plan is not None
+        found = self.plan.role(role)
+        assert found is not None, f"{role} has no place"
+        mesh = found.mesh
+        if role == "policy":
+            return ParallelShape(dp_shard=mesh.dp, cp=mesh.cp, tp=mesh.tp)
+        return ParallelShape(dp_replicate=mesh.dp, tp=mesh.tp)
+
+    def group(
+        self,
+        role: RoleName,
+        worker_class: Callable[..., Any],
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        slots_each: int = 1,
+        share: float = 1.0,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> WorkerGroup:
+        """A group in the slots of a role; it ends with the run.
+
+        Args:
+            role: Whose slots.
+            worker_class: See `RayGroup`.
+            args: For the class.
+            ranks: Which of the slots; None: all.
+            slots_each: Slots of a worker, which are neighbours on one node.
+            share: Part of what the role has of each slot.
+            name: What the workers are, for messages; None: the role.
+            kwargs: For the class.
+        """
+        from laurel.workers.ray_group import RayGroup
+
+        slots = self.reservations[role]
+        title = name or role
+        if ranks is not None:
+            title = f"{title} {','.join(map(str, ranks))}"
+        chosen = range(slots.size) if ranks is None else ranks
+        part = slots.part(title, chosen, share=whole_units(slots.share * share))
+        return self._kept(RayGroup(part.joined(slots_each), worker_class, *args, **kwargs))
+
+    def group_of_one(
+        self, role: str, worker_class: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> WorkerGroup:
+        """A worker without a slot, spread over the nodes of the cluster with others of its kind.
+
+        It ends with the run.
+
+        Args:
+            role: What it is.
+            worker_class: See `SpreadGroup`.
+            args: For the class.
+            kwargs: Likewise.
+        """
+        from laurel.workers.ray_actor import SpreadGroup
+
+        slot = next(iter(self.reservations.values())).each
+        each = BESIDE_GPUS if slot.gpus else BESIDE_CPUS
+        return self._kept(SpreadGroup(role, each, worker_class, *args, **kwargs))
+
+    def _kept(self, group: RayGroup) -> WorkerGroup:
+        assert self.stack is not None
+        self.stack.callback(group.shutdown)
+        return group
+
+    def describe(self) -> list[str]:
+        """Who is where, in words; nothing where all is here."""
+        if self.plan is None or not self.are_remote:
+            return []
+        return [
+            f"{role.name}: {where(role.slots)}"
+            + (f", in turns with {role.shares_with}" if role.shares_with else "")
+            for role in self.plan.roles
+        ]
+
+
+def plan_places(config: Run) -> PlannedPlaces:
+    """Where everything will go; nothing is started.
+
+    Raises:
+        ConfigError: Everything that does not fit, with what would mend it.
+    """
+    plan = plan_to_run(config)
+    _refuse_unbuilt(config, plan)
+    return PlannedPlaces(
+        config=config, plan=plan, are_remote=backend_of(plan, config.cluster) == "ray"
+    )
+
+
+def open_places(planned: PlannedPlaces, stack: ExitStack, console: Console) -> Places:
+    """Start or join the cluster, and reserve every slot before anything is loaded.
+
+    Raises:
+        ConfigError: It cannot be had; the message says what is free and who holds the rest.
+        MissingDependencyError: Ray is not installed.
+    """
+    if not planned.are_remote:
+        return Places.of_this_process()
+    plan, settings = planned.plan, planned.config.cluster
+    with console.status("reserving slots"):
+        cluster = stack.enter_context(open_cluster(plan, settings))
+        cluster.wait_until_settled()
+        reservations = reserve_roles(
+            plan, cluster, device_of(settings, cluster), patience=settings.patience_seconds
+        )
+    return Places(plan=plan, reservations=reservations, stack=stack)
+
+
+def _refuse_unbuilt(config: Run, plan: Plan) -> None:
+    """Refuse ways to spread a run that can be planned and are not built.
+
+    Raises:
+        ConfigError: The first of them.
+    """
+    parallel, where = config.policy.dtensor_cfg, "policy.dtensor_cfg"
+    if (cp := parallel.context_parallel_size) > 1 and not config.policy.sequence_packing.enabled:
+        raise ConfigError(
+            f"{where}.context_parallel_size={cp}: only token forests are divided; set it to 1, or "
+            "policy.sequence_packing.enabled to true"
+        )
+    policy, generation = plan.role("policy"), plan.role("generation")
+    if (
+        isinstance(config, GRPORun)
+        and config.policy.generation.weight_transfer == "ipc"
+        and policy is not None
+        and generation is not None
+        and (far := {s.node for s in generation.slots} - {s.node for s in policy.slots})
+    ):
+        raise ConfigError(
+            "policy.generation.weight_transfer=ipc: replicas read the memory of a rank of the "
+            f"policy on their own node, and it has none on node {as_ranges(sorted(far))}; set it "
+            "to auto, broadcast or object_store"
+        )
+    if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
+        raise ConfigError(
+            f"{where}.cpu_offload=true: shares of a spread model can be kept on the host, and the "
+            "policy has one rank; set it to false, or give it more slots (cluster.gpus_per_node)"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Where a run has the programs of the policy run: on this machine, or on every node.
+
+
+def nodes_of(places: Places) -> ClusterNodes | None:
+    """The nodes that programs are run on; None: this machine. Nothing is started.
+
+    Args:
+        places: Those of the run.
+    """
+    return ClusterNodes(_alive, _make, _is_only_this) if places.are_remote else None
+
+
+def _alive() -> Sequence[NodeState]:
+    from laurel.workers.ray_group import nodes_to_work_on
+
+    return nodes_to_work_on()
+
+
+def _is_only_this() -> bool:
+    from laurel.workers.ray_group import is_on_the_only_node
+
+    return is_on_the_only_node()
+
+
+def _make(*args: Any, **kwargs: Any) -> WorkerGroup:
+    from laurel.workers.ray_group import NodeGroup
+
+    return NodeGroup(*args, **kwargs)
+
+
+# --------------------------------------------------------------------------------------------------
+# How a run on a cluster opens what scores: models in slots, renderers spread over the nodes.
+
+
+def opening_on(places: Places, config: GRPORun, say: Say) -> Opening:
+    """How the environments of a run open their models and processes.
+
+    Args:
+        places: Those of the run, on a cluster.
+        config: The run.
+        say: Told what was loaded, found and decided.
+    """
+    from laurel.environments.reward_model.open import RENDERING_LIMIT, Opening, opening_here
+    from laurel.rewards.preparing import WORKER
+
+    make_worker = partial(places.group_of_one, WORKER, limit=RENDERING_LIMIT)
+
+    if not uses_reward_model(config):  # only rows of the data ask for one, and it has no slots
+        here = opening_here(device=config.cluster.device, say=say)
+        return Opening(open_model=here.open_model, make_worker=make_worker)
+
+    def open_model(settings: RewardModelEnvironmentConfig, name: str) -> ContractScorer:
+        return _open_in_slots(settings, name, places, config, make_worker, say)
+
+    return Opening(open_model=open_model, make_worker=make_worker)
+
+
+def _open_in_slots(
+    settings: RewardModelEnvironmentConfig,
+    name: str,
+    places: Places,
+    config: GRPORun,
+    make_worker: Callable[..., WorkerGroup],
+    say: Say,
+) -> ContractScorer:
+    """A reward model in the slots of its role: with the loop, each replica in a group of its own;
+    without, all replicas in one group that scores whole batches.
+
+    One of several models has replicas on all of these slots, and an equal part of each.
+    """
+    from laurel.environments.reward_model.open import found_reward_model, open_crew, with_workers
+    from laurel.rewards.replicas import ROLE
+
+    shape, role = places.shape_of("reward_model"), f"{ROLE} {name}".rstrip()
+    group = partial(
+        places.group, "reward_model", name=role, share=1 / len(config.env.reward_model.loaded)
+    )
+    found = found_reward_model(settings, tp=shape.tp, device=config.cluster.device, say=say)
+    if not settings.use_reward_loop:
+        scorer = found.open(group, shape=shape, say=say)
+        with_workers(scorer, settings, make_worker)
+        return scorer
+
+    def group_of(index: int) -> Callable[..., WorkerGroup]:
+        return partial(group, ranks=range(index * shape.tp, (index + 1) * shape.tp))
+
+    return open_crew(
+        found, group_of, shape.dp_replicate, tp=shape.tp, make_worker=make_worker, say=say,
+        role=role,
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""What fine-tuning and GRPO share on their way to a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laurel.config.policy import CheckpointingConfig, ClusterConfig, PolicyConfig
+from laurel.data.report import TextReport
+from laurel.errors import ModelError
+from laurel.run.model import TrainedModel, describe_model, load_trained_model
+from laurel.run.places import Places
+from laurel.run.setup import describe_data
+from laurel.workers.machine import GIB, memory
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from laurel.training.learner_group import ModelFacts
+
+
+def load_policy_to_train(
+    policy: PolicyConfig,
+    cluster: ClusterConfig,
+    places: Places,
+    *,
+    seed: int,
+    texts: Iterable[str],
+    identity: Mapping[str, object],
+    resume_from: Path | None,
+    console: Console,
+    temperature: float = 1.0,
+    needs_reference: bool = False,
+    draws_from_copy: bool = False,
+    with_entropy: bool = False,
+) -> TrainedModel:
+    """The policy, checked, with its optimizer.
+
+    Args:
+        policy: The policy section.
+        cluster: Where it goes.
+        places: Likewise.
+        seed: Seeds adapters, a model from scratch and dropout.
+        texts: What a tokenizer from scratch learns from.
+        identity: See `RunState.identity`.
+        resume_from: Checkpoint of the same run.
+        console: Shows that something is going on.
+        temperature: That completions are drawn with.
+        needs_reference: The policy before its training is kept, too.
+        draws_from_copy: See `check_memory`.
+        with_entropy: See `LearnerWorker`.
+    """
+    with console.status("loading torch"):
+        from laurel.models.loading.policy import load_policy
+    load = partial(
+        load_policy, policy, seed=seed, max_length=policy.max_total_sequence_length,
+        texts=tuple(texts) if policy.scratch is not None else (), temperature=temperature,
+    )  # fmt: skip
+    resumed = partial(load, resume_from=resume_from) if resume_from else load
+    check_room = partial(
+        check_memory, policy, needs_reference=needs_reference, draws_from_copy=draws_from_copy
+    )
+    return load_trained_model(
+        policy, cluster, places, load=resumed, seed=seed, identity=identity,
+        resume_from=resume_from, console=console, check_room=check_room,
+        load_reference=load if needs_reference else None, with_entropy=with_entropy,
+    )  # fmt: skip
+
+
+def policy_settings(policy: PolicyConfig, **sections: Mapping[str, Any]) -> dict[str, object]:
+    """What must be the same when a run goes on, by dotted name, or it would be another run."""
+    from laurel.training.state import leaves
+
+    names = {
+        "model_name", "scratch", "hf_config_overrides", "tokenizer", "train_global_batch_size",
+        "precision", "optimizer", "scheduler", "max_total_sequence_length",
+    }  # fmt: skip
+    chosen = policy.model_dump(mode="json", include=names)
+    chosen["dtensor_cfg"] = {"lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}
+    return dict(leaves("", {"policy": chosen, **sections}))
+
+
+def describe_policy(
+    policy: PolicyConfig,
+    facts: ModelFacts,
+    reports: Mapping[str, TextReport],
+    run_dir: Path,
+    saving: CheckpointingConfig,
+    places: Places,
+    console: Console,
+) -> None:
+    """Say what was read, loaded and decided."""
+    describe_data(reports, run_dir, console)
+    describe_model("policy", facts, policy, places, console)
+    console.print(f"logs    {run_dir}")
+    if saving.enabled:
+        console.print(f"saves   {saving.checkpoint_dir}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether a policy fits beside what is loaded already, told before it is loaded.
+
+
+def check_memory(
+    policy: PolicyConfig, device: torch.device, *, needs_reference: bool, draws_from_copy: bool
+) -> None:
+    """Refuse a policy whose weights, gradients and optimizer alone are more than there is.
+
+    Activations come on top: what passes here may still be too large for its batches.
+
+    Args:
+        policy: The policy section.
+        device: Where it goes.
+        needs_reference: A frozen copy is kept, where there are no adapters.
+        draws_from_copy: The generator keeps a copy, too.
+
+    Raises:
+        ModelError: With what takes how much, and what would take less.
+    """
+    if policy.scratch is not None:
+        return
+    from laurel.models.loading.pretrained import count_parameters
+
+    num_parameters = count_parameters(policy, str(policy.model_name))
+    has_adapters = policy.dtensor_cfg.lora_cfg.enabled
+    copies = {"weights": 1}
+    if not has_adapters:
+        copies |= {"gradients": 1, "optimizer": 2}
+        copies |= {"reference": 1} if needs_reference else {}
+    copies |= {"generator's copy": 1} if draws_from_copy else {}
+    needed = {what: 4 * count * num_parameters for what, count in copies.items()}
+    free = _free_bytes(device)
+    if free is None or sum(needed.values()) <= free:
+        return
+    parts = ", ".join(f"{what} {size / GIB:.1f}" for what, size in needed.items())
+    advice = "a smaller policy or reward model"
+    if not has_adapters:
+        advice += "; policy.dtensor_cfg.lora_cfg.enabled=true, which trains adapters only"
+        if needs_reference:
+            advice += "; loss_fn.reference_policy_kl_penalty=0, which needs no reference"
+    raise ModelError(
+        f"policy.model_name={policy.model_name} has {num_parameters / 1e9:.2f}G parameters: to "
+        f"train it takes {sum(needed.values()) / GIB:.1f} GiB ({parts}) besides activations, and "
+        f"{free / GIB:.1f} GiB of {device.type} memory are free beside what is loaded already. "
+        f"What would fit: {advice}."
+    )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    facts = memory().facts
+    assert isinstance(facts, dict)
+    limits = [facts[name] for name in ("available", "limit") if facts.get(name) is not None]
+    return min(limits, default=None)

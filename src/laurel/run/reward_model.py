@@ -1,0 +1,412 @@
+"""From a configuration to the objects of a run: the only file that knows every concrete class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from laurel.config.data import DatasetConfig
+from laurel.config.load import to_yaml
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.data.preferences import hold_out, load_preferences, own_validation
+from laurel.data.report import DataReport
+from laurel.errors import ConfigError, DataError
+from laurel.evaluation.benchmarks import BenchmarkSet, selectable
+from laurel.models.checkpoint.store import CheckpointStore
+from laurel.observe.loggers import check_available
+from laurel.run.cards import facts_of_reward_model
+from laurel.run.model import TrainedModel, describe_model, load_trained_model, with_found_model
+from laurel.run.places import Places, open_places, plan_places
+from laurel.run.setup import choose_run_dir, describe_benchmark, describe_data, open_store, surround
+from laurel.training.selection import Selection, select_by
+from laurel.training.stopping import Deadline
+from laurel.types import Preference
+
+if TYPE_CHECKING:
+    from laurel.models.scoring import ScoringContract
+    from laurel.training.learner_group import ModelFacts
+    from laurel.training.loop import Outcome
+    from laurel.training.state import RewardRunState
+    from laurel.types import PreferenceSample
+
+
+def train_reward_model(
+    config: RewardTrainingRun, *, console: Console, warnings: Sequence[str] = ()
+) -> Outcome:
+    """Run `laurel rm` from beginning to end.
+
+    What can be told wrong without loading anything is told first, then what needs only the data,
+    then what needs the model; torch is imported after the data is read.
+    """
+    for warning in warnings:
+        console.print(f"warning: {warning}")
+    config = with_found_model(config, console)
+    deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
+    selection = check_early(config)
+    planned = plan_places(config)
+    with ExitStack() as stack:
+        resume_from, store = open_store(config.checkpointing, selection, stack, console)
+        data = load_data(config)
+        check_figure(selection, data.benchmarks)
+        places = open_places(planned, stack, console)
+        return _train(config, data, places, selection, store, resume_from, deadline, stack, console)
+
+
+def check_early(config: RewardTrainingRun) -> Selection:
+    """What a configuration alone can get wrong.
+
+    Raises:
+        UserError: The first thing found.
+    """
+    check_available(config.logger)
+    sets, benchmarks = list(config.data.validation_sets()), config.data.benchmark_sets()
+    if not sets and (config.data.split_validation_size or own_validation_of(config)):
+        sets = ["default"]
+    if twice := benchmarks.keys() & set(sets):
+        raise ConfigError(
+            f"data: {min(twice)!r} is the name of a benchmark and that of the rows which are held "
+            "out for validation; call the benchmark otherwise"
+        )
+    is_validated = config.rm.val_period > 0 or config.rm.val_at_end
+    figures = {name: selectable(one.benchmark) for name, one in benchmarks.items()}
+    return select_by(
+        config.checkpointing.metric_name,
+        config.checkpointing.higher_is_better,
+        sets=sets if is_validated else [],
+        attributes=config.policy.reward_model_cfg.attributes,
+        benchmarks=figures if is_validated else {},
+    )
+
+
+def check_figure(selection: Selection, benchmarks: Mapping[str, BenchmarkSet]) -> None:
+    """Refuse to select by a figure that the rows of a benchmark do not give.
+
+    Raises:
+        ConfigError: It is absent, or there is none because the benchmark was cut.
+    """
+    for name, benchmark in benchmarks.items():
+        figures = {f"validation-{name}_{key}": key for key in selectable(benchmark.benchmark)}
+        figure, possible = figures.get(selection.key or ""), benchmark.possible()
+        if figure is None or figure in possible:
+            continue
+        why = "; ".join(benchmark.notes())
+        raise ConfigError(
+            f"checkpointing.metric_name={selection.key}: these rows of {benchmark.title} give no "
+            f"{figure} ({why}). They give: "
+            + ", ".join(f"validation-{name}_{key}" for key in possible)
+        )
+
+
+# ------------------------------------------------------------------------------------------- run
+
+
+def _train(
+    config: RewardTrainingRun,
+    data: PreferenceData,
+    places: Places,
+    selection: Selection,
+    store: CheckpointStore | None,
+    resume_from: Path | None,
+    deadline: Deadline,
+    stack: ExitStack,
+    console: Console,
+) -> Outcome:
+    """Everything after the data: model, tokens, loop. Nothing is written before all is well."""
+    model = _load_model(config, data, places, resume_from, console)
+    from laurel.training.batches import Batcher
+    from laurel.training.epochs import EpochParts, total_steps
+    from laurel.training.losses import RewardLoss
+    from laurel.training.reward_model import RewardTraining
+    from laurel.training.state import Position
+
+    contract = model.facts.contract
+    assert contract is not None
+    train, validation = tokenise_all(config, data, contract, console)
+    loss = RewardLoss(config.rm.loss, reward_weights_K=contract.rules.attribute_weights)
+    if not loss.count([sample.preference for sample in train]):
+        raise DataError(
+            f"no training row teaches rm.loss.type={config.rm.loss.type} anything: its rows are "
+            "ties, or have none of the ratings that it reads. Choose another rm.loss.type, or "
+            "give rows in which one answer is better"
+        )
+    run_dir = choose_run_dir(config.logger, resume_from, console)
+    golden_set = next(iter(validation.values()), train)
+    state = _run_state(config, data, model, contract, train, golden_set, run_dir)
+    position = state.restore(resume_from) if resume_from else Position()
+    _describe(config, data, model.facts, places, run_dir, console)
+    if resume_from:
+        console.print(f"going on from {resume_from}, after step {position.step}")
+    surroundings = surround(
+        config, state=state, position=position, facts=model.facts,
+        total_steps=total_steps(config, len(train)), store=store, selection=selection,
+        deadline=deadline, is_resumed=resume_from is not None, reports=data.all_reports,
+        stack=stack, console=console,
+    )  # fmt: skip
+    batcher = Batcher(
+        model.facts.path, config.policy, pad_id=contract.rules.pad_id or 0,
+        places=model.learner.num_places,
+    )  # fmt: skip
+    parts = EpochParts(
+        learner=model.learner, batcher=batcher, train=train, validation=validation,
+        benchmarks=data.benchmarks,
+    )  # fmt: skip
+    training = RewardTraining(config, surroundings, parts, loss=loss, contract=contract)
+    return training.run(position)
+
+
+def _run_state(
+    config: RewardTrainingRun,
+    data: PreferenceData,
+    model: TrainedModel,
+    contract: ScoringContract,
+    train: Sequence[PreferenceSample],
+    golden_set: Sequence[PreferenceSample],
+    run_dir: Path,
+) -> RewardRunState:
+    from laurel.training.state import NUM_GOLDEN_GROUPS, RewardRunState, settings_of
+
+    return RewardRunState(
+        model.learner,
+        contract=contract,
+        path=model.facts.path,
+        weights_dtype=model.facts.weights_dtype,
+        train=train,
+        golden=[sample.preference.group for sample in golden_set[:NUM_GOLDEN_GROUPS]],
+        identity=settings_of(config),
+        config_yaml=to_yaml(config),
+        card=facts_of_reward_model(config, data.reports, data.benchmarks, model.facts),
+        run_dir=run_dir,
+        save_optimizer=config.checkpointing.save_optimizer,
+        saves_in_background=config.checkpointing.saves_in_background(model.facts.device),
+        batch_tokens=config.policy.token_budget(config.policy.sequence_packing),
+    )
+
+
+def _load_model(
+    config: RewardTrainingRun,
+    data: PreferenceData,
+    places: Places,
+    resume_from: Path | None,
+    console: Console,
+) -> TrainedModel:
+    with console.status("loading torch"):
+        from laurel.models.loading.reward_model import load_reward_model
+        from laurel.training.state import settings_of
+    load = partial(
+        load_reward_model,
+        config.policy,
+        seed=config.rm.seed,
+        max_length=config.data.max_input_seq_length or config.policy.max_total_sequence_length,
+        truncation_side=config.data.truncation_side,
+        texts=tuple(texts_of(data.train)) if config.policy.scratch is not None else (),
+        resume_from=resume_from,
+    )
+    return load_trained_model(
+        config.policy, config.cluster, places, load=load, seed=config.rm.seed,
+        identity=settings_of(config), resume_from=resume_from, console=console,
+    )  # fmt: skip
+
+
+def _describe(
+    config: RewardTrainingRun,
+    data: PreferenceData,
+    facts: ModelFacts,
+    places: Places,
+    run_dir: Path,
+    console: Console,
+) -> None:
+    """Say what was read, loaded and decided."""
+    describe_data(data.reports, run_dir, console)
+    for benchmark in data.benchmarks.values():
+        describe_benchmark(f"validation-{benchmark.name}", benchmark, console)
+    describe_model("model", facts, config.policy, places, console)
+    if not data.validation and not data.benchmarks:
+        console.print("note    no validation set: the most recent checkpoints are kept")
+    console.print(f"logs    {run_dir}")
+    if config.checkpointing.enabled:
+        console.print(f"saves   {config.checkpointing.checkpoint_dir}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Data sets of a run: from the configuration to judged groups, and from those to tokens.
+
+ENCODE_AT_ONCE = 512
+
+
+@dataclass(slots=True, kw_only=True)
+class PreferenceData:
+    """The judged groups of a run, before they are tokens."""
+
+    train: list[Preference]
+    validation: dict[str, list[Preference]]
+    reports: dict[str, DataReport]
+    benchmarks: dict[str, BenchmarkSet] = field(default_factory=dict)
+    """What is validated on besides."""
+
+    @property
+    def all_reports(self) -> dict[str, DataReport | BenchmarkSet]:
+        """What was read, by name."""
+        named = {f"validation-{name}": benchmark for name, benchmark in self.benchmarks.items()}
+        return {**self.reports, **named}
+
+
+def load_data(config: RewardTrainingRun) -> PreferenceData:
+    """Read every data set of the run.
+
+    Raises:
+        DataError: A file, a row, or nothing left; or margins are asked for that no row has.
+    """
+    data = config.data
+    train: list[Preference] = []
+    reports: list[DataReport] = []
+    sets = data.train_sets()
+    for index, dataset in enumerate(sets):
+        name = "train" if len(sets) == 1 else f"train-{index + 1}"
+        preferences, report = _load(config, dataset, name, data.max_samples)
+        train += preferences
+        reports.append(report)
+    train = train[: data.max_samples]
+    loaded = PreferenceData(train=train, validation={}, reports={})
+    for name, benchmark in data.benchmark_sets().items():
+        loaded.benchmarks[name] = BenchmarkSet.load(name, benchmark)
+    loaded.reports["train"] = reports[0] if len(reports) == 1 else DataReport.merge(
+        reports, name="train"
+    )  # fmt: skip
+    _check_margins(config, loaded)
+    for name, dataset in data.validation_sets().items():
+        loaded.validation[name], loaded.reports[f"validation-{name}"] = _load(
+            config, dataset, f"validation-{name}", None
+        )
+    if loaded.validation:
+        return loaded
+    own = own_validation_of(config)
+    if data.split_validation_size:
+        loaded.train, held = hold_out(train, share=data.split_validation_size, seed=config.rm.seed)
+        loaded.validation["default"] = held
+        loaded.reports["validation-default"] = loaded.reports["train"].move_out(
+            kept=loaded.train, held_out=held, name="validation-default"
+        )
+    elif own is not None:
+        loaded.validation["default"], loaded.reports["validation-default"] = _load(
+            config, own, "validation-default", None
+        )
+    return loaded
+
+
+def _check_margins(config: RewardTrainingRun, data: PreferenceData) -> None:
+    """Margins take a loss that reads them and rows that have them: with one alone, say so."""
+    if config.rm.loss.use_margin:
+        if not any(preference.margin for preference in data.train):
+            raise DataError(
+                "rm.loss.use_margin=true, but no training row has a margin other than 0. Name the "
+                "column that says how much better the chosen answer is (data.margin_key=COLUMN), "
+                "or take use_margin out"
+            )
+        return
+    keys = [one.margin_key for one in config.data.train_sets() if one.margin_key is not None]
+    if keys:
+        data.reports["train"].notes.append(
+            f"data.margin_key={keys[0]} has no effect: the loss does not read margins "
+            "(rm.loss.use_margin=true would)"
+        )
+
+
+def own_validation_of(config: RewardTrainingRun) -> DatasetConfig | None:
+    """The validation set that the only training set of a run brings with it, if it does."""
+    sets = config.data.train_sets()
+    return own_validation(sets[0]) if len(sets) == 1 else None
+
+
+def _load(
+    config: RewardTrainingRun, dataset: DatasetConfig, name: str, max_samples: int | None
+) -> tuple[list[Preference], DataReport]:
+    return load_preferences(
+        dataset,
+        name=name,
+        ties="keep" if config.rm.loss.uses_ties else config.data.ties,
+        duplicates=config.data.duplicates,
+        on_bad_row=config.data.on_bad_row,
+        attributes=config.policy.reward_model_cfg.attributes,
+        max_samples=max_samples,
+    )
+
+
+def texts_of(preferences: Sequence[Preference]) -> Iterator[str]:
+    """Every text of judged groups, prompts and completions."""
+    for preference in preferences:
+        yield from (message.content for message in preference.group.prompt)
+        for completion in preference.group.completions_G:
+            yield from (message.content for message in completion.messages)
+
+
+def tokenise(
+    preferences: Sequence[Preference],
+    contract: ScoringContract,
+    report: DataReport,
+    *,
+    overlong: str,
+    console: Console,
+) -> list[PreferenceSample]:
+    """Judged groups as tokens; what is too long is cut or left out, and counted in the report."""
+    from laurel.types import PreferenceSample
+
+    samples: list[PreferenceSample] = []
+    with console.status(f"tokenising {report.name}") as status:
+        for first in range(0, len(preferences), ENCODE_AT_ONCE):
+            part = preferences[first : first + ENCODE_AT_ONCE]
+            tokens = contract.encode(
+                [preference.group for preference in part],
+                sources=[preference.source for preference in part],
+            )
+            samples += [
+                PreferenceSample(preference=preference, tokens=group)
+                for preference, group in zip(part, tokens, strict=True)
+            ]
+            status.update(f"tokenising {report.name}: {len(samples)} of {len(preferences)}")
+    if overlong == "drop":
+        kept = [sample for sample in samples if not any(sample.tokens.truncated_G)]
+        for sample in samples:
+            if any(sample.tokens.truncated_G):
+                report.drop("over-long", sample.preference.source)
+        if not kept:
+            raise DataError(
+                f"{report.name}: all {len(samples)} rows are longer than "
+                f"{contract.rules.max_length} tokens; raise data.max_input_seq_length or set "
+                "data.overlong=truncate"
+            )
+        samples = kept
+        report.describe([sample.preference for sample in samples])
+    report.num_truncated = sum(sum(sample.tokens.truncated_G) for sample in samples)
+    lengths = [length for sample in samples for length in sample.tokens.lengths_G]
+    report.set_lengths(lengths)
+    warning = report.warning_of_cuts(len(lengths), contract.rules.max_length)
+    if warning is not None:
+        console.print(f"warning: {warning}")
+    return samples
+
+
+def tokenise_all(
+    config: RewardTrainingRun, data: PreferenceData, contract: ScoringContract, console: Console
+) -> tuple[list[PreferenceSample], dict[str, list[PreferenceSample]]]:
+    """The training set and the validation sets as tokens."""
+    overlong = config.data.overlong
+    train = tokenise(
+        data.train, contract, data.reports["train"], overlong=overlong, console=console
+    )
+    validation = {
+        name: tokenise(
+            preferences,
+            contract,
+            data.reports[f"validation-{name}"],
+            overlong=overlong,
+            console=console,
+        )
+        for name, preferences in data.validation.items()
+    }
+    return train, validation

@@ -1,0 +1,300 @@
+"""What every training command does before and around its loop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from laurel.config.data import BenchmarkSetConfig
+from laurel.config.load import to_yaml
+from laurel.config.policy import CheckpointingConfig, LoggerConfig, PolicyConfig
+from laurel.errors import CheckpointError, ConfigError
+from laurel.evaluation.benchmarks import BenchmarkSet
+from laurel.models.checkpoint.store import LOCK_NAME, CheckpointStore
+from laurel.observe.console import visible
+from laurel.observe.loggers import next_run_dir, open_loggers
+from laurel.observe.metrics import counted
+from laurel.observe.progress import TrainingProgress
+from laurel.observe.run_record import DATA_REPORT
+from laurel.planning.memory import MASTER_BYTES, OPTIMIZER_STATES
+from laurel.planning.roles import Run
+from laurel.training.selection import Selection
+from laurel.training.stopping import Deadline, StopRequest
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.environments.reward_model_environment import RewardModelEnvironment
+    from laurel.protocols import Environment
+    from laurel.training.learner_group import ModelFacts
+    from laurel.training.loop import Surroundings
+    from laurel.training.state import Position, RunState
+    from laurel.types import Score
+
+
+def open_store(
+    saving: CheckpointingConfig, selection: Selection, stack: ExitStack, console: Console
+) -> tuple[Path | None, CheckpointStore | None]:
+    """The locked store, and the checkpoint that the run goes on from."""
+    if not saving.enabled:
+        return None, None
+    store = CheckpointStore(
+        saving.checkpoint_dir,
+        keep_top_k=saving.keep_top_k,
+        metric_name=selection.key,
+        higher_is_better=selection.higher_is_better,
+    )
+    root = store.root
+    made = [path for path in (root, *root.parents) if not path.exists()]
+    stack.enter_context(store)
+    stack.callback(_remove_unused, made)
+    if saving.resume == "never":
+        if store.steps():
+            raise CheckpointError(
+                f"checkpointing.resume=never and {saving.checkpoint_dir} holds checkpoints of "
+                f"{counted(len(store.steps()), 'step')}; choose another checkpoint_dir or "
+                "resume=auto"
+            )
+        return None, store
+    newest = store.newest_whole()
+    for skipped in newest.skipped:
+        console.print(f"warning: skipped a checkpoint: {skipped}")
+    if newest.path is None and (saving.resume == "required" or newest.skipped):
+        raise CheckpointError(
+            f"{saving.checkpoint_dir} holds no whole checkpoint to go on from"
+            + (" (see the warnings above)" if newest.skipped else "")
+            + "; start with checkpointing.resume=auto in an empty directory"
+        )
+    return newest.path, store
+
+
+def _remove_unused(made: Sequence[Path]) -> None:
+    """Take away the directories that were made for checkpoints, if the run never saved one.
+
+    Args:
+        made: The checkpoint directory and those above it, innermost first; empty where it was
+            there before.
+    """
+    with contextlib.suppress(OSError):
+        if made and os.listdir(made[0]) == [LOCK_NAME]:
+            (made[0] / LOCK_NAME).unlink()
+            for directory in made:
+                directory.rmdir()
+
+
+def choose_run_dir(logging: LoggerConfig, resume_from: Path | None, console: Console) -> Path:
+    """Where the run logs: where it logged before, or the next free directory."""
+    from laurel.training.state import read_run_dir
+
+    before = resume_from and read_run_dir(resume_from)
+    if not before:
+        return next_run_dir(logging.log_dir)
+    is_elsewhere = before.resolve().parent != Path(logging.log_dir).expanduser().resolve()
+    if "log_dir" in logging.model_fields_set and is_elsewhere:
+        console.print(
+            f"warning: logger.log_dir={logging.log_dir} has no effect: a run that goes on logs "
+            f"where it has logged, in {before}, so that its curves are in one place",
+            soft_wrap=True,
+        )
+    return before
+
+
+def describe_data(reports: Mapping[str, Any], run_dir: Path, console: Console) -> None:
+    """Say what was read; of what a run that goes on has read alike before, in one line.
+
+    Args:
+        reports: Data reports by name.
+        run_dir: Where the run logs, with its `DATA_REPORT` if it goes on.
+        console: Shows them.
+    """
+    try:
+        before = json.loads((run_dir / DATA_REPORT).read_bytes())
+    except (OSError, ValueError):
+        before = {}
+    alike = []
+    for name, report in reports.items():
+        if before.get(name) == json.loads(json.dumps(report.to_dict())):
+            alike.append(f"{name} ({counted(report.num_kept, 'row')})")
+        else:
+            console.print(report.render())
+    if alike:
+        said = f"data    as when the run began: {', '.join(alike)}; {run_dir / DATA_REPORT}"
+        console.print(said, soft_wrap=True)
+
+
+def checkpoint_bytes(facts: ModelFacts, policy: PolicyConfig, saving: CheckpointingConfig) -> int:
+    """What the tensors of a checkpoint take on the disk, estimated before there is one."""
+    weights = MASTER_BYTES * facts.num_parameters
+    if facts.num_trained != facts.num_parameters:
+        weights += MASTER_BYTES * facts.num_trained  # adapters lie beside the merged weights
+    optimizer = policy.optimizer.name.rsplit(".", 1)[-1]
+    states = OPTIMIZER_STATES.get(optimizer, 2) if saving.save_optimizer else 0
+    return weights + MASTER_BYTES * states * facts.num_trained
+
+
+def _num_saves(saving: CheckpointingConfig, first: int, last: int) -> int:
+    """Checkpoints that are due after step `first`, up to step `last`, which is always saved."""
+    period = saving.save_period
+    return last // period - first // period + (last % period != 0) if first < last else 0
+
+
+def surround(
+    config: Run,
+    *,
+    state: RunState,
+    position: Position,
+    total_steps: int,
+    facts: ModelFacts,
+    store: CheckpointStore | None,
+    selection: Selection,
+    deadline: Deadline,
+    is_resumed: bool,
+    reports: Mapping[str, Any],
+    stack: ExitStack,
+    console: Console,
+    unit: str = "pairs",
+) -> Surroundings:
+    """Open the loggers, write what the run was given, and listen to signals.
+
+    Args:
+        config: The whole configuration of the run.
+        state: Writes checkpoints.
+        position: Where the run begins.
+        total_steps: Where it ends.
+        facts: What is known of its model.
+        store: Holds checkpoints; None saves none.
+        selection: What makes a checkpoint the best.
+        deadline: When the run must have saved.
+        is_resumed: Whether it goes on from a checkpoint.
+        reports: Data reports by name; each has `to_dict`.
+        stack: Closes what is opened.
+        console: Shows progress.
+        unit: What a step takes in.
+
+    Raises:
+        CheckpointError: The disk has no room for the checkpoints of the run.
+    """
+    from laurel.training.loop import Surroundings
+
+    run_dir = state.run_dir
+    num_saves = _num_saves(config.checkpointing, position.step, total_steps)
+    if store is not None and num_saves:
+        size = checkpoint_bytes(facts, config.policy, config.checkpointing)
+        try:
+            warning = store.require_room(num_saves, estimated_bytes=size)
+        except CheckpointError:
+            with contextlib.suppress(OSError):
+                run_dir.rmdir()  # if it was made for this run, nothing is in it
+            raise
+        if warning is not None:
+            console.print(f"warning: {warning}", soft_wrap=True)
+    progress = TrainingProgress(total_steps, position.step, console, unit=unit)
+    logger = open_loggers(
+        config.logger,
+        run_dir=run_dir,
+        run_config=config.model_dump(mode="json"),
+        resumed_step=position.step if is_resumed else None,
+        warn=progress.message,
+    )
+    stack.callback(logger.close)
+    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    text = json.dumps({name: report.to_dict() for name, report in reports.items()}, indent=1)
+    (run_dir / DATA_REPORT).write_text(text + "\n", encoding="utf-8")
+    stop = stack.enter_context(
+        StopRequest(lambda name: progress.message(f"{name}: saving after this step, then ending"))
+    )
+    return Surroundings(
+        state=state, store=store, selection=selection, logger=logger, progress=progress,
+        stop=stop, deadline=deadline,
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Benchmarks beside a run: what is said of them, and of the reward model that judges in GRPO.
+
+CHUNK = 32
+"""Groups that a judge is asked for at a time: a server must answer within one time limit."""
+
+
+def describe_benchmark(name: str, benchmark: BenchmarkSet, console: Console) -> None:
+    """Say what was read, and what its figures do not say."""
+    _say(f"bench   {name}: {benchmark.described()}", console)
+    for note in benchmark.notes():
+        _say(f"note    {name}: {note}", console)
+
+
+def judge_benchmarks(configs: Mapping[str, BenchmarkSetConfig]) -> list[BenchmarkSet]:
+    """The rows of `env.reward_model.benchmarks`.
+
+    Raises:
+        DataError: Rows that cannot be used.
+    """
+    return [BenchmarkSet.load(name, config) for name, config in configs.items()]
+
+
+def judge_figures(
+    benchmarks: Sequence[BenchmarkSet], environments: Mapping[str, Environment], console: Console
+) -> dict[str, float]:
+    """How good the reward model is that judges, as `reward_model/<Name>_<figure>`.
+
+    It does not change during the run, so this is measured once. Its bare scores are: what a run
+    makes of them before they are rewards changes no order.
+
+    Raises:
+        ConfigError: No reward model judges here.
+    """
+    if not benchmarks:
+        return {}
+    judge = _judge_among(environments)
+    if judge is None:
+        raise ConfigError(
+            "env.reward_model.benchmarks: no task of this run is judged by the environment "
+            f"'reward_model' (they are judged by {', '.join(sorted(environments))}); leave them out"
+        )
+    figures: dict[str, float] = {}
+    for benchmark in benchmarks:
+        name = f"reward_model/{benchmark.name}"
+        describe_benchmark(name, benchmark, console)
+        scores: list[tuple[Score, ...]] = []
+        groups = benchmark.groups
+        with console.status(f"measuring the reward model on {benchmark.name}") as status:
+            for first in range(0, len(groups), CHUNK):
+                scores += judge.scores(groups[first : first + CHUNK])
+                status.update(f"{name}: {len(scores):,} of {len(groups):,} rows")
+        found = benchmark.figures(scores)
+        shown = "  ".join(f"{key} {value:.4f}" for key, value in found.items())
+        _say(f"judge   {benchmark.name}: {shown}", console)
+        failures = [one.failure for of_row in scores for one in of_row if one.failure is not None]
+        if failures:
+            _say(
+                f"warning: {name}: {counted(len(failures), 'completion')} without a score; the "
+                f"first: {failures[0]}", console,
+            )  # fmt: skip
+        figures |= {f"{name}_{key}": value for key, value in found.items()}
+    return figures
+
+
+def _judge_among(environments: Mapping[str, Environment]) -> RewardModelEnvironment | None:
+    """The one that is called `reward_model`, also where it is a part of a composite."""
+    from laurel.environments.composite import CompositeEnvironment
+    from laurel.environments.reward_model_environment import RewardModelEnvironment
+
+    for name, environment in environments.items():
+        if name == "reward_model" and isinstance(environment, RewardModelEnvironment):
+            return environment
+        if isinstance(environment, CompositeEnvironment):
+            found = _judge_among(environment.parts)
+            if found is not None:
+                return found
+    return None
+
+
+def _say(line: str, console: Console) -> None:
+    console.print(Text(visible(line)), soft_wrap=True)

@@ -1,0 +1,135 @@
+"""From a configuration to a run of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from laurel.config.load import to_yaml
+from laurel.config.sft import SFTRun
+from laurel.data.conversations import DemonstrationData, Dialogue, load_demonstration_data
+from laurel.errors import DataError
+from laurel.observe.loggers import check_available
+from laurel.run.cards import facts_of_policy
+from laurel.run.model import with_found_model
+from laurel.run.places import open_places, plan_places
+from laurel.run.policy import describe_policy, load_policy_to_train
+from laurel.run.setup import choose_run_dir, open_store, surround
+from laurel.training.selection import select_demonstrations_by
+from laurel.training.stopping import Deadline
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.models.chat import ChatFormat, Demonstration
+    from laurel.training.loop import Outcome
+
+
+def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ()) -> Outcome:
+    """Run `laurel sft` from beginning to end."""
+    for warning in warnings:
+        console.print(f"warning: {warning}")
+    config = with_found_model(config, console)
+    deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
+    check_available(config.logger)
+    planned = plan_places(config)
+    validates = config.sft.val_period > 0 or config.sft.val_at_end
+    has_validation = bool(config.data.validation_sets() or config.data.split_validation_size)
+    selection = select_demonstrations_by(
+        config.checkpointing.metric_name,
+        config.checkpointing.higher_is_better,
+        sets=["default"] if validates and has_validation else [],
+    )
+    with ExitStack() as stack:
+        resume_from, store = open_store(config.checkpointing, selection, stack, console)
+        data = load_demonstration_data(config.data)
+        places = open_places(planned, stack, console)
+        model = load_policy_to_train(
+            config.policy, config.cluster, places, seed=config.sft.seed, texts=_texts(data),
+            identity=_settings(config), resume_from=resume_from, console=console,
+        )  # fmt: skip
+        facts = model.facts
+        from laurel.models.chat import ChatFormat
+        from laurel.training.batches import Batcher
+        from laurel.training.epochs import EpochParts, total_steps
+        from laurel.training.sft import SupervisedFineTuning
+        from laurel.training.state import PolicyRunState, Position, fingerprint_of_tokens
+
+        chat = ChatFormat(facts.tokenizer, config.policy.tokenizer.chat_template_kwargs)
+        train = _encode(config, data, "train", chat, console)
+        validation = {"default": _encode(config, data, "validation", chat, console)}
+        validation = {name: rows for name, rows in validation.items() if rows}
+        run_dir = choose_run_dir(config.logger, resume_from, console)
+        state = PolicyRunState(
+            model.learner, identity=_settings(config),
+            data_fingerprint=fingerprint_of_tokens([row.tokens for row in train]),
+            config_yaml=to_yaml(config),
+            card=facts_of_policy(config.policy, facts, data.reports, method="fine-tuning"),
+            run_dir=run_dir, save_optimizer=config.checkpointing.save_optimizer,
+            saves_in_background=config.checkpointing.saves_in_background(facts.device),
+        )  # fmt: skip
+        position = state.restore(resume_from) if resume_from else Position()
+        describe_policy(
+            config.policy, facts, data.reports, run_dir, config.checkpointing, places, console
+        )
+        if resume_from:
+            console.print(f"going on from {resume_from}, after step {position.step}")
+        surroundings = surround(
+            config, state=state, position=position, facts=facts,
+            total_steps=total_steps(config, len(train)), store=store, selection=selection,
+            deadline=deadline, is_resumed=resume_from is not None, reports=data.reports,
+            stack=stack, console=console, unit="rows",
+        )  # fmt: skip
+        learner, pad_id = model.learner, facts.tokenizer.pad_token_id or 0
+        batcher = Batcher(facts.path, config.policy, pad_id=pad_id, places=learner.num_places)
+        parts = EpochParts(learner=learner, batcher=batcher, train=train, validation=validation)
+        return SupervisedFineTuning(config, surroundings, parts).run(position)
+
+
+def _texts(data: DemonstrationData) -> list[str]:
+    return [message.content for dialogue in data.train for message in dialogue.messages]
+
+
+def _settings(config: SFTRun) -> dict[str, object]:
+    """What must be the same when a run goes on, by dotted name."""
+    from laurel.run.policy import policy_settings
+
+    return policy_settings(
+        config.policy,
+        sft=config.sft.model_dump(mode="json", include={"seed", "only_unmask_final"}),
+        data=config.data.model_dump(mode="json", include={"shuffle", "max_input_seq_length"}),
+    )
+
+
+def _encode(
+    config: SFTRun, data: DemonstrationData, name: str, chat: ChatFormat, console: Console
+) -> list[Demonstration]:
+    """Dialogues as tokens; what has nothing to imitate within the length is counted."""
+    if name not in data.reports:
+        return []
+    report = data.reports[name]
+    dialogues: list[Dialogue] = data.train if name == "train" else data.validation
+    longest = config.data.max_input_seq_length or config.policy.max_total_sequence_length
+    rows: list[Demonstration] = []
+    with console.status(f"tokenising {name}"):
+        for dialogue in dialogues:
+            row = chat.demonstration(
+                dialogue.messages, demonstration_id=dialogue.source, max_length=longest,
+                only_final=config.sft.only_unmask_final,
+            )  # fmt: skip
+            if row is None:
+                report.drop("nothing to learn", dialogue.source)
+            else:
+                rows.append(row)
+    if not rows:
+        raise DataError(
+            f"{name}: no conversation has an answer within {longest} tokens; raise "
+            "data.max_input_seq_length"
+        )
+    report.num_truncated = sum(row.truncated for row in rows)
+    report.set_lengths([row.tokens.lengths_G[0] for row in rows])
+    warning = report.warning_of_cuts(len(rows), longest)
+    if warning is not None:
+        console.print(f"warning: {warning}")
+    return rows

@@ -1,0 +1,141 @@
+"""From loaded tasks to tasks that can be run: environments, known answers, prompt lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from laurel.config.environments import EnvironmentsConfig
+from laurel.config.grpo import GRPORun
+from laurel.data.tasks import TaskData, TaskNeeds
+from laurel.environments.code.tests import problem_of
+from laurel.environments.interface import RejectedTask
+from laurel.environments.registry import create_environments
+from laurel.errors import DataError
+from laurel.run.places import Places, nodes_of, opening_on
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.data.report import TaskReport
+    from laurel.models.chat import ChatFormat
+    from laurel.protocols import Environment
+    from laurel.types import Task
+
+
+NUM_CHECKED = 2000
+"""Tasks whose known answers are checked before a run: a minute at most."""
+
+
+def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
+    """What the environments need of a task to judge it."""
+    answers = {"math", "math_default"}
+    if config.reward_model.transform.subtract_reference:
+        answers.add("reward_model")
+    tests = {"code"}
+    for _ in config.composite:  # composites of composites
+        for name, composite in config.composite.items():
+            if answers & {part.env for part in composite.parts}:
+                answers.add(name)
+            # What gives only 0 decides alone, as a gate that opens at more than that.
+            adding = [part.env for part in composite.parts if part.gate is None and part.weight]
+            shut = {part.env for part in composite.parts if part.gate is not None and part.gate > 0}
+            if tests & shut or (adding and tests.issuperset(adding)):
+                tests.add(name)
+    return TaskNeeds(answers=frozenset(answers), tests=frozenset(tests))
+
+
+def environments_of(
+    data: TaskData, config: GRPORun, stack: ExitStack, places: Places, console: Console
+) -> dict[str, Environment]:
+    """The environments that the tasks ask for, each started once."""
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    names = sorted({task.environment for task in (*data.train, *data.validation)})
+    opening = opening_on(places, config, say) if places.are_remote else None
+    environments = create_environments(
+        names, config.env, device=config.cluster.device, opening=opening, nodes=nodes_of(places),
+        say=say,
+    )  # fmt: skip
+    for environment in environments.values():
+        stack.callback(environment.shutdown)
+    return environments
+
+
+def check_answers(data: TaskData, environments: dict[str, Environment], console: Console) -> None:
+    """Leave out tasks whose own answer would not earn the reward, and say so in the report."""
+    for name, tasks in (("train", data.train), ("validation", data.validation)):
+        for env_name, environment in environments.items():
+            validate = getattr(environment, "validate", None)
+            own = [task for task in tasks if task.environment == env_name][:NUM_CHECKED]
+            if validate is None or not own:
+                continue
+            with console.status(f"checking the known answers and tests of {name}"):
+                rejected = validate(own)
+            leave_out(rejected, tasks, data.reports[name], name=name, environment=env_name)
+
+
+def check_tests(data: TaskData, config: GRPORun) -> None:
+    """Of what `check_answers` does, what needs no environment that runs: are tests well formed?"""
+    for name, tasks in (("train", data.train), ("validation", data.validation)):
+        rejected = [
+            RejectedTask(task=task, reason=reason)
+            for task in tasks
+            if task.environment == "code"
+            and (reason := problem_of(task.metadata, config.env.code)) is not None
+        ]
+        if rejected:
+            leave_out(rejected, tasks, data.reports[name], name=name, environment="code")
+
+
+def leave_out(
+    rejected: Sequence[RejectedTask],
+    tasks: list[Task],
+    report: TaskReport,
+    *,
+    name: str,
+    environment: str,
+) -> None:
+    """Take rejected tasks out of a set, and say so in its report.
+
+    Raises:
+        DataError: None are left of a set that had some.
+    """
+    bad = {rejection.task.id for rejection in rejected}
+    for rejection in rejected:
+        report.drop("answer refused", rejection.task.source, kind=rejection.reason)
+    tasks[:] = [task for task in tasks if task.id not in bad]
+    report.describe(tasks)
+    if rejected and not tasks:
+        raise DataError(
+            f"{name}: the environment {environment!r} accepts none of the known answers or tests; "
+            f"the first: {rejected[0].task.source}: {rejected[0].reason}"
+        )
+
+
+def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
+    """Leave out prompts that are too long for an answer to fit, and count them in the report."""
+    room = config.policy.max_total_sequence_length - 1
+    longest = min(config.data.max_input_seq_length or room, room)
+    key = "policy.max_total_sequence_length" if longest == room else "data.max_input_seq_length"
+    for name, tasks in (("train", data.train), ("validation", data.validation)):
+        if not tasks:
+            continue
+        ids = chat.prompts_ids(
+            [task.prompt for task in tasks], sources=[task.source for task in tasks]
+        )
+        lengths = [len(row) for row in ids]
+        fits = [length <= longest for length in lengths]
+        kept = [task for task, it_fits in zip(tasks, fits, strict=True) if it_fits]
+        long = {task.source for task, it_fits in zip(tasks, fits, strict=True) if not it_fits}
+        for source in sorted(long):  # a row may make several tasks
+            data.reports[name].drop("over-long", source)
+        if not kept:
+            raise DataError(
+                f"{name}: all {len(tasks)} prompts are longer than {longest} tokens (the shortest "
+                f"has {min(lengths)}); raise {key}"
+            )
+        data.reports[name].describe(kept)
+        data.reports[name].set_lengths([length for length in lengths if length <= longest])
+        tasks[:] = kept

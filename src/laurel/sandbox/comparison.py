@@ -1,0 +1,288 @@
+"""Whether what a program gave is what was expected. Both are plain data when they come here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, Literal
+
+Comparison = Literal["laurel", "apps", "taco", "livecodebench", "verl"]
+"""Whose way to compare what a program gives with what is expected."""
+
+
+def same_value(
+    expected: Any, given: Any, *, strict_types: bool = True, float_tolerance: float = 0.0
+) -> bool:
+    """Whether two values are the same.
+
+    Args:
+        expected: The known one.
+        given: The other.
+        strict_types: True is not 1, 1 is not 1.0, a list is not a tuple. Else numbers are compared
+            by value, lists and tuples by items; a bool is never a number.
+        float_tolerance: Largest relative or absolute difference of numbers of which one is a float.
+            NaN is NaN.
+    """
+    if strict_types and type(expected) is not type(given):
+        return False
+    if isinstance(expected, bool) or isinstance(given, bool):
+        return expected is given
+    if isinstance(expected, complex) and isinstance(given, complex):
+        return _same_number(expected.real, given.real, float_tolerance) and _same_number(
+            expected.imag, given.imag, float_tolerance
+        )
+    if isinstance(expected, float) or isinstance(given, float):
+        return _same_number(expected, given, float_tolerance)
+    options = {"strict_types": strict_types, "float_tolerance": float_tolerance}
+    if isinstance(expected, list | tuple | deque):
+        return (
+            isinstance(given, list | tuple | deque)
+            and len(expected) == len(given)
+            and all(same_value(a, b, **options) for a, b in zip(expected, given, strict=True))  # type: ignore[arg-type]
+        )
+    if isinstance(expected, Mapping):
+        return (
+            isinstance(given, Mapping)
+            and _same_keys(expected, given, strict_types=strict_types)
+            and all(same_value(one, given[key], **options) for key, one in expected.items())  # type: ignore[arg-type]
+        )
+    if isinstance(expected, set | frozenset):
+        return isinstance(given, set | frozenset) and _same_keys(
+            expected, given, strict_types=strict_types
+        )
+    return bool(expected == given)
+
+
+def _same_number(expected: Any, given: Any, tolerance: float) -> bool:
+    if not isinstance(expected, int | float) or not isinstance(given, int | float):
+        return False
+    try:
+        if math.isnan(expected) or math.isnan(given):
+            return math.isnan(expected) and math.isnan(given)
+        close = math.isclose(expected, given, rel_tol=tolerance, abs_tol=tolerance)
+    except OverflowError:  # an integer beyond all floats
+        return False
+    return expected == given or (tolerance > 0 and close)
+
+
+def _same_keys(expected: Any, given: Any, *, strict_types: bool) -> bool:
+    """Whether two sets, or the keys of two mappings, are the same; for Python 1 and True are."""
+    if set(expected) != set(given):
+        return False
+    if not strict_types:
+        return True
+    return {_typed(one) for one in expected} == {_typed(one) for one in given}
+
+
+def _typed(key: Any) -> Any:
+    """A key together with its type, and those of all within it."""
+    if isinstance(key, tuple):
+        return (tuple, *(_typed(one) for one in key))
+    if isinstance(key, frozenset):
+        return (frozenset, frozenset(_typed(one) for one in key))
+    return (type(key), key)
+
+
+def same_output(expected: str, given: str, *, float_tolerance: float = 0.0) -> bool:
+    """Whether two texts are the same but for blanks at ends of lines and blank lines at the end.
+
+    Args:
+        expected: The known one.
+        given: The other.
+        float_tolerance: Where it is not 0, words that are numbers may differ by so much.
+    """
+    wanted, got = _lines(expected), _lines(given)
+    if wanted == got:
+        return True
+    if not float_tolerance or len(wanted) != len(got):
+        return False
+    return all(
+        _same_words(a.split(), b.split(), float_tolerance) for a, b in zip(wanted, got, strict=True)
+    )
+
+
+def _lines(text: str) -> list[str]:
+    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _same_words(expected: Sequence[str], given: Sequence[str], tolerance: float) -> bool:
+    if len(expected) != len(given):
+        return False
+    for wanted, got in zip(expected, given, strict=True):
+        if wanted == got:
+            continue
+        try:
+            if not _same_number(float(wanted), float(got), tolerance):
+                return False
+        except ValueError:
+            return False
+    return True
+
+
+# -------------------------------------------------------------------------------- other benchmarks
+#
+# Each as its own grader decides, so that verdicts here and figures there mean the same; also where
+# that is odd. `tests/unit/environments/test_code_graders.py` holds verdicts of those graders.
+
+
+def same_output_as(comparison: Comparison, expected: str, given: str) -> bool:
+    """Whether a benchmark's own grader takes one text for the other.
+
+    Args:
+        comparison: Whose; not `laurel`, see `same_output`.
+        expected: The known one.
+        given: The other.
+    """
+    return _OUTPUTS[comparison](expected, given)
+
+
+def same_value_as(comparison: Comparison, expected: Any, given: Any) -> bool:
+    """Whether a benchmark's own grader takes one value for the other.
+
+    Args:
+        comparison: Whose; not `laurel`, see `same_value`.
+        expected: As it stands in the row: most sets put each value into a list of its own.
+        given: The other.
+    """
+    return _VALUES[comparison](expected, given)
+
+
+def _apps_output(expected: str, given: str) -> bool:
+    """The lines, or numbers that are close; else whatever their order and that of their words."""
+    wanted, got = _kept_lines(expected.split("\n")), given.splitlines()
+    if _same_lines(expected, wanted, got):
+        return True
+    got = [line for line in got if line]
+    if _all_close(wanted, got):
+        return True
+    wanted_sets = {frozenset(line.split()) for line in wanted}
+    got_sets = {frozenset(words) for line in got if (words := line.split())}
+    return wanted_sets == got_sets or _same_when_rounded(wanted_sets, got_sets)
+
+
+def _verl_output(expected: str, given: str) -> bool:
+    """The lines, or numbers that are close where not all of them are whole."""
+    wanted, got = _kept_lines(expected.split("\n")), given.splitlines()
+    if _same_lines(expected, wanted, got):
+        return True
+    got = [line for line in got if line]
+    return not all(line.isdigit() for line in (*wanted, *got)) and _all_close(wanted, got)
+
+
+def _taco_output(expected: str, given: str) -> bool:
+    """The text but for blanks around it.
+
+    What that grader tries besides is written for a list of lines and gets a text, so it looks at
+    single characters where lines are meant: "21" is right where "1 2" is.
+    """
+    given = given.replace("\r\n", "\n").replace("\r", "\n")
+    if expected.strip() == given.strip():
+        return True
+    wanted = _kept_lines(expected.split("\n"))
+    if _all_close(wanted, given):
+        return True
+    wanted_sets = {frozenset(line.split()) for line in wanted}
+    got_sets = {frozenset(word) for word in given.split()}
+    return wanted_sets == got_sets or _same_when_rounded(wanted_sets, got_sets)
+
+
+def _livecodebench_output(expected: str, given: str) -> bool:
+    """Line by line: the same, or the same numbers."""
+    wanted, got = expected.strip().split("\n"), given.strip().split("\n")
+    if len(wanted) != len(got):
+        return False
+    pairs = ((a.strip(), b.strip()) for a, b in zip(wanted, got, strict=True))
+    return all(a == b or _same_decimals(a.split(), b.split()) for a, b in pairs)
+
+
+def _same_decimals(wanted: Sequence[str], got: Sequence[str]) -> bool:
+    try:
+        return [Decimal(one) for one in wanted] == [Decimal(one) for one in got]
+    except ArithmeticError:  # a word that is no number, or one that cannot be compared
+        return False
+
+
+def _kept_lines(lines: Sequence[str]) -> list[str]:
+    return [line.strip() for line in lines if line]
+
+
+def _same_lines(expected: str, wanted: list[str], got: list[str]) -> bool:
+    """Whether all lines are the same, but for blanks at their ends or for empty ones."""
+    whole = ("\n".join(got).strip(), "\n".join(line.strip() for line in got).strip())
+    return expected.strip() in whole or wanted in (got, [line for line in got if line])
+
+
+def _all_close(wanted: Sequence[str], got: Sequence[str]) -> bool:
+    """Whether all are numbers, and close to one another as numpy's `allclose` has it."""
+    if len(wanted) != len(got):
+        return False
+    try:
+        pairs = [(float(a), float(b)) for a, b in zip(wanted, got, strict=True)]
+    except ValueError:
+        return False
+    return all(
+        abs(b - a) <= 1e-8 + 1e-5 * abs(a) if math.isfinite(a) and math.isfinite(b) else a == b
+        for a, b in pairs
+    )
+
+
+def _same_when_rounded(wanted: Collection[frozenset[str]], got: Collection[frozenset[str]]) -> bool:
+    try:
+        return {frozenset(round(float(word), 3) for word in words) for words in wanted} == {
+            frozenset(round(float(word), 3) for word in words) for words in got
+        }
+    except ValueError:
+        return False
+
+
+def _apps_value(expected: Any, given: Any) -> bool:
+    """The value as it stands in the row, or the first item of it, where a tuple is a list."""
+    given = list(given) if isinstance(given, tuple) else given
+    if given == expected:
+        return True
+    if not isinstance(expected, list) or not expected:
+        return False
+    return bool(given == expected[0]) or _rows_as_lists(given) == expected[0]
+
+
+def _verl_value(expected: Any, given: Any) -> bool:
+    """As APPS, of values that can be written as JSON."""
+    try:
+        json.dumps(given)
+    except (TypeError, ValueError):
+        return False
+    return _apps_value(expected, given)
+
+
+def _livecodebench_value(expected: Any, given: Any) -> bool:
+    return bool((list(given) if isinstance(given, tuple) else given) == expected)
+
+
+def _rows_as_lists(value: Any) -> Any:
+    """The value with lists for its items where the first of them is a tuple."""
+    if isinstance(value, list | deque) and value and isinstance(value[0], tuple):
+        try:
+            return [list(one) for one in value]
+        except TypeError:  # other items are no sequences
+            return value
+    return value
+
+
+_OUTPUTS: Mapping[str, Callable[[str, str], bool]] = {
+    "apps": _apps_output,
+    "taco": _taco_output,
+    "livecodebench": _livecodebench_output,
+    "verl": _verl_output,
+}
+_VALUES: Mapping[str, Callable[[Any, Any], bool]] = {
+    "apps": _apps_value,
+    "taco": _apps_value,
+    "livecodebench": _livecodebench_value,
+    "verl": _verl_value,
+}

@@ -1,0 +1,283 @@
+"""A control group around a sandbox: the kernel counts memory and processes of all its programs.
+
+Beside the limits that each process has: pages that processes share, files in memory and what a
+program forgot count here. It is no tier of its own, since few machines give an ordinary account
+one: it is taken up where it is delegated and was seen to hold, and said with the tier.
+
+Both forms are known: version 2 (`memory.max`, `pids.max`, `cgroup.kill`), and version 1 with a
+hierarchy for each controller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from laurel.sandbox.jobs import Limits
+
+CONTROLLERS = ("memory", "pids")
+_NAME = re.compile(r"laurel-(\d+)-[0-9a-f]{8}")
+_OLD_SECONDS = 60.0
+_END_SECONDS = 5.0
+_AT_A_TIME = 2
+"""Programs of one zygote: where tests are split from a program, two run at a time."""
+_ZYGOTE_MB = 128
+_ZYGOTE_PROCESSES = 16
+"""Itself, its monitors, and their helpers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """A directory in which groups can be made.
+
+    Args:
+        folder: It.
+        version: 1 or 2.
+        controllers: What its groups can limit.
+    """
+
+    folder: Path
+    version: int
+    controllers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """Where a sandbox can have control groups: one directory, or one for each controller."""
+
+    hierarchies: tuple[Hierarchy, ...]
+
+    @property
+    def controllers(self) -> frozenset[str]:
+        """What can be limited."""
+        return frozenset().union(*(one.controllers for one in self.hierarchies))
+
+    def only(self, controllers: frozenset[str]) -> GroupPlace:
+        """The same, for fewer controllers."""
+        kept = [
+            Hierarchy(one.folder, one.version, one.controllers & controllers)
+            for one in self.hierarchies
+            if one.controllers & controllers
+        ]
+        return GroupPlace(tuple(kept))
+
+    def sentence(self) -> str:
+        """In words."""
+        versions = " and ".join(str(n) for n in sorted({one.version for one in self.hierarchies}))
+        names = " and ".join(name for name in CONTROLLERS if name in self.controllers)
+        return f"{names} (version {versions})"
+
+
+class ControlGroup:
+    """A group of processes with limits for all of them together. Used under its zygote's lock."""
+
+    def __init__(self, place: GroupPlace) -> None:
+        """Make it; it limits nothing yet.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        name = f"laurel-{os.getpid()}-{secrets.token_hex(4)}"
+        self._parts: list[Hierarchy] = []
+        self._memory = self._processes = 0
+        for one in place.hierarchies:
+            _remove_old(one.folder)
+            part = Hierarchy(one.folder / name, one.version, one.controllers)
+            try:
+                part.folder.mkdir()
+            except OSError:
+                self.end()
+                raise
+            self._parts.append(part)
+
+    def take(self, pid: int) -> None:
+        """Put a process into it, and all that it will start; `OSError` where that fails."""
+        for part in self._parts:
+            _write(part.folder / "cgroup.procs", pid)
+
+    def allow(self, limits: Limits) -> None:
+        """Let programs of such limits run in it, two at a time; what it allows never shrinks."""
+        megabytes = _ZYGOTE_MB + _AT_A_TIME * (limits.mem_mb + limits.disk_mb)
+        self.set_limits(megabytes << 20, _ZYGOTE_PROCESSES + _AT_A_TIME * (limits.threads + 4))
+
+    def set_limits(self, memory: int, processes: int) -> None:
+        """Allow at least so many bytes, and processes with their threads."""
+        if memory > self._memory:
+            self._memory = memory
+            for part in self._parts:
+                if "memory" in part.controllers:
+                    _limit_memory(part, memory)
+        if processes > self._processes:
+            self._processes = processes
+            for part in self._parts:
+                if "pids" in part.controllers:
+                    _write(part.folder / "pids.max", processes)
+
+    def num_killed(self) -> int:
+        """Processes that were ended because the group had no memory left; 0 where nobody counts."""
+        for part in self._parts:
+            if "memory" in part.controllers:
+                name = "memory.events" if part.version == 2 else "memory.oom_control"
+                with contextlib.suppress(OSError):
+                    found = re.search(r"^oom_kill (\d+)$", (part.folder / name).read_text(), re.M)
+                    return int(found[1]) if found else 0
+        return 0
+
+    def end(self) -> None:
+        """End whatever is left in it, and remove it. Idempotent."""
+        deadline = time.monotonic() + _END_SECONDS
+        while self._parts:
+            part = self._parts[-1]
+            _kill(part.folder)
+            try:
+                part.folder.rmdir()
+            except FileNotFoundError:
+                pass
+            except OSError:  # what was killed is not gone yet
+                if time.monotonic() < deadline:
+                    time.sleep(0.01)
+                    continue
+            self._parts.pop()
+
+
+def find_place(folder: str | None = None, *, root: Path = Path("/")) -> tuple[GroupPlace, str]:
+    """Where groups can be made by this process; nothing is left there.
+
+    Args:
+        folder: A directory of version 2 that was delegated for this; by default this process's own
+            groups and, of version 2, their parents.
+        root: Of the file system, for tests.
+
+    Returns:
+        A place, whose controllers may be none or not all; and why not more.
+    """
+    if folder is not None:
+        given = _version_2(Path(folder))
+        reason = "" if given else f"{folder} gives no groups with memory or pids to this account"
+        return GroupPlace((given,) if given else ()), reason
+    found: list[Hierarchy] = []
+    for candidate in _own_folders(root):
+        had = frozenset().union(*(one.controllers for one in found))
+        fits = _version_2(candidate.folder) if candidate.version == 2 else _version_1(candidate)
+        if fits is not None and fits.controllers - had:
+            found.append(Hierarchy(fits.folder, fits.version, fits.controllers - had))
+    place = GroupPlace(tuple(found))
+    missing = [name for name in CONTROLLERS if name not in place.controllers]
+    return place, f"{' and '.join(missing)} not delegated to this account" if missing else ""
+
+
+# ------------------------------------------------------------------------------------ directories
+
+
+def _own_folders(root: Path) -> Iterator[Hierarchy]:
+    """Directories of this process's own groups that are mounted, and what they may control."""
+    paths: dict[str, str] = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        _, names, path = line.split(":", 2)
+        paths |= dict.fromkeys(names.split(","), path)  # version 2 has no names
+    for line in _lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        fields = before.split(" ")
+        base, mounted = fields[3], root / fields[4].lstrip("/")
+        controlled = set(options.split(",")) & set(CONTROLLERS) & set(paths)
+        if kind == "cgroup2" and "" in paths:
+            own = _inside(mounted, base, paths[""])
+            yield Hierarchy(own, 2, frozenset(CONTROLLERS))
+            if own != mounted:  # a leaf of what was delegated: groups are made beside it
+                yield Hierarchy(own.parent, 2, frozenset(CONTROLLERS))
+        elif kind == "cgroup":
+            for name in sorted(controlled):
+                yield Hierarchy(_inside(mounted, base, paths[name]), 1, frozenset({name}))
+
+
+def _inside(mounted: Path, base: str, path: str) -> Path:
+    """Where a group is, of a hierarchy that is mounted from some group on."""
+    beneath = os.path.relpath(path, base)
+    return mounted if beneath.startswith("..") else mounted / beneath
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _version_2(folder: Path) -> Hierarchy | None:
+    """A directory, with the controllers that it hands on; None where it can be of no use."""
+    wanted = set(CONTROLLERS) & set(_words(folder / "cgroup.controllers"))
+    control = folder / "cgroup.subtree_control"
+    for name in sorted(wanted - set(_words(control))):
+        with contextlib.suppress(OSError):  # processes are in it themselves, or it is not ours
+            _write(control, f"+{name}")
+    have = frozenset(wanted & set(_words(control)))
+    return _usable(Hierarchy(folder, 2, have)) if have else None
+
+
+def _version_1(candidate: Hierarchy) -> Hierarchy | None:
+    return _usable(candidate)
+
+
+def _usable(one: Hierarchy) -> Hierarchy | None:
+    try:
+        ControlGroup(GroupPlace((one,))).end()
+    except OSError:
+        return None
+    return one
+
+
+def _words(path: Path) -> Iterable[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove empty groups of processes that were killed before they could."""
+    with contextlib.suppress(OSError):
+        for old in folder.glob("laurel-*-*"):
+            named = _NAME.fullmatch(old.name)
+            if named and not Path(f"/proc/{named[1]}").exists():
+                with contextlib.suppress(OSError):
+                    # Somebody may be making it, whose number means another process here.
+                    if time.time() - old.stat().st_mtime > _OLD_SECONDS:
+                        old.rmdir()
+
+
+def _limit_memory(part: Hierarchy, memory: int) -> None:
+    if part.version == 2:
+        _write(part.folder / "memory.max", memory)
+        with contextlib.suppress(OSError):  # where there is no swap, nobody counts it
+            _write(part.folder / "memory.swap.max", 0)
+        return
+    together = part.folder / "memory.memsw.limit_in_bytes"  # never less than memory alone
+    with contextlib.suppress(OSError):
+        _write(together, -1)
+    _write(part.folder / "memory.limit_in_bytes", memory)
+    with contextlib.suppress(OSError):
+        _write(together, memory)
+
+
+def _kill(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if (folder / "cgroup.kill").exists():
+            _write(folder / "cgroup.kill", 1)
+            return
+    for pid in _words(folder / "cgroup.procs"):
+        with contextlib.suppress(OSError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _write(path: Path, value: object) -> None:
+    # Not `write_text`: the kernel takes or refuses a value with the one call that writes it.
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, str(value).encode())
+    finally:
+        os.close(descriptor)

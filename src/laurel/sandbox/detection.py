@@ -1,0 +1,88 @@
+"""Which tier this machine gives: the best one whose canaries all fail to get out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from laurel.sandbox.canaries import CANARIES, Sighting, claims_of, small_world, try_canary
+from laurel.sandbox.runner import SandboxLostError, SandboxStartError
+from laurel.sandbox.tiers import LAYERS, Tier
+from laurel.sandbox.zygote_process import ZygoteProcess
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detection:
+    """What was found."""
+
+    tier: Tier | None
+    """None: no program can be run here at all."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why a layer is missing, or was not believed; and what else is worth saying."""
+    sightings: tuple[Sighting, ...] = ()
+    """Of the canaries in this tier."""
+
+    def sentence(self) -> str:
+        """One line for a log."""
+        if self.tier is None:
+            return f"no sandbox: {'; '.join(self.reasons.values())}"
+        said = self.tier.sentence(self.reasons)
+        notes = [self.reasons[name] for name in ("account", "files") if name in self.reasons]
+        return said + "".join(f" Note: {note}." for note in notes)
+
+
+def detect(
+    *,
+    without: frozenset[str] = frozenset(),
+    interpreter: str | None = None,
+    scratch: str | None = None,
+) -> Detection:
+    """Try the tiers, best first.
+
+    Args:
+        without: Layers to leave out, to see what holds without them.
+        interpreter: The Python that runs programs; by default the one that runs this.
+        scratch: Directory for temporary ones; by default the system's.
+    """
+    if sys.platform != "linux":
+        return Detection(
+            tier=None, reasons={"system": f"it needs Linux, and this is {sys.platform}"}
+        )
+    wanted = frozenset(LAYERS) - without
+    reasons: dict[str, str] = dict.fromkeys(without, "it is switched off")
+    while True:
+        zygote = ZygoteProcess(wanted, interpreter=interpreter, scratch=scratch)
+        try:
+            zygote.start()
+            tier = Tier.of(zygote.layers)
+            reasons = {**zygote.reasons, **reasons}
+            if zygote.layers != tier.layers:  # try it as it will be used
+                wanted = tier.layers
+                continue
+            sightings = _look(zygote, tier)
+        except (SandboxStartError, SandboxLostError) as error:
+            if not wanted:
+                return Detection(tier=None, reasons={**reasons, "sandbox": str(error)})
+            reasons |= dict.fromkeys(wanted, f"it did not work when it was tried: {error}")
+            wanted = frozenset()
+            continue
+        finally:
+            zygote.close()
+        escaped = [one for one in sightings if not one.held]
+        if not escaped:
+            return Detection(tier=tier, reasons=reasons, sightings=sightings)
+        why = f"'{escaped[0].canary.name}': {escaped[0].detail}"
+        if tier is Tier.LIMITS_ONLY:
+            return Detection(tier=None, reasons={**reasons, "limits": why}, sightings=sightings)
+        # The layers are there and do not hold: then none of them is believed.
+        reasons |= dict.fromkeys(tier.layers, f"it did not hold: {why}")
+        wanted = frozenset()
+
+
+def _look(zygote: ZygoteProcess, tier: Tier) -> tuple[Sighting, ...]:
+    claims = claims_of(tier)
+    with small_world() as world:
+        return tuple(
+            try_canary(canary, zygote, world) for canary in CANARIES if canary.claim in claims
+        )

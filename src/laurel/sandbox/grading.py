@@ -1,0 +1,298 @@
+"""From how processes ended to a verdict. Expected values are compared here and go no further."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from laurel.sandbox.comparison import same_output, same_output_as, same_value, same_value_as
+from laurel.sandbox.inside import plain_data
+from laurel.sandbox.inside.calls import EXIT_CODES
+from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult, Status, TestResult
+from laurel.sandbox.runner import Outcome, Runner
+
+_SIGKILL, _SIGXCPU, _SIGXFSZ, _SIGSYS = 9, 24, 25, 31
+_STATUS_OF_EXIT_CODE = {code: Status(name) for name, code in EXIT_CODES.items()}
+_STATUS_OF_SIGNAL = {
+    _SIGXCPU: Status.TIMEOUT_CPU,
+    _SIGXFSZ: Status.DISK_LIMIT,
+    _SIGSYS: Status.FORBIDDEN,
+}
+_DETAIL = 300
+_KEPT = 64 << 10
+_TOTAL_IS_SPENT = "the time of all tests together was spent"
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A verdict, its tests, and the processes that it was drawn from."""
+
+    status: Status
+    tests: tuple[TestResult, ...]
+    outcomes: Sequence[Outcome]
+    shown: Outcome
+    """The one whose outputs are worth reading: of the first test that failed, else of the shown."""
+
+
+def grade(job: SandboxJob, runner: Runner, *, tier: str, attempt: int) -> SandboxResult:
+    """Run a job and judge it.
+
+    Args:
+        job: What to run.
+        runner: Where.
+        tier: Letter of the tier that it is.
+        attempt: How often it has been tried, this time included.
+
+    Raises:
+        SandboxLostError: The sandbox failed; the program is not to blame.
+        SandboxStartError: It does not start.
+    """
+    judges = {"script": _script, "stdio": _stdio, "call": _call, "tests": _tests}
+    judged = judges[job.mode](job, runner)
+    shown = judged.shown
+    times = [outcome.cpu_s for outcome in judged.outcomes]
+    # All results of a batch are there at once. What was judged is done with.
+    kept = shown.stdout if job.mode == "script" else shown.stdout[:_KEPT]
+    return SandboxResult(
+        id=job.id,
+        status=judged.status,
+        tests=judged.tests,
+        stdout=kept.decode("utf-8", "replace"),
+        stderr=shown.stderr.decode("utf-8", "replace"),
+        stdout_truncated="stdout" in shown.truncated or len(kept) < len(shown.stdout),
+        stderr_truncated="stderr" in shown.truncated,
+        exit_code=shown.exit_code,
+        signal=shown.signal,
+        cpu_s=None if None in times else sum(time for time in times if time is not None),
+        wall_s=sum(outcome.wall_s for outcome in judged.outcomes),
+        max_rss_kb=max(outcome.max_rss_kb for outcome in judged.outcomes),
+        tier=tier,
+        attempt=attempt,
+    )
+
+
+def status_of(outcome: Outcome, limits: Limits) -> Status:
+    """What the end of a process says by itself."""
+    if outcome.ended_by == "wall":
+        return Status.TIMEOUT_WALL
+    if outcome.ended_by == "memory":
+        return Status.MEMORY_LIMIT
+    if outcome.ended_by == "disk":
+        return Status.DISK_LIMIT
+    if outcome.ended_by in ("stdout", "stderr", "result") or outcome.truncated:
+        return Status.OUTPUT_LIMIT
+    if outcome.signal is not None:
+        spent = outcome.cpu_s is not None and outcome.cpu_s >= limits.cpu_s
+        if outcome.signal == _SIGKILL and spent:
+            return Status.TIMEOUT_CPU
+        return _STATUS_OF_SIGNAL.get(outcome.signal, Status.KILLED)
+    if outcome.exit_code is None:
+        return Status.KILLED
+    if outcome.exit_code == 0:
+        late = outcome.cpu_s is not None and outcome.cpu_s > limits.cpu_s
+        return Status.TIMEOUT_CPU if late else Status.OK
+    return _STATUS_OF_EXIT_CODE.get(outcome.exit_code, Status.RUNTIME_ERROR)
+
+
+# ---------------------------------------------------------------------------------- script, stdio
+
+
+def _script(job: SandboxJob, runner: Runner) -> _Judged:
+    outcome = _run_script(job, runner, job.stdin, job.limits)
+    return _Judged(status_of(outcome, job.limits), (), [outcome], outcome)
+
+
+def _stdio(job: SandboxJob, runner: Runner) -> _Judged:
+    def run(test: Any, limits: Limits) -> tuple[TestResult, list[Outcome]]:
+        outcome = _run_script(job, runner, test.stdin, limits)
+        status = status_of(outcome, limits)
+        if status is Status.OK:
+            given = outcome.stdout.decode("utf-8", "replace")
+            if not _is_output(test.stdout, given, job):
+                status = Status.WRONG_ANSWER
+        return TestResult(status=status), [outcome]
+
+    return _one_by_one(job, job.tests, run)
+
+
+def _one_by_one(
+    job: SandboxJob,
+    tests: Sequence[Any],
+    run: Callable[[Any, Limits], tuple[TestResult, list[Outcome]]],
+) -> _Judged:
+    """Judge by tests that are processes of their own, within the time of all of them together."""
+    results: list[TestResult] = []
+    outcomes: list[Outcome] = []
+    shown: Outcome | None = None
+    began = time.monotonic()
+    for test in tests:
+        limits = job.limits
+        if job.total_s is not None:
+            left = job.total_s - (time.monotonic() - began)
+            if left <= 0:
+                results.append(TestResult(status=Status.TIMEOUT_WALL, detail=_TOTAL_IS_SPENT))
+                break
+            limits = replace(limits, wall_s=min(limits.wall_s, left))
+        result, ended = run(test, limits)
+        results.append(result)
+        outcomes += ended
+        if shown is None and result.status is not Status.OK:
+            shown = ended[-1]
+        if result.status is Status.SYNTAX_ERROR or (
+            job.stop_at_failure and result.status is not Status.OK
+        ):
+            break
+    # What was not run would end as the last one did where that holds for any input or any time.
+    last = results[-1]
+    for_all = last.status is Status.SYNTAX_ERROR or last.detail == _TOTAL_IS_SPENT
+    rest = last if for_all else TestResult(status=Status.NOT_RUN)
+    results += [rest] * (len(tests) - len(results))
+    return _Judged(_overall(results), tuple(results), outcomes, shown or outcomes[-1])
+
+
+def _run_script(job: SandboxJob, runner: Runner, stdin: str, limits: Limits) -> Outcome:
+    header = {"kind": "script", "prelude": job.prelude}
+    return runner.one(header, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
+
+
+def _is_output(expected: str, given: str, job: SandboxJob) -> bool:
+    if job.comparison == "laurel":
+        return same_output(expected, given, float_tolerance=job.float_tolerance)
+    return same_output_as(job.comparison, expected, given)
+
+
+def _overall(results: Sequence[TestResult]) -> Status:
+    """That of the first test that did not pass."""
+    return next((one.status for one in results if one.status is not Status.OK), Status.OK)
+
+
+# -------------------------------------------------------------------------------------------- call
+
+
+def _call(job: SandboxJob, runner: Runner) -> _Judged:
+    tests = [test for test in job.tests if isinstance(test, CallTest)]
+    calls = plain_data.dumps([(list(test.args), dict(test.kwargs)) for test in tests])
+    header = {"kind": "call", "entry": job.entry, "prelude": job.prelude}
+    outcome = runner.one(header, _bytes(job.code), calls, limits=job.limits)
+    ended = status_of(outcome, job.limits)
+    # What a program sends is judged only where it ended as it should after it.
+    lines = outcome.result.split(b"\n")
+    complete, rest = lines[:-1], lines[-1]
+    forged = (rest and ended is Status.OK) or len(complete) > len(tests)
+    results = []
+    for index, test in enumerate(tests):
+        if forged:
+            results.append(TestResult(status=Status.BAD_RESULT, detail="more than was asked for"))
+        elif index < len(complete):
+            results.append(_judge_line(complete[index], index, test, job))
+        else:
+            missing = Status.NO_RESULT if ended is Status.OK else ended
+            results.append(TestResult(status=missing, detail="it gave no value"))
+    if not forged and ended is not Status.OK and len(complete) == len(tests):
+        # It answered everything, and then did not end as the sandbox ends it.
+        results[-1] = TestResult(status=ended)
+    return _Judged(_overall(results), tuple(results), [outcome], outcome)
+
+
+def _judge_line(line: bytes, index: int, test: CallTest, job: SandboxJob) -> TestResult:
+    try:
+        reply = json.loads(line)
+        if type(reply) is not dict or reply.get("i") != index:
+            return TestResult(status=Status.BAD_RESULT, detail="a value out of order")
+        if "error" in reply:
+            said = f"{reply['error']}: {reply.get('text', '')}"[:_DETAIL]
+            return TestResult(status=_status_named(reply.get("kind")), detail=said)
+        if "bad" in reply:
+            return TestResult(status=Status.BAD_RESULT, detail=str(reply["bad"])[:_DETAIL])
+        given = plain_data.loads(json.dumps(reply["value"]).encode())
+        same = _is_value(test.expected, given, job)
+    except Exception as error:  # whatever it is, the program sent it
+        return TestResult(status=Status.BAD_RESULT, detail=f"{type(error).__name__} in its value")
+    return TestResult(status=Status.OK if same else Status.WRONG_ANSWER)
+
+
+def _is_value(expected: Any, given: Any, job: SandboxJob) -> bool:
+    if job.comparison != "laurel":
+        return same_value_as(job.comparison, expected, given)
+    return same_value(
+        expected, given, strict_types=job.strict_types, float_tolerance=job.float_tolerance
+    )
+
+
+def _status_named(name: Any) -> Status:
+    """The failure of that name, which the program may have chosen: it is never OK."""
+    known = {status.value: status for status in _STATUS_OF_EXIT_CODE.values()}
+    return known.get(name, Status.RUNTIME_ERROR) if isinstance(name, str) else Status.BAD_RESULT
+
+
+# ------------------------------------------------------------------------------------------- tests
+
+
+def _tests(job: SandboxJob, runner: Runner) -> _Judged:
+    """Two processes in two sandboxes: the verdict is that of the one which never saw the program.
+
+    The program's says only why, where there was no answer.
+    """
+    header = {"kind": "tests", "entry": job.entry, "reply_kb": job.limits.result_kb}
+
+    def run(test_code: str, limits: Limits) -> tuple[TestResult, list[Outcome]]:
+        parts = (_bytes(test_code), _bytes(job.test_setup))
+        verdict, outcome = runner.pair(
+            _bytes(job.code), header, *parts, limits=limits,
+            is_waiting=lambda verdict: lacked_answer(verdict, limits),
+        )  # fmt: skip
+        said = _said_by_tests(verdict, limits)
+        status, detail = _judge_tests(said, verdict, outcome, limits)
+        return TestResult(status=status, detail=detail), [verdict, outcome]
+
+    return _one_by_one(job, job.tests or (job.test_code,), run)
+
+
+def lacked_answer(verdict: Outcome, limits: Limits) -> bool:
+    """Whether tests ended because the program went away before it answered.
+
+    Args:
+        verdict: How the tests ended.
+        limits: Of each process.
+    """
+    return bool(_said_by_tests(verdict, limits).get("why") == "gone")
+
+
+def _said_by_tests(verdict: Outcome, limits: Limits) -> dict[str, Any]:
+    """What the process with the tests says of them. It is trusted, as they are."""
+    ended = status_of(verdict, limits)
+    lines = verdict.result.splitlines()
+    if len(lines) == 1 and ended in (Status.OK, Status.RUNTIME_ERROR):
+        said: dict[str, Any] = json.loads(lines[0])
+        if said["passed"] == (ended is Status.OK):
+            return said
+    return {"passed": False, "why": "ended", "detail": f"the tests ended with {ended.value}"}
+
+
+def _judge_tests(
+    said: dict[str, Any], verdict: Outcome, outcome: Outcome, limits: Limits
+) -> tuple[Status, str]:
+    detail = str(said.get("detail", ""))
+    if said["passed"]:
+        # Flooding its outputs, or spending too much on what it was asked, is no right answer.
+        ended = status_of(outcome, limits) if outcome.ended_by != "cancel" else Status.OK
+        return ended, ""
+    if said["why"] == "gone":
+        ended = status_of(outcome, limits)
+        return (Status.NO_RESULT if ended is Status.OK else ended), "it ended before it answered"
+    if said["why"] == "bad":
+        return Status.BAD_RESULT, detail
+    if said["why"] == "ended":
+        ended = status_of(verdict, limits)
+        waited = ended is Status.TIMEOUT_WALL
+        return (ended if waited else Status.WRONG_ANSWER), detail
+    if said["why"] == "wrong":
+        return Status.WRONG_ANSWER, detail
+    return _status_named(said["why"]), detail
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,131 @@
+"""Namespaces and a root directory of its own, for a zygote and all that it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+
+from laurel.sandbox.inside import kernel
+
+BOX = "/box"
+"""Where a program works, inside of the jail."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo")
+_INSIDE_ID = 1000
+_PASSWD = f"box:x:{_INSIDE_ID}:{_INSIDE_ID}:box:{BOX}:/usr/sbin/nologin\n"
+OF_A_JOB = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
+"""Namespaces that each job has for itself, within those of its zygote."""
+_BOX_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
+_OWN_NAMESPACES = (
+    kernel.CLONE_NEWUSER
+    | kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWUTS
+)
+
+
+def readable_paths() -> list[str]:
+    """Directories that this interpreter cannot do without, and nothing beside them."""
+    own = [
+        os.path.join(sys.base_prefix, "lib"),
+        os.path.join(sys.base_exec_prefix, "lib"),
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+    ]
+    paths = [path for path in dict.fromkeys([*_SYSTEM, *own]) if os.path.isdir(path)]
+    return [
+        path
+        for path in paths
+        if os.path.islink(path)
+        or not any(path != other and path.startswith(f"{other}/") for other in paths)
+    ]
+
+
+def enter(scratch: str, account: int | None) -> None:
+    """Leave the machine's file system, network and other users for good.
+
+    Args:
+        scratch: An empty directory of this process; it stays empty outside.
+        account: The user that root becomes on the way; None where this is not root.
+
+    Raises:
+        OSError: The kernel refused a step. This process is then in no state to go on.
+    """
+    if account is not None:
+        kernel.unshare(kernel.CLONE_NEWNS)
+        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+        _furnish(scratch)  # as root, who can read what only root can
+        os.chdir(scratch)
+        become(account)
+        _leave_users()
+        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+        kernel.cover_working_directory()
+    else:
+        _leave_users()
+        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+        _furnish(scratch)
+        os.chdir(scratch)
+    kernel.pivot_root(".", ".")
+    kernel.unmount(".")
+    os.chdir("/")
+    kernel.restrict_mounts("/", kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID)
+
+
+def own_box(megabytes: int, inodes: int) -> None:
+    """Put an empty file system of limited size on the box, for this job's namespace alone."""
+    kernel.mount("box", BOX, "tmpfs", _BOX_FLAGS, _box_options(megabytes, inodes))
+
+
+def resize_box(megabytes: int, inodes: int) -> None:
+    """Give the file system on the box another size."""
+    options = _box_options(megabytes, inodes)
+    kernel.mount("box", BOX, "tmpfs", _BOX_FLAGS | kernel.MS_REMOUNT, options)
+
+
+def _box_options(megabytes: int, inodes: int) -> str:
+    return f"size={megabytes}m,nr_inodes={inodes},mode=700"
+
+
+def become(account: int) -> None:
+    """Be another user from now on, for good."""
+    os.setgroups([])
+    os.setresgid(account, account, account)
+    os.setresuid(account, account, account)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else /proc/self is not ours any more
+
+
+def _leave_users() -> None:
+    user, group = os.geteuid(), os.getegid()
+    kernel.unshare(_OWN_NAMESPACES)
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{_INSIDE_ID} {user} 1"),
+        ("gid_map", f"{_INSIDE_ID} {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def _furnish(root: str) -> None:
+    kernel.mount("root", root, "tmpfs", kernel.MS_NOSUID, "size=1m,mode=755")
+    for path in readable_paths():
+        target = root + path
+        if os.path.islink(path):  # /lib -> usr/lib
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.symlink(os.readlink(path), target)
+            continue
+        os.makedirs(target, mode=0o755, exist_ok=True)
+        kernel.mount(path, target, None, kernel.MS_BIND | kernel.MS_REC)
+        kernel.restrict_mounts(target, kernel.MOUNT_ATTR_NODEV)
+    for directory in ("/dev", "/etc", BOX):
+        os.makedirs(root + directory, mode=0o755, exist_ok=True)
+    for path in DEVICES:
+        with open(root + path, "w"):
+            pass
+        kernel.mount(path, root + path, None, kernel.MS_BIND)
+    with open(f"{root}/etc/passwd", "w") as file:
+        file.write(_PASSWD)
+    if not os.path.lexists(f"{root}/tmp"):
+        os.symlink(BOX, f"{root}/tmp")

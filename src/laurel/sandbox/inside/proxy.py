@@ -1,0 +1,261 @@
+"""Runs tests of a data set against a program that is in another sandbox.
+
+The test code sees functions; each sends its arguments as plain data and gets back a value, an
+exception, and what became of its arguments. The program never sees the tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import json
+import os
+import select
+import sys
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from laurel.sandbox.inside import plain_data
+from laurel.sandbox.inside.calls import execute, main_module
+from laurel.sandbox.inside.confinement import CHANNEL_FD, RESULT_FD
+
+_AT_ONCE = 1 << 16
+_TESTS_NAME = "tests.py"
+
+
+class CandidateGoneError(BaseException):
+    """The program ended. No test code catches it by catching `Exception`."""
+
+
+class BadReplyError(BaseException):
+    """The program sent something that is no reply to what it was asked."""
+
+
+class CandidateRaisedError(Exception):
+    """The program raised an exception of a class that is not Python's own."""
+
+
+def run_tests(job: dict[str, Any], parts: list[bytes]) -> None:
+    """Run the tests and write one line that says how it went.
+
+    Args:
+        job: With `entry`, and `reply_kb`, the largest reply.
+        parts: The test code, and the setup that runs before it.
+    """
+    test_code, setup = (part.decode("utf-8", "replace") for part in parts)
+    channel = _Channel(int(job["reply_kb"]) << 10)
+    said: dict[str, Any] = {"passed": False}
+    try:
+        namespace = main_module()
+        execute(setup, namespace, "setup.py")
+        undefined = _undefined(test_code, namespace)
+        for name in undefined & _modules(test_code):
+            namespace[name] = importlib.import_module(name)
+        for name in {job["entry"], *(undefined - namespace.keys())}:
+            namespace[name] = _proxy(channel, name)
+        execute(test_code, namespace, _TESTS_NAME)
+        said = {"passed": True}
+    except CandidateGoneError:
+        said["why"] = "gone"
+    except BadReplyError as error:
+        said |= {"why": "bad", "detail": str(error)}
+    except BaseException as error:
+        kind = getattr(error, "_candidate_kind", None)
+        said |= {"why": kind or "wrong", "detail": _where(error)}
+    data = json.dumps(said).encode() + b"\n"
+    while data:
+        data = data[os.write(RESULT_FD, data) :]
+    sys.exit(0 if said["passed"] else 1)
+
+
+class _Channel:
+    """The way to the program."""
+
+    def __init__(self, longest_reply: int) -> None:
+        self._longest_reply = longest_reply
+        self._count = 0
+        self._remote: dict[int, _Remote] = {}
+
+    def ask(self, verb: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the program gives, and does to these arguments; see `calls.serve`."""
+        self._count += 1
+        try:
+            request = plain_data.dumps((self._count, verb, name, args, kwargs), _number_of) + b"\n"
+        except plain_data.NotPlainDataError as error:
+            raise BadReplyError(f"the tests pass what cannot travel: {error}") from None
+        if select.select([CHANNEL_FD], [], [], 0)[0] and self._read():
+            raise BadReplyError("it answered before it was asked")
+        try:
+            while request:
+                request = request[os.write(CHANNEL_FD, request) :]
+        except OSError:
+            raise CandidateGoneError from None
+        return self._settle(self._reply(), args)
+
+    def _settle(self, reply: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        if "bad" in reply:
+            raise BadReplyError(str(reply["bad"])[:300])
+        if "error" in reply:
+            raise _exception(reply)
+        try:
+            value = self._loads(reply["value"])
+            after = reply.get("args")
+            changed = None if after is None else self._loads(after)
+        except (plain_data.NotPlainDataError, KeyError, RecursionError) as error:
+            raise BadReplyError(f"no plain data: {error}") from None
+        if type(changed) is list and len(changed) == len(args):
+            for before, now in zip(args, changed, strict=True):
+                _replay(before, now)
+        return value
+
+    def _loads(self, value: Any) -> Any:
+        return plain_data.loads(json.dumps(value).encode(), self._object_of)
+
+    def _object_of(self, number: int) -> _Remote:
+        """Always the same for a number, so that the same object is the same here."""
+        return self._remote.setdefault(number, _Remote(self, number))
+
+    def _reply(self) -> dict[str, Any]:
+        received = bytearray()
+        while not received.endswith(b"\n"):
+            part = self._read()
+            if not part:
+                raise CandidateGoneError
+            received += part
+            if len(received) > self._longest_reply:
+                raise BadReplyError("its reply is too long")
+        try:
+            reply = json.loads(received)
+        except (ValueError, RecursionError):
+            raise BadReplyError("its reply is no JSON") from None
+        if type(reply) is not dict or reply.get("i") != self._count:
+            raise BadReplyError("its reply is not to what it was asked")
+        return reply
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(CHANNEL_FD, _AT_ONCE)
+        except OSError:
+            return b""
+
+
+class _Remote:
+    """An object of the program's, as the tests see it: attributes and calls are asked for there.
+
+    It is equal to itself alone, and neither true nor false, whatever the program says: what is
+    compared is data.
+    """
+
+    __slots__ = ("_channel", "_number")
+
+    def __init__(self, channel: _Channel, number: int) -> None:
+        object.__setattr__(self, "_channel", channel)
+        object.__setattr__(self, "_number", number)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python itself looks for
+            raise AttributeError(name)
+        return self._channel.ask("get", name, (self,), {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._channel.ask("set", name, (self, value), {})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._channel.ask("call", "", (self, *args), kwargs)
+
+    def __bool__(self) -> bool:
+        raise BadReplyError("the tests want data, and got an object of the program")
+
+
+def _number_of(value: Any) -> int | None:
+    number: int | None = (
+        object.__getattribute__(value, "_number") if type(value) is _Remote else None
+    )
+    return number
+
+
+def _proxy(channel: _Channel, name: str) -> Callable[..., Any]:
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        return channel.ask("call", name, args, kwargs)
+
+    ask.__name__ = ask.__qualname__ = name
+    return ask
+
+
+def _exception(reply: dict[str, Any]) -> Exception:
+    """Of Python's own class of that name, where there is one."""
+    found = getattr(builtins, str(reply["error"]), None)
+    kind: Any = CandidateRaisedError
+    if isinstance(found, type) and issubclass(found, Exception):
+        kind = found
+    try:
+        error: Exception = kind(str(reply.get("text", "")))
+    except Exception:  # some want more arguments, as UnicodeDecodeError
+        error = CandidateRaisedError(f"{reply['error']}: {reply.get('text', '')}")
+    error._candidate_kind = str(reply.get("kind") or "runtime_error")  # type: ignore[attr-defined]
+    return error
+
+
+def _replay(before: Any, now: Any) -> None:
+    """Change an argument as the program changed its copy."""
+    if type(before) is not type(now):
+        return
+    if type(before) is list and len(before) == len(now):
+        for index, (one, other) in enumerate(zip(before, now, strict=True)):
+            if type(one) in (list, dict, set, deque) and type(one) is type(other):
+                _replay(one, other)
+            else:
+                before[index] = other
+    elif type(before) is list:
+        before[:] = now
+    elif isinstance(before, dict | set):
+        before.clear()
+        before.update(now)
+    elif type(before) is deque:
+        before.clear()
+        before.extend(now)
+
+
+def _undefined(source: str, namespace: dict[str, Any]) -> set[str]:
+    """Names that a source uses and nobody has defined."""
+    used: set[str] = set()
+    known = {*namespace, *vars(builtins)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else known).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            known.add(node.name)
+        elif isinstance(node, ast.arg):
+            known.add(node.arg)
+        elif isinstance(node, ast.alias):
+            known.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            known.add(node.name)
+    return used - known
+
+
+def _modules(source: str) -> set[str]:
+    """Modules that a source uses, imported or not: some tests count on an import of the program."""
+    names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
+    owners = [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    ]
+    counts = Counter(name.id for name in names)
+    dotted = Counter(owner.id for owner in owners if isinstance(owner, ast.Name))
+    # What is called by its bare name is a function of the program that is named like a module.
+    return {name for name in dotted if dotted[name] == counts[name]} & sys.stdlib_module_names
+
+
+def _where(error: BaseException) -> str:
+    """Kind of exception and line of the tests; not what was expected."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == _TESTS_NAME
+    ]
+    return type(error).__name__ + (f" in line {lines[-1]} of the tests" if lines else "")

@@ -1,0 +1,240 @@
+"""The program that jobs are forked from.
+
+It is started afresh (`python -P -s -S -B`), with our own environment, no open file but a socket, in
+a session of its own. It never runs a program, and it has nothing that one could be after. It ends
+when whoever started it does, and its jobs end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import importlib
+import json
+import os
+import select
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from laurel.sandbox.inside import confinement, jail, kernel, kinds, monitor, seccomp
+from laurel.sandbox.inside.confinement import (
+    Setting,
+    affordable_descriptors,
+    refused_calls,
+    settle_environment,
+)
+
+PRELOADED = (
+    "abc", "array", "bisect", "calendar", "cmath", "collections", "contextlib", "copy",
+    "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq",
+    "inspect", "io", "itertools", "json", "linecache", "math", "numbers", "operator", "queue",
+    "random", "re", "statistics", "string", "struct", "textwrap", "threading", "time",
+    "traceback", "types", "typing", "uuid",
+)  # fmt: skip
+"""What programs import most; there already when they do."""
+_LOOK_FOR_PARENT_MS = 1000
+_LONGEST_REQUEST = 4096
+_ARMED = 2
+"""Monitors that wait for a job: where tests are split from a program, two run at a time."""
+_ATTEMPTS = 3
+_FIRST_ACCOUNT = 0x70000000
+
+
+def main(control_fd: int) -> None:
+    """Serve whoever is at the other end of a socket until they are gone."""
+    parent = os.getppid()
+    control = socket.socket(fileno=control_fd)
+    request = json.loads(control.recv(_LONGEST_REQUEST))
+    try:
+        setting, reasons = _settle(frozenset(request["layers"]), request["scratch"])
+    except OSError as error:
+        control.sendall(json.dumps({"failed": str(error)}).encode() + b"\n")
+        return
+    for name in PRELOADED:
+        importlib.import_module(name)
+    reply = {
+        "layers": sorted(setting.layers),
+        "reasons": reasons,
+        "python": sys.version.split()[0],
+        "uid": os.geteuid(),
+    }
+    control.sendall(json.dumps(reply).encode() + b"\n")
+    settle_environment(jail.BOX)
+    kinds.hide()
+    # What is looked at is copied, after a fork: garbage is for the program to look for.
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    _serve(control, setting, request["scratch"], parent)
+
+
+def _serve(control: socket.socket, setting: Setting, scratch: str, parent: int) -> None:
+    armed: deque[socket.socket] = deque()
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    while os.getppid() == parent or "namespaces" in setting.layers:
+        if poll.poll(_LOOK_FOR_PARENT_MS if len(armed) == _ARMED else 0):
+            message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            if not message:
+                return
+            with contextlib.suppress(OSError):  # whoever asks sees that nobody answers
+                _hand_over(descriptors, armed, setting, scratch)
+        elif len(armed) < _ARMED:
+            try:
+                armed.append(_arm(setting, scratch))
+            except OSError:  # no process to be had: later, or when it is needed
+                poll.poll(_LOOK_FOR_PARENT_MS)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _arm(setting: Setting, scratch: str) -> socket.socket:
+    """Start the monitor of a job to come; where it takes its order."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    pid = kernel.fork_apart(jail.OF_A_JOB) if "namespaces" in setting.layers else os.fork()
+    if pid == 0:
+        try:
+            # Nothing of other jobs: neither their monitors nor whoever asks for them.
+            os.closerange(3, theirs.fileno())
+            os.closerange(theirs.fileno() + 1, 1 << 20)
+            monitor.monitor(setting, scratch, theirs)
+        finally:
+            os._exit(0)
+    theirs.close()
+    return ours
+
+
+def _hand_over(
+    descriptors: list[int], armed: deque[socket.socket], setting: Setting, scratch: str
+) -> None:
+    """Give a job to a monitor that is armed. One that has died meanwhile is no job's loss."""
+    try:
+        for _ in range(_ARMED + _ATTEMPTS):
+            with armed.popleft() if armed else _arm(setting, scratch) as orders:
+                try:
+                    socket.send_fds(orders, [b"j"], descriptors)
+                    return
+                except OSError:
+                    continue
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+# -------------------------------------------------------------------------------------- the layers
+
+
+def _settle(wanted: frozenset[str], scratch: str) -> tuple[Setting, dict[str, str]]:
+    """Take up the layers that are wanted and can be had; why the others cannot."""
+    # A user that nobody else is: programs of one sandbox cannot reach those of another.
+    descriptors = affordable_descriptors()  # while /proc is there
+    account = _FIRST_ACCOUNT + os.getpid() if os.geteuid() == 0 else None
+    reasons: dict[str, str] = {}
+    have = set()
+    tries: dict[str, Any] = {
+        "namespaces": lambda: _try_namespaces(scratch, account),
+        "landlock": lambda: confinement.restrict([], [], []),
+        "seccomp": lambda: seccomp.install(os.getpid()),
+    }
+    for name, attempt in tries.items():
+        reason = _reason_against(attempt) if name in wanted else "it is switched off"
+        if reason:
+            reasons[name] = reason
+        else:
+            have.add(name)
+    # A link leads to what is in the list itself.
+    readable = tuple(path for path in jail.readable_paths() if not os.path.islink(path))
+    if "namespaces" in have:
+        jail.enter(scratch, account)
+        # In namespaces of its own the kernel counts this sandbox's processes apart.
+        counts = True
+    else:
+        counts = False
+        if account is not None:
+            os.chown(scratch, account, account)
+            counts = _can_become(account, [*readable, scratch])
+        if account is not None and counts:
+            jail.become(account)
+        elif account is not None:
+            os.chown(scratch, 0, 0)
+            reasons["account"] = (
+                "Python, or the directory for temporary files, lies where only root can read it, "
+                "so programs run as root, without its rights"
+            )
+    kernel.renounce_privileges()
+    metered = have == {"landlock", "seccomp"}
+    if metered and (number := _error_of_meter()):
+        metered = False
+        reasons["files"] = (
+            "nothing here can limit all files of a program together, so programs can write none "
+            f"(seccomp: {os.strerror(number)})"
+        )
+    setting = Setting(
+        layers=frozenset(have),
+        readable=readable,
+        counts_processes=counts,
+        metered=metered,
+        descriptors=descriptors,
+    )
+    column = kernel.machine()
+    if column is not None:
+        seccomp.prepared(column, refused_calls(setting))
+    return setting, reasons
+
+
+def _try_namespaces(scratch: str, account: int | None) -> None:
+    jail.enter(scratch, account)
+    reason = _reason_against(
+        lambda: jail.own_box(1, 16), fork=lambda: kernel.fork_apart(jail.OF_A_JOB)
+    )
+    if reason:
+        raise OSError(reason)
+
+
+def _error_of_meter() -> int:
+    """Number of the error with which the kernel refuses that files are metered; 0 where it does
+    not. The child that tries it can write nothing any more: nobody would answer."""
+    pid = os.fork()
+    if pid == 0:
+        number = 0
+        try:
+            seccomp.install_meter()
+        except OSError as error:
+            number = error.errno or errno.EPERM
+        finally:
+            os._exit(number)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _can_become(account: int, needed: list[str]) -> bool:
+    def read_as() -> None:
+        jail.become(account)
+        for path in needed:
+            os.listdir(path)
+
+    return not _reason_against(read_as)
+
+
+def _reason_against(attempt: Callable[[], object], fork: Callable[[], int] = os.fork) -> str:
+    """Why something cannot be done, found out by a child that does it; empty where it can."""
+    reading, writing = os.pipe()
+    pid = fork()
+    if pid == 0:
+        try:
+            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+            attempt()
+            os.write(writing, b"ok")
+        except BaseException as error:
+            os.write(writing, str(error)[:500].encode() or b"failed")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        said = file.read().decode()
+    os.waitpid(pid, 0)
+    return "" if said == "ok" else said or "the process that tried it died"

@@ -1,0 +1,447 @@
+"""Many programs at a time, each in a sandbox of its own; results in the order of the jobs."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+from laurel.sandbox.control_group import GroupPlace
+from laurel.sandbox.grading import grade
+from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
+from laurel.sandbox.limits import available_memory
+from laurel.sandbox.runner import (
+    Outcome,
+    Runner,
+    SandboxGoneError,
+    SandboxLostError,
+    SandboxStartError,
+)
+from laurel.sandbox.tiers import Tier
+from laurel.sandbox.zygote_process import END_SECONDS, ZygoteProcess
+
+ATTEMPTS = 2
+_SHARE_OF_MEMORY = 0.7
+_LEAST_SHARE = 0.5
+"""Seconds that any job has: a process takes hundredths, and a busy machine makes tenths of them."""
+_CLOSED = "the sandbox has been shut down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolReport:
+    """What a pool is and has done."""
+
+    tier: str
+    num_workers: int
+    zygotes_started: int
+    statuses: dict[str, int]
+    """Jobs, by how they ended."""
+
+
+class SandboxPool:
+    """Runs jobs side by side.
+
+    Zygotes are started with the first jobs. They end with `close`, with the last reference to the
+    pool, and with this process, however it ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        tier: Tier,
+        num_workers: int,
+        backlog: int = 1024,
+        interpreter: str | None = None,
+        scratch: str | None = None,
+        place: GroupPlace | None = None,
+        make_runner: Callable[[], Runner] | None = None,
+        end_runners: Callable[[], None] | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            tier: That this machine was found to have, or a worse one. Where its layers cannot be
+                had any more, every job is a SANDBOX_ERROR: no job runs in less than it was told.
+            num_workers: Jobs at a time.
+            backlog: Jobs that may wait; whoever submits more has to wait, too.
+            interpreter: The Python that runs programs; by default the one that runs this.
+            scratch: Directory for temporary ones; by default the system's.
+            place: Where each zygote is to have a control group; by default it has none.
+            make_runner: Makes what runs the programs of one worker; by default a zygote.
+            end_runners: Ends what the runners share, before each is closed. It may not know the
+                pool, or that would never be collected.
+        """
+        self.tier = tier
+        self.num_workers = num_workers
+        make = make_runner or partial(
+            ZygoteProcess, tier.layers, interpreter=interpreter, scratch=scratch, place=place
+        )
+        self._state = _State(tier, backlog, make, end_runners)
+        self._starting = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._finalizer = weakref.finalize(self, _close, self._state, self._threads)
+
+    def submit(
+        self, job: SandboxJob, *, deadline: float | None = None, batch: int = 1
+    ) -> Future[SandboxResult]:
+        """The result to come. Waits while the backlog is full.
+
+        Args:
+            job: What to run.
+            deadline: By `time.monotonic`; a job that has not ended by then is a SANDBOX_ERROR.
+                While others wait, a job has its share of the time until then, and is tried again
+                behind them, each time with twice as much, if that was not enough: a slow program
+                costs itself.
+            batch: How many jobs are submitted together, this one included.
+        """
+        future: Future[SandboxResult] = Future()
+        with self._starting:
+            if not self._threads and not self._state.closed:
+                self._start_threads()
+        while not self._state.closed:
+            try:
+                self._state.jobs.put(_Waiting(job, deadline, future, batch), timeout=0.5)
+            except queue.Full:
+                if deadline is not None and time.monotonic() > deadline:
+                    future.set_result(_failed(job, self.tier, "its turn did not come in time"))
+                    return future
+            else:
+                if self._state.closed:
+                    _give_back(self._state)
+                return future
+        future.set_result(_failed(job, self.tier, _CLOSED))
+        return future
+
+    def run(
+        self, jobs: Sequence[SandboxJob], *, timeout_s: float | None = None
+    ) -> list[SandboxResult]:
+        """The results, in the order of the jobs.
+
+        Args:
+            jobs: What to run.
+            timeout_s: After so long nothing is run; jobs that are left are SANDBOX_ERRORs.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        futures = [self.submit(job, deadline=deadline, batch=len(jobs)) for job in jobs]
+        return [future.result() for future in futures]
+
+    def report(self) -> PoolReport:
+        """What it is and has done so far."""
+        with self._state.lock:
+            return PoolReport(
+                tier=self.tier.value,
+                num_workers=self.num_workers,
+                zygotes_started=sum(runner.starts for runner in self._state.runners),
+                statuses={status.value: n for status, n in self._state.counts.items()},
+            )
+
+    def process_ids(self) -> list[int]:
+        """The zygotes that live."""
+        with self._state.lock:
+            return [pid for runner in self._state.runners if (pid := runner.pid) is not None]
+
+    def close(self) -> None:
+        """End everything. Jobs that run or wait are SANDBOX_ERRORs. Idempotent."""
+        with self._starting:
+            self._finalizer()
+
+    def __enter__(self) -> SandboxPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_threads(self) -> None:
+        self._state.num_serving = self.num_workers
+        for index in range(self.num_workers):
+            # A thread must not know the pool: that would keep it from being collected.
+            thread = threading.Thread(
+                target=_serve, args=(self._state,), name=f"laurel-sandbox-{index}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+
+def affordable_workers(wanted: int, limits_mb: int) -> int:
+    """Workers whose programs fit into memory together if each takes all that it may: at least 1.
+
+    Args:
+        wanted: How many there should be.
+        limits_mb: Memory and disk of one program.
+    """
+    free = available_memory()
+    if free is None:
+        return wanted
+    # Two processes run at a time where tests are split from the program.
+    return max(1, min(wanted, int((free >> 20) * _SHARE_OF_MEMORY) // (2 * limits_mb)))
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A job that waits for its turn."""
+
+    job: SandboxJob
+    deadline: float | None
+    future: Future[SandboxResult]
+    batch: int = 1
+    attempts: int = 0
+    """How often it has been tried."""
+    is_begun: bool = False
+    share: float = 0.0
+    """Seconds after which it was ended for the sake of those behind it; the next are twice that."""
+    may_be_ended: bool = True
+    """For their sake; else it has all the time until the deadline."""
+
+    def begins(self) -> bool:
+        """Whether somebody still wants its result."""
+        self.is_begun = self.is_begun or self.future.set_running_or_notify_cancel()
+        return self.is_begun
+
+
+class _State:
+    """What the threads of a pool share."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        backlog: int,
+        make_runner: Callable[[], Runner],
+        end_runners: Callable[[], None] | None,
+    ) -> None:
+        self.tier = tier
+        self.make_runner = make_runner
+        self.end_runners = end_runners
+        self.jobs: queue.Queue[_Waiting | None] = queue.Queue(backlog)
+        self.lock = threading.Lock()
+        self.runners: list[Runner] = []
+        self.num_serving = 0
+        self.counts: Counter[Status] = Counter()
+        self.closed = False
+        self.owner = os.getpid()
+
+
+def _serve(state: _State) -> None:
+    """One thread, with a zygote, or whatever runs its programs, of its own."""
+    try:
+        runner = state.make_runner()
+    except Exception as error:
+        # Whoever waits for a job would wait for ever.
+        _fail_all(state, f"its worker could not be made: {type(error).__name__}: {error}")
+        return
+    with state.lock:
+        state.runners.append(runner)
+    while not state.closed and (item := state.jobs.get()) is not None:
+        if item.begins():
+            result = _result(state, runner, item)
+            if result is _LATER:
+                try:
+                    state.jobs.put_nowait(item)
+                    continue
+                except queue.Full:  # to wait for room could be to wait for all other workers
+                    item.may_be_ended = False
+                    result = _result(state, runner, item)
+                    assert result is not _LATER
+            if result is None:
+                _hand_over(state, item)
+                break
+            with state.lock:
+                state.counts[result.status] += 1
+            item.future.set_result(result)
+        # Else this thread would hold the job and the result while it waits.
+        del item
+    runner.close()
+
+
+def _fail_all(state: _State, reason: str) -> None:
+    """Fail what waits and what comes, unless others run it."""
+    if _may_leave(state):
+        return
+    while not state.closed and (item := state.jobs.get()) is not None:
+        if item.begins():
+            item.future.set_result(_failed(item.job, state.tier, reason))
+        del item
+
+
+_LATER = SandboxResult(id="", status=Status.SANDBOX_ERROR, reason="it is tried again later")
+
+
+def _result(state: _State, runner: Runner, item: _Waiting) -> SandboxResult | None:
+    """What became of a job; None where others have to run it, for this runner is gone.
+
+    `_LATER` where it had its share of the time, and others wait.
+    """
+    if item.deadline is not None and time.monotonic() > item.deadline:
+        return _failed(item.job, state.tier, "its turn did not come in time")
+    until = item.deadline
+    share = _share_of_time(state, item) if item.may_be_ended else None
+    if share is not None:
+        item.share = share
+        until = time.monotonic() + share
+    try:
+        return _attempt(state, _Bounded(runner, until), item)
+    except _TimeIsUpError:
+        if share is None:
+            return _failed(item.job, state.tier, "the deadline came while it ran")
+        item.attempts = 0
+        return _LATER
+    except SandboxGoneError as error:
+        if _may_leave(state):
+            return None
+        return _failed(item.job, state.tier, str(error), attempt=max(1, item.attempts))
+
+
+def _share_of_time(state: _State, item: _Waiting) -> float | None:
+    """Seconds that a job may take while others wait; None where it may take all it wants."""
+    with state.lock:
+        num_runners = max(1, len(state.runners))
+    waiting = state.jobs.qsize()
+    if not item.share:  # those that were asked with it may not have been put into the queue yet
+        waiting = max(waiting, item.batch - num_runners)
+    if item.deadline is None or waiting <= 0:
+        return None
+    left = item.deadline - time.monotonic()
+    # Half of the time at first, so that those that are tried again have the other half.
+    share = max(_LEAST_SHARE, left / 2 * num_runners / (waiting + num_runners), 2 * item.share)
+    return share if share < left else None
+
+
+class _TimeIsUpError(Exception):
+    """A program was ended for lack of time, not at a limit of its own: no verdict on it."""
+
+
+class _Bounded:
+    """A runner that ends what it runs at a moment, and says so instead of calling it slow."""
+
+    def __init__(self, runner: Runner, until: float | None) -> None:
+        self._runner = runner
+        self._until = until
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def one(self, *args: Any, limits: Limits, **options: Any) -> Outcome:
+        """See `Runner`."""
+        bounded, is_shorter = self._bounded(limits)
+        outcome = self._runner.one(*args, limits=bounded, **options)
+        self._check(is_shorter, outcome)
+        return outcome
+
+    def pair(self, *args: Any, limits: Limits, **options: Any) -> tuple[Outcome, Outcome]:
+        """See `Runner`."""
+        bounded, is_shorter = self._bounded(limits)
+        found = self._runner.pair(*args, limits=bounded, **options)
+        self._check(is_shorter, *found)
+        return found
+
+    def _bounded(self, limits: Limits) -> tuple[Limits, bool]:
+        if self._until is None:
+            return limits, False
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise _TimeIsUpError
+        if left >= limits.wall_s:
+            return limits, False
+        return replace(limits, wall_s=left), True
+
+    def _check(self, is_shorter: bool, *outcomes: Outcome) -> None:
+        if is_shorter and any(outcome.ended_by == "wall" for outcome in outcomes):
+            raise _TimeIsUpError
+
+
+def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
+    """The result; where the sandbox fails, once more, and then a failure.
+
+    Raises:
+        SandboxGoneError: The runner is gone, and the job has not been tried in vain for it.
+    """
+    job, reason, tier = item.job, _CLOSED, runner.tier or state.tier
+    while item.attempts < ATTEMPTS:
+        if state.closed:
+            break
+        try:
+            item.attempts += 1
+            runner.start()
+            if not tier.layers <= runner.layers:
+                missing = ", ".join(sorted(tier.layers - runner.layers))
+                raise SandboxStartError(f"it has lost a layer that it had: {missing}")
+            return grade(job, cast(Runner, runner), tier=tier.value, attempt=item.attempts)
+        except SandboxGoneError:
+            item.attempts -= 1
+            raise
+        except _TimeIsUpError:
+            raise
+        except (SandboxLostError, SandboxStartError) as error:
+            reason = str(error)
+            runner.discard()  # it may be the one that is stuck
+        except Exception as error:  # whatever a program made us do, the step goes on
+            reason = f"{type(error).__name__}: {error}"
+    return _failed(job, tier, reason, attempt=max(1, item.attempts))
+
+
+def _may_leave(state: _State) -> bool:
+    """Whether there is somebody else to run what waits; the last one stays, to say why not."""
+    with state.lock:
+        if state.num_serving > 1:
+            state.num_serving -= 1
+            return True
+    return False
+
+
+def _hand_over(state: _State, item: _Waiting) -> None:
+    """Let others run what was begun here."""
+    while not state.closed:
+        try:
+            state.jobs.put(item, timeout=0.5)
+        except queue.Full:
+            continue
+        if state.closed:
+            _give_back(state)
+        return
+    item.future.set_result(_failed(item.job, state.tier, _CLOSED))
+
+
+def _failed(job: SandboxJob, tier: Tier, reason: str, *, attempt: int = 1) -> SandboxResult:
+    return SandboxResult(
+        id=job.id, status=Status.SANDBOX_ERROR, tier=tier.value, attempt=attempt, reason=reason
+    )
+
+
+def _give_back(state: _State) -> None:
+    """Fail what nobody will run any more."""
+    while True:
+        try:
+            item = state.jobs.get_nowait()
+        except queue.Empty:
+            return
+        if item is not None and item.begins():
+            item.future.set_result(_failed(item.job, state.tier, _CLOSED))
+
+
+def _close(state: _State, threads: list[threading.Thread]) -> None:
+    if state.closed or os.getpid() != state.owner:  # a fork of the trainer has only copies
+        return
+    state.closed = True
+    _give_back(state)
+    for _ in threads:
+        try:
+            state.jobs.put_nowait(None)
+        except queue.Full:
+            break
+    if state.end_runners is not None:
+        state.end_runners()
+    with state.lock:
+        runners = list(state.runners)
+    for runner in runners:
+        runner.close()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(END_SECONDS)
+    _give_back(state)

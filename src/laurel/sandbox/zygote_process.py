@@ -1,0 +1,344 @@
+"""A zygote, seen from the process that asks it to run programs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from laurel.sandbox.control_group import ControlGroup, GroupPlace
+from laurel.sandbox.inside.boxes import remove_box
+from laurel.sandbox.inside.messages import receive, send
+from laurel.sandbox.jobs import Limits
+from laurel.sandbox.runner import Outcome, SandboxLostError, SandboxStartError
+from laurel.sandbox.tiers import Tier
+
+START_SECONDS = 60.0
+"""Limit for a zygote to be ready, on a machine that is busy with other things."""
+END_SECONDS = 5.0
+GRACE_SECONDS = 10.0
+"""What a monitor may take beyond the wall clock of its job."""
+_LONGEST_REPLY = 1 << 14
+_ENVIRONMENT = {
+    "LANG": "C.UTF-8",
+    # Else the order of a set of texts, and a verdict that depends on it, would be a matter of luck.
+    "PYTHONHASHSEED": "0",
+    # One arena: each thread would else take 64 MB of a program's address space.
+    "MALLOC_ARENA_MAX": "1",
+    # Else each fork would look up the functions of the C library again.
+    "LD_BIND_NOW": "1",
+}
+
+# The packages above are empty stand-ins: nothing of Laurel is imported but the files in `inside`.
+_BOOT = """\
+import sys, types
+for name in ("laurel", "laurel.sandbox"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+sys.modules[name].__path__ = [{room!r}]
+from laurel.sandbox.inside.zygote import main
+main({control})
+"""
+
+
+class RunningJob:
+    """A program that runs. Used by one thread."""
+
+    def __init__(
+        self, link: socket.socket, limits: Limits, group: ControlGroup | None = None
+    ) -> None:
+        self._link = link
+        self._group = group
+        self._killed_before = group.num_killed() if group else 0
+        self._deadline = time.monotonic() + limits.wall_s + GRACE_SECONDS
+
+    def outcome(self) -> Outcome:
+        """Wait for its end.
+
+        Raises:
+            SandboxLostError: It could not be locked in, or its monitor is gone or late.
+        """
+        try:
+            header, parts = receive(self._link, self._deadline)
+        except TimeoutError as error:
+            raise SandboxLostError("the monitor of the program does not answer") from error
+        except OSError as error:
+            raise SandboxLostError("the monitor of the program is gone") from error
+        finally:
+            self._link.close()
+        if not header["ready"]:
+            if header.get("ended_by") in ("wall", "cancel") and not header["said"]:
+                raise SandboxLostError("the program did not even start in its time")
+            raise SandboxLostError(header["said"] or "the program could not be started")
+        stdout, stderr, result = parts
+        return Outcome(
+            ended_by="memory" if self._lacked_memory(header) else header["ended_by"],
+            exit_code=header.get("exit_code"),
+            signal=header.get("signal"),
+            cpu_s=header.get("cpu_s"),
+            wall_s=header["wall_s"],
+            max_rss_kb=header.get("max_rss_kb", 0),
+            stdout=stdout,
+            stderr=stderr,
+            result=result,
+            truncated=frozenset(header["truncated"]),
+        )
+
+    def _lacked_memory(self, header: Mapping[str, Any]) -> bool:
+        """Whether the kernel ended it, because its group had no memory left."""
+        return (
+            self._group is not None
+            and header.get("signal") == signal.SIGKILL
+            and self._group.num_killed() > self._killed_before
+        )
+
+    def cancel(self) -> None:
+        """End it now, whatever it does; `outcome` may still be asked."""
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """End it now, and do not ask for more. Idempotent."""
+        self._link.close()
+
+
+class ZygoteProcess:
+    """Starts jobs, and is started anew where it died. Safe to use from several threads."""
+
+    tier: Tier | None = None
+
+    def __init__(
+        self,
+        layers: frozenset[str],
+        *,
+        interpreter: str | None = None,
+        scratch: str | None = None,
+        place: GroupPlace | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            layers: Those to take up, as far as the machine has them.
+            interpreter: The Python that runs programs; by default the one that runs this.
+            scratch: Directory for temporary ones; by default the system's.
+            place: Where it is to have a control group of its own; by default it has none.
+        """
+        self.wanted = layers
+        self.layers: frozenset[str] = frozenset()
+        """Those that it has; known once it has been started."""
+        self.reasons: Mapping[str, str] = {}
+        """Why it has not the others."""
+        self.starts = 0
+        self._interpreter = interpreter or own_interpreter()
+        self._parent_of_scratch = scratch
+        self._lock = threading.RLock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._scratch: str | None = None
+        self._place = place
+        self._group: ControlGroup | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, while it has one."""
+        with self._lock:
+            return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start it, unless it lives; `SandboxStartError` where that fails."""
+        with self._lock:
+            if self._closed:
+                raise SandboxStartError("the sandbox has been shut down")
+            if self._process is not None and self._process.poll() is not None:
+                self._stop()
+            if self._process is None:
+                self._start()
+
+    def run(
+        self,
+        header: Mapping[str, Any],
+        *parts: bytes,
+        limits: Limits,
+        stdin: bytes = b"",
+        channel: socket.socket | None = None,
+    ) -> RunningJob:
+        """Start a program.
+
+        Args:
+            header: Its kind, and what goes with that.
+            parts: Its source, and what goes with its kind.
+            limits: See `Limits`.
+            stdin: What it reads.
+            channel: An end of a connection that it is given; the caller's stays open.
+
+        Raises:
+            SandboxLostError: The zygote died twice.
+            SandboxStartError: It does not start.
+        """
+        for _ in range(2):
+            here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                with self._lock, there:
+                    self.start()
+                    assert self._control is not None
+                    group = self._group
+                    if group is not None:
+                        group.allow(limits)
+                    given = [there.fileno()] + ([channel.fileno()] if channel else [])
+                    socket.send_fds(self._control, [b"j"], given)
+                send(here, {**header, "limits": limits.message()}, *parts, stdin)
+            except OSError:
+                here.close()
+                with self._lock:
+                    self._stop()
+                continue
+            except BaseException:
+                here.close()
+                raise
+            return RunningJob(here, limits, group)
+        raise SandboxLostError("the sandbox dies as soon as it is started")
+
+    def one(
+        self, header: Mapping[str, Any], *parts: bytes, limits: Limits, stdin: bytes = b""
+    ) -> Outcome:
+        """See `Runner`."""
+        running = self.run(header, *parts, limits=limits, stdin=stdin)
+        try:
+            return running.outcome()
+        finally:
+            running.close()
+
+    def pair(
+        self,
+        code: bytes,
+        header: Mapping[str, Any],
+        *parts: bytes,
+        limits: Limits,
+        is_waiting: Callable[[Outcome], bool],
+    ) -> tuple[Outcome, Outcome]:
+        """See `Runner`: two processes in two sandboxes."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ours, theirs:
+            candidate = self.run({"kind": "serve"}, code, limits=limits, channel=theirs)
+            try:
+                tester = self.run(header, *parts, limits=limits, channel=ours)
+                # Else neither would see that the other is gone.
+                ours.close()
+                theirs.close()
+                try:
+                    verdict = tester.outcome()
+                finally:
+                    tester.close()
+                if not is_waiting(verdict):
+                    candidate.cancel()
+                return verdict, candidate.outcome()
+            finally:
+                candidate.close()
+
+    def discard(self) -> None:
+        """End it and all that it runs; the next job gets a new one."""
+        with self._lock:
+            self._stop()
+
+    def close(self) -> None:
+        """End it and all that it runs, for good. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._stop()
+
+    # ------------------------------------------------------------------------- under the lock
+
+    def _start(self) -> None:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._scratch = tempfile.mkdtemp(prefix="laurel-sandbox-", dir=self._parent_of_scratch)
+        self.starts += 1
+        boot = _BOOT.format(room=str(Path(__file__).parent), control=there.fileno())
+        with tempfile.TemporaryFile() as said, there:
+            self._process = subprocess.Popen(
+                # As -I, but for the hash seed: our variables are all that there are.
+                [self._interpreter, "-P", "-s", "-S", "-B", "-c", boot],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                cwd="/",
+                env=_ENVIRONMENT,
+                start_new_session=True,  # Ctrl-C is for the trainer, which saves before it goes
+            )
+            there.close()
+            try:
+                self._enclose(self._process.pid)
+                self._greet(here)
+            except (OSError, ValueError, SandboxStartError) as error:
+                here.close()
+                self._stop()
+                said.seek(0)
+                last = said.read().decode(errors="replace").strip()[-2000:]
+                raise SandboxStartError(
+                    f"the sandbox does not start: {error}" + (f"\n{last}" if last else "")
+                ) from error
+        self._control = here
+        if "namespaces" in self.layers:
+            self._remove_scratch()  # nothing is ever in it; nobody can if this process is killed
+
+    def _enclose(self, pid: int) -> None:
+        """Put it into its control group, before it starts anything."""
+        if self._place is not None:
+            self._group = ControlGroup(self._place)
+            self._group.allow(Limits())
+            self._group.take(pid)
+
+    def _greet(self, control: socket.socket) -> None:
+        control.settimeout(START_SECONDS)
+        request = {"layers": sorted(self.wanted), "scratch": self._scratch}
+        control.sendall(json.dumps(request).encode())
+        received = b""
+        while not received.endswith(b"\n"):
+            part = control.recv(_LONGEST_REPLY)
+            if not part:
+                raise SandboxStartError("its process ended")
+            received += part
+        reply = json.loads(received)
+        if "failed" in reply:
+            raise SandboxStartError(reply["failed"])
+        self.layers, self.reasons = frozenset(reply["layers"]), reply["reasons"]
+
+    def _stop(self) -> None:
+        """End the zygote: its jobs end with it, and whoever waits for them sees that."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            try:
+                self._process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        if self._group is not None:
+            self._group.end()
+            self._group = None
+        self._remove_scratch()
+
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            with contextlib.suppress(OSError):  # a program's own account may own what is left
+                remove_box(self._scratch)
+            self._scratch = None
+
+
+def own_interpreter() -> str:
+    """The Python that runs this, without the virtual environment around it."""
+    base = getattr(sys, "_base_executable", None)
+    return os.path.realpath(base or sys.executable)

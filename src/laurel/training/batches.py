@@ -1,0 +1,160 @@
+"""Groups of tokens to micro-batches, as the policy section asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+from laurel.config.policy import PolicyConfig
+from laurel.data.forest import pack, pack_evenly, pack_padded, pad, plant
+from laurel.training.learner import MicroBatch
+from laurel.types import TokenGroup
+
+Label = TypeVar("Label")
+
+
+class Batcher:
+    """Cuts batches into micro-batches for one model."""
+
+    def __init__(
+        self,
+        path: Literal["forest", "padded"],
+        policy: PolicyConfig,
+        *,
+        pad_id: int,
+        places: int = 1,
+    ) -> None:
+        """Say who computes the micro-batches.
+
+        Args:
+            path: How batches reach the model.
+            policy: Budgets.
+            pad_id: For models on the padded path.
+            places: `Learner.num_places`.
+        """
+        self.path: Literal["forest", "padded"] = path
+        self._policy = policy
+        self._pad_id = pad_id
+        self._places = places
+
+    def cut(
+        self, tokens: Sequence[TokenGroup], labels: Sequence[Label], *, micro_batch_size: int
+    ) -> list[MicroBatch[Label]]:
+        """Micro-batches of all groups.
+
+        Forests are filled up to the token budget, evenly where several places compute. Padded rows
+        are filled too where dynamic batching is on, or packing is on and the model cannot read
+        forests; otherwise they hold `micro_batch_size` groups each, in order.
+        """
+        policy = self._policy
+        if self._is_forest:
+            share = policy.sequence_packing.share_prompts
+            sizes = [t.num_tokens if share else sum(t.lengths_G) for t in tokens]
+            parts = pack_evenly(sizes, self.forest_budget, places=self._places)
+        elif policy.dynamic_batching.enabled or policy.sequence_packing.enabled:
+            dynamic, packing = policy.dynamic_batching, policy.sequence_packing
+            budget = policy.token_budget(dynamic if dynamic.enabled else packing)
+            parts = pack_padded([t.lengths_G for t in tokens], budget)
+        else:
+            starts = range(0, len(tokens), micro_batch_size)
+            parts = [list(range(s, min(s + micro_batch_size, len(tokens)))) for s in starts]
+        return [
+            self._lay_out([tokens[i] for i in indices], [labels[i] for i in indices])
+            for indices in parts
+        ]
+
+    @property
+    def _is_forest(self) -> bool:
+        return self.path == "forest"
+
+    @property
+    def forest_budget(self) -> int:
+        """Tokens of one forest."""
+        return self._policy.token_budget(self._policy.sequence_packing)
+
+    def divide(
+        self,
+        tokens: Sequence[TokenGroup],
+        labels: Sequence[Label],
+        subset: Callable[[Label, Sequence[int]], Label],
+    ) -> tuple[list[TokenGroup], list[Label]]:
+        """Smaller groups, for losses in which each completion stands for itself.
+
+        A group that is larger than a forest's budget becomes several, which share the prompt among
+        fewer; without prompt sharing, and for padded rows, each completion becomes its own.
+
+        Args:
+            tokens: The groups.
+            labels: Of each.
+            subset: The label of some of a group's completions.
+        """
+        parts: list[TokenGroup] = []
+        their_labels: list[Label] = []
+        for group, label in zip(tokens, labels, strict=True):
+            for indices in self._shares(group):
+                parts.append(part_of(group, indices))
+                whole = len(indices) == len(group.branches_ids_G)
+                their_labels.append(label if whole else subset(label, indices))
+        return parts, their_labels
+
+    def _shares(self, group: TokenGroup) -> list[list[int]]:
+        shares_prompt = self._is_forest and self._policy.sequence_packing.share_prompts
+        return shares(group, budget=self.forest_budget if shares_prompt else None)
+
+    def _lay_out(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> MicroBatch[Label]:
+        if self._is_forest:
+            forest = plant(tokens, share_prompts=self._policy.sequence_packing.share_prompts)
+            return MicroBatch(inputs=forest, labels=labels, num_tokens=len(forest.ids_T))
+        rows = pad(tokens, pad_id=self._pad_id)
+        return MicroBatch(inputs=rows, labels=labels, num_tokens=rows.ids_NL.numel())
+
+
+def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
+    """Which completions of a group are computed together, as indices of its branches.
+
+    All of them where they and the prompt are no more than `budget` tokens, else as many as are;
+    each by itself where there is no budget, as nothing is shared then.
+    """
+    sizes = [len(ids) for ids in group.branches_ids_G]
+    if budget is None:
+        return [[i] for i in range(len(sizes))]
+    if group.num_tokens <= budget:
+        return [list(range(len(sizes)))]
+    return pack(sizes, max(1, budget - len(group.trunk_ids)))
+
+
+def part_of(group: TokenGroup, indices: Sequence[int]) -> TokenGroup:
+    """The group with only these completions."""
+    branches_ids_G = tuple(group.branches_ids_G[i] for i in indices)
+    return replace(group, branches_ids_G=branches_ids_G, truncated_G=())
+
+
+def global_batches(
+    groups: Sequence[TokenGroup],
+    labels: Sequence[Label],
+    subset: Callable[[Label, Sequence[int]], Label],
+    *,
+    size: int,
+) -> list[tuple[list[TokenGroup], list[Label]]]:
+    """Batches of `size` completions each, in order; groups are cut where need be.
+
+    Args:
+        groups: All that is to be learned from.
+        labels: Of each group.
+        subset: The label of some of a group's completions.
+        size: Completions of one optimizer step; the last batch takes what is left.
+    """
+    batches: list[tuple[list[TokenGroup], list[Label]]] = []
+    room = 0
+    for group, label in zip(groups, labels, strict=True):
+        first, count = 0, len(group.branches_ids_G)
+        while first < count:
+            if room == 0:
+                batches.append(([], []))
+                room = size
+            chosen = range(first, min(first + room, count))
+            batches[-1][0].append(part_of(group, chosen))
+            batches[-1][1].append(subset(label, chosen))
+            room, first = room - len(chosen), chosen.stop
+    return batches

@@ -1,0 +1,312 @@
+"""Learning from rows that are there before the run, epoch after epoch.
+
+    rows --tokens--> micro-batches --model--> outputs --loss--> gradient --step--> figures
+
+Reward-model training and supervised fine-tuning have this in common; what a row is, what becomes of
+a step that was not applied, and what is measured is theirs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
+from laurel.config.sft import SFTConfig, SFTRun
+from laurel.data.loader import StepOrder
+from laurel.evaluation.benchmarks import BenchmarkSet
+from laurel.models.scoring import ScoringContract
+from laurel.observe.metrics import answer_length, attribute_metrics, preference_metrics
+from laurel.observe.progress import Phase
+from laurel.training.batches import Batcher
+from laurel.training.learner import Learner, Loss, MicroBatch, Update, add_up
+from laurel.training.loop import Schedule, Surroundings, TrainingLoop
+from laurel.training.losses import RewardLoss
+from laurel.training.state import Position
+from laurel.types import Preference, PreferenceSample, TokenGroup
+
+# --------------------------------------------------------------------------------------------------
+# Validating a reward model on judged groups.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Validation:
+    """What validating one set gave."""
+
+    metrics: dict[str, float]
+    """By bare name; what is undefined is absent."""
+    scores_BG: tuple[tuple[float, ...], ...] = ()
+    """Scalar reward of every completion of every group; of a policy there are none."""
+
+
+def validate(
+    learner: Learner,
+    samples: Sequence[PreferenceSample],
+    micro_batches: Sequence[MicroBatch[Preference]],
+    *,
+    loss: RewardLoss,
+    contract: ScoringContract,
+    on_groups: Callable[[int], None] = lambda done: None,
+) -> Validation:
+    """Score a validation set and measure how well the scores agree with the judgements.
+
+    Args:
+        learner: Holds the model.
+        samples: The set.
+        micro_batches: The same groups, cut up in any order.
+        loss: Gives the validation loss.
+        contract: Turns the outputs of a regression head into the scalar.
+        on_groups: Called with the number of groups of each micro-batch when it is done.
+    """
+    totals: dict[str, Tensor] = {}
+    values: dict[str, np.ndarray] = {}
+    found = learner.outputs([micro_batch.inputs for micro_batch in micro_batches])
+    for micro_batch, outputs_NK in zip(micro_batches, found, strict=True):
+        add_up(totals, loss(outputs_NK, micro_batch.labels, num_groups=1.0).sums)
+        rows_NK, first = outputs_NK.float().cpu().numpy(), 0
+        for preference in micro_batch.labels:
+            size = len(preference.ranks_G)
+            values[preference.group.id] = rows_NK[first : first + size]
+            first += size
+        on_groups(len(micro_batch.labels))
+    values_BGK = [values[sample.preference.group.id] for sample in samples]
+    scores_BG = tuple(tuple(contract.scalar(row) for row in group.tolist()) for group in values_BGK)
+    metrics = preference_metrics(
+        scores_BG,
+        [sample.preference.ranks_G for sample in samples],
+        [
+            [answer_length(one.messages) for one in sample.preference.group.completions_G]
+            for sample in samples
+        ],
+    )
+    attributes = contract.rules.attributes
+    if attributes:
+        targets = [row for s in samples for row in s.preference.attributes_GK or ()]
+        metrics |= attribute_metrics(np.concatenate(values_BGK), np.asarray(targets), attributes)
+    loss_value = loss.metrics(totals).get("loss")
+    if loss_value is not None and np.isfinite(loss_value):
+        metrics = {"loss": loss_value, **metrics}
+    return Validation(metrics=metrics, scores_BG=scores_BG)
+
+
+class Tokenised(Protocol):
+    """A row that has become tokens."""
+
+    @property
+    def tokens(self) -> TokenGroup:
+        """Its prompt and completions, in tokens."""
+        ...
+
+
+Sample = TypeVar("Sample", bound=Tokenised)
+Label = TypeVar("Label")
+
+EpochRun = RewardTrainingRun | SFTRun
+EpochSection = RewardTrainingConfig | SFTConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpochParts(Generic[Sample]):
+    """What such a run works with."""
+
+    learner: Learner
+    batcher: Batcher
+    train: Sequence[Sample]
+    validation: Mapping[str, Sequence[Sample]]
+    """Sets by name."""
+    benchmarks: Mapping[str, BenchmarkSet] = field(default_factory=dict)
+    """What a reward model is validated on besides, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Taken(Generic[Sample]):
+    """A step that the learner was asked to take."""
+
+    samples: Sequence[Sample]
+    update: Update
+    num_micro_batches: int
+    num_computed: int
+    """Tokens that went through the model: see `MicroBatch.num_tokens`."""
+    seconds: float
+
+
+class EpochTraining(TrainingLoop, Generic[Sample, Label]):
+    """One run over a training set."""
+
+    def __init__(
+        self,
+        config: EpochRun,
+        surroundings: Surroundings,
+        parts: EpochParts[Sample],
+        *,
+        loss: Loss[Label],
+    ) -> None:
+        self.section = section_of(config)
+        schedule = Schedule.of(
+            self.section,
+            config.checkpointing,
+            total_steps=total_steps(config, len(parts.train)),
+            has_validation=bool(parts.validation or parts.benchmarks),
+        )
+        super().__init__(schedule, surroundings)
+        self.config = config
+        self.learner = parts.learner
+        self.batcher = parts.batcher
+        self.train = parts.train
+        self.validation = {
+            name: rows_to_validate(rows, self.section) for name, rows in parts.validation.items()
+        }
+        self.loss = loss
+        self.order = step_order(config, len(parts.train))
+
+    # ------------------------------------------------------------------- what an algorithm fills in
+
+    @abstractmethod
+    def label(self, sample: Sample) -> Label:
+        """What the loss reads of a row."""
+
+    @abstractmethod
+    def validate(
+        self,
+        samples: Sequence[Sample],
+        micro_batches: Sequence[MicroBatch[Label]],
+        on_rows: Callable[[int], None],
+    ) -> Validation:
+        """Measure one set, which is also given cut up.
+
+        `on_rows` is to be called with the number of rows of each micro-batch when it is done.
+        """
+
+    @abstractmethod
+    def report(
+        self, name: str, samples: Sequence[Sample], validation: Validation, *, step: int
+    ) -> None:
+        """Show how the validation of a set went; its figures are logged without that."""
+
+    # ------------------------------------------------------------------------ the parts of a step
+
+    def take(self, position: Position) -> Taken[Sample]:
+        """Learn from the rows of the step after this position."""
+        samples = [self.train[row] for row in self.order.rows(position.step)]
+        with self.timers.time("total_step_time"):
+            micro_batches = self._cut(samples, self.config.policy.train_micro_batch_size)
+            update = self.learner.update(micro_batches, self.loss)
+        seconds = self.timers.collect()["total_step_time"]
+        self.deadline.took("step", seconds)
+        return Taken(
+            samples=samples,
+            update=update,
+            num_micro_batches=len(micro_batches),
+            num_computed=sum(micro_batch.num_tokens for micro_batch in micro_batches),
+            seconds=seconds,
+        )
+
+    def log(
+        self,
+        position: Position,
+        taken: Taken[Sample],
+        *,
+        bad_steps: int,
+        figures: Mapping[str, float] | None = None,
+    ) -> Position:
+        """Log and show a step that was taken at this position: the position after it.
+
+        Args:
+            position: Before the step.
+            taken: The step.
+            bad_steps: Bad steps in a row after it.
+            figures: More that is logged, by full name.
+        """
+        num_tokens = sum(sum(sample.tokens.lengths_G) for sample in taken.samples)
+        metrics = {
+            **{f"train/{name}": value for name, value in taken.update.metrics.items()},
+            "train/epoch": float(self.order.epoch_of(position.step)),
+            "timing/train/total_step_time": taken.seconds,
+            "performance/num_micro_batches": float(taken.num_micro_batches),
+            "performance/tokens_per_second": num_tokens / taken.seconds,
+            **{f"performance/{name}": v for name, v in taken.update.performance.items()},
+            **(figures or {}),
+        }
+        step = position.step + 1
+        self.logger.log(metrics, step=step)
+        self.progress.step(step, metrics, pairs=len(taken.samples), tokens=num_tokens)
+        train_metrics = {f"train_{name}": value for name, value in taken.update.metrics.items()}
+        return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
+
+    # --------------------------------------------------------------------------------- validating
+
+    def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
+        """See `TrainingLoop`."""
+        logged: dict[str, float] = {}
+        keyed: dict[str, float] = {}
+        for name, samples in self.validation.items():
+            with (
+                self.progress.phase(f"validating {name}", len(samples)) as phase,
+                self.timers.time("total_validation_time"),
+            ):
+                micro_batches = self._cut(samples, self.section.val_micro_batch_size)
+                validation = self.validate(samples, micro_batches, partial(self._validated, phase))
+            seconds = self.timers.collect()["total_validation_time"]
+            logged |= {f"validation-{name}/{k}": v for k, v in validation.metrics.items()}
+            logged[f"timing/validation-{name}/total_validation_time"] = seconds
+            keyed |= {f"validation-{name}_{k}": v for k, v in validation.metrics.items()}
+            self.report(name, samples, validation, step=step)
+        return logged, keyed
+
+    def _validated(self, phase: Phase, count: int) -> None:
+        phase.advance(count)
+        self.heed()
+
+    # ------------------------------------------------------------------------------------- of both
+
+    def info(self, position: Position) -> dict[str, object]:
+        """See `TrainingLoop`."""
+        return {
+            "epoch": self.order.epoch_of(max(position.step - 1, 0)),
+            "step": position.step % self.order.steps_per_epoch,
+            "total_steps": position.step,
+            "consumed_samples": self.order.samples_before(position.step),
+            **position.metrics,
+        }
+
+    def _cut(self, samples: Sequence[Sample], micro_batch_size: int) -> list[MicroBatch[Label]]:
+        return self.batcher.cut(
+            [sample.tokens for sample in samples],
+            [self.label(sample) for sample in samples],
+            micro_batch_size=micro_batch_size,
+        )
+
+
+def section_of(config: EpochRun) -> EpochSection:
+    """The section that says how long, and how often validated."""
+    return config.rm if isinstance(config, RewardTrainingRun) else config.sft
+
+
+def step_order(config: EpochRun, num_rows: int) -> StepOrder:
+    """The order of the training rows."""
+    return StepOrder(
+        num_rows,
+        config.policy.train_global_batch_size,
+        shuffle=config.data.shuffle,
+        seed=section_of(config).seed,
+    )
+
+
+def total_steps(config: EpochRun, num_rows: int) -> int:
+    """Steps of the run: all epochs, or the limit."""
+    section = section_of(config)
+    steps = section.max_num_epochs * step_order(config, num_rows).steps_per_epoch
+    return steps if section.max_num_steps < 0 else min(steps, section.max_num_steps)
+
+
+def rows_to_validate(rows: Sequence[Sample], section: EpochSection) -> Sequence[Sample]:
+    """The rows of a validation set that are used: its first `val_batches`, or all."""
+    if section.val_batches <= 0:
+        return rows
+    return rows[: section.val_batches * section.val_global_batch_size]

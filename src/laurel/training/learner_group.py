@@ -1,0 +1,669 @@
+"""The learner of many ranks, as the loops see it: the batch is divided here, and nowhere else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from laurel.config.policy import ClusterConfig, PolicyConfig
+from laurel.errors import BroadcastError, CheckpointError, WorkerError
+from laurel.generation.transformers.cpu_products import quick_products
+from laurel.generation.weights.broadcast import Meeting, WeightLink, send
+from laurel.generation.weights.routes import SentWeights
+from laurel.generation.weights.shared_memory import Lender, Reach, SharedBucket, reach_of
+from laurel.models.checkpoint.store import is_disk_error
+from laurel.models.forest.outputs import TokenOutputs
+from laurel.models.forest.policy import Reference
+from laurel.models.loading.adapters import adapted_layers
+from laurel.models.loading.policy import LoadedPolicy, check_policy_paths
+from laurel.models.loading.reward_model import LoadedRewardModel
+from laurel.models.parallel.mesh import AcrossRanks, ParallelShape, held_bytes
+from laurel.models.scoring import ScoringContract
+from laurel.protocols import WorkerGroup
+from laurel.rewards.open import quiet_libraries
+from laurel.rewards.scorer import check_golden, check_paths
+from laurel.sandbox.limits import available_cores
+from laurel.training.learner import (
+    NOTHING_TO_LEARN,
+    Asked,
+    Inputs,
+    Label,
+    LocalLearner,
+    Loss,
+    MicroBatch,
+    Step,
+    Update,
+    denominator_of,
+    update_of,
+    weights_of,
+)
+from laurel.types import TokenForest, Weights
+from laurel.workers.process import choose_device, give_back_freed_memory, prepare, seed_everything
+from laurel.workers.rendezvous import Place, join, leave
+
+ROUND = 8
+"""Batches that a place is asked for at a time: while one round travels, nobody computes."""
+BUCKET_BYTES = 64 * 2**20
+"""Weights that travel at a time."""
+
+
+class LearnerGroup:
+    """A `Learner` over a group of `LearnerWorker`s.
+
+    Whatever a worker raises, or its death, is a `WorkerError` here; but a disk that refuses raises
+    what it would without a group.
+    """
+
+    def __init__(self, group: WorkerGroup, shape: ParallelShape) -> None:
+        """Speak for a group.
+
+        Args:
+            group: Its workers have been made with the same shape. It ends with `shutdown`.
+            shape: How its ranks are arranged; those that read the same data are neighbours.
+        """
+        assert group.size == shape.num_ranks, f"{group.size} ranks are not {shape}"
+        self.group = group
+        self.shape = shape
+        self.facts: ModelFacts = group.call_one(0, "describe")
+        self._learning_rate = float(group.call_one(0, "learning_rate"))
+
+    @property
+    def learning_rate(self) -> float:
+        """See `Learner`."""
+        return self._learning_rate
+
+    @property
+    def num_places(self) -> int:
+        """See `Learner`."""
+        return self.shape.dp
+
+    def held_bytes(self) -> list[int]:
+        """Bytes of weights that each rank holds."""
+        return self.group.call("held_bytes")
+
+    # ------------------------------------------------------------------------ learning, being asked
+
+    def update(self, batch: Sequence[MicroBatch[Label]], loss: Loss[Label]) -> Update:
+        """See `Learner`."""
+        denominator = denominator_of(batch, loss)
+        if denominator == 0:
+            return Update(metrics={}, failure=NOTHING_TO_LEARN)
+        sizes = [micro_batch.num_tokens for micro_batch in batch]
+        shares = share_out(sizes, self.shape.dp)
+        smallest = min(batch, key=lambda micro_batch: micro_batch.num_tokens)
+        arguments = []
+        for share in shares:
+            own = [smallest if i is None else batch[i] for i in share]
+            fillers = [place for place, i in enumerate(share) if i is None]
+            arguments.append((own, fillers, loss, denominator))
+        answers = self.group.call_each("take_step", self._of_ranks(arguments))
+        self._learning_rate = answers[0][1]
+        update = update_of([step for step, _ in answers if step is not None], loss)
+        update.performance["rank_token_imbalance"] = imbalance(sizes, shares)
+        return update
+
+    def outputs(
+        self,
+        batches: Sequence[Inputs],
+        *,
+        of: Asked = "model",
+        in_full_precision: bool = False,
+        temperature: float | None = None,
+    ) -> Iterator[Any]:
+        """See `Learner`; on the CPU."""
+        each_time = ROUND * self.shape.dp
+        for first in range(0, len(batches), each_time):
+            some = batches[first : first + each_time]
+            sizes = [num_tokens_of(inputs) for inputs in some]
+            shares = share_out(sizes, self.shape.dp)
+            filler = some[sizes.index(min(sizes))]
+            arguments = [
+                ([filler if i is None else some[i] for i in share], of, in_full_precision,
+                 temperature)
+                for share in shares
+            ]  # fmt: skip
+            answers = self.group.call_each("outputs", self._of_ranks(arguments))
+            found: dict[int, Any] = {}
+            for share, outputs in zip(shares, answers[:: self.shape.each], strict=True):
+                pairs = zip(share, outputs, strict=True)
+                found |= {i: output for i, output in pairs if i is not None}
+            for number in range(len(some)):
+                yield found.pop(number)
+
+    def _of_ranks(self, of_places: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """The arguments of each place for each of its ranks."""
+        return [arguments for arguments in of_places for _ in range(self.shape.each)]
+
+    # ------------------------------------------------------------------- weights, saving, resting
+
+    def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner`; on the CPU. While one bucket is read, the ranks gather the next."""
+        self.group.call("open_weights", changing_only)
+        gathering = self.group.start("next_weights", BUCKET_BYTES)
+        while bucket := gathering.wait()[0]:
+            gathering = self.group.start("next_weights", BUCKET_BYTES)
+            yield from bucket
+
+    def weights(self, version: int) -> Weights:
+        """See `Learner`."""
+        is_partly_frozen = self.facts.num_trained < self.facts.num_parameters
+        found = weights_of(self, version, is_partly_frozen=is_partly_frozen)
+        return SentWeights(
+            version=version, tensors=found.tensors, changing=found.changing, sender=self.group
+        )
+
+    def export(
+        self,
+        directory: Path,
+        card: str,
+        *,
+        contract: ScoringContract | None = None,
+        in_background: bool = False,
+    ) -> None:
+        """See `Learner`. The directory is one that all nodes see."""
+        with _disk_errors():
+            self.group.call("export", directory, card, contract, in_background)
+
+    def save_state(
+        self, directory: Path, extra: Mapping[str, Any], *, in_background: bool = False
+    ) -> None:
+        """See `Learner`. The directory is one that all nodes see."""
+        with _disk_errors():
+            self.group.call("save_state", directory, extra, in_background)
+
+    def written(self, *, is_awaited: bool = False) -> float | None:
+        """See `Learner`."""
+        answers = self.group.call("written", is_awaited)
+        if any(answer is None for answer in answers):
+            return None
+        for answer in answers:
+            if isinstance(answer, CheckpointError):
+                raise answer
+        return float(max(answers))
+
+    def load_state(self, directory: Path) -> dict[str, Any]:
+        """See `Learner`. The directory is one that all nodes see."""
+        with _disk_errors():
+            extra, self._learning_rate = self.group.call("load_state", directory)[0]
+        return dict(extra)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """See `Learner`."""
+        self.group.call("sleep")
+        try:
+            yield
+        finally:
+            self.group.call("wake")
+
+    def shutdown(self) -> None:
+        """End the group."""
+        self.group.shutdown()
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """A disk that refuses as what it is: a run may go on after that."""
+    try:
+        yield
+    except WorkerError as error:
+        cause = error.__cause__
+        if cause is not None and is_disk_error(cause):
+            raise cause from error
+        raise
+
+
+# -------------------------------------------------------------------------------------- dividing
+
+
+def share_out(sizes: Sequence[int], places: int) -> list[list[int | None]]:
+    """Divide micro-batches over places: as many to each, and about as many tokens.
+
+    Places wait for each other in every layer, so what is computed side by side should be of one
+    size: neighbours by size go to the places together, the larger ones to those that have less yet.
+
+    Args:
+        sizes: Tokens of each micro-batch; at least one.
+        places: How many there are.
+
+    Returns:
+        Indices of the micro-batches of each place; None is one that only makes up the number.
+        Every index comes once. One place has all of them in order.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    rounds = [order[first : first + places] for first in range(0, len(order), places)]
+    totals = [0] * places
+    dealt: list[list[int | None]] = []
+    for indices in rounds:
+        of_places: list[int | None] = [None] * places
+        by_load = sorted(range(places), key=lambda place: (totals[place], place))
+        for index, place in zip(indices, by_load, strict=False):
+            of_places[place] = index
+            totals[place] += sizes[index]
+        dealt.append(of_places)
+    dealt.sort(key=lambda of_places: min(i for i in of_places if i is not None))
+    return [[of_places[place] for of_places in dealt] for place in range(places)]
+
+
+def imbalance(sizes: Sequence[int], shares: Sequence[Sequence[int | None]]) -> float:
+    """How much more tokens the fullest place computes than the mean: 0 where all have as many.
+
+    What only makes up the number counts as nothing.
+    """
+    totals = [sum(sizes[i] for i in share if i is not None) for share in shares]
+    return max(totals) * len(totals) / sum(totals) - 1.0
+
+
+def num_tokens_of(inputs: Inputs) -> int:
+    """Tokens that a batch computes, padding included."""
+    ids = inputs.ids_T if isinstance(inputs, TokenForest) else inputs.ids_NL
+    return ids.numel()
+
+
+# --------------------------------------------------------------------------------------------------
+# What of one rank of a learner gives its weights away: to the driver, or straight to engines.
+
+
+class WeightGiver(ABC):
+    """Every rank is asked for the same, as all gather every weight; see `weight_routes`."""
+
+    def __init__(self, place: Place) -> None:
+        """Give nothing yet."""
+        self._place = place
+        self._weights: Iterator[tuple[str, Tensor]] = iter(())
+        self._lender: Lender | None = None
+        self._link = WeightLink(place)
+
+    @abstractmethod
+    def named_weights(self, changing_only: bool) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner.named_weights`."""
+
+    def give_no_more(self) -> None:
+        """Let go of everybody and of everything lent. Idempotent."""
+        self.end_lending()
+        self._link.close()
+
+    # ------------------------------------------------------------------- weights, bucket by bucket
+
+    def open_weights(self, changing_only: bool) -> None:
+        """Begin with `next_weights` at the first weight. See `Learner.named_weights`."""
+        self._weights = self.named_weights(changing_only)
+
+    def next_weights(self, num_bytes: int) -> list[tuple[str, Tensor]]:
+        """The next weights, at least one and up to a size; none after the last.
+
+        Every rank takes part, and the first has them.
+        """
+        bucket: list[tuple[str, Tensor]] = []
+        filled = 0
+        for name, weight in self._weights:
+            filled += weight.nbytes
+            if self._place.rank == 0:
+                bucket.append((name, in_own_memory(weight)))
+            if filled >= num_bytes:
+                break
+        return bucket
+
+    # ----------------------------------------------------------------- weights, straight to engines
+
+    def host(self) -> str:
+        """See `Place.host`."""
+        return self._link.host
+
+    def invite(self, address: str, size: int, patience: float) -> int:
+        """See `WeightLink.invite`; asked of the first rank alone."""
+        return self._link.invite(address, size, patience)
+
+    def send_weights(self, meeting: Meeting, changing_only: bool, num_bytes: int) -> str | None:
+        """Give weights to engines that call `EngineWorker.receive_weights` at the same time.
+
+        Every rank takes part, and the first sends.
+
+        Args:
+            meeting: See `WeightLink.group`.
+            changing_only: See `Learner.named_weights`.
+            num_bytes: Size of a bucket.
+
+        Returns:
+            Why they have not all gone; None: they have.
+        """
+        weights = self.named_weights(changing_only)
+        reason = None
+        if self._place.rank == 0:
+            try:
+                send(self._link.group(meeting), weights, max_bytes=num_bytes)
+            except BroadcastError as error:
+                self._link.close()
+                reason = str(error)
+        for _ in weights:  # the other ranks still gather them
+            pass
+        return reason
+
+    def weight_reach(self, device: str) -> Reach:
+        """Who can read this rank's memory."""
+        return reach_of(device)
+
+    def lend_weights(
+        self, ranks: Sequence[int], device: str, changing_only: bool, num_bytes: int
+    ) -> None:
+        """Begin with `next_lent` at the first weight.
+
+        Args:
+            ranks: Those whose memory engines read.
+            device: `cpu` or `cuda`: of that memory.
+            changing_only: See `Learner.named_weights`.
+            num_bytes: Size of a bucket.
+        """
+        self.end_lending()
+        weights = self.named_weights(changing_only)
+        lends = self._place.rank in ranks
+        self._lender = Lender(weights, max_bytes=num_bytes, device=device if lends else None)
+
+    def next_lent(self) -> SharedBucket | str | None:
+        """See `Lender.next`. Every rank takes part."""
+        assert self._lender is not None, "nothing is lent"
+        return self._lender.next()
+
+    def end_lending(self) -> None:
+        """Let go of what was lent. Idempotent."""
+        if self._lender is not None:
+            self._lender.close()
+        self._lender = None
+
+
+def in_own_memory(value: Tensor) -> Tensor:
+    """The tensor on the CPU, in no more memory than it needs: a view travels with all it views."""
+    value = value.detach().cpu()
+    is_view = value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if is_view else value
+
+
+# --------------------------------------------------------------------------------------------------
+# One rank of a learner, as a worker group holds it. It knows neither the group nor Ray.
+
+Loaded = LoadedPolicy | LoadedRewardModel
+Load = Callable[..., Loaded]
+"""Loads a model, given `device` and `mesh` by name: `load_policy` or `load_reward_model` with the
+rest of their arguments, as `functools.partial` binds them, so that it can travel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelFacts:
+    """What a run needs to know of its model when the model itself is elsewhere."""
+
+    class_name: str
+    """Of the Hugging Face class."""
+    base_model: str
+    path: Any
+    """`forest` or `padded`: how batches reach it."""
+    notes: tuple[str, ...]
+    num_parameters: int
+    num_trained: int
+    weights_dtype: str
+    """E.g. `float32`; what they are rounded to on their way to other ranks, if they are."""
+    device: str
+    """Kind of device, e.g. `cpu`."""
+    tokenizer: Any
+    self_check: float
+    """Largest relative difference that the check of its batches found."""
+    vocab_size: int = 0
+    """Of a policy: logits of a token."""
+    generation_end_ids: Any = None
+    """Of a policy: the end tokens of its generation configuration, as that has them."""
+    contract: ScoringContract | None = None
+    """Of a reward model."""
+
+    @classmethod
+    def of(cls, loaded: Loaded, *, self_check: float) -> ModelFacts:
+        """The facts of a loaded model."""
+        model = loaded.model
+        parameters = list(model.parameters())
+        own: dict[str, Any] = {}
+        if isinstance(loaded, LoadedPolicy):
+            ends = loaded.model.causal_lm.generation_config.eos_token_id
+            own = {
+                "tokenizer": loaded.tokenizer,
+                "vocab_size": loaded.model.vocab_size,
+                "generation_end_ids": ends,
+            }
+        else:
+            own = {"tokenizer": loaded.contract.tokenizer, "contract": loaded.contract}
+        return cls(
+            class_name=type(model.network).__name__,
+            base_model=loaded.base_model,
+            path=model.path,
+            notes=tuple(loaded.notes),
+            num_parameters=sum(p.numel() for p in parameters),
+            num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+            weights_dtype=str(model.exact_dtype).removeprefix("torch."),
+            device=model.device.type,
+            self_check=self_check,
+            **own,
+        )
+
+
+class LearnerWorker(WeightGiver):
+    """One rank. All ranks are given the same calls in the same order, each with its own share."""
+
+    def __init__(
+        self,
+        place: Place,
+        load: Load,
+        *,
+        shape: ParallelShape,
+        policy: PolicyConfig,
+        cluster: ClusterConfig,
+        seed: int,
+        load_reference: Load | None = None,
+        with_entropy: bool = False,
+    ) -> None:
+        """Load this rank's share of the model, check it, and build its optimizer.
+
+        Args:
+            place: In the group.
+            load: Loads the model.
+            shape: How the group's ranks are arranged; of one rank the model is not spread.
+            policy: Optimizer, schedule and limit of the gradient.
+            cluster: Device and threads.
+            seed: Seeds dropout.
+            load_reference: Loads the policy as it was before any training, where log-probabilities
+                under it are needed; `load` itself where that is what it loads. With adapters it is
+                not called: they are left out instead.
+            with_entropy: Of a policy: measure the entropy in updates.
+
+        Raises:
+            UserError: The model cannot be used.
+        """
+        super().__init__(place)
+        quiet_libraries()
+        self._shape = shape
+        device = self._prepare(cluster, seed)
+        if shape.num_ranks > 1 and device.type == "cpu":
+            give_back_freed_memory()
+        mesh = _meet(place, shape, device)
+        loaded = load(device=device, mesh=mesh)
+        self._facts = ModelFacts.of(loaded, self_check=_checked(loaded))
+        is_policy = isinstance(loaded, LoadedPolicy)
+        if isinstance(loaded, LoadedPolicy):
+            loaded.model.with_entropy = with_entropy
+        reference = None
+        if load_reference is not None:
+            reference = _reference(loaded, load, load_reference, device=device, mesh=mesh)
+        self._learner = LocalLearner(
+            loaded.model,
+            optimizer=policy.optimizer,
+            scheduler=policy.scheduler,
+            max_grad_norm=policy.max_grad_norm,
+            # Shares of layers are multiplied by what divided them.
+            products=quick_products if is_policy and shape.tp == 1 else None,
+            reference=reference,
+            tokenizer=self._facts.tokenizer,
+            ranks=None if mesh is None else AcrossRanks(mesh, cp=shape.cp),
+        )
+        if data_place := place.rank // shape.tp:
+            # Other data, other dropout. The first place draws what a process alone would.
+            seed_everything(seed + data_place)
+
+    @property
+    def learner(self) -> LocalLearner:
+        """This rank's: all there is, where there is one rank."""
+        return self._learner
+
+    def _prepare(self, cluster: ClusterConfig, seed: int) -> torch.device:
+        if cluster.cpu_threads is None and choose_device(cluster.device).type == "cpu":
+            threads = max(1, available_cores() // self._place.world_size)
+            cluster = cluster.model_copy(update={"cpu_threads": threads})
+        return prepare(cluster, seed=seed)
+
+    def describe(self) -> ModelFacts:
+        """What the driver must know of the model."""
+        return self._facts
+
+    def named_weights(self, changing_only: bool) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner`."""
+        return self._learner.named_weights(changing_only=changing_only)
+
+    def held_bytes(self) -> int:
+        """See `models.parallel.held_bytes`."""
+        return held_bytes(self._learner.model)
+
+    def learning_rate(self) -> float:
+        """See `Learner`."""
+        return self._learner.learning_rate
+
+    # ------------------------------------------------------------------------ learning, being asked
+
+    def take_step(
+        self,
+        batch: Sequence[MicroBatch[Any]],
+        fillers: Sequence[int],
+        loss: Loss[Any],
+        denominator: float,
+    ) -> tuple[Step | None, float]:
+        """See `LocalLearner.take_step`.
+
+        Returns:
+            What came of it, from the first rank of each place alone: the others compute the same;
+            the learning rate of the next step.
+        """
+        step = self._learner.take_step(batch, loss, denominator=denominator, fillers=fillers)
+        sums = {name: _for_the_way(value) for name, value in step.sums.items()}
+        said = Step(
+            sums=sums, learning_rate=step.learning_rate, grad_norm=step.grad_norm,
+            failure=step.failure,
+        )  # fmt: skip
+        return said if self._speaks else None, self._learner.learning_rate
+
+    def outputs(
+        self,
+        batches: Sequence[Inputs],
+        of: Asked,
+        in_full_precision: bool,
+        temperature: float | None,
+    ) -> list[Any]:
+        """See `Learner`; from the first rank of each place alone."""
+        found = self._learner.outputs(
+            batches, of=of, in_full_precision=in_full_precision, temperature=temperature
+        )
+        return [_for_the_way(outputs) for outputs in found if self._speaks]
+
+    @property
+    def _speaks(self) -> bool:
+        return self._place.rank % self._shape.each == 0
+
+    # --------------------------------------------------------------------------------------- saving
+
+    def export(
+        self, directory: Path, card: str, contract: ScoringContract | None, in_background: bool
+    ) -> None:
+        """See `Learner`."""
+        self._learner.export(directory, card, contract=contract, in_background=in_background)
+
+    def save_state(self, directory: Path, extra: Mapping[str, Any], in_background: bool) -> None:
+        """See `Learner`."""
+        self._learner.save_state(directory, extra, in_background=in_background)
+
+    def written(self, is_awaited: bool) -> float | CheckpointError | None:
+        """See `Learner`; what the disk of this rank has refused is given, not raised.
+
+        For the others may go on writing much longer than a group lets who is left end its call.
+        """
+        try:
+            return self._learner.written(is_awaited=is_awaited)
+        except Exception as error:
+            if not is_disk_error(error):
+                raise
+            return CheckpointError(f"rank {self._place.rank}: {type(error).__name__}: {error}")
+
+    def load_state(self, directory: Path) -> tuple[dict[str, Any] | None, float]:
+        """See `Learner`; `extra` from the first rank alone, and the learning rate."""
+        extra = self._learner.load_state(directory)
+        return (extra if self._place.rank == 0 else None), self._learner.learning_rate
+
+    # -------------------------------------------------------------------------------------- resting
+
+    def sleep(self) -> None:
+        """See `LocalLearner`."""
+        self._learner.sleep()
+
+    def wake(self) -> None:
+        """See `LocalLearner`."""
+        self._learner.wake()
+
+    def shutdown(self) -> None:
+        """Leave the others."""
+        self.give_no_more()
+        leave()
+
+
+def _meet(place: Place, shape: ParallelShape, device: torch.device) -> DeviceMesh | None:
+    """The mesh of all ranks; None where there are no others."""
+    if shape.num_ranks == 1:
+        return None
+    join(place, device)
+    return shape.mesh(device.type)
+
+
+def _checked(loaded: Loaded) -> float:
+    """The largest difference that the checks of a loaded model found in its batches.
+
+    Raises:
+        ModelError: The model does not pass.
+    """
+    if isinstance(loaded, LoadedPolicy):
+        return check_policy_paths(loaded.model)
+    difference = check_paths(loaded.model)
+    check_golden(loaded.model, loaded.contract)
+    return difference
+
+
+def _reference(
+    loaded: Loaded,
+    load: Load,
+    load_reference: Load,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+) -> Reference:
+    """The policy before any training: without its adapters, as a copy, or loaded once more."""
+    model: Any = loaded.model
+    if adapted_layers(model.network):
+        return Reference(model, leaves_adapters_out=True)
+    if load_reference is load and mesh is None:
+        return Reference.of(model)
+    return Reference(load_reference(device=device, mesh=mesh).model)  # type: ignore[arg-type]
+
+
+def _for_the_way(value: Any) -> Any:
+    """Tensors on the CPU; see `in_own_memory`."""
+    if isinstance(value, TokenOutputs):
+        return TokenOutputs(*(_for_the_way(part) for part in value))
+    return in_own_memory(value) if isinstance(value, Tensor) else value

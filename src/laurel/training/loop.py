@@ -1,0 +1,530 @@
+"""What every training run does around its steps: validate, save, resume, stop, survive.
+
+An algorithm says what a step and a validation are (`step`, `measure`); the order of things, and
+what is lost when a signal, a full disk or a bad batch comes in between, is decided here once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol
+
+from laurel.config.policy import CheckpointingConfig
+from laurel.errors import CheckpointError, NonFiniteError, TrainingError, UnsavedError
+from laurel.models.checkpoint.store import CheckpointStore, SaveUnderWay
+from laurel.observe.loggers import MetricLogger
+from laurel.observe.progress import Timers, TrainingProgress
+from laurel.training.learner import Update
+from laurel.training.selection import Goal, Selection
+from laurel.training.state import Position, RunState
+from laurel.training.stopping import Deadline, NothingLeft, StopRequest, Work
+
+Ending = Literal["finished", "signal", "deadline", "alarm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    ended: Ending
+    signal: str | None = None
+    latest: Path | None = None
+    """The newest checkpoint."""
+    best: Path | None = None
+    """The best one by the run's metric."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The latest of every validation metric, by full name."""
+    seconds: float = 0.0
+    is_early: bool = False
+    """A goal, an alarm or a lack of tasks made an earlier step the last; it was said then."""
+    run_dir: Path | None = None
+    """Where it logged; see `observe.run_record.read_run`."""
+
+
+class Periods(Protocol):
+    """What the sections `rm`, `sft` and `grpo` have in common."""
+
+    @property
+    def val_period(self) -> int:
+        """Steps between validations; 0: none in between."""
+        ...
+
+    @property
+    def val_at_start(self) -> bool:
+        """Validate before the first step."""
+        ...
+
+    @property
+    def val_at_end(self) -> bool:
+        """Validate after the last step."""
+        ...
+
+    @property
+    def max_bad_steps(self) -> int:
+        """Steps in a row that may be not finite before the run ends."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When what is due."""
+
+    total_steps: int
+    save_period: int
+    val_period: int
+    val_at_start: bool
+    val_at_end: bool
+    max_bad_steps: int
+    has_validation: bool
+    """Whether there is anything to validate on."""
+    goal: Goal | None = None
+    """A validation that reaches it makes its step the last one."""
+
+    @classmethod
+    def of(
+        cls,
+        section: Periods,
+        saving: CheckpointingConfig,
+        *,
+        total_steps: int,
+        has_validation: bool,
+        goal: Goal | None = None,
+    ) -> Schedule:
+        """The schedule that the section of an algorithm and `checkpointing` describe."""
+        return cls(
+            total_steps=total_steps,
+            save_period=saving.save_period,
+            val_period=section.val_period,
+            val_at_start=section.val_at_start,
+            val_at_end=section.val_at_end,
+            max_bad_steps=section.max_bad_steps,
+            has_validation=has_validation,
+            goal=goal,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a run writes to and listens to."""
+
+    state: RunState
+    store: CheckpointStore | None
+    selection: Selection
+    logger: MetricLogger
+    progress: TrainingProgress
+    stop: StopRequest
+    deadline: Deadline
+
+
+class CutShort(Exception):
+    """A signal came in the middle of what can be done again: a validation, or drawing rollouts."""
+
+
+class TrainingLoop(ABC):
+    """One run of one algorithm."""
+
+    def __init__(self, schedule: Schedule, surroundings: Surroundings) -> None:
+        self.schedule = schedule
+        self.state = surroundings.state
+        self.store = surroundings.store
+        self.selection = surroundings.selection
+        self.logger = surroundings.logger
+        self.progress = surroundings.progress
+        self.stop = surroundings.stop
+        self.deadline = surroundings.deadline
+        self.timers = Timers()
+        self.latest_metrics: dict[str, float] = {}
+        self._ended_by_alarm = self._is_early = False
+        self.saving = Saving(
+            self.state, self.store, selection=self.selection, logger=self.logger,
+            progress=self.progress, deadline=self.deadline,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------- what an algorithm fills in
+
+    @abstractmethod
+    def step(self, position: Position) -> Position:
+        """Take one step; log and show its figures.
+
+        Raises:
+            CutShort: A signal came before anything was changed (see `heed`).
+            NothingLeft: There is nothing to learn from, and nothing was changed.
+        """
+
+    @abstractmethod
+    def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Validate: the figures as they are logged, and by the names that a selection may use.
+
+        Raises:
+            CutShort: A signal came meanwhile (see `heed`).
+        """
+
+    def alarm(self) -> str | None:
+        """Why the run must not go on, though nothing failed; asked after steps and validations."""
+        return None
+
+    def info(self, position: Position) -> dict[str, object]:
+        """`training_info.json`, in the names its readers know."""
+        return {"total_steps": position.step, **position.metrics}
+
+    # -------------------------------------------------------------------------------------- running
+
+    def run(self, position: Position) -> Outcome:
+        """Train from a position to the end, a signal or the deadline."""
+        started = time.monotonic()
+        with self.progress:
+            position, ended = self._train(position)
+        outcome = Outcome(
+            step=position.step,
+            ended=ended,
+            signal=None if self.stop.signal is None else self.stop.signal.name,
+            latest=self.saving.latest,
+            best=None if self.store is None else self.store.best(),
+            metrics=self.latest_metrics,
+            seconds=time.monotonic() - started,
+            is_early=self._is_early,
+            run_dir=self.state.run_dir,
+        )
+        if self.store is None or not self.saving.num_missed:
+            return outcome
+        if self.saving.latest is not None:
+            raise UnsavedError(
+                f"the last checkpoint, of step {position.step}, could not be saved; the newest is "
+                f"{self.saving.latest}",
+                outcome=outcome,
+            )
+        raise UnsavedError(
+            f"nothing of this run was saved, and its weights are lost: {self.saving.failure}",
+            outcome=outcome,
+        )
+
+    def _train(self, position: Position) -> tuple[Position, Ending]:
+        """All of it; nothing is left to save afterwards."""
+        try:
+            position = self._begin(position)
+            ended: Ending = "finished" if self.stop.signal is None else "signal"
+            while position.step < self.schedule.total_steps and ended == "finished":
+                try:
+                    position = self.step(position)
+                except CutShort:
+                    ended = "signal"
+                    self._save_once_more(position)
+                except NothingLeft as reason:
+                    position, ended = self._end_early(position, reason)
+                else:
+                    position, ended = self._after_step(position)
+        except Exception:
+            self.saving.salvage(position.step)
+            raise
+        self.saving.finish(position.step)
+        if ended == "finished" and self._ended_by_alarm:
+            ended = "alarm"
+        return position, ended
+
+    def heed(self) -> None:
+        """Called in the middle of what can be done again: give way to a signal."""
+        if self.stop.signal is not None:
+            raise CutShort
+
+    def bad_steps(self, update: Update, bad_steps: int, *, where: str, kept: str) -> int:
+        """Bad steps in a row after this one; refuses to go on after too many.
+
+        Args:
+            update: What came of the step.
+            bad_steps: How many there were before.
+            where: The step and its rows, in words.
+            kept: Where its rows can be read, in words.
+        """
+        if update.failure is None:
+            return 0
+        limit = self.schedule.max_bad_steps
+        if bad_steps + 1 >= limit:
+            raise NonFiniteError(
+                f"{limit} steps in a row were not finite (the last: {update.failure} at {where}). "
+                f"{kept}. Lower policy.optimizer.kwargs.lr, set policy.max_grad_norm, or train "
+                "with policy.precision=float32; max_bad_steps is the limit."
+            )
+        return bad_steps + 1
+
+    def _begin(self, position: Position) -> Position:
+        """What comes before the first step.
+
+        That is a validation where one is asked for, or where a signal took one that was due; the
+        checkpoint that was saved without it then gets its figures.
+        """
+        step = position.step
+        if self.store is not None and step > 0:
+            self.saving.latest = self.store.path_of(step)
+        if self._validation_is_missing(position):
+            position = self._validate(position)
+            if self.store is not None and step > 0 and position.validated_at == step:
+                self._save(position, goes_on=step < self.schedule.total_steps)
+        self._heed_goal(position)
+        self._heed_alarm(position)
+        return position
+
+    def _after_step(self, position: Position) -> tuple[Position, Ending]:
+        """Validate and save where it is due; a run that is to end only saves."""
+        self.saving.look(position.step)
+        self._heed_alarm(position)
+        ended = self._reason_to_end(position)
+        if ended == "finished" and self._validation_is_missing(position):
+            position = self._validate(position)
+            self._heed_goal(position)
+            self._heed_alarm(position)
+            if self.stop.signal is not None:
+                ended = self._reason_to_end(position)
+        if self.store is not None and (self._save_due(position.step) or ended != "finished"):
+            goes_on = ended == "finished" and position.step < self.schedule.total_steps
+            self._save(position, goes_on=goes_on)
+        return position, ended
+
+    def _end_early(self, position: Position, reason: NothingLeft) -> tuple[Position, Ending]:
+        """What is due after a last step, as far as that has not been done."""
+        if position.step == 0:
+            raise TrainingError(f"nothing was learned: {reason}")
+        self.timers.collect()
+        self._make_last(position, str(reason))
+        if self._validation_is_missing(position) or not self.saving.is_saved(position.step):
+            return self._after_step(position)
+        return position, self._reason_to_end(position)
+
+    def _heed_goal(self, position: Position) -> None:
+        """The run is over if this position was validated, and is good enough."""
+        goal = self.schedule.goal
+        if goal is None or position.validated_at != position.step:
+            return
+        value = position.metrics.get(goal.key)
+        if value is None:
+            self.progress.message(f"step {position.step}: no {goal.key} to end the run by")
+        elif value >= goal.threshold:
+            self._make_last(
+                position,
+                f"step {position.step} is the last: {goal.key}={value:.4f} has reached "
+                f"{goal.threshold:g} (grpo.stop_at_validation_threshold)",
+            )
+
+    def _heed_alarm(self, position: Position) -> None:
+        """The run is over where an alarm says so, unless this was its last step anyway."""
+        why = self.alarm()
+        if why is not None and position.step < self.schedule.total_steps:
+            self._ended_by_alarm = True
+            self._make_last(position, f"step {position.step} is the last: {why}")
+
+    def _make_last(self, position: Position, why: str) -> None:
+        self.progress.message(why)
+        self._is_early = True
+        self.schedule = replace(self.schedule, total_steps=position.step)
+
+    def _reason_to_end(self, position: Position) -> Ending:
+        """Why the run ends after this step, if there is more to do."""
+        is_last = position.step >= self.schedule.total_steps
+        if self.stop.signal is not None:
+            return "finished" if is_last and not self._validation_is_missing(position) else "signal"
+        if is_last:
+            return "finished"
+        before: list[Work] = ["validation"] if self._validation_due(position.step) else []
+        before += ["save"] if self._save_due(position.step) else []
+        before += ["save"] if self.saving.is_under_way else []  # the next one waits for it
+        return "deadline" if self.deadline.is_near(before=before) else "finished"
+
+    def _save_once_more(self, position: Position) -> None:
+        """Save what the steps before gave, unless that has been done."""
+        self.timers.collect()
+        if position.step > 0 and not self.saving.is_saved(position.step):
+            self._save(position, goes_on=False)
+
+    # ------------------------------------------------------------------------ validating and saving
+
+    def _save_due(self, step: int) -> bool:
+        is_last = step >= self.schedule.total_steps
+        periodic = step % self.schedule.save_period == 0
+        return self.store is not None and (is_last or periodic)
+
+    def _validation_due(self, step: int) -> bool:
+        schedule = self.schedule
+        periodic = schedule.val_period > 0 and step % schedule.val_period == 0
+        at_end = schedule.val_at_end and step >= schedule.total_steps
+        ranks_save = self._save_due(step) and (self.selection.key or "").startswith("validation")
+        return schedule.has_validation and (periodic or at_end or ranks_save)
+
+    def _validation_is_missing(self, position: Position) -> bool:
+        if position.step == 0:
+            return self.schedule.has_validation and self.schedule.val_at_start
+        return self._validation_due(position.step) and position.validated_at != position.step
+
+    def _validate(self, position: Position) -> Position:
+        """The position with the figures of all sets; as it was where a signal comes meanwhile.
+
+        There may be little time left to save, and a resumed run makes up for the validation.
+        """
+        started = time.monotonic()
+        try:
+            logged, keyed = self.measure(position.step)
+        except CutShort:
+            self.timers.collect()
+            return position
+        total = "timing/validation/total_validation_time"
+        logged[total] = math.fsum(v for k, v in logged.items() if k.startswith("timing/"))
+        self.logger.log(logged, step=position.step)
+        self.latest_metrics = {k: v for k, v in logged.items() if not k.startswith("timing/")}
+        self.deadline.took("validation", time.monotonic() - started)
+        return position.validated(keyed)
+
+    def _save(self, position: Position, *, goes_on: bool) -> None:
+        self.saving.save(position, self.info(position), goes_on=goes_on)
+        self.timers.collect()  # what scoring for the checkpoint has left there
+
+
+# --------------------------------------------------------------------------------------------------
+# The checkpoints of a run, as its loop sees them: begun, and then whole or missed.
+
+ALARM_AFTER_MISSES = 2
+"""Saves in a row that fail before the run says so with every step."""
+
+WAITED = "timing/train/checkpointing"
+BEHIND = "timing/train/checkpointing_in_background"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    step: int
+    save: SaveUnderWay
+    seconds: float
+    """That its beginning took."""
+    in_background: bool
+    remark: str
+
+
+class Saving:
+    """Saves one checkpoint after the other, in front of training or behind it.
+
+    A disk that refuses costs a checkpoint and not the run, whenever it refuses. What is behind
+    training is looked after between steps; the next save and the end of the run wait for it.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        store: CheckpointStore | None,
+        *,
+        selection: Selection,
+        logger: MetricLogger,
+        progress: TrainingProgress,
+        deadline: Deadline,
+    ) -> None:
+        """Save nothing yet; see `training_loop.Surroundings`."""
+        self.latest: Path | None = None
+        """The newest checkpoint that is whole."""
+        self.num_missed = 0
+        """Saves in a row that failed."""
+        self.failure: CheckpointError | None = None
+        """Of the last save that failed."""
+        self._state = state
+        self._store = store
+        self._selection = selection
+        self._logger = logger
+        self._progress = progress
+        self._deadline = deadline
+        self._begun: _Begun | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a checkpoint has been begun and is not known to be whole or missed."""
+        return self._begun is not None
+
+    def save(self, position: Position, info: Mapping[str, object], *, goes_on: bool) -> None:
+        """Save a position, or begin to.
+
+        Args:
+            position: Where the run is.
+            info: Goes into `training_info.json`.
+            goes_on: There is training to be done meanwhile; otherwise nothing is copied, and the
+                checkpoint is whole, or missed, when this returns.
+        """
+        assert self._store is not None
+        started = time.monotonic()
+        in_background = goes_on and self._state.saves_in_background
+        metric = position.metrics.get(self._selection.key or "")
+        with self._progress.phase("saving"):
+            self.finish(position.step)
+            try:
+                save = self._store.begin(
+                    position.step,
+                    partial(self._state.write, position=position, in_background=in_background),
+                    metric=metric,
+                    info=info,
+                )
+            except CheckpointError as error:
+                self._miss(error)
+                return
+            unranked = self._selection.key is not None and metric is None
+            self._begun = _Begun(
+                step=position.step,
+                save=save,
+                seconds=save.seconds,
+                in_background=in_background,
+                remark=f"; without {self._selection.key} it cannot be the best" if unranked else "",
+            )
+            if not in_background:
+                self.finish(position.step)
+        self._logger.log({WAITED: time.monotonic() - started}, step=position.step)
+
+    def look(self, step: int) -> None:
+        """Bring on what is under way, and say what became of it. Never waits.
+
+        Args:
+            step: Where the run is now.
+        """
+        if self._begun is not None and self._begun.save.ready():
+            self.finish(step)
+
+    def finish(self, step: int) -> None:
+        """Wait for what is under way, if anything is.
+
+        Args:
+            step: Where the run is now.
+        """
+        if self._begun is None:
+            return
+        begun, self._begun = self._begun, None
+        try:
+            path = begun.save.finish()
+        except CheckpointError as error:
+            self._miss(error)
+            return
+        self.latest = path
+        self.num_missed = 0
+        self._deadline.took("save", begun.save.seconds)
+        if begun.in_background:
+            self._logger.log({BEHIND: begun.save.seconds - begun.seconds}, step=step)
+        self._progress.message(f"saved {path}{begun.remark}", is_routine=True)
+
+    def salvage(self, step: int) -> None:
+        """The run has failed: keep what is under way, if that can still be written.
+
+        Args:
+            step: Where the run is now.
+        """
+        with suppress(Exception):
+            self.finish(step)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether there is nothing to save, or that has been done; waits for it where need be."""
+        if self._begun is not None and self._begun.step == step:
+            self.finish(step)
+        return self._store is None or self.latest == self._store.path_of(step)
+
+    def _miss(self, error: CheckpointError) -> None:
+        self.num_missed += 1
+        self.failure = error
+        alarm = "ALARM: " if self.num_missed >= ALARM_AFTER_MISSES else ""
+        self._progress.message(f"{alarm}{error} (missed saves in a row: {self.num_missed})")

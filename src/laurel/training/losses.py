@@ -1,0 +1,447 @@
+"""What reward-model training minimises: pure functions of scores, and the loss of a configuration.
+
+The functions return one loss per pair, list or completion; nobody here takes a mean over a batch.
+`RewardLoss` weighs every group 1 and divides by a denominator that the caller counted over all
+micro-batches and ranks before the first of them, so splitting a batch changes nothing.
+
+Notation: `d` is the lead, better score minus worse score; `l(x) = -log sigmoid(x) = log(1 + e^-x)`.
+Every comparison below is written as `l` of "how far the outcome that happened is ahead of the
+log-sum of those that did not". That never overflows and keeps the last digits of small losses.
+`softplus` would not do: torch's turns linear above 20, which is wrong from the ninth digit on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import SupportsFloat
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from laurel.config.reward_model import LossConfig
+from laurel.errors import DataError
+from laurel.types import Preference
+
+# -------------------------------------------------------------------------------- pure functions
+
+
+def bradley_terry(
+    better_P: Tensor,
+    worse_P: Tensor,
+    *,
+    margin_P: Tensor | None = None,
+    target_P: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Loss [P] of `P(i > j) = e^i / (e^i + e^j)`.
+
+    `margin_P` asks for a lead of that size, `l(d - margin)` (Llama 2, arXiv 2307.09288).
+    `target_P` is the probability that `better` really is better (soft label), and a share
+    `label_smoothing` = e of labels is believed to be the wrong way round: with
+    `q = target (1 - e) + (1 - target) e` the loss is `q l(d) + (1 - q) l(-d)`.
+    """
+    lead_P = _lead(better_P, worse_P, margin_P)
+    return _expected(-logsigmoid(lead_P), -logsigmoid(-lead_P), target_P, label_smoothing)
+
+
+def davidson(
+    better_P: Tensor,
+    worse_P: Tensor,
+    is_tie_P: Tensor,
+    *,
+    nu: float,
+    margin_P: Tensor | None = None,
+    target_P: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Loss [P] where `i wins : j wins : tie = e^i : e^j : nu e^((i+j)/2)` (Davidson 1970).
+
+    A tie is likeliest between equal scores, then `nu / (2 + nu)`; as nu goes to 0 this becomes
+    Bradley-Terry. The options are those of `bradley_terry` and say nothing about ties, whose
+    margin must be 0.
+
+    Raises:
+        ValueError: nu is not above 0.
+    """
+    if not nu > 0.0:
+        raise ValueError(f"Davidson's nu must be above 0, got {nu}")
+    log_nu = math.log(nu)
+    lead_P = _lead(better_P, worse_P, margin_P)
+    win_P = -logsigmoid(-torch.logaddexp(-lead_P, log_nu - lead_P / 2))
+    lose_P = -logsigmoid(-torch.logaddexp(lead_P, log_nu + lead_P / 2))
+    tie_P = -logsigmoid(log_nu - torch.logaddexp(lead_P / 2, -lead_P / 2))
+    return torch.where(is_tie_P, tie_P, _expected(win_P, lose_P, target_P, label_smoothing))
+
+
+def rao_kupper(
+    better_P: Tensor,
+    worse_P: Tensor,
+    is_tie_P: Tensor,
+    *,
+    theta: float,
+    margin_P: Tensor | None = None,
+    target_P: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Loss [P] where i wins only with a lead: `P(i > j) = e^i / (e^i + theta e^j)` (1967).
+
+    What is left is a tie, `(theta^2 - 1) P(i > j) P(j > i)`; as theta goes to 1 this becomes
+    Bradley-Terry. The options are those of `bradley_terry` and say nothing about ties, whose
+    margin must be 0.
+
+    Raises:
+        ValueError: theta is not above 1.
+    """
+    if not theta > 1.0:
+        raise ValueError(f"Rao and Kupper's theta must be above 1, got {theta}")
+    log_theta = math.log(theta)
+    lead_P = _lead(better_P, worse_P, margin_P)
+    win_P, lose_P = -logsigmoid(lead_P - log_theta), -logsigmoid(-lead_P - log_theta)
+    tie_P = win_P + lose_P - (math.log(theta - 1.0) + math.log(theta + 1.0))
+    return torch.where(is_tie_P, tie_P, _expected(win_P, lose_P, target_P, label_smoothing))
+
+
+def plackett_luce(scores_N: Tensor, pairs: PairIndex) -> Tensor:
+    """Loss [B] of ranked lists: each item must be picked before all that rank below it.
+
+    An item's loss is `logsumexp(its own score and those of all strictly worse items) - its own`.
+    Items of one rank do not compete with each other; items of the worst rank have nobody to beat
+    and do not count. A list's loss is the mean over its items that do count, not the sum, so lists
+    of any length weigh alike and a list of two is Bradley-Terry to the last bit. A list in which
+    nobody beats anybody has loss 0. `pairs` must have been made without ties.
+    """
+    assert not pairs.with_ties, "a tie says nothing about who is picked first"
+    scores_N = _full_precision(scores_N)
+    behind_P = scores_N[pairs.worse_P] - scores_N[pairs.better_P]
+    items_I, item_P = torch.unique_consecutive(pairs.better_P, return_inverse=True)
+    group_I = torch.zeros_like(items_I).index_put((item_P,), pairs.group_P)
+    # log-sum of each item's rivals. Accumulating by index_put is deterministic on a GPU too.
+    zeros_I = behind_P.new_zeros(len(items_I))
+    nearest_I = (zeros_I - math.inf).scatter_reduce(0, item_P, behind_P.detach(), "amax")
+    rivals_I = zeros_I.index_put(
+        (item_P,), torch.exp(behind_P - nearest_I[item_P]), accumulate=True
+    )
+    loss_I = -logsigmoid(-(nearest_I + torch.log(rivals_I)))
+    num_items_B = torch.bincount(group_I, minlength=pairs.num_groups)
+    return behind_P.new_zeros(pairs.num_groups).index_put(
+        (group_I,), loss_I / num_items_B[group_I], accumulate=True
+    )
+
+
+def centering(better_P: Tensor, worse_P: Tensor) -> Tensor:
+    """`(i + j)^2` [P]: keeps scores, of which only differences are learned, near 0.
+
+    Source: arXiv 2312.09244.
+    """
+    return (_full_precision(better_P) + _full_precision(worse_P)).square()
+
+
+def regression(predictions_NK: Tensor, targets_NK: Tensor) -> Tensor:
+    """Squared error [N], the mean over the attributes that somebody rated.
+
+    NaN in `targets_NK` is "not rated" and teaches nothing; without any rating the loss is 0.
+    """
+    predictions_NK = _full_precision(predictions_NK)
+    rated_NK = ~torch.isnan(targets_NK)
+    errors_NK = predictions_NK - targets_NK.to(predictions_NK.dtype)
+    # Masked before the square: NaN times a zero gradient would still be NaN.
+    squares_NK = torch.where(rated_NK, errors_NK, torch.zeros_like(errors_NK)).square()
+    return squares_NK.sum(-1) / rated_NK.sum(-1).clamp(min=1)
+
+
+def _full_precision(scores: Tensor) -> Tensor:
+    """At least float32: in bfloat16 the rounding of scores would decide close pairs."""
+    assert scores.is_floating_point(), f"scores are {scores.dtype}, not floating point"
+    return scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
+
+
+def _lead(better_P: Tensor, worse_P: Tensor, margin_P: Tensor | None) -> Tensor:
+    lead_P = _full_precision(better_P) - _full_precision(worse_P)
+    return lead_P if margin_P is None else lead_P - margin_P.to(lead_P.dtype)
+
+
+def _expected(
+    win_P: Tensor, lose_P: Tensor, target_P: Tensor | None, label_smoothing: float
+) -> Tensor:
+    """The loss under a label that holds only with some probability."""
+    if target_P is None:
+        if label_smoothing == 0.0:
+            return win_P
+        return (1.0 - label_smoothing) * win_P + label_smoothing * lose_P
+    target_P = target_P.to(win_P.dtype)
+    right_P = target_P * (1.0 - label_smoothing) + (1.0 - target_P) * label_smoothing
+    return right_P * win_P + (1.0 - right_P) * lose_P
+
+
+# ------------------------------------------------------------------- the loss of a configuration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossOutput:
+    """The loss of a micro-batch, and what it adds to the figures of the step."""
+
+    loss: Tensor
+    """Scalar to differentiate, already divided by the global denominator: micro-batches add up."""
+    sums: dict[str, Tensor]
+    """Detached scalars, not divided by anything: add them over micro-batches, ranks and batches
+    (`learner.add_up`, which knows about extremes), then hand the totals to the loss's `metrics`."""
+
+
+class RewardLoss:
+    """The loss that `rm.loss` asks for.
+
+    `reward_weights_K` turns the outputs of a regression head into the reward that accuracy is
+    measured on (None: their mean); it takes no part in the loss.
+
+    A group of more than two completions is all its pairs, and weighs 1 like any other. Its margin
+    belongs to best against worst; a pair in between asks for its share, by levels of rank. Ties
+    inside a group teach `davidson` and `rao_kupper` and are left out by the others.
+    """
+
+    def __init__(
+        self, config: LossConfig, *, reward_weights_K: Sequence[float] | None = None
+    ) -> None:
+        self._config = config
+        self._reward_weights_K = reward_weights_K
+
+    def teaches(self, preference: Preference) -> bool:
+        """Whether the row takes part in the loss at all.
+
+        Raises:
+            DataError: the row has a soft label and the loss cannot use it.
+        """
+        if self._config.type == "regression":
+            return any(map(_is_rated, preference.attributes_GK or ()))
+        if self._config.type == "plackett_luce" and preference.target != 1.0:
+            raise DataError(
+                f"{preference.source or preference.group.id}: a soft label "
+                f"({preference.target}) cannot be used by rm.loss.type=plackett_luce; "
+                f"choose one of {', '.join(_PAIRWISE)}, or leave out data.target_key"
+            )
+        if self._config.uses_ties:
+            return len(preference.ranks_G) > 1
+        return len(set(preference.ranks_G)) > 1
+
+    def count(self, batch: Sequence[Preference]) -> float:
+        """Groups that teach something: summed over all ranks, the denominator of a step.
+
+        A step for which it is 0 has nothing to learn from and should be skipped.
+        """
+        return float(sum(map(self.teaches, batch)))
+
+    def __call__(
+        self, scores_NK: Tensor, batch: Sequence[Preference], *, num_groups: float
+    ) -> LossOutput:
+        """The loss of a micro-batch whose completions, in order, have these scores.
+
+        Args:
+            scores_NK: K is 1 for all types but regression.
+            batch: The groups of the micro-batch.
+            num_groups: The global denominator: `count` over every micro-batch and rank.
+
+        Raises:
+            DataError: a row's ratings do not fit the head.
+        """
+        assert num_groups > 0, "nothing to learn from: skip the step"
+        ranks_per_group = [preference.ranks_G for preference in batch]
+        num_completions = sum(map(len, ranks_per_group))
+        assert scores_NK.shape == (num_completions, scores_NK.shape[-1]), (
+            f"{num_completions} completions, but scores of shape {tuple(scores_NK.shape)}"
+        )
+        scores_NK = _full_precision(scores_NK)
+        rewards_N = self._rewards(scores_NK)
+        ranked = pairs_of(ranks_per_group, with_ties=False).to(scores_NK)
+        if self._config.type == "regression":
+            total = self._attributes(scores_NK, batch)
+        else:
+            assert scores_NK.shape[1] == 1, "comparisons need one score per completion"
+            total = self._comparisons(rewards_N, batch, ranked)
+        sums = _ranking_sums(rewards_N.detach(), ranked)
+        sums |= {"loss": total.detach(), "num_groups": total.new_tensor(self.count(batch))}
+        return LossOutput(loss=total / num_groups, sums=sums)
+
+    def metrics(self, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
+        """The figures of a step or of a validation set, from its totals of `LossOutput.sums`.
+
+        `loss`: mean over the groups that teach. `num_valid_samples`: pairs of different rank; over
+        those, `accuracy`: share whose better side scores strictly higher (an equal score is a
+        mistake), and `rewards_chosen_mean`, `rewards_rejected_mean`. Names and meanings are those
+        of `observe.metrics.preference_metrics`. A mean over nothing is absent rather than 0.
+        """
+        totals = {name: float(value) for name, value in sums.items()}
+        metrics = {"num_valid_samples": totals["num_valid_samples"]}
+        if totals["num_groups"]:
+            metrics["loss"] = totals["loss"] / totals["num_groups"]
+        if totals["num_valid_samples"]:
+            for name in ("accuracy", "rewards_chosen_mean", "rewards_rejected_mean"):
+                metrics[name] = totals[name] / totals["num_valid_samples"]
+        return metrics
+
+    def _rewards(self, scores_NK: Tensor) -> Tensor:
+        if self._reward_weights_K is None:
+            return scores_NK.mean(-1)
+        # Not a matrix product: autocast would round that to bfloat16.
+        return (scores_NK * scores_NK.new_tensor(self._reward_weights_K)).sum(-1)
+
+    def _comparisons(
+        self, rewards_N: Tensor, batch: Sequence[Preference], ranked: PairIndex
+    ) -> Tensor:
+        """Sum over the groups of the batch."""
+        config, pairs = self._config, ranked
+        if config.uses_ties:
+            ranks_per_group = [preference.ranks_G for preference in batch]
+            pairs = pairs_of(ranks_per_group, with_ties=True).to(rewards_N)
+        better_P, worse_P = rewards_N[pairs.better_P], rewards_N[pairs.worse_P]
+        if config.type == "plackett_luce":
+            total = plackett_luce(rewards_N, pairs).sum()
+        else:
+            total = (pairs.weight_P * self._pairs(better_P, worse_P, batch, pairs)).sum()
+        if config.center_rewards_coefficient:
+            penalty = (pairs.weight_P * centering(better_P, worse_P)).sum()
+            total = total + config.center_rewards_coefficient * penalty
+        return total
+
+    def _pairs(
+        self, better_P: Tensor, worse_P: Tensor, batch: Sequence[Preference], pairs: PairIndex
+    ) -> Tensor:
+        config = self._config
+        margin_P = None
+        if config.use_margin:
+            margins_B = better_P.new_tensor([preference.margin for preference in batch])
+            margin_P = margins_B[pairs.group_P] * pairs.gap_P
+        target_P = better_P.new_tensor([preference.target for preference in batch])[pairs.group_P]
+        if config.type == "davidson":
+            return davidson(
+                better_P, worse_P, pairs.is_tie_P, nu=config.tie_parameter,
+                margin_P=margin_P, target_P=target_P, label_smoothing=config.label_smoothing,
+            )  # fmt: skip
+        if config.type == "rao_kupper":
+            return rao_kupper(
+                better_P, worse_P, pairs.is_tie_P, theta=1.0 + config.tie_parameter,
+                margin_P=margin_P, target_P=target_P, label_smoothing=config.label_smoothing,
+            )  # fmt: skip
+        return bradley_terry(
+            better_P, worse_P,
+            margin_P=margin_P, target_P=target_P, label_smoothing=config.label_smoothing,
+        )  # fmt: skip
+
+    def _attributes(self, scores_NK: Tensor, batch: Sequence[Preference]) -> Tensor:
+        """Sum over groups of the mean over the rated completions of each."""
+        width = scores_NK.shape[1]
+        targets, weights = list[Sequence[float]](), list[float]()
+        for preference in batch:
+            size = len(preference.ranks_G)
+            rows_GK = preference.attributes_GK or ((math.nan,) * width,) * size
+            if len(rows_GK) != size or any(len(row_K) != width for row_K in rows_GK):
+                raise DataError(
+                    f"{preference.source or preference.group.id}: ratings of shape "
+                    f"{len(rows_GK)} x {sorted({len(row_K) for row_K in rows_GK})} for {size} "
+                    f"completions and a head of {width} attributes; give each completion one "
+                    f"rating, or NaN, for each of policy.reward_model_cfg.attributes"
+                )
+            num_rated = max(sum(map(_is_rated, rows_GK)), 1)
+            targets += rows_GK
+            weights += [1.0 / num_rated] * size
+        loss_N = regression(scores_NK, scores_NK.new_tensor(targets).view(-1, width))
+        return (scores_NK.new_tensor(weights) * loss_N).sum()
+
+
+_PAIRWISE = ("bradley_terry", "davidson", "rao_kupper")
+
+
+def _is_rated(ratings_K: Sequence[float]) -> bool:
+    return not all(map(math.isnan, ratings_K))
+
+
+def _ranking_sums(rewards_N: Tensor, ranked: PairIndex) -> dict[str, Tensor]:
+    """What `metrics` divides by the number of pairs."""
+    better_P, worse_P = rewards_N[ranked.better_P], rewards_N[ranked.worse_P]
+    return {
+        "accuracy": (better_P > worse_P).sum().to(rewards_N.dtype),
+        "rewards_chosen_mean": better_P.sum(),
+        "rewards_rejected_mean": worse_P.sum(),
+        "num_valid_samples": rewards_N.new_tensor(len(ranked.better_P)),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Which completions of a batch are compared with which.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PairIndex:
+    """The pairs within each group of a batch, as indices into its N completions in a row.
+
+    Pairs come group by group, and within a group by their better completion.
+    """
+
+    better_P: Tensor
+    """int64 [P]: the completion of lower rank; in a tie, the first of the two."""
+    worse_P: Tensor
+    """int64 [P]"""
+    is_tie_P: Tensor
+    """bool [P]"""
+    group_P: Tensor
+    """int64 [P]: index of the group in the batch."""
+    weight_P: Tensor
+    """float [P]: one over the number of pairs of its group, so every group weighs 1."""
+    gap_P: Tensor
+    """float [P]: levels between the two ranks as a share of those between best and worst; 1 in a
+    group of two, 0 for a tie."""
+    num_groups: int
+    """B: groups of the batch, those without a pair included."""
+    with_ties: bool
+    """Whether ties were asked for."""
+
+    def to(self, scores: Tensor) -> PairIndex:
+        """The same on the device, and with the floating-point type, of these scores."""
+        device, dtype = scores.device, scores.dtype
+        return PairIndex(
+            better_P=self.better_P.to(device),
+            worse_P=self.worse_P.to(device),
+            is_tie_P=self.is_tie_P.to(device),
+            group_P=self.group_P.to(device),
+            weight_P=self.weight_P.to(device, dtype),
+            gap_P=self.gap_P.to(device, dtype),
+            num_groups=self.num_groups,
+            with_ties=self.with_ties,
+        )
+
+
+def pairs_of(ranks_per_group: Sequence[Sequence[int]], *, with_ties: bool) -> PairIndex:
+    """Every pair of different rank (and every tie, where asked) of every group, on the CPU.
+
+    The pairs of a group share its weight of 1 (the mean over all pairs of InstructGPT,
+    arXiv 2203.02155), so a long list does not drown the short ones.
+    """
+    better, worse, is_tie, group = list[int](), list[int](), list[bool](), list[int]()
+    weight, gap = list[float](), list[float]()
+    start = 0
+    for index, ranks_G in enumerate(ranks_per_group):
+        levels = {rank: level for level, rank in enumerate(sorted(set(ranks_G)))}
+        first = len(better)
+        for i, j in permutations(range(len(ranks_G)), 2):
+            step = levels[ranks_G[j]] - levels[ranks_G[i]]
+            if step > 0 or (with_ties and step == 0 and i < j):
+                better.append(start + i)
+                worse.append(start + j)
+                is_tie.append(step == 0)
+                gap.append(step / max(len(levels) - 1, 1))
+        num_pairs = len(better) - first
+        group += [index] * num_pairs
+        weight += [1.0 / num_pairs] * num_pairs if num_pairs else []
+        start += len(ranks_G)
+    return PairIndex(
+        better_P=torch.tensor(better, dtype=torch.int64),
+        worse_P=torch.tensor(worse, dtype=torch.int64),
+        is_tie_P=torch.tensor(is_tie, dtype=torch.bool),
+        group_P=torch.tensor(group, dtype=torch.int64),
+        weight_P=torch.tensor(weight, dtype=torch.float64),
+        gap_P=torch.tensor(gap, dtype=torch.float64),
+        num_groups=len(ranks_per_group),
+        with_ties=with_ties,
+    )

@@ -1,0 +1,94 @@
+"""A run on Ray, seen from outside: Ray ends a process that loses its cluster, without a word."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from laurel.errors import WorkerError
+from laurel.training import stopping
+
+LOST = (
+    "error: this run lost its Ray cluster, and Ray ended it: the head of the cluster, or Ray's "
+    "process on this node (raylet), is gone or cannot be reached. Look at `ray status`, then run "
+    "the same command: it goes on from its newest checkpoint"
+)
+_RAYS_EXIT_CODE = 1
+_PASSING_ON = 0.5
+"""Seconds that a signal has to reach the child by itself, as that of a terminal or Slurm does."""
+_PR_SET_PDEATHSIG = 1
+
+
+def guard() -> None:
+    """Go on in a child of this process, which waits for it and ends as it ends.
+
+    Where a process loses its raylet, or its connection to the cluster for a minute, Ray's core ends
+    it by `_exit(1)` in the middle of whatever it does: no exception is raised and no handler is
+    called. Only another process can say what happened, and with which exit code.
+
+    Returns:
+        In the child alone, which dies with this process. Where there can be none, nothing happens.
+    """
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return
+    heard = stopping.count_signals()
+    reads, writes = os.pipe()
+    parent = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    child = os.fork()
+    if child:
+        os.close(writes)
+        _end_like(child, reads, heard)
+    os.close(reads)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(WorkerError.LOST_EXIT_CODE)
+    atexit.register(_say_goodbye, writes, os.getpid())
+
+
+def _say_goodbye(writes: int, process: int) -> None:
+    """This end is Python's, whatever its exit code."""
+    if os.getpid() == process:  # not one that was forked from it
+        with suppress(OSError):
+            os.write(writes, b".")
+
+
+def _end_like(child: int, reads: int, heard: stopping.SignalCount) -> None:
+    """Wait for the child, hand it signals that it did not get itself, and end as it did."""
+    passed_on = {*stopping.SIGNALS, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*passed_on, signal.SIGCHLD})
+    received, due = 0, list[tuple[float, int, int]]()
+    while True:
+        timeout = 1.0 if not due else max(0.0, due[0][0] - time.monotonic())
+        info = signal.sigtimedwait({*passed_on, signal.SIGCHLD}, timeout)
+        if info is not None and info.si_signo in passed_on:
+            received += 1
+            due.append((time.monotonic() + _PASSING_ON, received, info.si_signo))
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        while due and due[0][0] <= time.monotonic():
+            _, number_of_it, number = due.pop(0)
+            if heard.count < number_of_it:
+                with suppress(ProcessLookupError):
+                    os.kill(child, number)
+    is_orderly = bool(select.select([reads], [], [], 0)[0]) and os.read(reads, 1) == b"."
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+    code = os.waitstatus_to_exitcode(status)
+    if code == _RAYS_EXIT_CODE and not is_orderly:
+        print(LOST, file=sys.stderr, flush=True)
+        code = WorkerError.LOST_EXIT_CODE
+    os._exit(code if code >= 0 else 128 - code)

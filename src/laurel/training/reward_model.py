@@ -1,0 +1,298 @@
+"""Training a reward model: the loop.
+
+    preferences --tokens--> micro-batches --model--> scores --loss--> gradient --> step
+
+What it shares with supervised fine-tuning is in `epoch_training.py`. Everything it needs is made
+elsewhere (`run/reward_model.py`) and handed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.evaluation.benchmarks import BenchmarkSet
+from laurel.evaluation.statistics import BagOfWords, unscored_pairs
+from laurel.models.scoring import ScoringContract
+from laurel.observe.console import PairRow, print_pairs, visible
+from laurel.observe.loggers import shows_whole_samples
+from laurel.observe.progress import Phase
+from laurel.observe.report.last_words import accuracy_words
+from laurel.rewards.preparing import Prepared, prepared_by
+from laurel.rewards.scorer import ContractScorer, OnBatch
+from laurel.training.batches import Batcher
+from laurel.training.epochs import EpochParts, EpochTraining, Taken, Validation, validate
+from laurel.training.learner import Learner, MicroBatch
+from laurel.training.loop import Surroundings
+from laurel.training.losses import RewardLoss
+from laurel.training.state import Position, RewardRunState, write_bad_step
+from laurel.types import Group, Preference, PreferenceSample, Score, TokenGroup
+
+if TYPE_CHECKING:
+    from laurel.models.forest.decoder import Path
+
+
+MOST_ROWS_OF_BASELINE = 2_000
+"""Training rows that the bag of words learns from: a baseline must cost less than a validation."""
+SHOWN_OF_BENCHMARKS = ("final_score", "accuracy", "longer_wins_baseline")
+SHOWN = ("loss", "accuracy", "margin_mean", "score_length_correlation", "ece")
+
+
+class RewardTraining(EpochTraining[PreferenceSample, Preference]):
+    """One run of reward-model training."""
+
+    state: RewardRunState
+    loss: RewardLoss
+
+    def __init__(
+        self,
+        config: RewardTrainingRun,
+        surroundings: Surroundings,
+        parts: EpochParts[PreferenceSample],
+        *,
+        loss: RewardLoss,
+        contract: ScoringContract,
+    ) -> None:
+        super().__init__(config, surroundings, parts, loss=loss)
+        self.contract = contract
+        self.benchmarks = parts.benchmarks
+        self._bag_of_words: BagOfWords | None = None
+        self._baselines: dict[int, float] = {}
+        self.scorer = LearnerScorer(
+            parts.learner, contract, parts.batcher,
+            micro_batch_size=self.section.val_micro_batch_size,
+        )  # fmt: skip
+
+    def label(self, sample: PreferenceSample) -> Preference:
+        """See `EpochTraining`."""
+        return sample.preference
+
+    # ------------------------------------------------------------------------------------- a step
+
+    def step(self, position: Position) -> Position:
+        """See `TrainingLoop`."""
+        taken = self.take(position)
+        bad_steps = self._judge(taken, position)
+        lengths = [length for sample in taken.samples for length in sample.tokens.lengths_G]
+        figures = {
+            "train/global_valid_seqs": float(len(lengths)),
+            "train/global_valid_toks": float(sum(lengths)),
+            "train/bad_steps_in_a_row": float(bad_steps),
+            "performance/computed_tokens": float(taken.num_computed),
+            "performance/groups_per_second": len(taken.samples) / taken.seconds,
+        }
+        return self.log(position, taken, bad_steps=bad_steps, figures=figures)
+
+    def _judge(self, taken: Taken[PreferenceSample], position: Position) -> int:
+        """Count a step that was not applied, keep its rows, and stop after too many."""
+        update, samples, step = taken.update, taken.samples, position.step + 1
+        if update.failure is None:
+            return 0
+        if not update.metrics and self.loss.count([s.preference for s in samples]) == 0:
+            self.progress.message(f"step {step} skipped: {update.failure}")
+            return position.bad_steps
+        sources = [sample.preference.source for sample in samples]
+        try:
+            path = write_bad_step(self.state.run_dir, step, samples, update.failure)
+            kept = f"Its rows are in {path}"
+        except OSError as error:
+            kept = f"Its rows could not be written down: {error}"
+        self.progress.message(f"step {step} not applied: {update.failure}. {kept}")
+        shown = ", ".join(sources[:8]) + (" ..." if len(sources) > 8 else "")
+        where = f"step {step}, rows {shown}"
+        return self.bad_steps(update, position.bad_steps, where=where, kept=kept)
+
+    # --------------------------------------------------------------------------------- validating
+
+    def validate(
+        self,
+        samples: Sequence[PreferenceSample],
+        micro_batches: Sequence[MicroBatch[Preference]],
+        on_rows: Callable[[int], None],
+    ) -> Validation:
+        """See `EpochTraining`."""
+        validation = validate(
+            self.learner, samples, micro_batches, loss=self.loss, contract=self.contract,
+            on_groups=on_rows,
+        )  # fmt: skip
+        baseline = self._bag_of_words_baseline(samples)
+        if baseline is not None and "accuracy" in validation.metrics:
+            validation.metrics["bag_of_words_baseline"] = baseline
+        return validation
+
+    def _bag_of_words_baseline(self, samples: Sequence[PreferenceSample]) -> float | None:
+        """The accuracy of a bag of words that learned from the first training rows.
+
+        It depends on the data alone, so it is computed at the first validation of a set and kept.
+        None where no row has a better and a worse answer.
+        """
+        known = self._baselines.get(id(samples))
+        if known is None:
+            pairs = [pair for one in samples for pair in unscored_pairs(one.preference)]
+            if self._bag_of_words is None:
+                rows = self.train[:MOST_ROWS_OF_BASELINE]
+                learned = [pair for one in rows for pair in unscored_pairs(one.preference)]
+                self._bag_of_words = BagOfWords.train(learned) if learned else None
+            if self._bag_of_words is None or not pairs:
+                return None
+            credits = [self._bag_of_words.credits([pair])[pair.id] for pair in pairs]
+            known = self._baselines[id(samples)] = math.fsum(credits) / len(credits)
+        return known
+
+    def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
+        """See `TrainingLoop`; the benchmarks come after the sets."""
+        logged, keyed = super().measure(step)
+        for name, benchmark in self.benchmarks.items():
+            with (
+                self.progress.phase(f"validating {name}", len(benchmark.rows)) as phase,
+                self.timers.time("total_validation_time"),
+            ):
+                scores = self.scorer.score_now(benchmark.groups, partial(self._scored, phase))
+            seconds = self.timers.collect()["total_validation_time"]
+            figures = benchmark.figures(scores)
+            logged |= {f"validation-{name}/{key}": value for key, value in figures.items()}
+            logged[f"timing/validation-{name}/total_validation_time"] = seconds
+            keyed |= {f"validation-{name}_{key}": value for key, value in figures.items()}
+            self._report_benchmark(benchmark, scores, figures, step=step)
+        return logged, keyed
+
+    def _scored(self, phase: Phase, num_groups: int, num_tokens: int) -> None:
+        self._validated(phase, num_groups)
+
+    def _report_benchmark(
+        self,
+        benchmark: BenchmarkSet,
+        scores: Sequence[Sequence[Score]],
+        figures: Mapping[str, float],
+        *,
+        step: int,
+    ) -> None:
+        shown = "  ".join(f"{k} {figures[k]:.4f}" for k in SHOWN_OF_BENCHMARKS if k in figures)
+        self.progress.message(f"step {step}  validation-{benchmark.name}  {shown}", is_routine=True)
+        failures = [one.failure for of_row in scores for one in of_row if one.failure is not None]
+        if failures:
+            self.progress.message(
+                f"step {step}  validation-{benchmark.name}  {len(failures):,} completions have no "
+                f"score; the first: {visible(failures[0])}"
+            )
+
+    def report(
+        self, name: str, samples: Sequence[PreferenceSample], validation: Validation, *, step: int
+    ) -> None:
+        """See `EpochTraining`; the scores of the first set become the checkpoint's reference."""
+        figures = "  ".join(
+            accuracy_words(validation.metrics) or f"accuracy {value:.4f}"
+            if key == "accuracy"
+            else f"{key} {value:.4f}"
+            for key in SHOWN
+            if (value := validation.metrics.get(key)) is not None
+        )
+        self.progress.message(f"step {step}  validation-{name}  {figures}", is_routine=True)
+        count = self.config.logger.num_val_samples_to_print
+        pairs = zip(samples, validation.scores_BG, strict=True)
+        rows = [PairRow.of(sample.preference, scores) for sample, scores in pairs]
+        table = [row for row in rows if row is not None][:count]
+        if table:
+            is_whole = shows_whole_samples(self.config.logger)
+            title = f"validation-{name}, step {step}"
+            print_pairs(self.progress.console, title, table, is_brief=not is_whole)
+            self.logger.log_table(
+                f"validation-{name}/pairs", PairRow.columns(), [row.cells for row in table],
+                step=step,
+            )  # fmt: skip
+        if name == next(iter(self.validation)):
+            self.state.remember_reference(validation.scores_BG, step=step)
+
+
+# --------------------------------------------------------------------------------------------------
+# The model that is being trained, as a scorer: wherever its ranks are, and by its own contract.
+
+Rows = list[int]
+"""Where the outputs for the completions of a group belong."""
+
+
+class LearnerScorer(ContractScorer):
+    """Scores as a scorer that loads the checkpoint would; tokens are kept for the next time."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        contract: ScoringContract,
+        batcher: Batcher,
+        *,
+        micro_batch_size: int,
+    ) -> None:
+        """Hold a learner.
+
+        Args:
+            learner: Of a reward model.
+            contract: That is saved with it.
+            batcher: Cuts groups up for it.
+            micro_batch_size: Groups of one forward pass where nothing is packed.
+        """
+        super().__init__(contract, batch_tokens=batcher.forest_budget, batch_size=None)
+        self.preparers = _Remembering(contract)
+        self._learner = learner
+        self._batcher = batcher
+        self._micro_batch_size = micro_batch_size
+
+    @property
+    def path(self) -> Path:
+        """See `ContractScorer`."""
+        return self._batcher.path
+
+    def _values(
+        self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
+    ) -> np.ndarray:
+        if not tokens:
+            return np.zeros((0, 1), dtype=np.float32)
+        ends = np.cumsum([len(group.branches_ids_G) for group in tokens]).tolist()
+        starts = [0, *ends[:-1]]
+        rows: list[Rows] = [list(range(s, e)) for s, e in zip(starts, ends, strict=True)]
+        # Lists of answers may be larger than a batch, and each answer stands for itself.
+        micro_batches = self._batcher.cut(
+            *self._batcher.divide(tokens, rows, lambda of, some: [of[i] for i in some]),
+            micro_batch_size=self._micro_batch_size,
+        )
+        found = self._learner.outputs([one.inputs for one in micro_batches],
+                                      in_full_precision=exactly)  # fmt: skip
+        begun = set(starts)
+        values_NK: np.ndarray | None = None
+        for micro_batch, outputs_NK in zip(micro_batches, found, strict=True):
+            scores_NK = outputs_NK.float().cpu().numpy()
+            if values_NK is None:
+                values_NK = np.full((ends[-1], scores_NK.shape[1]), np.nan, dtype=np.float32)
+            values_NK[np.concatenate(micro_batch.labels)] = scores_NK
+            if on_batch is not None:
+                num_groups = sum(some[0] in begun for some in micro_batch.labels)
+                on_batch(num_groups, micro_batch.num_tokens)
+        assert values_NK is not None
+        return values_NK
+
+    def sleep(self) -> None:
+        """Nothing: the learner rests by itself (`Learner.resting`)."""
+
+    def wake(self) -> None:
+        """Likewise."""
+
+
+class _Remembering:
+    """Renders and tokenises what it has not seen; see `rewards.to_tokens.Preparing`."""
+
+    def __init__(self, contract: ScoringContract) -> None:
+        self._contract = contract
+        self._known: dict[Group, Prepared] = {}
+
+    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
+        """See `Preparing`."""
+        new = [group for group in dict.fromkeys(groups) if group not in self._known]
+        self._known |= zip(new, prepared_by(self._contract, new), strict=True)
+        return [self._known[group] for group in groups]
+
+    def close(self) -> None:
+        """See `Preparing`."""

@@ -1,0 +1,214 @@
+"""Which metric makes a checkpoint the best, and which is good enough to end the run.
+
+Imports no torch: a wrong name is told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from laurel.config.grpo import GRPOConfig
+from laurel.errors import ConfigError
+from laurel.observe.metrics import PREFERENCE_METRICS, is_lower_better
+
+TRAIN_METRICS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "grad_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What makes a checkpoint the best."""
+
+    key: str | None
+    """`validation-<set>_<metric>` or `train_<metric>`; None keeps the most recent."""
+    higher_is_better: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What a validation must reach for the run to end."""
+
+    key: str
+    """As in `Selection`."""
+    threshold: float
+    """Reached by a figure of at least this."""
+
+
+def select_by(
+    metric_name: str | None,
+    higher_is_better: bool | None,
+    *,
+    sets: Sequence[str],
+    attributes: Sequence[str] = (),
+    benchmarks: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Selection:
+    """Resolve `checkpointing.metric_name` against what this run can measure.
+
+    `auto` is the loss of the first set or, where there are only benchmarks, the accuracy over all
+    rows of the first of those. `val_loss`, NeMo RL's name, is the loss of the first set, too.
+
+    Args:
+        metric_name: As configured; the forms `validation-<set>_<metric>`, `train_<metric>`, and
+            both with the prefix `val:` or `train:`.
+        higher_is_better: As configured; None is told from the name.
+        sets: Names of the validation sets that will be validated.
+        attributes: Of a regression head.
+        benchmarks: The figures of each benchmark that will be measured as well.
+
+    Raises:
+        ConfigError: The run never produces such a metric; those it does produce are listed.
+    """
+    if metric_name is None:
+        return Selection(key=None)
+    if metric_name == "auto":
+        if not sets and not benchmarks:
+            return Selection(key=None)
+        first = f"{sets[0]}_loss" if sets else f"{next(iter(benchmarks))}_accuracy"
+        metric_name = f"validation-{first}"
+    names = [*PREFERENCE_METRICS]
+    names += [f"{kind}/{attribute}" for attribute in attributes for kind in ("mse", "pearson")]
+    possible = [f"validation-{name}_{metric}" for name in sets for metric in names]
+    possible += [f"validation-{name}_{one}" for name, found in benchmarks.items() for one in found]
+    possible += [f"train_{metric}" for metric in TRAIN_METRICS]
+    return select_among(
+        metric_name, higher_is_better, possible, has_validation=bool(sets or benchmarks),
+        aliases={"val_loss": f"validation-{sets[0]}_loss"} if sets else {},
+    )  # fmt: skip
+
+
+def select_among(
+    metric_name: str,
+    higher_is_better: bool | None,
+    possible: Sequence[str],
+    *,
+    has_validation: bool,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> Selection:
+    """Resolve a name against the metrics that a run can measure.
+
+    Args:
+        metric_name: As configured, not `auto`.
+        higher_is_better: As configured; None is told from the name.
+        possible: What the run measures.
+        has_validation: Whether it has a validation set, for the message.
+        aliases: Other systems' names.
+
+    Raises:
+        ConfigError: It measures no such metric; those it does measure are listed.
+    """
+    bare = metric_name.removeprefix("val:")
+    key = aliases.get(metric_name) or aliases.get(bare) or _in_full(metric_name)
+    if key is None or key not in possible:
+        raise _never_measured(
+            f"checkpointing.metric_name={metric_name}", possible, has_validation=has_validation
+        )
+    if higher_is_better is None:
+        higher_is_better = not is_lower_better(key)
+    return Selection(key=key, higher_is_better=higher_is_better)
+
+
+def _never_measured(setting: str, possible: Iterable[str], *, has_validation: bool) -> ConfigError:
+    hint = "" if has_validation else " There is no validation set: name one under data."
+    return ConfigError(
+        f"{setting}: this run never measures that.{hint} It can measure: {', '.join(possible)}"
+    )
+
+
+def _in_full(metric_name: str) -> str | None:
+    """The name without its prefix; None where the prefix says something else than the name."""
+    prefix, colon, name = metric_name.partition(":")
+    if not colon:
+        return metric_name
+    kind = {"val": "validation", "train": "train_"}.get(prefix)
+    if kind == "train_" and not name.startswith(kind):
+        return f"train_{name}"
+    return name if kind is not None and name.startswith(kind) else None
+
+
+POLICY_METRICS = ("reward_mean", "accuracy", "avg_length", "truncation_rate", "num_failures")
+"""Of a validation of a policy, by bare name."""
+POLICY_TRAIN_METRICS = ("loss", "reward", "kl_penalty", "entropy", "grad_norm", "truncation_rate")
+DEMONSTRATION_METRICS = ("loss", "perplexity")
+
+
+def select_policy_by(
+    metric_name: str | None,
+    higher_is_better: bool | None,
+    *,
+    has_validation: bool,
+    environments: Sequence[str],
+    sets: Sequence[str] = (),
+) -> Selection:
+    """Resolve `checkpointing.metric_name` for GRPO; `auto` is the mean reward in validation.
+
+    Validation sets that have names can be selected by as well: `validation-<set>_reward_mean`.
+
+    `val_reward` and `val:accuracy`, the defaults of NeMo RL, are that too: its accuracy is the mean
+    of any reward.
+    """
+    if metric_name is None or (metric_name == "auto" and not has_validation):
+        return Selection(key=None)
+    possible = [f"train_{name}" for name in POLICY_TRAIN_METRICS]
+    if has_validation:
+        figures = [f"env/{name}/accuracy" for name in environments]
+        named = [f"validation-{name}_{figure}" for name in sets for figure in POLICY_METRICS]
+        possible = [f"validation_{name}" for name in (*POLICY_METRICS, *figures)] + named + possible
+    mean = "validation_reward_mean"
+    aliases = dict.fromkeys(("auto", "val_reward", "val:reward", "val:accuracy"), mean)
+    if higher_is_better is None:
+        name = aliases.get(metric_name, metric_name).removeprefix("val:")
+        for one in sets:  # the name of a set says nothing of its figures
+            name = name.removeprefix(f"validation-{one}_")
+        higher_is_better = any(word in name for word in ("reward", "accuracy", "entropy"))
+    return select_among(
+        metric_name, higher_is_better, possible, has_validation=has_validation, aliases=aliases
+    )
+
+
+def policy_goal(
+    config: GRPOConfig, *, has_validation: bool, environments: Sequence[str]
+) -> Goal | None:
+    """Resolve `grpo.stop_at_validation_metric`, by bare name or as for a checkpoint.
+
+    `accuracy` is the mean reward, as in NeMo RL, and its `pass_k` is that of as many tries as each
+    task of a validation has.
+
+    Args:
+        config: See there.
+        has_validation: Whether the run has a validation set.
+        environments: Names of those that may judge.
+
+    Raises:
+        ConfigError: No validation measures it, or more of it is not better.
+    """
+    metric_name, threshold = config.stop_at_validation_metric, config.stop_at_validation_threshold
+    num_generations = config.val_num_generations_per_prompt
+    if metric_name is None or threshold is None:
+        return None
+    names = {"reward_mean": "reward_mean", "accuracy": "reward_mean"}
+    names |= {name: name for name in (f"env/{e}/accuracy" for e in environments)}
+    if num_generations > 1:
+        names |= dict.fromkeys(("pass_k", f"pass@{num_generations}"), f"pass@{num_generations}")
+    bare = metric_name.removeprefix("val:").removeprefix("validation_")
+    if not has_validation or bare not in names:
+        raise _never_measured(
+            f"grpo.stop_at_validation_metric={metric_name}",
+            names if has_validation else (), has_validation=has_validation,
+        )  # fmt: skip
+    return Goal(key=f"validation_{names[bare]}", threshold=threshold)
+
+
+def select_demonstrations_by(
+    metric_name: str | None, higher_is_better: bool | None, *, sets: Sequence[str]
+) -> Selection:
+    """Resolve `checkpointing.metric_name` for fine-tuning; `auto` is the loss of the first set."""
+    if metric_name is None or (metric_name == "auto" and not sets):
+        return Selection(key=None)
+    possible = [f"validation-{s}_{name}" for s in sets for name in DEMONSTRATION_METRICS]
+    possible += [f"train_{name}" for name in (*DEMONSTRATION_METRICS, "grad_norm")]
+    # Without a set, the first is one of training.
+    aliases = {"val_loss": possible[0], "auto": possible[0]} if sets else {}
+    return select_among(
+        metric_name, higher_is_better, possible, has_validation=bool(sets), aliases=aliases
+    )

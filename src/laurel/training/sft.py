@@ -1,0 +1,69 @@
+"""Supervised fine-tuning: the loop.
+
+demonstrations --tokens--> forests --policy--> log-probs --mean over the answers--> gradient
+
+What it shares with the training of reward models is in `epoch_training.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from laurel.config.sft import SFTRun
+from laurel.models.chat import Demonstration
+from laurel.training.epochs import EpochParts, EpochTraining, Validation
+from laurel.training.learner import MicroBatch, add_up
+from laurel.training.loop import Surroundings
+from laurel.training.policy_loss import DemonstrationLabels, DemonstrationLoss
+from laurel.training.state import Position
+
+
+class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
+    """One run of supervised fine-tuning."""
+
+    def __init__(
+        self, config: SFTRun, surroundings: Surroundings, parts: EpochParts[Demonstration]
+    ) -> None:
+        super().__init__(config, surroundings, parts, loss=DemonstrationLoss())
+
+    def label(self, sample: Demonstration) -> DemonstrationLabels:
+        """See `EpochTraining`."""
+        return DemonstrationLabels(masks_GL=(sample.mask_L,))
+
+    def step(self, position: Position) -> Position:
+        """See `TrainingLoop`."""
+        taken = self.take(position)
+        step = position.step + 1
+        if taken.update.failure is not None:
+            self.progress.message(f"step {step} not applied: {taken.update.failure}")
+        shown = ", ".join(sample.tokens.id for sample in taken.samples[:8])
+        bad_steps = self.bad_steps(
+            taken.update, position.bad_steps, where=f"step {step}, rows {shown}",
+            kept="The metrics of the steps before tell how it came about",
+        )  # fmt: skip
+        return self.log(position, taken, bad_steps=bad_steps)
+
+    def validate(
+        self,
+        samples: Sequence[Demonstration],
+        micro_batches: Sequence[MicroBatch[DemonstrationLabels]],
+        on_rows: Callable[[int], None],
+    ) -> Validation:
+        """See `EpochTraining`."""
+        totals: dict[str, Tensor] = {}
+        found = self.learner.outputs([micro_batch.inputs for micro_batch in micro_batches])
+        for micro_batch, outputs in zip(micro_batches, found, strict=True):
+            add_up(totals, self.loss(outputs, micro_batch.labels, num_groups=1.0).sums)
+            on_rows(len(micro_batch.labels))
+        metrics = self.loss.metrics(totals)
+        return Validation(metrics={k: v for k, v in metrics.items() if math.isfinite(v)})
+
+    def report(
+        self, name: str, samples: Sequence[Demonstration], validation: Validation, *, step: int
+    ) -> None:
+        """See `EpochTraining`."""
+        shown = "  ".join(f"{k} {v:.4f}" for k, v in validation.metrics.items())
+        self.progress.message(f"step {step}  validation-{name}  {shown}", is_routine=True)

@@ -1,0 +1,528 @@
+"""What a checkpoint of a training run holds, and going on from one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.data.forest import pad, plant
+from laurel.errors import CheckpointError
+from laurel.models.checkpoint.card import CardFacts, policy_card, reward_model_card
+from laurel.models.checkpoint.store import Written
+from laurel.models.scoring import GoldenScore, ScoringContract
+from laurel.rewards.scorer import divide, golden_by, in_order
+from laurel.training.learner import Learner
+from laurel.types import Group, PaddedRows, PreferenceSample, TokenForest, TokenGroup
+
+TRAINING = "training"
+"""Directory inside a checkpoint for what only resuming needs."""
+RUN = "run.json"
+"""In there: where the run logs, and the settings that make it this run."""
+TRAINING_DATA = "training data"
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a run is."""
+
+    step: int = 0
+    bad_steps: int = 0
+    """Steps in a row that were not applied."""
+    validated_at: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was measured of the weights of this very step. Nothing older: an old figure would make
+    weights the best that nobody has measured, or that gave no finite figure."""
+
+    def stepped(self, *, bad_steps: int, metrics: Mapping[str, float]) -> Position:
+        """The position one step on."""
+        return replace(self, step=self.step + 1, bad_steps=bad_steps, metrics=metrics)
+
+    def validated(self, metrics: Mapping[str, float]) -> Position:
+        """The same position with the figures of a validation."""
+        return replace(self, validated_at=self.step, metrics={**self.metrics, **metrics})
+
+
+class RunState(ABC):
+    """Writes and reads the checkpoints of one run."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        identity: Mapping[str, object],
+        config_yaml: str,
+        run_dir: Path,
+        save_optimizer: bool,
+        saves_in_background: bool = False,
+    ) -> None:
+        """Hold what does not change during the run.
+
+        Args:
+            learner: The model with its optimizer.
+            identity: By dotted name, what must be the same when a run goes on, or it would be
+                another run.
+            config_yaml: The resolved configuration.
+            run_dir: Where this run logs.
+            save_optimizer: Whether the run can be resumed.
+            saves_in_background: Whether training goes on while a checkpoint is written.
+        """
+        self.learner = learner
+        self.identity = identity
+        self.run_dir = run_dir
+        self.saves_in_background = saves_in_background
+        self._config_yaml = config_yaml
+        self._save_optimizer = save_optimizer
+
+    @abstractmethod
+    def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
+        """Write the weights as a directory that Hugging Face loads: see `Learner.export`."""
+
+    def more(self) -> dict[str, Any]:
+        """What the algorithm itself must remember; see `state_encoding.encode`."""
+        return {}
+
+    def take_back(self, more: Mapping[str, Any]) -> None:
+        """The same, from a checkpoint."""
+        assert not more, f"nothing here remembers {', '.join(more)}"
+
+    def write(self, directory: Path, position: Position, *, in_background: bool = False) -> Written:
+        """Fill a checkpoint directory: a Hugging Face model, and the state to go on.
+
+        Args:
+            directory: Exists and is empty.
+            position: Where the run is.
+            in_background: Only begin; training may go on meanwhile.
+
+        Returns:
+            Whom to ask for the end.
+        """
+        if not in_background:
+            self._write(directory, position, in_background=False)
+            return lambda is_awaited: 0.0
+        try:
+            self._write(directory, position, in_background=True)
+        except Exception:
+            # What was begun must not go on in a directory that is about to be deleted.
+            with suppress(Exception):
+                self.learner.written(is_awaited=True)
+            raise
+        return lambda is_awaited: self.learner.written(is_awaited=is_awaited)
+
+    def _write(self, directory: Path, position: Position, *, in_background: bool) -> None:
+        self.write_model(directory, position, in_background=in_background)
+        (directory / CONFIG).write_text(self._config_yaml, encoding="utf-8")
+        if not self._save_optimizer:
+            return
+        (directory / TRAINING).mkdir()
+        run = {"run_dir": str(self.run_dir), "identity": self.identity}
+        (directory / TRAINING / RUN).write_text(json.dumps(run, indent=1), encoding="utf-8")
+        self.learner.save_state(
+            directory / TRAINING,
+            {
+                "step": position.step,
+                "bad_steps": position.bad_steps,
+                "validated_at": position.validated_at,
+                "metrics": dict(position.metrics),
+                "more": self.more(),
+            },
+            in_background=in_background,
+        )
+
+    def restore(self, directory: Path) -> Position:
+        """Put optimizer, schedule and random generators back; the weights are loaded already.
+
+        Raises:
+            CheckpointError: The checkpoint is of another run, or cannot be resumed.
+        """
+        check_same_run(directory, self.identity)
+        extra = self.learner.load_state(directory / TRAINING)
+        self.take_back(extra.get("more", {}))
+        return Position(
+            step=extra["step"],
+            bad_steps=extra["bad_steps"],
+            validated_at=extra["validated_at"],
+            metrics=extra["metrics"],
+        )
+
+
+def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
+    """Refuse to go on from the checkpoint of a run whose settings were others.
+
+    Args:
+        directory: The checkpoint.
+        identity: See `settings_of`; with the training data, where that is known already.
+
+    Raises:
+        CheckpointError: It is of another run, or cannot be resumed.
+    """
+    path = directory / TRAINING / RUN
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"{directory} was saved without its optimizer (checkpointing.save_optimizer=false) "
+            "and cannot be resumed; start from its weights with policy.model_name, in another "
+            "checkpoint_dir"
+        )
+    try:
+        saved = json.loads(path.read_bytes())["identity"]
+        names = [n for n in {**saved, **identity} if n != TRAINING_DATA or n in identity]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    changed = sorted((n for n in names if saved.get(n) != identity.get(n)), key=_weight)
+    if changed:
+        told = [
+            f"{name}: {_shown(saved.get(name))} then, {_shown(identity.get(name))} now"
+            for name in changed[:_TOLD]
+        ]
+        if len(changed) > _TOLD:
+            told.append(
+                f"and {len(changed) - _TOLD} more; {directory / CONFIG} has what was set then"
+            )
+        raise CheckpointError(
+            f"{directory} is of another run ({'; '.join(told)}). Give this run another "
+            "checkpointing.checkpoint_dir, or restore what changed."
+        )
+
+
+_TOLD = 4
+"""Settings that are told by name where a run is another one."""
+_WEIGHTIEST = ("policy.model_name", TRAINING_DATA, "policy.scratch", "policy.optimizer", "data.")
+"""What says most of why it is another run, in this order; the rest come as they are written."""
+
+
+def _weight(name: str) -> int:
+    firsts = (i for i, begin in enumerate(_WEIGHTIEST) if name.startswith(begin))
+    return next(firsts, len(_WEIGHTIEST))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+_LONGEST = 80
+"""Letters of a value that are shown."""
+
+
+def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """The entries of nested mappings, by dotted name."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(f"{name}.{key}" if name else str(key), inner)
+    else:
+        yield name, value
+
+
+def read_run_dir(directory: Path) -> Path | None:
+    """Where the run that saved a checkpoint logged, if that still exists."""
+    try:
+        found = Path(json.loads((directory / TRAINING / RUN).read_bytes())["run_dir"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if found.is_dir() else None
+
+
+def write_bad_rows(
+    run_dir: Path, step: int, rows: Iterable[Mapping[str, object]], *, reason: str
+) -> Path:
+    """Keep the rows of a step that was not applied, for inspection; JSON, a line each."""
+    path = run_dir / "bad_steps" / f"step_{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Half a surrogate pair, which UTF-8 cannot hold, becomes the JSON escape that can.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for row in rows:
+            file.write(json.dumps({"reason": reason, **row}, ensure_ascii=False) + "\n")
+    return path
+
+
+# --------------------------------------------------------------------------------------------------
+# What a checkpoint of reward-model training holds.
+
+NUM_REFERENCE_GROUPS = 64
+"""Training groups that the reference statistics fall back to without a validation set."""
+NUM_GOLDEN_GROUPS = 3
+
+
+class RewardRunState(RunState):
+    """Checkpoints that are reward models."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        contract: ScoringContract,
+        path: Literal["forest", "padded"],
+        weights_dtype: str,
+        train: Sequence[PreferenceSample],
+        golden: Sequence[Group],
+        identity: Mapping[str, object],
+        config_yaml: str,
+        card: CardFacts,
+        run_dir: Path,
+        save_optimizer: bool,
+        batch_tokens: int,
+        saves_in_background: bool = False,
+    ) -> None:
+        """Hold what does not change during the run.
+
+        Args:
+            learner: The model with its optimizer.
+            contract: The contract it scores by.
+            path: How batches reach the model.
+            weights_dtype: Of the model, e.g. `float32`.
+            train: The training set.
+            golden: Groups whose scores are kept in the contract.
+            identity: See `settings_of`.
+            config_yaml: The resolved configuration.
+            card: What the model card says besides the figures of the checkpoint.
+            run_dir: Where this run logs.
+            save_optimizer: Whether the run can be resumed.
+            batch_tokens: Token budget of a forward pass.
+            saves_in_background: See `RunState`.
+        """
+        super().__init__(
+            learner,
+            identity={**identity, TRAINING_DATA: fingerprint(train)},
+            config_yaml=config_yaml,
+            run_dir=run_dir,
+            save_optimizer=save_optimizer,
+            saves_in_background=saves_in_background,
+        )
+        self.contract = contract
+        self._path = path
+        self._weights_dtype = weights_dtype
+        self._train = train
+        self._golden = golden
+        self._card = card
+        self._batch_tokens = batch_tokens
+        self._reference: tuple[int, list[float]] = (-1, [])
+
+    def remember_reference(self, scores_BG: Sequence[Sequence[float]], *, step: int) -> None:
+        """Scores that the mean and standard deviation of the checkpoint of this step are of."""
+        self._reference = (step, [score for scores_G in scores_BG for score in scores_G])
+
+    def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
+        """See `RunState`."""
+        contract = self._signed_contract(position.step)
+        facts = self._card.measured(position.metrics)
+        card = reward_model_card(facts, contract)
+        self.learner.export(directory, card, contract=contract, in_background=in_background)
+        facts.save(directory)
+
+    def _signed_contract(self, step: int) -> ScoringContract:
+        """The contract with reference statistics and golden scores of the weights as they are.
+
+        Raises:
+            CheckpointError: The model scores nothing any more. An earlier checkpoint stays newest.
+        """
+        golden = self._golden_scores()
+        sound = tuple(g for g in golden if all(map(math.isfinite, g.values_K)))
+        if golden and not sound:
+            raise CheckpointError(
+                "the scores of the model are not finite, so it is of no use. Go on from an earlier "
+                "checkpoint with a lower policy.optimizer.kwargs.lr, or with "
+                "policy.precision=float32"
+            )
+        measured_at, scores = self._reference
+        if measured_at != step or not scores:
+            scores = self._score_some_training_groups()
+        scores = [score for score in scores if math.isfinite(score)]
+        return self.contract.with_rules(
+            mean=statistics.fmean(scores) if scores else None,
+            std=statistics.pstdev(scores) if scores else None,
+            num_reference=len(scores),
+            golden=sound,
+            golden_dtype=self._weights_dtype,
+            versions=library_versions(),
+        )
+
+    def _score_some_training_groups(self) -> list[float]:
+        tokens = [sample.tokens for sample in self._train[:NUM_REFERENCE_GROUPS]]
+        values_NK = self._scores(self.learner.outputs, tokens, batch_tokens=self._batch_tokens)
+        return [self.contract.scalar(row) for row in values_NK.tolist()]
+
+    def _golden_scores(self) -> tuple[GoldenScore, ...]:
+        """See `rewards.local.golden_scores`."""
+        exactly = partial(self.learner.outputs, in_full_precision=True)
+        # A budget of one token leaves each conversation by itself.
+        score_alone = partial(self._scores, exactly, batch_tokens=1)
+        return golden_by(score_alone, self.contract, self._golden) if self._golden else ()
+
+    def _scores(
+        self, outputs: Scores, tokens: Sequence[TokenGroup], *, batch_tokens: int
+    ) -> np.ndarray:
+        pad_id = self.contract.rules.pad_id or 0
+        return reward_scores(
+            outputs, tokens, path=self._path, batch_tokens=batch_tokens, pad_id=pad_id
+        )
+
+
+def settings_of(config: RewardTrainingRun) -> dict[str, object]:
+    """What must be the same when a run goes on, by dotted name, or it would be another run.
+
+    Besides what makes the arithmetic, this holds what a checkpoint brings with it (tokenizer,
+    learning rate): a change of that would have no effect and must not pass in silence.
+    """
+    policy, data = config.policy, config.data
+    settings = {
+        "rm": config.rm.model_dump(mode="json", include={"seed", "loss"}),
+        "policy": policy.model_dump(
+            mode="json",
+            include={
+                "model_name", "scratch", "hf_config_overrides", "tokenizer", "reward_model_cfg",
+                "train_global_batch_size", "precision", "optimizer", "scheduler",
+            },
+        )
+        | {"dtensor_cfg": {"lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}},
+        "data": data.model_dump(mode="json", include={"shuffle", "truncation_side"})
+        | {"max_input_seq_length": data.max_input_seq_length or policy.max_total_sequence_length},
+    }  # fmt: skip
+    return dict(leaves("", settings))
+
+
+def fingerprint(samples: Sequence[PreferenceSample]) -> str:
+    """A hash of the tokens and judgements of a training set, in order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(sample.tokens.trunk_ids.tobytes())
+        for ids in sample.tokens.branches_ids_G:
+            digest.update(b"|" + ids.tobytes())
+        preference = sample.preference
+        judged = (preference.ranks_G, preference.margin, preference.target)
+        digest.update(repr((judged, preference.attributes_GK)).encode())
+    return digest.hexdigest()[:16]
+
+
+def write_bad_step(
+    run_dir: Path, step: int, samples: Sequence[PreferenceSample], reason: str
+) -> Path:
+    """Keep the rows of a step that was not applied, for inspection."""
+    rows = (
+        {
+            "source": sample.preference.source,
+            "ranks": sample.preference.ranks_G,
+            "lengths": sample.tokens.lengths_G,
+            "prompt": [[m.role, m.content] for m in sample.preference.group.prompt],
+            "completions": [
+                [[m.role, m.content] for m in completion.messages]
+                for completion in sample.preference.group.completions_G
+            ],
+        }
+        for sample in samples
+    )
+    return write_bad_rows(run_dir, step, rows, reason=reason)
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what computes the scores."""
+    import tokenizers
+    import torch
+    import transformers
+
+    import laurel
+
+    return {
+        "laurel": laurel.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Scores of many groups at once, by a learner that may be spread over ranks.
+
+Scores = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[Tensor]]
+"""`Learner.outputs` of a reward model."""
+
+
+def reward_scores(
+    outputs: Scores,
+    groups: Sequence[TokenGroup],
+    *,
+    path: Literal["forest", "padded"],
+    batch_tokens: int,
+    pad_id: int,
+) -> np.ndarray:
+    """Every output of the head for every completion.
+
+    Args:
+        outputs: Computes the scores of each batch.
+        groups: At least one, as the contract encodes them.
+        path: How batches reach the model.
+        batch_tokens: Token budget of one forward pass; larger groups travel alone.
+        pad_id: For models on the padded path.
+
+    Returns:
+        float32 `[N, K]`, in the order of the groups whatever the batches were.
+    """
+    parts = divide(path, groups, batch_tokens)
+    chosen = [[groups[i] for i in indices] for indices in parts]
+    batches = [plant(some) if path == "forest" else pad(some, pad_id=pad_id) for some in chosen]
+    values = [scores_NK.float().cpu().numpy() for scores_NK in outputs(batches)]
+    return in_order(groups, parts, values, num_outputs=values[0].shape[1])
+
+
+# --------------------------------------------------------------------------------------------------
+# What a checkpoint of a policy holds (supervised fine-tuning, GRPO).
+
+
+class PolicyRunState(RunState):
+    """Checkpoints that are causal language models."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        identity: Mapping[str, object],
+        data_fingerprint: str,
+        config_yaml: str,
+        card: CardFacts,
+        run_dir: Path,
+        save_optimizer: bool,
+        saves_in_background: bool = False,
+    ) -> None:
+        super().__init__(
+            learner,
+            identity={**identity, TRAINING_DATA: data_fingerprint},
+            config_yaml=config_yaml,
+            run_dir=run_dir,
+            save_optimizer=save_optimizer,
+            saves_in_background=saves_in_background,
+        )
+        self._card = card
+
+    def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
+        """See `RunState`."""
+        facts = self._card.measured(position.metrics)
+        self.learner.export(directory, policy_card(facts), in_background=in_background)
+        facts.save(directory)
+
+
+def fingerprint_of_tokens(groups: Sequence[TokenGroup]) -> str:
+    """A hash of the tokens of a training set, in order."""
+    return hash_of(
+        "|".join(str(ids.tolist()) for ids in (group.trunk_ids, *group.branches_ids_G))
+        for group in groups
+    )
+
+
+def hash_of(texts: Iterable[str]) -> str:
+    """A hash of texts, in order."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode("utf-8", "backslashreplace") + b"\n")
+    return digest.hexdigest()[:16]

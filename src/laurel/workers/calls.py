@@ -1,0 +1,320 @@
+"""What all worker groups share: their calls, and how failures become one error."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+from laurel.errors import LaurelError, WorkerError
+from laurel.protocols import Pending
+from laurel.workers.rendezvous import Place
+
+GOING_ON = (
+    "A training run that is started again goes on from its newest checkpoint "
+    "(checkpointing.resume=auto, the default)."
+)
+
+
+class Call(NamedTuple):
+    """What one worker is asked to do."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+class Shared:
+    """An argument for several groups that is made ready to travel once, and not for each of them.
+
+    It is given by position. Workers get the value itself, and may not write into it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        """Nothing is done with the value before a group needs it."""
+        self.value = value
+        self._carried: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shared, (self.value,)
+
+    def carried(self, carry: Callable[[Any], Any]) -> Any:
+        """What `carry`, which is asked once, makes of the value."""
+        if self._carried is None:
+            self._carried = carry(self.value)
+        return self._carried
+
+
+def without_shared(call: Call) -> tuple[Call, list[Shared]]:
+    """The call without its shared values, and what they were taken out of."""
+    shared = [argument for argument in call.args if isinstance(argument, Shared)]
+    return with_shared(call, [Shared(None)] * len(shared)) if shared else call, shared
+
+
+def with_shared(call: Call, values: Iterable[Any]) -> Call:
+    """The call with these in the place of its shared arguments."""
+    rest = iter(values)
+    args = (next(rest) if isinstance(argument, Shared) else argument for argument in call.args)
+    return Call(call.method, tuple(args), call.kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a worker gave no result. It can travel between processes."""
+
+    kind: Literal["raised", "died", "late"]
+    rank: int
+    summary: str = ""
+    traceback: str = ""
+    cause: BaseException | None = None
+    """What the worker raised, where that can travel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """A worker's result."""
+
+    value: Any
+
+
+Outcome = Success | Failure
+
+
+def attempt(target: Any, call: Call, *, rank: int) -> Outcome:
+    """Call a method of a worker, or the worker's class itself where the method is ''."""
+    try:
+        function = getattr(target, call.method) if call.method else target
+        call = with_shared(call, [a.value for a in call.args if isinstance(a, Shared)])
+        return Success(function(*call.args, **call.kwargs))
+    except (Exception, SystemExit) as error:
+        return failure_of(error, rank=rank)
+
+
+def failure_of(error: BaseException, *, rank: int) -> Failure:
+    """The failure that an exception is, from where it was caught in this process."""
+    # The first frame is Laurel's own call of the method.
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    return Failure(
+        kind="raised",
+        rank=rank,
+        summary=_summary(error),
+        traceback="".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        if frames
+        else "",
+        cause=error if _can_travel(error) else None,
+    )
+
+
+def _summary(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _can_travel(error: BaseException) -> bool:
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:  # an exception may do anything when it is copied
+        return False
+
+
+def error_of(
+    role: str, size: int, call: str, failures: Sequence[Failure], *, limit: float
+) -> WorkerError:
+    """One error for all that went wrong in a call.
+
+    A death explains what others raise, and what was raised explains who is late, so the error is
+    about the gravest kind and mentions the rest.
+
+    Args:
+        role: Of the group.
+        size: Of the group.
+        call: Name of the method, '' for the making of the workers.
+        failures: In the order in which they were seen, at least one.
+        limit: Seconds that were waited, for those who are late.
+    """
+    doing = f"in {call}" if call else "while it was made"
+    kinds = ("died", "raised", "late")
+    kind = next(kind for kind in kinds if any(failure.kind == kind for failure in failures))
+    guilty = [failure for failure in failures if failure.kind == kind]
+    first = guilty[0]
+    ranks = tuple(sorted(failure.rank for failure in guilty))
+    rest = [failure for failure in failures if failure.kind != kind]
+    if kind == "late":
+        message = (
+            f"{role}: no answer from {_ranks(ranks)} of {size} {doing} within {limit:g} s; "
+            "the group was ended"
+        )
+    else:
+        verb = "died" if kind == "died" else "failed"
+        message = f"{role} rank {first.rank} of {size} {verb} {doing}: {first.summary}"
+        others = [failure.rank for failure in guilty[1:]]
+        if others:
+            message += f"\n({_ranks(others)} {verb} too)"
+        late = [failure.rank for failure in rest if failure.kind == "late"]
+        if late:
+            message += f"\n(no answer from {_ranks(late)}, ended with the group)"
+    if first.traceback and not isinstance(first.cause, LaurelError):
+        message += f"\n\nIn the worker:\n{first.traceback}"
+    exit_code = WorkerError.exit_code
+    if isinstance(first.cause, LaurelError):
+        exit_code = first.cause.exit_code
+    elif kind != "raised":
+        message += f"\n{GOING_ON}"
+        exit_code = WorkerError.LOST_EXIT_CODE
+    error = WorkerError(
+        message, role=role, ranks=ranks, worker_traceback=first.traceback, exit_code=exit_code
+    )
+    error.__cause__ = first.cause
+    return error
+
+
+def again(error: WorkerError) -> WorkerError:
+    """The same error, to be raised once more without the traceback of the first time."""
+    copy = WorkerError(
+        str(error), role=error.role, ranks=error.ranks,
+        worker_traceback=error.worker_traceback, exit_code=error.exit_code,
+    )  # fmt: skip
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    names = ", ".join(str(rank) for rank in sorted(ranks))
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+class GroupCalls(ABC):
+    """The calls of a `WorkerGroup`, over one way to submit them."""
+
+    role: str
+    size: int
+
+    @abstractmethod
+    def _submit(self, calls: Mapping[int, Call]) -> Pending:
+        """Give each of these ranks its call."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End every worker."""
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """See `WorkerGroup.start`."""
+        return self._submit(dict.fromkeys(range(self.size), Call(method, args, kwargs)))
+
+    def start_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> Pending:
+        """See `WorkerGroup.start_each`."""
+        if len(per_rank_args) != self.size:
+            raise ValueError(
+                f"{self.role} has {self.size} ranks; arguments came for {len(per_rank_args)}"
+            )
+        return self._submit({r: Call(method, args) for r, args in enumerate(per_rank_args)})
+
+    def start_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """See `WorkerGroup.start_one`."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{self.role} has ranks 0 to {self.size - 1}, not {rank}")
+        return self._submit({rank: Call(method, args, kwargs)})
+
+    def call(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """See `WorkerGroup.call`."""
+        return self.start(method, *args, **kwargs).wait(timeout=timeout)
+
+    def call_each(
+        self,
+        method: str,
+        per_rank_args: Sequence[tuple[Any, ...]],
+        *,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """See `WorkerGroup.call_each`."""
+        return self.start_each(method, per_rank_args).wait(timeout=timeout)
+
+    def call_one(
+        self, rank: int, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """See `WorkerGroup.call_one`."""
+        return self.start_one(rank, method, *args, **kwargs).wait(timeout=timeout)[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+# --------------------------------------------------------------------------------------------------
+# A worker group of one, in this process.
+
+_log = logging.getLogger(__name__)
+
+
+class LocalGroup(GroupCalls):
+    """A `WorkerGroup` whose one worker is an object of this process and lives in its thread.
+
+    What is started is done before `start` returns, so deadlines cannot be kept: nobody is there
+    to notice. Arguments and results are handed over as they are, not copied. More than one rank
+    needs processes, and those are Ray's: `RayCluster` starts them on a laptop, too.
+    """
+
+    def __init__(
+        self, role: str, worker_class: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Make the worker: `worker_class(place, *args, **kwargs)`.
+
+        Raises:
+            WorkerError: It could not be made.
+        """
+        self.role = role
+        self.size = 1
+        made = attempt(worker_class, Call("", (Place(role=role), *args), kwargs), rank=0)
+        self._worker: Any = _Done(role, "", made).wait()[0]
+        self._is_open = True
+
+    def _submit(self, calls: Mapping[int, Call]) -> _Done:
+        if not self._is_open:
+            raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
+        call = calls[0]
+        return _Done(self.role, call.method, attempt(self._worker, call, rank=0))
+
+    def alive(self) -> list[bool]:
+        """See `WorkerGroup.alive`."""
+        return [self._is_open]
+
+    def shutdown(self) -> None:
+        """See `WorkerGroup.shutdown`."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        worker, self._worker = self._worker, None
+        if hasattr(worker, "shutdown"):
+            outcome = attempt(worker, Call("shutdown"), rank=0)
+            if isinstance(outcome, Failure):
+                _log.warning("%s did not shut down cleanly: %s", self.role, outcome.summary)
+
+
+class _Done:
+    """Work that was over when it was started."""
+
+    def __init__(self, role: str, method: str, outcome: Outcome) -> None:
+        self._role = role
+        self._method = method
+        self._outcome = outcome
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, *, timeout: float | None = None) -> list[Any]:
+        if isinstance(self._outcome, Failure):
+            raise error_of(self._role, 1, self._method, [self._outcome], limit=0)
+        return [self._outcome.value]

@@ -1,0 +1,172 @@
+"""This process: its device, its threads, its random generators."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laurel.config.policy import ClusterConfig
+from laurel.errors import BroadcastError, ConfigError, setting_of
+from laurel.sandbox.limits import available_cores
+from laurel.workers.rendezvous import LOOPBACK, Place
+
+
+def prepare(config: ClusterConfig, *, seed: int) -> torch.device:
+    """Choose the device, set the threads and seed every generator.
+
+    Raises:
+        ConfigError: A GPU is asked for and there is none.
+    """
+    device = choose_device(config.device)
+    torch.set_num_threads(config.cpu_threads or available_cores())
+    seed_everything(seed)
+    return device
+
+
+def choose_device(choice: str) -> torch.device:
+    """The device that `cluster.device` means here."""
+    if choice == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if choice == "cuda" and not torch.cuda.is_available():
+        asked = setting_of("cluster.device", "cuda")
+        raise ConfigError(f"{asked}: torch sees no GPU here; set it to auto or cpu")
+    return torch.device(choice)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def give_back_freed_memory() -> None:
+    """Have blocks of 2 MiB and more go back to the system as soon as they are freed.
+
+    glibc else learns to keep blocks of up to 32 MiB. The layers that ranks gather, and what gloo
+    sends them in, are of such sizes and cut its heap to pieces: a rank would hold twice what it
+    uses (`benchmarks/parallelism.py`). Where the C library is another one, nothing happens.
+    """
+    map_from = -3  # M_MMAP_THRESHOLD of malloc.h; once it is set, nothing is learned any more
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(map_from, 2 * 2**20)
+
+
+# --------------------------------------------------------------------------------------------------
+# A group of processes of which the first tells and the others hear, beside all other groups.
+#
+# torch's own groups have every rank of a program, once and for all. This one has whoever is asked:
+# one rank of a learner and engines that come and go. It belongs to nobody's `init_process_group`.
+
+
+class BroadcastGroup:
+    """The processes that have met. After an error it is of no use, and closed."""
+
+    def __init__(self, place: Place, store: Any, device: torch.device, *, patience: float) -> None:
+        """Meet the others.
+
+        Args:
+            place: In this group; rank 0 tells.
+            store: See `store_of`.
+            device: Where what is told lies: gloo tells what is on a CPU, NCCL what is on GPUs. A
+                GPU can be of one member only.
+            patience: Seconds for the others to come, and for each broadcast.
+
+        Raises:
+            BroadcastError: They did not come.
+        """
+        self.place = place
+        self.device = device
+        self._limit = timedelta(seconds=patience)
+        self._store = store
+        self._group: Any = None
+        try:
+            self._group = self._nccl() if device.type == "cuda" else self._gloo()
+        except RuntimeError as error:
+            raise BroadcastError(f"the processes did not meet: {reason_of(error)}") from error
+
+    def _gloo(self) -> Any:
+        kind: Any = dist.ProcessGroupGloo
+        options = kind._Options()
+        options._timeout = self._limit
+        # Only who is asked can reach it: on one machine nobody from outside.
+        is_near = self.place.master_address == LOOPBACK
+        address = LOOPBACK if is_near else self.place.host
+        options._devices = [kind.create_device(hostname=address)]
+        return kind(self._store, self.place.rank, self.place.world_size, options)
+
+    def _nccl(self) -> Any:
+        # NCCL itself waits for the others without end, so those who do not come are missed here.
+        ranks = [f"rank {rank} is here" for rank in range(self.place.world_size)]
+        self._store.set(ranks[self.place.rank], "")
+        self._store.wait(ranks, self._limit)
+        kind: Any = dist.ProcessGroupNCCL
+        # Its own limit, which ends the whole process, stays the long one that torch gives it.
+        return kind(self._store, self.place.rank, self.place.world_size, kind.Options())
+
+    def start(self, tensor: Tensor) -> Broadcast:
+        """Tell, or hear, one contiguous tensor on the group's device, and do not wait.
+
+        It may not be touched before `Broadcast.wait` has come back.
+
+        Raises:
+            BroadcastError: Somebody is gone.
+        """
+        if self._group is None:
+            raise BroadcastError("its group is closed")
+        options: Any = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._limit
+        try:
+            return Broadcast(self, self._group.broadcast([tensor], options))
+        except RuntimeError as error:
+            raise self.broken(error) from error
+
+    @property
+    def limit(self) -> timedelta:
+        """Of each broadcast."""
+        return self._limit
+
+    def broken(self, error: RuntimeError) -> BroadcastError:
+        """Close the group, so that no other member waits for this one, and say why."""
+        self.close()
+        return BroadcastError(reason_of(error))
+
+    def close(self) -> None:
+        """Leave. What others still expect from this process fails there. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None and self.device.type == "cuda":
+            group.abort()  # what hangs on the GPU hangs for ever
+
+
+class Broadcast:
+    """One tensor that is on its way."""
+
+    def __init__(self, group: BroadcastGroup, work: Any) -> None:
+        """Of a group, what torch calls its work."""
+        self._group, self._work = group, work
+
+    def wait(self) -> None:
+        """Until the tensor may be read, or written, again.
+
+        Raises:
+            BroadcastError: Somebody is gone or did not answer in time.
+        """
+        try:
+            self._work.wait(self._group.limit)
+        except RuntimeError as error:
+            raise self._group.broken(error) from error
+
+
+def reason_of(error: RuntimeError) -> str:
+    """What torch says, without where in its source it says so."""
+    line = str(error).partition("\n")[0]
+    return line.rpartition("] ")[2] if line.startswith("[/") else line

@@ -1,0 +1,291 @@
+"""An object of any class as a Ray actor: `ActorMaker(MyClass).remote(...)`."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from laurel.errors import ConfigError, MissingDependencyError
+from laurel.workers.reservations import SETTLING, Resources, refusal, room
+
+try:
+    import ray
+    from ray import cloudpickle
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError as error:
+    raise MissingDependencyError.of("ray", extra="ray", purpose="a Ray actor") from error
+
+from laurel.workers.ray_cluster import RayCluster, Reservation
+from laurel.workers.ray_group import RayGroup
+
+ADDRESS = "RAY_ADDRESS"
+"""The variable that names the cluster to use."""
+
+_starting = threading.Lock()
+_own: RayCluster | None = None
+"""The cluster that actors were started on, until this process ends."""
+
+
+class ActorMaker:
+    """Makes Ray actors that hold an object of a class each.
+
+    The handle has every public method of the class. An object that cannot be made says why in
+    each call of its methods, with the class of the error that it was. Nothing is left of an actor
+    when its last handle is gone, or this process.
+    """
+
+    def __init__(
+        self,
+        held: type,
+        *,
+        make: Callable[..., Any] | None = None,
+        gpus: Callable[..., float] | None = None,
+        **options: Any,
+    ) -> None:
+        """Say what is made, and how.
+
+        Args:
+            held: The class, whose public methods the handle has.
+            make: Makes the object in the actor, of the arguments of `remote`; None: the class.
+            gpus: How many GPUs the actor takes, of the same arguments, where the cluster has any
+                and `options` do not say; None: none.
+            options: Of Ray, for the actor: `num_cpus`, `num_gpus`, `name`, ...
+        """
+        self._held = held
+        self._make = make or held
+        self._gpus = gpus
+        self._options = options
+
+    def options(self, **options: Any) -> ActorMaker:
+        """The same with other options of Ray's."""
+        merged = self._options | options
+        return ActorMaker(self._held, make=self._make, gpus=self._gpus, **merged)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the object in a process of its own, and give the actor's handle at once.
+
+        Where this process is not connected to Ray, it uses the cluster that RAY_ADDRESS names, or
+        starts one on this machine that ends with this process.
+
+        Raises:
+            TypeError: The class is not made with such arguments.
+            ConfigError: A cluster of our own has not the slots.
+        """
+        inspect.signature(self._held).bind(*args, **kwargs)
+        options = dict(self._options)
+        wanted = self._gpus(*args, **kwargs) if self._gpus and "num_gpus" not in options else 0
+        connect()
+        if wanted and has_gpus():
+            options["num_gpus"] = wanted
+        _refuse_what_never_starts(self._held.__name__, options)
+        actor: Any = ray.remote(_actor_class(self._held))
+        payload = cloudpickle.dumps((self._make, args, kwargs))
+        return (actor.options(**options) if options else actor).remote(payload, sys.path)
+
+
+def connect() -> None:
+    """Connect this process to Ray where it is not yet; see `ActorMaker.remote`."""
+    global _own
+    with _starting:
+        if ray.is_initialized():
+            return
+        if _own is None:
+            atexit.register(_end)
+        else:
+            _own.shutdown()  # somebody has ended Ray in this process; only files are left
+        _own = RayCluster(os.environ.get(ADDRESS) or None)
+
+
+def has_gpus() -> bool:
+    """Whether the cluster has any GPU."""
+    return bool(ray.cluster_resources().get("GPU", 0) > 0)
+
+
+def _end() -> None:
+    if _own is not None:
+        _own.shutdown()
+
+
+def _refuse_what_never_starts(name: str, options: dict[str, Any]) -> None:
+    """Say at once what Ray would wait for without a word, where nobody adds nodes.
+
+    Raises:
+        ConfigError: The slots are not there, or others hold them.
+    """
+    if _own is not None and not os.environ.get(ADDRESS):
+        each = Resources(
+            cpus=options.get("num_cpus", 1),  # Ray's own rule for where an actor may start
+            gpus=options.get("num_gpus") or 0,
+            others=options.get("resources") or {},
+        )
+        _nodes_with_room(_own, name, each, groups=1, size=1)
+
+
+def _nodes_with_room(
+    cluster: RayCluster, role: str, each: Resources, *, groups: int, size: int
+) -> list[str]:
+    """The node of each worker of several groups; waits for what is just being given back.
+
+    Raises:
+        ConfigError: There is no room; the message says what is free and who holds the rest.
+    """
+    deadline = time.monotonic() + SETTLING
+    while True:
+        states = cluster.nodes()
+        found = side_by_side([room(each, state.free) for state in states], groups, size)
+        if found is not None:
+            return [states[index].id for index in found]
+        never = side_by_side([room(each, state.total) for state in states], groups, size) is None
+        if never or time.monotonic() > deadline:
+            why = "there is no room" + (f" for {size} on one node" if size > 1 else "")
+            raise ConfigError(refusal(role, groups * size, each, states, why, busy=not never))
+        time.sleep(0.05)
+
+
+def side_by_side(rooms: Sequence[int], groups: int, size: int) -> list[int] | None:
+    """The node of each worker of several groups; None where there is no room.
+
+    Args:
+        rooms: For how many workers each node has room.
+        groups: How many.
+        size: Workers of each, which share a node, unless that is more than any node has room for.
+    """
+    if max(rooms, default=0) < size:
+        singly = [node for node, free in enumerate(rooms) for _ in range(min(free, groups * size))]
+        return singly[: groups * size] if len(singly) >= groups * size else None
+    whole = [node for node, free in enumerate(rooms) for _ in range(min(free // size, groups))]
+    if len(whole) < groups:
+        return None
+    return [node for node in whole[:groups] for _ in range(size)]
+
+
+class GroupBeside(RayGroup):
+    """A group of workers that an actor has beside itself, on the cluster that it is on.
+
+    Slots that are reserved are a run's, and would be lost to it when the actor is killed. These are
+    taken: they are free as soon as the workers are gone, and those go with the actor.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        each: Resources,
+        groups: int,
+        size: int,
+        worker_class: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Make the workers; see `RayGroup`.
+
+        Args:
+            role: What they are.
+            each: What each takes.
+            groups: Groups whose workers are to share a node.
+            size: Workers of each.
+            worker_class: A class that every node can import.
+            args: For the class.
+            kwargs: Likewise.
+
+        Raises:
+            ConfigError: There is no room for them.
+            WorkerError: A worker could not be made.
+        """
+        node_ids = _nodes_with_room(RayCluster(), role, each, groups=groups, size=size)
+        numbers = list(range(len(node_ids)))
+        slots = Reservation(role=role, each=each, group=None, node_ids=node_ids, bundles=numbers)
+        super().__init__(slots, worker_class, *args, **kwargs)
+
+    def _strategy(self, reservation: Reservation, rank: int) -> Any:
+        return NodeAffinitySchedulingStrategy(reservation.node_ids[rank], soft=False)
+
+
+class SpreadGroup(RayGroup):
+    """A group of one without a slot. Several are spread over the nodes, as evenly as Ray can.
+
+    What takes the place of one that was lost may be on another node than it was.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        each: Resources,
+        worker_class: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Make the worker; see `RayGroup`.
+
+        Args:
+            role: What it is.
+            each: What it takes; not nothing, or Ray would put it anywhere.
+            worker_class: A class that every node can import.
+            args: For the class.
+            kwargs: Likewise.
+
+        Raises:
+            ConfigError: There is no room for it.
+            WorkerError: The worker could not be made.
+        """
+        _nodes_with_room(RayCluster(), role, each, groups=1, size=1)
+        slot = Reservation(role=role, each=each, group=None, node_ids=["not yet"], bundles=[0])
+        super().__init__(slot, worker_class, *args, **kwargs)
+
+    def _strategy(self, reservation: Reservation, rank: int) -> Any:
+        return "SPREAD"
+
+
+class Holder:
+    """The actor: it holds the object, or the reason why there is none."""
+
+    def __init__(self, payload: bytes, paths: list[str]) -> None:
+        """Make the object.
+
+        Args:
+            payload: What makes it, and the arguments.
+            paths: Where whoever asked for it looks for modules.
+        """
+        sys.path += [path for path in paths if path not in sys.path]
+        if not ray.get_gpu_ids():
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # GPUs that are there are others'
+        self._held: Any = None
+        self._failure: Exception | None = None
+        self._trace: TracebackType | None = None
+        try:
+            make, args, kwargs = cloudpickle.loads(payload)
+            self._held = make(*args, **kwargs)
+        except Exception as error:  # Ray would put an error of its own in its place
+            self._failure, self._trace = error, error.__traceback__
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+def _actor_class(held: type) -> type[Holder]:
+    """A holder with the public methods of a class, except those that the class itself answers."""
+    methods = {
+        name: _forwarded(name)
+        for name in dir(held)
+        if not name.startswith("_") and inspect.isfunction(inspect.getattr_static(held, name))
+    }
+    named = {"__module__": __name__, "__doc__": held.__doc__}
+    return type(held.__name__, (Holder,), {**named, **methods})
+
+
+def _forwarded(method: str) -> Callable[..., Any]:
+    def call(self: Holder, *args: Any, **kwargs: Any) -> Any:
+        if self._failure is None:
+            return getattr(self._held, method)(*args, **kwargs)
+        if method != "shutdown":  # there is nothing to shut down
+            raise self._failure.with_traceback(self._trace)
+        return None
+
+    call.__name__ = method
+    return call

@@ -1,0 +1,502 @@
+"""A Ray cluster, and slots that are reserved on it.
+
+Only this, `ray_group.py`, `ray_node_group.py` and `ray_actor.py` import Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from laurel.errors import ConfigError, MissingDependencyError
+from laurel.workers.rendezvous import LOOPBACK
+from laurel.workers.reservations import (
+    PLACING,
+    SETTLING,
+    NodeState,
+    Resources,
+    refusal,
+    room,
+    shortfall,
+)
+
+try:
+    import ray
+    from ray._private.state import state as ray_state
+    from ray.exceptions import RayError
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise MissingDependencyError.of("ray", extra="ray", purpose="more than one worker") from error
+
+KNOCKING = 5.0
+"""Seconds that a cluster that runs already has to answer."""
+NOTICING = 60.0
+"""Seconds that Ray has to notice that a node is gone."""
+ANSWERING = 3.0
+"""Seconds that a node has to take a connection."""
+START_ATTEMPTS = 2
+"""How often a cluster on this machine is started, where the machine is too busy for Ray."""
+
+
+_log = logging.getLogger(__name__)
+
+
+class RayCluster:
+    """A Ray cluster that this process uses: its own, or one that runs already.
+
+    Its own has no dashboard, keeps its files in a folder that goes with it, and ends with this
+    process; where that is killed, workers and servers end within seconds, Ray's two agents
+    within about a minute, and the folder stays. On Linux Ray listens on all interfaces whatever
+    it is told, so the cluster answers only to a token, made for it alone and known to this
+    process and its children (or to the user's, where RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is
+    set). A cluster that runs already is used with the token that the user has for it.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        cpus: int | None = None,
+        gpus: int | None = None,
+        object_store_bytes: int | None = None,
+    ) -> None:
+        """Start a cluster on this machine, or connect to one.
+
+        Args:
+            address: Of a cluster that runs, e.g. `auto`; None: start one, or use the one that
+                this process is already connected to.
+            cpus: Slots for CPU workers of a cluster that is started; None: the cores.
+            gpus: The same for GPUs; None: those there are.
+            object_store_bytes: Shared memory of a cluster that is started; None: Ray's choice.
+
+        Raises:
+            ConfigError: There is no cluster at the address.
+        """
+        self._owns_connection = not ray.is_initialized()
+        self._folder: str | None = None
+        self._reservations: list[Reservation] = []
+        self._is_open = True
+        if not self._owns_connection:
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves them on a busy machine
+        os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")  # else `print` is Ray's from then on
+        quiet = {"configure_logging": False, "log_to_driver": False, "logging_level": "ERROR"}
+        self._let_go = threading.Event()
+        with _kept_signals():
+            if address is None:
+                start = partial(self._start, cpus, gpus, object_store_bytes, quiet)
+                in_a_thread_that_stays(start, until=self._let_go)
+            else:
+                self._connect(address, quiet)
+
+    def _connect(self, address: str, quiet: dict[str, Any]) -> None:
+        host, _, port = address.rpartition(":")
+        try:
+            if host and port.isdigit():  # Ray itself would ask for minutes
+                socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCKING).close()
+            ray.init(address=address, **quiet)
+        except (OSError, RayError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"no Ray cluster answers at {address!r}: {error}. Start one (`ray start --head`), "
+                "or give no address to have one on this machine"
+            ) from error
+
+    def _start(
+        self, cpus: int | None, gpus: int | None, store: int | None, quiet: dict[str, Any]
+    ) -> None:
+        # Ray asks for a token by itself, unless RAY_AUTH_MODE says otherwise; it would keep one in
+        # the home directory.
+        if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        sizes = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": store}
+        for attempt in range(START_ATTEMPTS):
+            # Sockets live in it, whose paths may have 107 characters at most.
+            self._folder = tempfile.mkdtemp(prefix="laurel-ray-")
+            try:
+                ray.init(
+                    address="local", include_dashboard=False, dashboard_host=LOOPBACK,
+                    _temp_dir=self._folder, **sizes, **quiet,
+                )  # fmt: skip
+                return
+            except BaseException as error:
+                ray.shutdown()
+                end_those_of(self._folder)
+                shutil.rmtree(self._folder, ignore_errors=True)
+                # Ray gives its own processes half a minute, which a busy machine may exceed.
+                if attempt + 1 == START_ATTEMPTS or "timed out during startup" not in str(error):
+                    raise
+
+    def nodes(self) -> list[NodeState]:
+        """The nodes that are alive, the head first, then by address."""
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        alive.sort(
+            key=lambda node: (
+                "node:__internal_head__" not in node["Resources"],
+                node["NodeManagerAddress"],
+                node["NodeID"],
+            )
+        )
+        free = ray_state.available_resources_per_node()
+        held = _held_by_role()
+        return [
+            NodeState(
+                id=node["NodeID"],
+                address=node["NodeManagerAddress"],
+                total=node["Resources"],
+                free=free.get(node["NodeID"], {}),
+                held=held.get(node["NodeID"], {}),
+                labels=_labels(node),
+            )
+            for node in alive
+        ]
+
+    def wait_until_settled(self, limit: float = NOTICING) -> None:
+        """Wait until every node that Ray lists answers.
+
+        A node that has died is listed among the living until Ray has missed its health checks,
+        which takes some twenty seconds. What is placed there meanwhile is never placed.
+
+        Args:
+            limit: Seconds at most; after that it goes on with the nodes that Ray lists.
+        """
+        deadline = time.monotonic() + limit
+        is_told = False
+        while silent := [node for node in ray.nodes() if node["Alive"] and not _answers(node)]:
+            names = ", ".join(sorted(f"{_short(node)}" for node in silent))
+            if time.monotonic() > deadline:
+                _log.warning("%s: Ray lists it, and it does not answer", names)
+                return
+            if not is_told:
+                _log.warning(
+                    "%s does not answer; waiting %.0f s at most for Ray to notice, or for it to "
+                    "come back", names, limit,
+                )  # fmt: skip
+                is_told = True
+            time.sleep(0.5)
+
+    def reserve(
+        self,
+        role: str,
+        workers: int,
+        each: Resources,
+        *,
+        nodes: Sequence[int] | None = None,
+        patience: float | None = None,
+    ) -> Reservation:
+        """Set slots aside, before anything is loaded into them.
+
+        Args:
+            role: Who they are for.
+            workers: How many slots.
+            each: Size of a slot.
+            nodes: Index into `nodes()` for each rank; None: as close together as possible.
+            patience: Seconds to wait for what is not there: nodes that an autoscaler adds, or
+                another job to end. None: none for what the cluster has not, a moment for what
+                is just being given back.
+
+        Raises:
+            ConfigError: It does not fit; the message says what is free and who holds the rest.
+        """
+        states = self.nodes()
+
+        def misfit(amounts: Callable[[NodeState], Mapping[str, float]]) -> str | None:
+            rooms = [room(each, amounts(state)) for state in states]
+            return shortfall(workers, each, rooms, nodes=nodes)
+
+        why = misfit(lambda state: state.total)
+        if why and (patience is None or (nodes is not None and max(nodes) >= len(states))):
+            raise ConfigError(refusal(role, workers, each, states, why, busy=False))
+        group = placement_group(
+            [each.amounts()] * workers,
+            strategy="PACK",
+            name=f"{_NAME}{role}:{secrets.token_hex(4)}",  # no two may have the same
+            bundle_label_selector=[{"ray.io/node-id": states[n].id} for n in nodes]
+            if nodes is not None
+            else None,
+        )
+        placed_in_time = group.wait(SETTLING if patience is None else patience)
+        # A cluster that has the room may still be slow to give it: a node has just joined, or the
+        # machine is busy. That is no reason to refuse what fits.
+        deadline = time.monotonic() + PLACING
+        while not placed_in_time and time.monotonic() < deadline:
+            states = self.nodes()
+            if misfit(lambda state: state.free) is not None:
+                break
+            placed_in_time = group.wait(1.0)
+        if not placed_in_time:
+            remove_placement_group(group)
+            states = self.nodes()
+            why = misfit(lambda state: state.free) or "the cluster could not place them"
+            busy = misfit(lambda state: state.total) is None
+            raise ConfigError(refusal(role, workers, each, states, why, busy=busy))
+        placed = placement_group_table(group)["bundles_to_node_id"]
+        bundles, devices = list(range(workers)), [""] * workers
+        if each.gpus >= 1:
+            try:
+                bundles, devices = _in_device_order(group, [placed[b] for b in bundles], each.gpus)
+            except RayError as error:
+                remove_placement_group(group)
+                raise ConfigError(f"slots of {role} were lost: {error}. {_LOST}") from error
+        reservation = Reservation(
+            role=role, each=each, group=group, bundles=bundles, devices=devices,
+            node_ids=[placed[bundle] for bundle in bundles],
+        )  # fmt: skip
+        self._reservations.append(reservation)
+        return reservation
+
+    def shutdown(self) -> None:
+        """Give all slots back, with whatever runs in them; end the cluster if it is our own."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if ray.is_initialized():
+            for reservation in self._reservations:
+                reservation.release()
+            if self._owns_connection:
+                with _kept_signals():
+                    ray.shutdown()
+        if self._owns_connection:
+            self._let_go.set()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+@dataclass(kw_only=True)
+class Reservation:
+    """Slots of a cluster, one per rank. They outlive the groups that run in them."""
+
+    role: str
+    each: Resources
+    group: Any
+    """Ray's placement group."""
+    node_ids: list[str]
+    """Of each rank."""
+    bundles: list[int]
+    """Which of the placement group's is each rank's."""
+    share: float = 1.0
+    """Part of each slot; groups of other roles have the rest."""
+    devices: list[str] | None = None
+    """The GPUs of each rank, as CUDA_VISIBLE_DEVICES has them; None: nobody has asked."""
+    slots_each: int = 1
+    """Slots of a rank; the process is in the first, and has the GPUs of all."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.node_ids)
+
+    def part(self, role: str, ranks: Sequence[int], *, share: float | None = None) -> Reservation:
+        """Some of the slots, or a share of them, for a role; they are given back with the rest.
+
+        Args:
+            role: Who they are for.
+            ranks: Of this reservation, in the order of those of the new one.
+            share: Part of each slot; None: as much as this reservation has.
+        """
+        return replace(
+            self, role=role, share=self.share if share is None else share,
+            node_ids=[self.node_ids[rank] for rank in ranks],
+            bundles=[self.bundles[rank] for rank in ranks],
+            devices=self.devices and [self.devices[rank] for rank in ranks],
+        )  # fmt: skip
+
+    def joined(self, slots_each: int) -> Reservation:
+        """The same slots for fewer ranks, each with so many that are neighbours here.
+
+        A rank's one process may start others, which compute in its other slots: nobody else has
+        those, for they stay reserved.
+
+        Raises:
+            ConfigError: They do not divide, or slots of a rank are on several nodes.
+        """
+        starts = range(0, self.size, slots_each)
+        parts = [slice(start, start + slots_each) for start in starts]
+        if self.size % slots_each or any(len(set(self.node_ids[part])) > 1 for part in parts):
+            raise ConfigError(
+                f"{self.role}: the {self.size} slots cannot be divided into {slots_each} on one "
+                "node for each rank; ask for a multiple of that on every node"
+            )
+        return replace(
+            self, slots_each=self.slots_each * slots_each,
+            node_ids=[self.node_ids[start] for start in starts],
+            bundles=[self.bundles[start] for start in starts],
+            devices=self.devices and [",".join(self.devices[part]) for part in parts],
+        )  # fmt: skip
+
+    def release(self) -> None:
+        """Give the slots back, with all parts of them; what runs there is killed. Idempotent."""
+        with suppress(RayError):
+            remove_placement_group(self.group)
+
+
+def _answers(node: Mapping[str, Any]) -> bool:
+    """Whether the process of Ray's on a node takes connections."""
+    try:
+        address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+        socket.create_connection(address, timeout=ANSWERING).close()
+    except OSError:
+        return False
+    return True
+
+
+def _short(node: Mapping[str, Any]) -> str:
+    return f"node {node['NodeID'][:8]} ({node['NodeManagerAddress']})"
+
+
+def is_connected() -> bool:
+    """Whether this process uses a cluster already; a new `RayCluster` without address is that."""
+    return bool(ray.is_initialized())
+
+
+_LOST = "A node went away again at once: look at `ray status`, then run the same command"
+_NAME = "laurel:"
+
+
+def _held_by_role() -> dict[str, dict[str, dict[str, float]]]:
+    """Node -> role -> resource -> amount, of all placement groups of the cluster."""
+    held: dict[str, dict[str, dict[str, float]]] = {}
+    for entry in placement_group_table().values():
+        if entry["state"] != "CREATED":
+            continue
+        role = _role_of(entry["name"])
+        for index, node in entry["bundles_to_node_id"].items():
+            mine = held.setdefault(node, {}).setdefault(role, {})
+            for name, amount in entry["bundles"][index].items():
+                mine[name] = mine.get(name, 0.0) + amount
+    return held
+
+
+def _labels(node: Mapping[str, Any]) -> frozenset[str]:
+    """Those that somebody gave the node, or that tell what it is; its own number is none."""
+    labels = node.get("Labels", {}).items()
+    return frozenset(f"{key}={value}" for key, value in labels if key != "ray.io/node-id")
+
+
+def _in_device_order(
+    group: Any, node_ids: Sequence[str], gpus: float
+) -> tuple[list[int], list[str]]:
+    """The bundles of each node in the order of the GPUs that Ray gave them, and those GPUs."""
+    asking = [
+        ray.remote(_gpus).options(
+            num_cpus=0, num_gpus=gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=bundle
+            ),
+        ).remote()
+        for bundle in range(len(node_ids))
+    ]  # fmt: skip
+    found = ray.get(asking)
+    order = sorted(range(len(node_ids)), key=lambda b: (node_ids.index(node_ids[b]), found[b]))
+    # A node keeps its places among the ranks.
+    places = sorted(range(len(node_ids)), key=lambda b: (node_ids.index(node_ids[b]), b))
+    bundles = [0] * len(node_ids)
+    for rank, bundle in zip(places, order, strict=True):
+        bundles[rank] = bundle
+    return bundles, [",".join(number for _, number in found[bundle]) for bundle in bundles]
+
+
+def _gpus() -> list[tuple[int, str]]:
+    """Numbers of the GPUs that this process has, so that they sort."""
+    return sorted((len(str(number)), str(number)) for number in ray.get_gpu_ids())
+
+
+def _role_of(name: str) -> str:
+    if name.startswith(_NAME):
+        return name.removeprefix(_NAME).rpartition(":")[0]
+    return f"the placement group {name!r}"
+
+
+@contextmanager
+def _kept_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; Laurel's own handling of it goes on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+# --------------------------------------------------------------------------------------------------
+# The processes of a Ray cluster of our own: whose end is theirs, and which are left over.
+
+
+def in_a_thread_that_stays(start: Callable[[], None], *, until: threading.Event) -> None:
+    """Start processes that are to live longer than the calling thread.
+
+    On Linux, Ray has its processes killed when the thread that started them ends, and a process
+    whose cluster is gone is ended by Ray a minute later, without a word. The main thread lasts as
+    long as the process; for any other, one that waits stands in.
+
+    Args:
+        start: Starts them.
+        until: Set when they are needed no more.
+
+    Raises:
+        BaseException: What `start` raised.
+    """
+    if threading.current_thread() is threading.main_thread():
+        start()
+        return
+    done, errors = threading.Event(), list[BaseException]()
+
+    def stay() -> None:
+        try:
+            start()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+        if not errors:
+            until.wait()
+
+    threading.Thread(target=stay, name="laurel-ray", daemon=True).start()
+    done.wait()
+    if errors:
+        raise errors[0]
+
+
+def end_those_of(folder: str) -> None:
+    """End processes that this one has started for a cluster that did not come up, and that Ray
+    would keep to the end: those with the cluster's folder in their command line."""
+    psutil: Any = importlib.import_module("psutil")
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(folder in argument for argument in process.cmdline()):
+                process.kill()
+                process.wait(5)

@@ -1,0 +1,387 @@
+"""Worker groups of Ray actors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray._private.state import state as ray_state
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from laurel.errors import ConfigError, MissingDependencyError, WorkerError
+from laurel.workers.calls import (
+    Call,
+    Failure,
+    GroupCalls,
+    Outcome,
+    Success,
+    again,
+    error_of,
+    without_shared,
+)
+from laurel.workers.ray_cluster import RayCluster, Reservation
+from laurel.workers.rendezvous import LOOPBACK, Place
+from laurel.workers.reservations import NodeState, Resources
+from laurel.workers.seat import Seat, versions
+
+_log = logging.getLogger(__name__)
+
+BLAMING = 10.0
+"""Seconds that the others have to end, after one of them raised."""
+ENDING = 10.0
+"""Seconds that a process has to end by itself."""
+
+
+class RayGroup(GroupCalls):
+    """A `WorkerGroup` of Ray actors, one per reserved slot.
+
+    Arguments and results are copied on the way, so both sides may write into theirs.
+    """
+
+    def __init__(
+        self,
+        reservation: Reservation,
+        worker_class: Callable[..., Any],
+        *args: Any,
+        limit: float = 1800.0,
+        blaming: float = BLAMING,
+        **kwargs: Any,
+    ) -> None:
+        """Make the workers: `worker_class(place, *args, **kwargs)` in every slot.
+
+        Args:
+            reservation: The slots, or shares of them; its role is the group's.
+            worker_class: A class that every node can import.
+            args: For the class.
+            limit: Seconds until a call is late, where the call does not say.
+            blaming: Seconds that the other ranks have to end after one has raised.
+            kwargs: For the class.
+
+        Raises:
+            ConfigError: The nodes have different versions of Laurel, torch or transformers.
+            WorkerError: A worker could not be made.
+        """
+        self.role = reservation.role
+        self.size = reservation.size
+        self._limit = limit
+        self._blaming = blaming
+        self._failure: WorkerError | None = None
+        self._is_open = True
+        self._pids: list[int] = []
+        self._node_ids = reservation.node_ids
+        self._seats = [self._seat(reservation, rank) for rank in range(self.size)]
+        try:
+            self._build(reservation, cloudpickle.dumps((worker_class, Call("", args, kwargs))))
+        except BaseException:
+            self._kill()
+            raise
+
+    def _seat(self, reservation: Reservation, rank: int) -> Any:
+        each, share = reservation.each, reservation.share
+        others = {name: amount * share for name, amount in each.others.items()}
+        options = ray.remote(Seat).options(
+            num_cpus=each.cpus * share,
+            num_gpus=each.gpus * share,
+            memory=others.pop("memory", None),
+            resources=others,
+            scheduling_strategy=self._strategy(reservation, rank),
+            max_restarts=0,
+            max_task_retries=0,
+        )
+        return options.remote(rank, sys.path)
+
+    def _strategy(self, reservation: Reservation, rank: int) -> Any:
+        return PlacementGroupSchedulingStrategy(
+            placement_group=reservation.group,
+            placement_group_bundle_index=reservation.bundles[rank],
+        )
+
+    def _build(self, reservation: Reservation, payload: bytes) -> None:
+        about = self._collect(dict(enumerate(s.about.remote() for s in self._seats)), "", None)
+        self._pids = [pid for pid, _ in about]
+        self._node_ids = [_node_of(seat) for seat in self._seats]
+        self._check_versions([found for _, found in about])
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        several = len(set(self._node_ids)) > 1
+        master = addresses[self._node_ids[0]] if several else LOOPBACK
+        port, listener = 0, None
+        if self.size > 1:
+            bound = {0: self._seats[0].bind.remote(master)}
+            port, listener = self._collect(bound, "", None)[0]
+        sent = ray.put(payload)
+        making = {}
+        for rank, seat in enumerate(self._seats):
+            sees_all = not reservation.each.gpus
+            place = Place(
+                role=self.role,
+                rank=rank,
+                world_size=self.size,
+                # Where it has GPUs it sees only its own.
+                local_rank=self._node_ids[:rank].count(self._node_ids[rank]) if sees_all else 0,
+                master_address=master,
+                master_port=port,
+                listener=listener if rank == 0 else None,
+                host=addresses[self._node_ids[rank]],
+            )
+            environment = place.environment() | _devices(reservation, rank)
+            making[rank] = seat.build.remote(sent, place, environment)
+        self._collect(making, "", None)
+
+    def _check_versions(self, found: list[dict[str, str]]) -> None:
+        mine = versions()
+        for rank, theirs in enumerate(found):
+            if theirs != mine:
+                raise ConfigError(
+                    f"{self.role} rank {rank} runs on a node with {theirs}; here it is {mine}. "
+                    "Install the same versions on every node"
+                )
+
+    def _submit(self, calls: Mapping[int, Call]) -> _RayPending:
+        self._check_open()
+        sent: dict[int, list[Any]] = {}
+        refs = {}
+        for rank, call in calls.items():
+            # One call for everybody is sent once.
+            if id(call) not in sent:
+                rest, shared = without_shared(call)
+                sent[id(call)] = [ray.put(cloudpickle.dumps((None, rest)))]
+                sent[id(call)] += [each.carried(self._put) for each in shared]
+            refs[rank] = self._seats[rank].run.remote(*sent[id(call)])
+        return _RayPending(self, refs, next(iter(calls.values())).method)
+
+    def _put(self, value: Any) -> Any:
+        """A value of `Shared` where all workers find it, arrays without another copy of each."""
+        return ray.put(value)
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise again(self._failure) from self._failure.__cause__
+        if not self._is_open:
+            raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
+
+    def _collect(self, refs: Mapping[int, Any], method: str, timeout: float | None) -> list[Any]:
+        """The results in the order of the ranks, or one error for all that went wrong."""
+        limit = self._limit if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        waiting = {ref: rank for rank, ref in refs.items()}
+        results: dict[int, Any] = {}
+        failures: list[Failure] = []
+        while waiting and not any(failure.kind == "died" for failure in failures):
+            left = max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
+            if not ready:
+                break
+            rank = waiting.pop(ready[0])
+            outcome = self._fetch(ready[0], rank)
+            if isinstance(outcome, Success):
+                results[rank] = outcome.value
+            else:
+                failures.append(outcome)
+                deadline = min(deadline, time.monotonic() + self._blaming)
+        failures += [Failure(kind="late", rank=rank) for rank in waiting.values()]
+        if not failures:
+            return [results[rank] for rank in refs]
+        error = error_of(self.role, self.size, method, failures, limit=limit)
+        if any(failure.kind != "raised" for failure in failures):
+            self._failure = error
+            self._kill()
+        raise error from error.__cause__
+
+    def _fetch(self, ref: Any, rank: int) -> Outcome:
+        try:
+            answer = ray.get(ref)
+        except RayError as error:
+            return Failure(kind="died", rank=rank, summary=self._obituary(rank, str(error)))
+        if not isinstance(answer, bytes):
+            return Success(answer)
+        outcome: Outcome = cloudpickle.loads(answer)
+        return outcome
+
+    def _obituary(self, rank: int, reason: str) -> str:
+        where = f"process {self._pids[rank]} on " if self._pids else ""
+        found = re.search(r"(Worker exit detail:|The node|node).*", reason)
+        detail = " ".join((found.group(0) if found else reason).split())[:300]
+        return f"{where}node {self._node_ids[rank][:8]} is gone ({detail})"
+
+    def alive(self) -> list[bool]:
+        """See `WorkerGroup.alive`."""
+        return [self._is_open and _state(seat) not in ("DEAD", "") for seat in self._seats]
+
+    def shutdown(self) -> None:
+        """See `WorkerGroup.shutdown`. The slots stay reserved."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if not ray.is_initialized():
+            return
+        if self._failure is None:
+            refs = {seat.close.remote(): rank for rank, seat in enumerate(self._seats)}
+            ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=ENDING)
+            for ref in ready:
+                outcome = self._fetch(ref, refs[ref])
+                if isinstance(outcome, Failure):
+                    _log.warning("%s rank %d: %s", self.role, outcome.rank, outcome.summary)
+        # What was to be said has been said in `close`.
+        self._kill()
+
+    def _kill(self) -> None:
+        for seat in self._seats:
+            ray.kill(seat)
+        self._wait_gone(ENDING)
+
+    def _wait_gone(self, limit: float) -> bool:
+        """Whether all actors are dead, and their processes where they are on this machine."""
+        here = ray.util.get_node_ip_address()
+        near = {n["NodeID"] for n in ray.nodes() if n["NodeManagerAddress"] == here}
+        pids = [p for p, node in zip(self._pids, self._node_ids, strict=False) if node in near]
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            if all(_state(s) in ("DEAD", "") for s in self._seats) and not any(map(_runs, pids)):
+                return True
+            time.sleep(0.02)
+        return False
+
+
+class _RayPending:
+    """Work that is under way in actors."""
+
+    def __init__(self, group: RayGroup, refs: dict[int, Any], method: str) -> None:
+        self._group = group
+        self._refs = refs
+        self._method = method
+        self._results: list[Any] | None = None
+        self._error: WorkerError | None = None
+
+    def done(self) -> bool:
+        if self._results is not None or self._error is not None:
+            return True
+        refs = list(self._refs.values())
+        return len(ray.wait(refs, num_returns=len(refs), timeout=0)[1]) == 0
+
+    def wait(self, *, timeout: float | None = None) -> list[Any]:
+        if self._results is not None:
+            return self._results
+        if self._error is not None:
+            raise again(self._error) from self._error.__cause__
+        self._group._check_open()
+        try:
+            self._results = self._group._collect(self._refs, self._method, timeout)
+        except WorkerError as error:
+            self._error = error
+            raise
+        return self._results
+
+
+def _devices(reservation: Reservation, rank: int) -> dict[str, str]:
+    """What a process has to be told of the GPUs that are its own: Ray knows those of one slot."""
+    if not reservation.each.gpus:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if reservation.slots_each == 1:
+        return {}
+    assert reservation.devices is not None, "several slots a rank need whole GPUs"
+    return {"CUDA_VISIBLE_DEVICES": reservation.devices[rank]}
+
+
+def _state(seat: Any) -> str:
+    """The actor's state as the cluster knows it, '' where it has forgotten it."""
+    return str(ray_state.actor_table(seat._actor_id.hex()).get("State", ""))
+
+
+def _node_of(seat: Any) -> str:
+    """Where an actor is that has answered."""
+    return str(ray_state.actor_table(seat._actor_id.hex())["Address"]["NodeID"])
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+# --------------------------------------------------------------------------------------------------
+# One worker on a node that was chosen, asked by several threads at a time.
+
+try:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError as error:
+    raise MissingDependencyError.of("ray", extra="ray", purpose="workers on every node") from error
+
+
+class NodeGroup(RayGroup):
+    """A group of one without a slot, on one node and on no other.
+
+    Its worker's methods may run side by side, unlike those of other groups, and in any order. Any
+    thread may ask for them; whoever does must have ended before the cluster is left.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        node_id: str,
+        worker_class: Callable[..., Any],
+        *args: Any,
+        at_a_time: int,
+        limit: float,
+        **kwargs: Any,
+    ) -> None:
+        """Make the worker; see `RayGroup`.
+
+        Args:
+            role: What it is.
+            node_id: Where.
+            worker_class: A class that the node can import.
+            args: For the class.
+            at_a_time: Calls that may run at a time; more wait.
+            limit: Seconds until a call is late, where the call does not say.
+            kwargs: For the class.
+
+        Raises:
+            ConfigError: The node has another version of Laurel, torch or transformers.
+            WorkerError: The worker could not be made, or the node is gone.
+        """
+        self._at_a_time = at_a_time
+        place = Reservation(
+            role=role, each=Resources(cpus=0), group=None, node_ids=[node_id], bundles=[0]
+        )
+        super().__init__(place, worker_class, *args, limit=limit, **kwargs)
+
+    def _seat(self, reservation: Reservation, rank: int) -> Any:
+        options = ray.remote(Seat).options(
+            num_cpus=0,
+            num_gpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(
+                reservation.node_ids[rank], soft=False
+            ),
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=self._at_a_time,
+        )
+        return options.remote(rank, sys.path)
+
+
+def is_on_the_only_node() -> bool:
+    """Whether there is one node to work on, and this process is on it."""
+    return [state.id for state in nodes_to_work_on()] == [ray.get_runtime_context().get_node_id()]
+
+
+def nodes_to_work_on() -> list[NodeState]:
+    """The nodes that are alive, the head first.
+
+    One that was started without CPUs is to be left alone, as the head of a large cluster is; where
+    that is said of all of them, none is left out.
+    """
+    states = RayCluster().nodes()
+    return [state for state in states if state.total.get("CPU")] or states

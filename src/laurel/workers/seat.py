@@ -1,0 +1,160 @@
+"""The process of one rank of a worker group, whoever started the process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
+from typing import Any, NamedTuple, Protocol
+
+from laurel.workers.calls import Call, Outcome, Success, attempt, failure_of, with_shared
+from laurel.workers.rendezvous import Place, bind_master, leave
+
+COMPARED = ("laurel-rl", "torch", "transformers")
+"""Packages whose versions must be the same on all nodes."""
+
+
+class Seat:
+    """The actor of one rank. It holds the worker, which knows nothing of it."""
+
+    def __init__(self, rank: int, paths: list[str]) -> None:
+        """Take the seat.
+
+        Args:
+            rank: Of the worker.
+            paths: Where whoever made the group looks for modules: the worker's may be there.
+        """
+        sys.path += [path for path in paths if path not in sys.path]
+        self._rank = rank
+        self._worker: Any = None
+
+    def about(self) -> tuple[int, dict[str, str]]:
+        """This process, and the versions of what must be the same everywhere."""
+        return os.getpid(), versions()
+
+    def bind(self, address: str) -> tuple[int, int]:
+        """See `bind_master`."""
+        return bind_master(address)
+
+    def build(self, payload: bytes, place: Place, environment: dict[str, str]) -> bytes:
+        """Make the worker."""
+        os.environ.update(environment)
+        outcome = self._attempt(None, payload, (place,))
+        if isinstance(outcome, Success):
+            self._worker = outcome.value
+            outcome = Success(None)
+        return pickle.dumps(outcome)
+
+    def run(self, payload: bytes, *shared: Any) -> bytes:
+        """Call a method of the worker, with values that came on their own way."""
+        outcome = self._attempt(self._worker, payload, (), shared)
+        try:
+            return pickle.dumps(outcome)
+        except Exception as error:  # a result of the user's that cannot travel
+            return pickle.dumps(failure_of(error, rank=self._rank))
+
+    def close(self) -> bytes:
+        """Let the worker go."""
+        worker, self._worker = self._worker, None
+        outcome: Outcome = Success(None)
+        if hasattr(worker, "shutdown"):
+            outcome = attempt(worker, Call("shutdown"), rank=self._rank)
+        leave()
+        if isinstance(outcome, Success):
+            outcome = Success(None)
+        return pickle.dumps(outcome)
+
+    def _attempt(
+        self,
+        target: Any,
+        payload: bytes,
+        first: tuple[Any, ...],
+        shared: tuple[Any, ...] = (),
+    ) -> Outcome:
+        try:
+            made, call = pickle.loads(payload)
+        except Exception as error:  # a class or a value that this node does not know
+            return failure_of(error, rank=self._rank)
+        if shared:
+            call = with_shared(call, shared)
+        call = Call(call.method, (*first, *call.args), call.kwargs)
+        return attempt(made if target is None else target, call, rank=self._rank)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that are compared, where they are installed."""
+    found = {}
+    for package in COMPARED:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# How often replicas that are lost may be started again.
+
+
+class Loss(NamedTuple):
+    """What has become of a replica, and what is done about it."""
+
+    told: str
+    """In words; said already where it is started again."""
+    refused: str | None
+    """Why it is not started again; None: it is."""
+
+    def __str__(self) -> str:
+        return self.told if self.refused is None else f"{self.told}; no restart: {self.refused}"
+
+
+class Restartable(Protocol):
+    """A replica."""
+
+    name: str
+    last_failure: str | None
+    """Why it was started again, as long as it has brought nothing since."""
+
+
+class Restarts:
+    """Allows restarts up to a number, and none of a replica that fails as it did before.
+
+    For what fails in the same way when it has just been started is no accident. Safe to use from
+    several threads.
+    """
+
+    def __init__(self, most: int, say: Callable[[str], None]) -> None:
+        """Begin without a loss.
+
+        Args:
+            most: Restarts of all replicas together.
+            say: Told of every restart.
+        """
+        self.most = most
+        self._say = say
+        self._number = 0
+        self._lock = threading.Lock()
+
+    @property
+    def number(self) -> int:
+        """How many there have been."""
+        return self._number
+
+    def after(self, failure: BaseException, of: Restartable) -> Loss:
+        """Count a loss, and say so where the replica may be started again."""
+        # What follows the first line is about the end of a run, or a traceback.
+        reason = str(failure).partition("\n")[0]
+        told = f"{of.name} was lost ({reason})"
+        with self._lock:
+            if of.last_failure == reason:
+                again = "it failed in the same way when it had just been started again"
+                return Loss(told, again)
+            if self._number == self.most:
+                return Loss(told, f"{self.most} restarts are the limit of a run")
+            self._number += 1
+            of.last_failure = reason
+            count = f"restart {self._number} of {self.most} at most"
+        self._say(f"{told}; it is started again, {count}")
+        return Loss(told, None)

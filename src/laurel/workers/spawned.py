@@ -1,0 +1,217 @@
+"""A worker group of one, in a process of its own on this machine, where there is no Ray."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from laurel.errors import WorkerError
+from laurel.workers.calls import (
+    Call,
+    Failure,
+    GroupCalls,
+    Outcome,
+    Success,
+    again,
+    error_of,
+    failure_of,
+    without_shared,
+)
+from laurel.workers.rendezvous import Place
+
+ENDING = 10.0
+"""Seconds that a process has to end by itself."""
+
+
+class SpawnedGroup(GroupCalls):
+    """A `WorkerGroup` whose one worker lives in a process that this one starts.
+
+    The process ends with this one, however it ends: it reads from a pipe that this one holds.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        worker_class: Callable[..., Any],
+        *args: Any,
+        limit: float = 1800.0,
+        cpu_threads: int | None = None,
+        local_rank: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        """Start the process and make the worker: `worker_class(place, *args, **kwargs)`.
+
+        Args:
+            role: What the worker is, for messages.
+            worker_class: A class that can be imported.
+            args: For the class.
+            limit: Seconds until a call is late, where the call does not say.
+            cpu_threads: Of its arithmetic; None: one per core.
+            local_rank: Which GPU it takes, where there are any.
+            kwargs: For the class.
+
+        Raises:
+            WorkerError: The worker could not be made.
+        """
+        self.role = role
+        self.size = 1
+        self._limit = limit
+        self._failure: WorkerError | None = None
+        self._is_open = True
+        self._lock = threading.Lock()
+        self._count = 0
+        self._owed: dict[int, Future[Outcome]] = {}
+        self._pipe, theirs = Pipe()
+        threads = {} if cpu_threads is None else {"OMP_NUM_THREADS": str(cpu_threads)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "laurel.workers.spawned", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),), env={**os.environ, **threads},
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        theirs.close()  # or the end of the process would not be seen
+        threading.Thread(target=self._listen, name=f"laurel-{role}", daemon=True).start()
+        try:
+            self._pipe.send(sys.path)
+            payload = pickle.dumps((worker_class, Call("", args, kwargs)))
+            place = Place(role=role, local_rank=local_rank)
+            self._ask("build", "", payload, place, place.environment()).wait()
+        except BaseException:
+            self._kill()
+            raise
+
+    def _ask(self, what: str, method: str, *arguments: Any) -> _Asked:
+        future: Future[Outcome] = Future()
+        is_gone = False
+        with self._lock:
+            number = self._count
+            self._count += 1
+            self._owed[number] = future
+            try:
+                self._pipe.send((number, what, arguments))
+            except OSError:  # and the thread that listens may have seen it before this was owed
+                is_gone = True
+        if is_gone or self._process.poll() is not None:
+            self._give_up()
+        return _Asked(self, method, future)
+
+    def _submit(self, calls: Mapping[int, Call]) -> _Asked:
+        if self._failure is not None:
+            raise again(self._failure)
+        if not self._is_open:
+            raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
+        call, shared = without_shared(calls[0])
+        values = [one.carried(pickle.dumps) for one in shared]
+        return self._ask("run", call.method, pickle.dumps((None, call)), *values)
+
+    def _listen(self) -> None:
+        """Hand out answers until there are no more."""
+        with suppress(EOFError, OSError):
+            while True:
+                number, answer = self._pipe.recv()
+                with self._lock:
+                    future = self._owed.pop(number)
+                future.set_result(_read(answer))
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Its process is gone: nothing that is owed will come."""
+        with self._lock:
+            owed, self._owed = self._owed, {}
+        for future in owed.values():
+            future.set_result(Failure(kind="died", rank=0, summary="its process is gone"))
+
+    def taken(self, outcome: Outcome, method: str, *, limit: float) -> Any:
+        """What came of a call; raises where nothing did."""
+        if isinstance(outcome, Success):
+            return outcome.value
+        error = error_of(self.role, 1, method, [outcome], limit=limit)
+        if outcome.kind != "raised":
+            self._failure = self._failure or error
+            self._kill()
+        raise error from error.__cause__
+
+    @property
+    def limit(self) -> float:
+        """Seconds until a call is late."""
+        return self._limit
+
+    def alive(self) -> list[bool]:
+        """See `WorkerGroup.alive`."""
+        return [self._is_open and self._process.poll() is None]
+
+    def shutdown(self) -> None:
+        """See `WorkerGroup.shutdown`."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._failure is None:
+            with suppress(WorkerError):
+                self._ask("close", "shutdown").wait(timeout=ENDING)
+        self._kill()
+
+    def _kill(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0 if self._is_open or self._failure else ENDING)
+        self._process.kill()
+        self._process.wait()
+        self._give_up()
+
+
+def _read(answer: bytes) -> Outcome:
+    """An answer, whatever it is: the thread that listens must go on."""
+    try:
+        outcome: Outcome = pickle.loads(answer)
+    except Exception as error:  # of an exception's own class, say, which wants more than its text
+        return failure_of(error, rank=0)
+    return outcome
+
+
+class _Asked:
+    """A call that is under way, or over."""
+
+    def __init__(self, group: SpawnedGroup, method: str, future: Future[Outcome]) -> None:
+        self._group, self._method, self._future = group, method, future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self, *, timeout: float | None = None) -> list[Any]:
+        limit = self._group.limit if timeout is None else timeout
+        try:
+            outcome = self._future.result(limit)
+        except TimeoutError:
+            outcome = Failure(kind="late", rank=0)
+        return [self._group.taken(outcome, self._method, limit=limit)]
+
+
+# --------------------------------------------------------------------------------------------------
+# The process of a `SpawnedGroup`: does what is asked, one after the other, until nobody asks.
+
+
+def serve(asked: Connection) -> None:
+    """Answer every call with its number; end with whoever asks."""
+    from laurel.workers.seat import Seat
+
+    with suppress(EOFError, OSError):
+        seat = Seat(0, asked.recv())
+        while True:
+            number, method, arguments = asked.recv()
+            if method == "run":  # its shared values come as they were made ready
+                arguments = (arguments[0], *map(pickle.loads, arguments[1:]))
+            answer: Any = getattr(seat, method)(*arguments)
+            asked.send((number, answer))
+            if method == "close":
+                return
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,96 @@
+"""The demo's task: words are the number, noise is as announced, nothing held out is trained on."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from laurel.demo.data import (
+    NUM_HELD_OUT_NUMBERS,
+    demonstrations,
+    held_out_tasks,
+    in_words,
+    numbers,
+    preferences,
+    prompts,
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (13, "thirteen"),
+        (40, "forty"),
+        (42, "forty-two"),
+        (100, "one hundred"),
+        (305, "three hundred five"),
+        (342, "three hundred forty-two"),
+        (919, "nine hundred nineteen"),
+    ],
+)
+def test_in_words(number: int, words: str) -> None:
+    assert in_words(number) == words
+
+
+def test_every_number_has_words_of_its_own() -> None:
+    assert len({in_words(number) for number in range(1000)}) == 1000
+
+
+def test_the_split_is_complete_and_does_not_overlap() -> None:
+    kept, held_out = set(numbers(held_out=False)), set(numbers(held_out=True))
+    assert len(held_out) == NUM_HELD_OUT_NUMBERS
+    assert not kept & held_out
+    assert kept | held_out == set(range(100, 1000))
+
+
+@pytest.mark.slow
+def test_no_training_row_is_about_a_held_out_number() -> None:
+    held_out = {in_words(number) for number in numbers(held_out=True)}
+    asked = [row["input"] for row in prompts(500, seed=3)]
+    asked += [row["prompt"] for row in preferences(500, seed=3)]
+    asked += [row["messages"][0]["content"] for row in demonstrations(500, seed=3, share_wrong=0.5)]
+    words = [
+        re.sub(r"^(Write|What is) | in digits[.?]$| as a number, please\.$", "", text)
+        for text in asked
+    ]
+    assert all(word in {in_words(n) for n in numbers(held_out=False)} for word in words)
+    assert not held_out & set(words)
+
+
+def test_held_out_tasks_are_every_request_for_every_held_out_number() -> None:
+    rows = list(held_out_tasks())
+    assert len(rows) == 3 * NUM_HELD_OUT_NUMBERS
+    assert len({row["input"] for row in rows}) == len(rows)
+    assert {int(row["output"]) for row in rows} == set(numbers(held_out=True))
+
+
+def wrong_digits(row: dict[str, list[dict[str, str]]]) -> int:
+    """How many digits of a demonstration's answer are not those of its prompt."""
+    prompt, answer = (message["content"] for message in row["messages"])
+    shown = answer.removeprefix("\\boxed{").removesuffix("}")
+    by_words = {in_words(number): str(number) for number in numbers(held_out=False)}
+    words = max((w for w in by_words if w in prompt), key=len)
+    assert len(shown) == 3
+    return sum(a != b for a, b in zip(shown, by_words[words], strict=True))
+
+
+@pytest.mark.slow
+def test_demonstrations_are_wrong_in_one_digit_as_often_as_said() -> None:
+    wrong = [wrong_digits(row) for row in demonstrations(2000, seed=0, share_wrong=0.5)]
+    assert set(wrong) == {0, 1}
+    assert 0.45 < sum(wrong) / len(wrong) < 0.55
+    assert not any(wrong_digits(row) for row in demonstrations(50, seed=0, share_wrong=0.0))
+
+
+def test_the_rejected_answer_is_never_the_chosen_one() -> None:
+    rows = list(preferences(2000, seed=0))
+    assert all(row["chosen"] != row["rejected"] for row in rows)
+    assert all(re.fullmatch(r"\\boxed\{\d{3}\}", row["chosen"]) for row in rows)
+    assert len({len(row["rejected"]) for row in rows}) > 3
+
+
+def test_the_seed_decides() -> None:
+    assert list(prompts(20, seed=1)) == list(prompts(20, seed=1))
+    assert list(prompts(20, seed=1)) != list(prompts(20, seed=2))

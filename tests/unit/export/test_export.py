@@ -1,0 +1,382 @@
+"""`laurel export`: what comes out, what is refused, and that nothing is ever left half done."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import tiny
+import tiny_tokenizers as made
+from laurel.errors import CheckpointError, ConfigError, DataError, ModelError, ScoringContractError
+from laurel.export import export as export_module
+from laurel.export import export as reward_module
+from laurel.export.export import ExportOptions, run_export
+from laurel.models.checkpoint.card import CardFacts
+from laurel.rewards.open import open_scorer
+from laurel.types import Message, group_of
+from reward_models import small_model, write_foreign_model, write_model, write_run
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": answer}]
+    for answer in ("No.", "By the western gate, " * 3, "the old man of the river")
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    write_model(small_model(), directory)
+    CardFacts(base_model="a small model", metrics={"train_loss": 0.5}).save(directory)
+    return directory
+
+
+@pytest.fixture
+def export(tmp_path, capsys):
+    """Runs the command into `out`; gives the directory and what was said."""
+
+    def run(model, output=None, *, hub=None, **options):
+        target = output or tmp_path / "out"
+        chosen = {"device": "cpu", **options}
+        run_export(ExportOptions(model=str(model), output=target, **chosen), hub=hub)
+        return target, capsys.readouterr().err
+
+    return run
+
+
+def leftovers(directory):
+    return sorted(path.name for path in directory.iterdir() if path.name.startswith("."))
+
+
+def plain_scores(directory):
+    """With nothing of Laurel, in one padded batch."""
+    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    texts = [tokenizer.apply_chat_template(c, tokenize=False) for c in CONVERSATIONS]
+    batch = tokenizer(
+        texts, add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt"
+    )
+    assert len(set(batch["attention_mask"].sum(1).tolist())) == 3
+    with torch.inference_mode():
+        return model(**batch).logits[:, 0].float().tolist()
+
+
+def laurel_scores(directory):
+    groups = [
+        group_of([Message(**c[0])], [c[1]["content"]], group_id=str(i))
+        for i, c in enumerate(CONVERSATIONS)
+    ]
+    scorer = open_scorer(str(directory), say=lambda text: None)
+    return [score.value for (score,) in scorer.score_now(groups)]
+
+
+# ------------------------------------------------------------------------------- what comes out
+
+
+def test_plain_transformers_gives_the_scores_of_the_checkpoint(checkpoint, export):
+    out, said = export(checkpoint)
+    expected = laurel_scores(checkpoint)
+    assert plain_scores(out) == pytest.approx(expected, abs=1e-5)
+    assert laurel_scores(out) == pytest.approx(expected, abs=1e-6)
+    assert "plain transformers gives the same scores of 7 conversations in padded batches" in said
+    assert "Laurel gives the same, from what was written" in said
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "Made with Laurel from a small model." in card
+    assert "| train_loss | 0.5 |" in card
+    assert leftovers(out.parent) == []
+
+
+@pytest.mark.slow
+def test_a_model_is_written_in_bfloat16(checkpoint, export):
+    out, said = export(checkpoint, dtype="bfloat16")
+    weights = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    rules = json.loads((out / "scoring.json").read_text(encoding="utf-8"))
+    assert rules["golden_dtype"] == "bfloat16"
+    assert "allowed 5e-02" in said
+    assert plain_scores(out) == pytest.approx(laurel_scores(checkpoint), abs=0.1)
+
+
+@pytest.mark.slow
+def test_of_a_run_its_best_checkpoint_or_the_step_that_is_named(tmp_path, export):
+    run = write_run(tmp_path / "run", {1: 0.9, 2: 0.5})
+    best, _ = export(run, tmp_path / "best")
+    second, _ = export(run, tmp_path / "second", step=2)
+    assert plain_scores(best) == pytest.approx(laurel_scores(run / "step_1"), abs=1e-5)
+    assert plain_scores(second) == pytest.approx(laurel_scores(run / "step_2"), abs=1e-5)
+    assert not (second / "training_info.json").exists()
+    with pytest.raises(ConfigError, match=r"has no step_3\. It has the steps 1, 2"):
+        export(run, tmp_path / "third", step=3)
+
+
+@pytest.mark.slow
+def test_golden_conversations_can_stay_at_home(checkpoint, export):
+    out, _ = export(checkpoint, without_conversations=True)
+    before = json.loads((checkpoint / "scoring.json").read_text(encoding="utf-8"))["golden"]
+    after = json.loads((out / "scoring.json").read_text(encoding="utf-8"))["golden"]
+    assert len(after) == 3
+    assert not {str(g["messages"]) for g in before} & {str(g["messages"]) for g in after}
+
+
+@pytest.mark.slow
+def test_a_model_of_another_program_gets_a_contract(tmp_path, export):
+    foreign = write_foreign_model(tmp_path / "foreign")
+    out, said = export(foreign)
+    assert plain_scores(out) == pytest.approx(laurel_scores(foreign), abs=1e-5)
+    assert "it has no scoring.json, so no golden scores could be checked" in said
+    assert len(json.loads((out / "scoring.json").read_text(encoding="utf-8"))["golden"]) == 3
+
+
+def test_llama_factory_comes_out_with_another_padding_and_without_its_bias(tmp_path, export):
+    source = tmp_path / "source"
+    tiny.tiny_language_model("qwen3").save_pretrained(source)
+    made.make_tokenizer(
+        bos=None, eos="<|im_end|>", pad="<|im_end|>", more=("<|im_start|>", "<|pad|>")
+    ).save_pretrained(source)
+    weight = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    head = {"v_head.summary.weight": weight, "v_head.summary.bias": torch.tensor([0.75])}
+    save_file(head, source / "value_head.safetensors")
+    out, said = export(source)
+    theirs = np.asarray(laurel_scores(source))
+    assert plain_scores(out) == pytest.approx(theirs - 0.75, abs=1e-5)
+    assert "adds 0.75 to every score" in said
+    assert "adds 0.75 to every score" in (out / "README.md").read_text(encoding="utf-8")
+    assert not (out / "value_head.safetensors").exists()
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|pad|>", "<|im_end|>")
+    assert config["pad_token_id"] == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_is_a_causal_language_model(tmp_path, export, dtype):
+    source = tmp_path / "policy"
+    tiny.tiny_language_model("qwen3-tied").save_pretrained(source)
+    made.chatml().save_pretrained(source)
+    out, said = export(source, dtype=dtype)
+    assert "plain transformers gives the same log-probabilities of" in said
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["dtype"] == dtype
+    assert not (out / "scoring.json").exists()
+    report(tmp_path)
+    with pytest.raises(ConfigError, match=r"--eval is for reward models"):
+        export(source, tmp_path / "other", evaluations=[tmp_path])
+
+
+# ---------------------------------------------------------------------------------- the self-test
+
+
+@pytest.mark.slow
+def test_a_directory_that_pools_another_token_is_not_kept(
+    checkpoint, export, monkeypatch, tmp_path
+):
+    """As with pad == eos: plain transformers would read the token before the last."""
+    save = reward_module.save_reward_model
+
+    def sabotage(directory, model, contract, *, card):
+        save(directory, model, contract, card=card)
+        path = directory / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        (tokens,) = contract.encode([group_of([Message("user", "a")], ["b"], group_id="")])
+        config["pad_token_id"] = int(tokens.branches_ids_G[0][-1])
+        path.write_text(json.dumps(config), encoding="utf-8")
+
+    monkeypatch.setattr(reward_module, "save_reward_model", sabotage)
+    with pytest.raises(
+        ScoringContractError, match=r"gives other scores from what was written.*not"
+    ):
+        export(checkpoint)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_directory_with_a_weight_missing_is_not_kept(checkpoint, export, monkeypatch, tmp_path):
+    save = reward_module.save_reward_model
+
+    def sabotage(directory, model, contract, *, card):
+        save(directory, model, contract, card=card)
+        weights = load_file(directory / "model.safetensors")
+        weights.pop("score.weight")
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(reward_module, "save_reward_model", sabotage)
+    with pytest.raises(ScoringContractError, match=r"does not find the weights .*score\.weight"):
+        export(checkpoint)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------- the directory
+
+
+def test_what_is_there_stays_unless_told_otherwise(checkpoint, export, tmp_path, monkeypatch):
+    out, _ = export(checkpoint)
+    (out / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"is there and not empty; .*--overwrite"):
+        export(checkpoint)
+
+    def fail(*others, **more):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reward_module, "save_reward_model", fail)
+        with pytest.raises(DataError, match=r"cannot be written: .*No space left"):
+            export(checkpoint, overwrite=True)
+    assert (out / "mine.txt").read_text() == "mine"
+    export(checkpoint, overwrite=True)
+    assert not (out / "mine.txt").exists()
+    assert leftovers(tmp_path) == []
+
+
+def test_overwrite_deletes_no_other_directory(checkpoint, export, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"holds no model .*delete it yourself"):
+        export(checkpoint, overwrite=True)
+    assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+def test_the_model_that_is_read_is_never_replaced(tmp_path, export):
+    run = write_run(tmp_path / "run", {1: 0.9})
+    for target in (run, run / "step_1", tmp_path):
+        with pytest.raises(ConfigError, match=r"is, or holds, the model that is read"):
+            export(run, target, overwrite=True)
+
+
+def test_a_torn_checkpoint_is_not_exported(tmp_path, export):
+    run = write_run(tmp_path / "run", {1: 0.9})
+    path = run / "step_1" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        export(run / "step_1")
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [
+        ("", ConfigError, "no model is named; add --model"),
+        ("./nowhere", ModelError, "--model ./nowhere: there is no such directory"),
+    ],
+)
+def test_a_model_that_is_not_there(export, model, error, words):
+    with pytest.raises(error, match=words):
+        export(model)
+
+
+def test_a_file_in_the_way(checkpoint, export, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ConfigError, match=r"is a file; name a directory"):
+        export(checkpoint)
+    with pytest.raises(DataError, match=r"cannot be made: .*out is a file"):
+        export(checkpoint, tmp_path / "out" / "below")
+
+
+# ----------------------------------------------------------------------------------- evaluations
+
+
+def report(directory, **changes):
+    """What `laurel eval ... --output` leaves, as far as the card reads it."""
+    entry = {"value": 0.75, "longer_wins": 0.5, "num_rows": 8, "num_failures": 0}
+    content = {
+        "benchmark": "reward-bench", "model": "some/model", "data": ["/home/me/rows.jsonl"],
+        "num_rows": 8, "subsets": [], "notes": [],
+        "sections": [{"name": "Chat", **entry}, {"name": "Safety", **entry, "value": None}],
+        "final": {"name": "final", **entry, "value": None},
+        **changes,
+    }  # fmt: skip
+    path = directory / "reward-bench-report.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+def test_evaluations_stand_in_the_card(checkpoint, export, tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    report(results)
+    out, said = export(checkpoint, evaluations=[results])
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "## RewardBench\n\nRows: rows.jsonl (8)." in card
+    assert "| Chat | 0.75 | 0.5 | 8 |" in card
+    assert "Safety" not in card  # what is absent is not 0
+    assert "/home/me" not in card
+    assert "warning: an evaluation is of some/model" in said
+    report(results, model=str(checkpoint))
+    assert "warning" not in export(checkpoint, tmp_path / "two", evaluations=[results])[1]
+
+
+def test_evaluations_that_cannot_be_read(checkpoint, export, tmp_path):
+    results = tmp_path / "results"
+    with pytest.raises(DataError, match=r"there is no such file or directory"):
+        export(checkpoint, evaluations=[results])
+    results.mkdir()
+    (results / "notes.txt").write_text("")
+    with pytest.raises(DataError, match=r"holds no report .* It holds: notes\.txt"):
+        export(checkpoint, evaluations=[results])
+    path = report(results)
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(DataError, match=r"is not JSON"):
+        export(checkpoint, evaluations=[path])
+    report(results, final=None)
+    with pytest.raises(DataError, match=r"not as laurel eval writes it"):
+        export(checkpoint, evaluations=[path])
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------- hub
+
+
+class Hub:
+    """Stands in for the hub: remembers what it was asked, and refuses what it is told to."""
+
+    def __init__(self, *, refuses=()):
+        self.refuses = refuses
+        self.asked = []
+
+    def _take(self, name, **about):
+        if name in self.refuses:
+            raise RuntimeError(f"401: {name} is not allowed")
+        self.asked.append((name, about))
+
+    def whoami(self):
+        self._take("whoami")
+        return {"name": "someone"}
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        self._take("create_repo", repo_id=repo_id, private=private, exist_ok=exist_ok)
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        files = sorted(path.name for path in export_module.Path(folder_path).iterdir())
+        self._take("upload_folder", repo_id=repo_id, files=files)
+
+
+@pytest.mark.slow
+def test_it_goes_to_the_hub_once_it_is_whole(checkpoint, export):
+    hub = Hub()
+    out, said = export(checkpoint, hub=hub, push_to_hub="someone/rm", private=True)
+    names = [name for name, _ in hub.asked]
+    assert names == ["whoami", "create_repo", "upload_folder"]
+    assert hub.asked[1][1] == {"repo_id": "someone/rm", "private": True, "exist_ok": True}
+    assert hub.asked[2][1]["files"] == sorted(path.name for path in out.iterdir())
+    assert "pushed  to someone/rm" in said
+    assert "conversations of the data of the run, which go to the hub" in said
+    assert 'directory = "someone/rm"\n' in (out / "README.md").read_text(encoding="utf-8")
+
+
+def test_without_a_login_nothing_is_begun(checkpoint, export, tmp_path):
+    hub = Hub(refuses=["whoami"])
+    with pytest.raises(ConfigError, match=r"does not say who you are \(401.*hf auth login"):
+        export(checkpoint, hub=hub, push_to_hub="someone/rm")
+    with pytest.raises(ConfigError, match=r"Give USER/MODEL"):
+        export(checkpoint, hub=Hub(), push_to_hub="not a name")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_hub_that_refuses_leaves_what_was_written(checkpoint, export, tmp_path):
+    with pytest.raises(DataError, match=r"is written, but could not be brought.*hf upload"):
+        export(checkpoint, hub=Hub(refuses=["upload_folder"]), push_to_hub="someone/rm")
+    assert (tmp_path / "out" / "model.safetensors").is_file()

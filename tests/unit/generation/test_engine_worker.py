@@ -1,0 +1,161 @@
+"""A worker that holds an engine, called as a group would call it."""
+
+import contextlib
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+
+from generators import request
+from laurel.errors import ConfigError, DataError, EngineError
+from laurel.generation.engine_worker import EngineWorker
+from laurel.generation.weights.buckets import pack
+from laurel.workers.rendezvous import Place
+from scripted_engines import ScriptedEngine
+
+
+@contextlib.contextmanager
+def working(engine):
+    worker = EngineWorker(Place(role="generation"), lambda: engine)
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+
+
+def events_of(worker, count, new=(), aborted=()):
+    """The next so many events, as (number, completion's index, None or the error)."""
+    events = worker.exchange(new, aborted, 0.0)
+    deadline = time.monotonic() + 10
+    while len(events) < count:
+        assert time.monotonic() < deadline
+        events += worker.exchange([], [], 0.2)
+    return [(e.number, getattr(e.what, "index", e.what)) for e in events]
+
+
+def test_completions_come_as_they_end_and_then_the_end():
+    with working(ScriptedEngine()) as worker:
+        found = events_of(worker, 5, new=[(7, request(seeds=(5, 6))), (8, request(seeds=(9,)))])
+        assert sorted(found, key=lambda e: e[0]) == [
+            (7, 0),
+            (7, 1),
+            (7, None),
+            (8, 0),
+            (8, None),
+        ]
+
+
+def test_it_waits_no_longer_than_it_may_and_no_longer_than_it_must():
+    engine = ScriptedEngine(allowed=0)
+    with working(engine) as worker:
+        started = time.monotonic()
+        assert worker.exchange([(1, request(seeds=(5,)))], [], 0.2) == []
+        assert 0.2 <= time.monotonic() - started < 2
+        threading.Timer(0.1, setattr, (engine, "allowed", 1)).start()
+        started = time.monotonic()
+        assert len(worker.exchange([], [], 30.0)) >= 1
+        assert time.monotonic() - started < 10
+
+
+def test_what_is_aborted_ends_when_the_engine_has_let_go():
+    engine = ScriptedEngine(allowed=1)
+    with working(engine) as worker:
+        assert events_of(worker, 1, new=[(1, request(seeds=range(5)))]) == [(1, 0)]
+        assert engine.num_open == 1
+        assert events_of(worker, 1, aborted=[1, 99]) == [(1, None)]
+        assert engine.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (DataError("request 'r': no token"), DataError, "no token"),
+        (EngineError("vLLM died"), EngineError, "vLLM died"),
+        (RuntimeError("CUDA"), EngineError, "the engine failed: RuntimeError: CUDA"),
+    ],
+)
+def test_why_a_request_failed_can_travel(error, kind, says):
+    engine = ScriptedEngine()
+    engine.failure = error
+    with working(engine) as worker:
+        ((number, found),) = events_of(worker, 1, new=[(3, request())])
+        assert number == 3
+        travelled = pickle.loads(pickle.dumps(found))
+        assert type(travelled) is kind
+        assert says in str(travelled)
+        engine.failure = None
+        assert len(events_of(worker, 2, new=[(4, request(seeds=(1,)))])) == 2
+
+
+def test_an_engine_that_cannot_be_made_says_why():
+    def make():
+        raise ConfigError("no GPU")
+
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="no GPU"):
+        EngineWorker(Place(role="generation"), make)
+    assert threading.active_count() == before
+
+
+def test_weights_come_in_buckets_and_are_taken_when_they_end():
+    engine = ScriptedEngine()
+    with working(engine) as worker:
+        worker.begin_weights(4)
+        worker.take_weights([pack("a", torch.ones(2))])
+        worker.take_weights([pack("b", torch.zeros(1)), pack("c", torch.ones(1))])
+        assert worker.weight_version() == 0
+        assert worker.end_weights() == 4
+        assert sorted(engine.weights) == ["a", "b", "c"]
+        assert engine.weights["a"].tolist() == [1.0, 1.0]
+        assert worker.answer_probe() is None
+        with pytest.raises(EngineError, match="without a beginning"):
+            worker.take_weights([])
+
+
+def test_an_engine_that_refuses_weights_says_so_at_once():
+    engine = ScriptedEngine()
+    engine.refusal = EngineError("lacks 'b'")
+    with working(engine) as worker:
+        worker.begin_weights(4)
+        assert worker._update.exception(10) is engine.refusal
+        with pytest.raises(EngineError, match="lacks 'b'"):
+            worker.take_weights([pack("a", torch.ones(2))])
+        with pytest.raises(EngineError, match="lacks 'b'"):
+            worker.end_weights()
+        engine.refusal = None
+        worker.begin_weights(5)
+        assert worker.end_weights() == 5
+
+
+def test_a_transfer_that_breaks_off_makes_room_for_the_next():
+    engine = ScriptedEngine()
+    with working(engine) as worker:
+        worker.begin_weights(4)
+        worker.take_weights([pack("a", torch.ones(2))])
+        worker.begin_weights(5)
+        worker.take_weights([pack("b", torch.ones(2))])
+        assert worker.end_weights() == 5
+        assert sorted(engine.weights) == ["b"]
+
+
+def test_it_can_be_shut_down_in_the_middle_of_everything():
+    engine = ScriptedEngine(allowed=0)
+    worker = EngineWorker(Place(role="generation"), lambda: engine)
+    worker.exchange([(1, request())], [], 0.0)
+    worker.begin_weights(4)
+    worker.take_weights([pack("a", torch.ones(2))])
+    worker.shutdown()
+    worker.shutdown()
+    assert engine.is_closed
+    assert engine.num_open == 0
+
+
+def test_who_waits_for_news_is_told_of_the_end():
+    worker = EngineWorker(Place(role="generation"), ScriptedEngine)
+    waiting = threading.Thread(target=worker.exchange, args=([], [], 60.0), daemon=True)
+    waiting.start()
+    worker.shutdown()
+    waiting.join(10)
+    assert not waiting.is_alive()

@@ -1,0 +1,126 @@
+"""Engines that are made of what travels."""
+
+import contextlib
+import pickle
+
+import pytest
+import torch
+
+import tiny_tokenizers
+import vllm_engines
+from generators import collect, draw, policy_and_tokenizer, request, run
+from laurel.config.grpo import GenerationConfig, GRPOPolicyConfig
+from laurel.config.policy import ClusterConfig, ScratchConfig
+from laurel.generation.engine_worker import EngineWorker
+from laurel.generation.load import TransformersMaker, VllmMaker, from_directory
+from laurel.generation.replicas import GeneratorReplicas
+from laurel.generation.transformers.engine import HeldWeights
+from laurel.models.checkpoint.export import save_policy
+from laurel.models.loading.adapters import adapted_layers, add_adapters
+from laurel.models.loading.policy import load_policy
+from laurel.workers.calls import LocalGroup
+
+TEXTS = ("The laurel is evergreen.", "Where does it grow?", "By the sea, in the sun. " * 5)
+ONE_THREAD = ClusterConfig(device="cpu", cpu_threads=1)
+
+
+def scratch_policy(**changes):
+    return GRPOPolicyConfig(
+        model_name=None,
+        scratch=ScratchConfig(hidden_size=32, num_layers=2, num_heads=2, vocab_size=300),
+        precision="float32",
+        **changes,
+    )
+
+
+def maker_of(policy, **changes):
+    options = {"cluster": ONE_THREAD, "seed": 3, "end_ids": (1,), "max_length": 64}
+    return TransformersMaker(policy=policy, **{**options, **changes})
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_it_has_the_learners_weights_and_no_more(lora):
+    if lora:
+        pytest.importorskip("peft")
+    policy = scratch_policy(dtensor_cfg={"lora_cfg": {"enabled": lora, "dim": 4}})
+    learner = load_policy(policy, seed=3, max_length=64, device=torch.device("cpu"), texts=TEXTS)
+    maker = maker_of(policy, texts=TEXTS, weight_version=5)
+    with contextlib.closing(pickle.loads(pickle.dumps(maker))()) as engine:
+        assert engine.weight_version == 5
+        held = engine._held.model
+        assert not adapted_layers(held.causal_lm)
+        assert not any(parameter.requires_grad for parameter in held.parameters())
+        found, expected = dict(held.named_weights()), dict(learner.model.named_weights())
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+        (drawn,) = draw(engine, request([3, 4, 5], seeds=(1, 2), max_new_tokens=5))
+        assert len(drawn) == 2
+
+
+def test_it_begins_with_a_directory(tmp_path):
+    policy, tokenizer = policy_and_tokenizer()
+    save_policy(tmp_path, policy, tokenizer, card="")
+    named = from_directory(scratch_policy(tokenizer={"chat_template": "plain"}), tmp_path)
+    with contextlib.closing(maker_of(named)()) as engine:
+        found = dict(engine._held.model.named_weights())
+        for name, tensor in policy.named_weights():
+            assert torch.equal(found[name], tensor), name
+        assert engine._batch._tokenizer.get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_model_that_nobody_else_has_is_not_copied():
+    policy, _ = policy_and_tokenizer()
+    assert HeldWeights(policy, owns_model=True).model is policy
+    assert HeldWeights(policy).model is not policy
+    pytest.importorskip("peft")
+    policy, _ = policy_and_tokenizer()
+    lora = GRPOPolicyConfig(dtensor_cfg={"lora_cfg": {"enabled": True, "dim": 4}}).dtensor_cfg
+    policy.causal_lm = add_adapters(policy.causal_lm, lora.lora_cfg, trains_head=False)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    held = HeldWeights(policy, owns_model=True).model
+    assert held is not policy
+    found = dict(held.named_weights())
+    for name, tensor in policy.named_weights():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_vllm_behind_replicas(tmp_path):
+    """Started from a directory without a probe of its own: the replicas compare."""
+    vllm_engines.require_vllm()
+    tokenizer = tiny_tokenizers.chatml()
+    models = [
+        vllm_engines.random_model("qwen3", tied=True, seed=seed, vocab_size=len(tokenizer))
+        for seed in range(2)
+    ]
+    models[0].save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    learner = vllm_engines.Learner(models[0])
+    maker = VllmMaker(
+        directory=str(tmp_path),
+        generation=GenerationConfig(max_concurrent=6),
+        max_length=vllm_engines.MAX_LENGTH,
+        precision="float32",
+        end_ids=(tokenizer.eos_token_id,),
+    )
+
+    def make_group(index):
+        return LocalGroup("generation", EngineWorker, pickle.loads(pickle.dumps(maker)))
+
+    probe = lambda ids: learner.logprobs(ids)  # noqa: E731 - of the learner as it is then
+    with contextlib.closing(
+        GeneratorReplicas(make_group, 1, probe=probe, bucket_bytes=50_000)
+    ) as generator:
+        before = run(collect(generator, request(seeds=range(3))))
+        learner.model = models[1]
+        run(generator.update_weights(learner.weights(4)))
+        after = run(collect(generator, request(seeds=range(3))))
+        assert {one.weight_version for one in before} == {0}
+        assert {one.weight_version for one in after} == {4}
+        run(generator.sleep())
+        run(generator.wake())
+        again = run(collect(generator, request(seeds=range(3))))
+        assert [one.ids_L.tolist() for one in again] == [one.ids_L.tolist() for one in after]

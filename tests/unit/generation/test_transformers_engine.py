@@ -1,0 +1,388 @@
+"""What only the engine inside the process promises; the rest is in tests/contracts."""
+
+import asyncio
+import contextlib
+import copy
+import functools
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+import tiny_tokenizers
+from generators import collect, draw, full_logprobs, policy_and_tokenizer, request, run
+from laurel.config.policy import LoraConfig
+from laurel.errors import EngineError, ModelError
+from laurel.generation.transformers.engine import TransformersEngine
+from laurel.models.loading.adapters import adapted_layers, add_adapters
+from laurel.types import Weights
+
+
+def engine_of(policy, **options):
+    options = {"end_ids": [1], "max_concurrent": 8, **options}
+    return contextlib.closing(TransformersEngine(policy, tiny_tokenizers.chatml(), **options))
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name == "laurel-generation"]
+
+
+def watch_tokens(policy):
+    """Tokens of every forward pass from now on."""
+    seen = []
+    policy.causal_lm.base_model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    return seen
+
+
+# --------------------------------------------------------------------------------------- work
+
+
+def test_a_prompt_is_computed_once_for_all_its_completions():
+    policy, _ = policy_and_tokenizer()
+    seen = watch_tokens(policy)
+    with engine_of(policy, end_ids=[]) as engine:
+        draw(engine, request("p" * 50, seeds=range(6), max_new_tokens=4))
+        assert seen == [50, 6, 6, 6]
+        seen.clear()
+        # More than there is room for: those that wait do not cost the prompt again.
+        draw(engine, request("p" * 50, seeds=range(11), max_new_tokens=3))
+        assert seen == [50, 8, 8, 3, 3]
+
+
+def test_requests_of_one_turn_share_their_passes():
+    policy, _ = policy_and_tokenizer()
+    seen = watch_tokens(policy)
+    with engine_of(policy, end_ids=[]) as engine:
+        asked = [request("p" * n, seeds=range(2), max_new_tokens=3) for n in (5, 9, 13)]
+        draw(engine, *asked)
+        assert seen == [27, 6, 6]
+
+
+def test_places_are_filled_again_at_once():
+    policy, _ = policy_and_tokenizer()
+    seen = watch_tokens(policy)
+    with engine_of(policy, end_ids=[], max_concurrent=4) as engine:
+        draw(
+            engine,
+            request("ab", seeds=range(3), max_new_tokens=2),
+            request("abc", seeds=(1,), max_new_tokens=4),
+            request("abcd", seeds=(1, 2), max_new_tokens=2),
+        )
+    assert seen == [5, 4, 4, 3, 1]
+
+
+@pytest.mark.slow
+def test_the_same_requests_give_the_same_bits():
+    policy, _ = policy_and_tokenizer()
+    results = []
+    for _ in range(3):
+        with engine_of(policy) as engine:
+            asked = [request(f"number {i}", seeds=range(i, i + 4)) for i in range(5)]
+            results.append([one for found in draw(engine, *asked) for one in found])
+    for again in results[1:]:
+        for one, other in zip(results[0], again, strict=True):
+            assert one.ids_L.tolist() == other.ids_L.tolist()
+            assert one.logprobs_L.tobytes() == other.logprobs_L.tobytes()
+
+
+@pytest.mark.parametrize("name", sorted(tiny.LANGUAGE_MODELS))
+def test_log_probabilities_are_the_models_own_for_every_architecture(name):
+    policy = tiny.tiny_policy(name, std=0.1)
+    with engine_of(policy, end_ids=[]) as engine:
+        asked = [
+            request([5, 6, 7] * 9, seeds=range(3), max_new_tokens=70),
+            request([9, 8], seeds=range(2), max_new_tokens=30),
+        ]
+        for wanted, found in zip(asked, draw(engine, *asked), strict=True):
+            for one in found:
+                expected = full_logprobs(policy, wanted, one)
+                assert one.logprobs_L == pytest.approx(expected, abs=1e-5)
+
+
+def test_memory_of_keys_and_values_is_given_back():
+    policy, _ = policy_and_tokenizer()
+    with engine_of(policy) as engine:
+        draw(engine, request(seeds=range(5)))
+        assert engine._batch.num_bytes == 0
+
+
+# ------------------------------------------------------------------------------ the learner's model
+
+
+def test_dropout_is_off_while_drawing_and_the_model_is_as_before_afterwards():
+    tokenizer = tiny_tokenizers.chatml()
+    policy = tiny.tiny_policy("qwen3", vocab_size=len(tokenizer), attention_dropout=0.5)
+    policy.train()
+    frozen = policy.causal_lm.base_model.layers[1].eval()
+    modes = []
+    policy.causal_lm.base_model.layers[0].register_forward_hook(
+        lambda module, *_: modes.append((module.training, torch.is_grad_enabled()))
+    )
+    with engine_of(policy) as engine:
+        wanted = request(seeds=(1, 2))
+        (found,) = draw(engine, wanted)
+        assert set(modes) == {(False, False)}
+        assert policy.training
+        assert policy.causal_lm.base_model.layers[0].self_attn.training
+        assert not frozen.training
+        for one in found:
+            assert one.logprobs_L == pytest.approx(full_logprobs(policy, wanted, one), abs=1e-5)
+
+
+def test_after_an_abort_the_model_is_free_at_once():
+    policy, _ = policy_and_tokenizer()
+    policy.train()
+
+    async def aborted(engine):
+        stream = engine.generate(request(seeds=range(3), max_new_tokens=2000))
+        waiting = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        await stream.aclose()
+        assert all(module.training for module in policy.modules())
+
+    with engine_of(policy, end_ids=[]) as engine:
+        run(aborted(engine))
+
+
+def test_training_goes_on_after_generation():
+    policy, _ = policy_and_tokenizer()
+    with engine_of(policy) as engine:
+        draw(engine, request(max_new_tokens=3))
+        policy.train()
+        policy.causal_lm.set_attn_implementation("sdpa")
+        policy.causal_lm(input_ids=torch.tensor([[3, 4, 5]])).logits.sum().backward()
+        assert all(p.grad is not None for p in policy.parameters())
+
+
+@pytest.mark.slow
+def test_weights_that_change_under_a_request_are_an_error():
+    policy, _ = policy_and_tokenizer()
+
+    async def changed(engine):
+        task = asyncio.create_task(
+            collect(engine, request(seeds=(1, 2), max_new_tokens=300, temperature=0.9))
+        )
+        await asyncio.sleep(0.1)
+        with torch.no_grad():
+            next(policy.parameters()).add_(0.0)
+        await task
+
+    with (
+        engine_of(policy, end_ids=[]) as engine,
+        pytest.raises(EngineError, match="changed while completions were being drawn"),
+    ):
+        run(changed(engine))
+
+
+def test_a_model_for_padded_rows_is_refused():
+    policy = tiny.tiny_policy("qwen3", path="padded")
+    with pytest.raises(ModelError, match="token forests"):
+        TransformersEngine(policy, tiny_tokenizers.chatml(), end_ids=[])
+
+
+# ------------------------------------------------------------------------------- its own weights
+
+
+def test_a_copy_does_not_follow_the_learner_until_it_is_told():
+    policy, _ = policy_and_tokenizer()
+    asked = request(seeds=range(3))
+    with engine_of(policy, shares_weights=False) as engine:
+        (before,) = draw(engine, asked)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.05)
+        (still,) = draw(engine, asked)
+        assert [one.logprobs_L.tobytes() for one in still] == [
+            one.logprobs_L.tobytes() for one in before
+        ]
+        run(engine.update_weights(Weights(version=3, tensors=policy.named_weights)))
+        (after,) = draw(engine, asked)
+        for one in after:
+            assert one.weight_version == 3
+            assert one.logprobs_L == pytest.approx(full_logprobs(policy, asked, one), abs=1e-5)
+
+
+def test_a_copy_has_the_adapters_merged():
+    pytest.importorskip("peft")
+    policy, _ = policy_and_tokenizer()
+    config = LoraConfig(enabled=True, dim=4)
+    policy.causal_lm = add_adapters(policy.causal_lm, config, trains_head=False)
+    asked = request(seeds=range(3))
+    with engine_of(policy, shares_weights=False) as engine:
+        assert not adapted_layers(engine._batch.model.causal_lm)
+        for version in (1, 2):
+            with torch.no_grad():
+                for name, parameter in policy.named_parameters():
+                    if "lora_" in name:
+                        parameter.normal_(std=0.1)
+            run(engine.update_weights(Weights(version=version, tensors=policy.named_weights)))
+            (found,) = draw(engine, asked)
+            for one in found:
+                assert one.logprobs_L == pytest.approx(full_logprobs(policy, asked, one), abs=1e-5)
+
+
+@pytest.mark.parametrize("owns_model", [False, True])
+def test_a_copy_takes_what_changes_when_it_has_had_all(owns_model):
+    pytest.importorskip("peft")
+    policy, _ = policy_and_tokenizer()
+    own = copy.deepcopy(policy) if owns_model else policy
+    config = LoraConfig(enabled=True, dim=4, target_modules=["up_proj"])
+    policy.causal_lm = add_adapters(policy.causal_lm, config, trains_head=False)
+    taken = []
+
+    def tensors(**options):
+        for name, tensor in policy.named_weights(**options):
+            taken[-1].append(name)
+            yield name, tensor
+
+    asked = request(seeds=range(3))
+    with engine_of(own, shares_weights=False, owns_model=owns_model) as engine:
+        for version in (1, 2, 3):
+            taken.append([])
+            with torch.no_grad():
+                for name, parameter in policy.named_parameters():
+                    if "lora_" in name:
+                        parameter.normal_(std=0.1)
+            changing = functools.partial(tensors, changing_only=True)
+            new = Weights(version=version, tensors=tensors, changing=changing)
+            run(engine.update_weights(new))
+            (found,) = draw(engine, asked)
+            for one in found:
+                assert one.logprobs_L == pytest.approx(full_logprobs(policy, asked, one), abs=1e-5)
+    num_all = len(dict(policy.named_weights()))
+    num_changing = 3 * policy.causal_lm.config.num_hidden_layers  # of each layer's `mlp`
+    # A copy of the learner's own model has had all of it from the beginning.
+    first = num_all if owns_model else num_changing
+    assert [len(names) for names in taken] == [first, num_changing, num_changing]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda weights: weights[1:], "lacks 1 of the model's"),
+        (lambda weights: [*weights, ("more", torch.zeros(2))], "'more' twice, or"),
+        (lambda weights: [*weights, weights[0]], "twice"),
+        (lambda weights: [(weights[0][0], torch.zeros(2)), *weights[1:]], r"shape \(2,\)"),
+    ],
+)
+def test_other_weights_are_refused_and_end_the_engine(spoil, says):
+    policy, _ = policy_and_tokenizer()
+    weights = spoil(list(policy.named_weights()))
+    with engine_of(policy, shares_weights=False) as engine:
+        with pytest.raises(EngineError, match=says):
+            run(engine.update_weights(Weights(version=1, tensors=lambda: weights)))
+        with pytest.raises(EngineError, match=says):
+            draw(engine, request())
+
+
+# ------------------------------------------------------------------------------------ its end
+
+
+class Broken(Exception):
+    """What a layer raises in the middle of a request."""
+
+
+def break_after(policy, passes):
+    left = [passes]
+
+    def hook(*_):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Broken("no more")
+
+    policy.causal_lm.base_model.layers[2].register_forward_hook(hook)
+
+
+def test_an_exception_in_the_thread_reaches_everybody_quickly():
+    policy, _ = policy_and_tokenizer()
+    break_after(policy, 5)
+
+    async def die(engine):
+        started = time.monotonic()
+        tasks = [asyncio.create_task(collect(engine, request(seeds=range(6)))) for _ in range(3)]
+        update = asyncio.create_task(
+            engine.update_weights(Weights(version=1, tensors=policy.named_weights))
+        )
+        results = await asyncio.gather(*tasks, update, return_exceptions=True)
+        return results, time.monotonic() - started
+
+    with engine_of(policy, end_ids=[]) as engine:
+        results, seconds = run(die(engine))
+        assert seconds < 10
+        # The update may have been done before anything began.
+        assert all(isinstance(result, EngineError) for result in results[:3])
+        for error in results[:3]:
+            assert "Broken: no more" in str(error)
+            assert isinstance(error.__cause__, Broken)
+        for use in (
+            lambda: draw(engine, request()),
+            lambda: run(engine.update_weights(Weights(version=1, tensors=policy.named_weights))),
+            lambda: run(engine.sleep()),
+            lambda: run(engine.wake()),
+        ):
+            with pytest.raises(EngineError, match="Broken: no more"):
+                use()
+        engine._worker._thread.join(10)
+        assert not threads()
+
+
+def test_weights_that_are_not_numbers_are_an_error():
+    policy, _ = policy_and_tokenizer()
+    with torch.no_grad():
+        policy.causal_lm.base_model.norm.weight.fill_(torch.nan)
+    with engine_of(policy) as engine, pytest.raises(EngineError, match="not finite"):
+        draw(engine, request())
+
+
+def test_no_thread_is_left_behind():
+    policy, _ = policy_and_tokenizer()
+    with engine_of(policy) as engine:
+        assert not threads(), "nothing runs before the first request"
+        draw(engine, request(max_new_tokens=2))
+        assert len(threads()) == 1
+    assert not threads()
+
+
+def test_an_engine_that_is_dropped_ends_its_thread():
+    policy, tokenizer = policy_and_tokenizer()
+    engine = TransformersEngine(policy, tokenizer, end_ids=[])
+    draw(engine, request(max_new_tokens=2))
+    (thread,) = threads()
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_loop_that_ends_does_not_hold_the_engine_up():
+    policy, _ = policy_and_tokenizer()
+    with engine_of(policy, end_ids=[]) as engine:
+
+        async def left_open():
+            stream = engine.generate(request(seeds=(1, 2), max_new_tokens=1))
+            await anext(stream)
+            endless = engine.generate(request(seeds=(1,), max_new_tokens=5000))
+            waiting = asyncio.create_task(anext(endless))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+
+        run(left_open())
+        (found,) = draw(engine, request(seeds=(3,), max_new_tokens=2))
+        assert len(found[0].ids_L) == 2
+
+
+def test_the_tokenizer_is_the_engines_own():
+    policy, tokenizer = policy_and_tokenizer()
+    with contextlib.closing(TransformersEngine(policy, tokenizer, end_ids=[])) as engine:
+        (found,) = draw(engine, request(seeds=(1,), max_new_tokens=30))
+        assert engine._batch._tokenizer is not tokenizer
+        assert found[0].text == tokenizer.decode(np.array(found[0].ids_L), skip_special_tokens=True)

@@ -1,0 +1,202 @@
+"""Weights in files, the probe that proves them, and what is done where the model is."""
+
+import math
+import os
+import stat
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from laurel.errors import EngineError
+from laurel.generation.vllm.worker import repack, report_untruncated
+from laurel.generation.weights import buckets
+from laurel.generation.weights.probe import default_tolerance, probe_ids, require_agreement
+from laurel.types import Weights
+
+
+def weights(**tensors):
+    return Weights(version=3, tensors=lambda: iter(tensors.items()))
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def test_every_tensor_arrives_and_nothing_stays(tmp_path):
+    shared = torch.arange(12.0).reshape(3, 4)
+    sent = {
+        "a": torch.randn(5, 7),
+        "tied": shared,
+        "head": shared,
+        "row": shared[1],
+        "turned": shared.T,
+        "half": torch.randn(3).bfloat16(),
+        "trained": torch.nn.Parameter(torch.randn(2, 2)),
+    }
+    with buckets.written(weights(**sent), memory=tmp_path) as paths:
+        assert all(path.parent.parent == tmp_path for path in paths)
+        assert stat.S_IMODE(os.stat(paths[0].parent).st_mode) == 0o700
+        found = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    assert found.keys() == sent.keys()
+    for name, tensor in sent.items():
+        assert torch.equal(found[name], tensor), name
+        assert found[name].dtype == tensor.dtype
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_has_all_gets_what_changes(tmp_path):
+    sent = {"a": torch.ones(2), "b": torch.zeros(3)}
+    changing = {"a": torch.ones(2)}
+    expected = {"a": (2,), "b": (3,)}
+    both = Weights(version=3, tensors=sent.items, changing=lambda: changing.items())
+    options = {"expected": expected, "memory": tmp_path}
+    for weights, has_all, names in [
+        (both, False, "ab"),
+        (both, True, "a"),
+        (Weights(version=3, tensors=sent.items), True, "ab"),
+    ]:
+        with buckets.written(weights, has_all=has_all, **options) as paths:
+            found = {name for path in paths for name in load_file(path)}
+        assert found == set(names)
+    changing["a"] = torch.ones(3)
+    with (
+        pytest.raises(EngineError, match=r"step 3: a has shape \[3\], but \[2\]"),
+        buckets.written(both, has_all=True, **options),
+    ):
+        pass
+    del sent["b"]
+    with (
+        pytest.raises(EngineError, match="lack 1 of the model's 2 tensors: b"),
+        buckets.written(both, **options),
+    ):
+        pass
+
+
+def test_large_weights_come_in_several_files(tmp_path):
+    sent = {f"t{i}": torch.full((10,), float(i)) for i in range(7)}  # 40 bytes each
+    with buckets.written(weights(**sent), max_file_bytes=80, memory=tmp_path) as paths:
+        assert [len(load_file(path)) for path in paths] == [2, 2, 2, 1]
+
+
+def test_files_go_to_disk_where_memory_is_too_small(tmp_path):
+    size = 1 << 60
+    with buckets.written(weights(a=torch.ones(1)), expected_bytes=size, memory=tmp_path) as p:
+        assert tmp_path not in p[0].parents
+    assert not p[0].exists()
+
+
+def test_missing_and_misshapen_tensors_are_named(tmp_path):
+    with (
+        pytest.raises(EngineError, match="step 3 lack 1 of the model's 2 tensors: b"),
+        buckets.written(weights(a=torch.ones(2)), expected={"a": (2,), "b": ()}),
+    ):
+        pass
+    with (
+        pytest.raises(EngineError, match=r"a has shape \[2\], but \[2, 1\]"),
+        buckets.written(weights(a=torch.ones(2)), expected={"a": (2, 1)}, memory=tmp_path),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------- probe
+
+
+def test_the_probe_is_the_same_tokens_every_time():
+    assert probe_ids(50, length=9) == probe_ids(50, length=9)
+    assert set(probe_ids(3, length=200)) == {0, 1, 2}
+
+
+def test_agreement_is_the_largest_difference():
+    engine, learner = np.float32([-1.0, -2.0, -3.0]), np.float32([-1.0, -2.25, -3.125])
+    assert require_agreement(engine, learner, tolerance=0.25, version=1) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner", "says"),
+    [
+        ([-1.0, -2.0], [-1.0, -2.5], r"step 7: token 2 .* -2 there and -2\.5 .* 0\.5, more than"),
+        ([-1.0, math.nan], [-1.0, -2.0], "token 2 .* nan"),
+        ([-1.0, -2.0], [-math.inf, -2.0], "token 1 .* -inf"),
+        ([-1.0], [-1.0, -2.0], r"\(2,\) .* \(1,\)"),
+    ],
+)
+def test_disagreement_is_told_with_both_numbers(engine, learner, says):
+    with pytest.raises(EngineError, match=says):
+        require_agreement(np.array(engine), np.array(learner), tolerance=0.25, version=7)
+
+
+# ------------------------------------------------------------------------------------- the worker
+
+
+class PackingMethod:
+    """As vLLM's on a CPU: a copy of the weight is what is multiplied by."""
+
+    def process_weights_after_loading(self, layer):
+        packed = layer.weight.detach().clone()
+        layer.cpu_linear = lambda x: x @ packed.T
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+        self.quant_method = PackingMethod()
+        self.quant_method.process_weights_after_loading(self)
+
+
+def test_a_tied_head_is_packed_again():
+    tied = torch.nn.Parameter(torch.ones(2, 2))
+    emptied = Layer(torch.nn.Parameter(torch.empty(0)))
+    model = torch.nn.ModuleDict({"embedding": Layer(tied), "head": Layer(tied), "up": emptied})
+    model["norm"] = torch.nn.LayerNorm(2)
+    with torch.no_grad():
+        tied.fill_(3.0)
+    x = torch.ones(1, 2)
+    assert model["head"].cpu_linear(x).tolist() == [[2.0, 2.0]]  # stale
+    assert repack(model) == ["embedding", "head"]
+    assert model["head"].cpu_linear(x).tolist() == [[6.0, 6.0]]
+
+
+def cut_to_one(logits):
+    """Keep only the likeliest, in place, as vLLM's truncation may."""
+    return logits.masked_fill_(logits < logits.max(-1, keepdim=True).values, -math.inf)
+
+
+def test_log_probabilities_come_from_before_the_cut():
+    def forward(logits, generators, k, p):
+        kept = logits if k is None and p is None else cut_to_one(logits)
+        return kept.argmax(-1), kept.log_softmax(-1)
+
+    sampler = SimpleNamespace(topk_topp_sampler=SimpleNamespace(forward=forward))
+    assert report_untruncated(sampler)
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    whole = logits.log_softmax(-1)
+    for k in (None, torch.tensor([1])):
+        drawn, logprobs = sampler.topk_topp_sampler.forward(logits.clone(), {}, k, None)
+        assert drawn.tolist() == [2]
+        assert torch.equal(logprobs, whole)
+
+
+def test_logits_come_from_before_the_cut_in_the_other_sampler():
+    def draw(logits, mapping, mapping_np, pos, top_k, top_p, fused):
+        return cut_to_one(logits).argmax(-1), logits
+
+    sampler = SimpleNamespace(_sample_random=draw)
+    assert report_untruncated(sampler)
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    drawn, reported = sampler._sample_random(logits.clone(), 0, 0, 0, 1, 1, False)
+    assert drawn.tolist() == [2]
+    assert torch.equal(reported, logits)
+
+
+def test_an_unknown_sampler_is_left_alone():
+    assert not report_untruncated(SimpleNamespace())
+
+
+def test_the_coarser_precision_says_how_far_a_probe_may_be_off():
+    assert default_tolerance("float32", "float32") == 1e-3
+    assert default_tolerance("bfloat16", "float32") == default_tolerance("float32", "bfloat16")
+    assert default_tolerance("float32", "bfloat16") == 0.2

@@ -1,0 +1,81 @@
+"""Log-probabilities of many groups: every token's, in order, however they were packed."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from laurel.config.policy import NamedCall
+from laurel.data.forest import plant
+from laurel.grpo.loop import policy_logprobs
+from laurel.models.forest.policy import Reference
+from laurel.training.learner import LocalLearner
+from laurel.training.learner_group import num_tokens_of
+
+SGD = NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0})
+SHAPES = [(12, [3, 1]), (40, [7, 9, 2]), (1, [5]), (12, [3]), (20, [4, 4, 4, 4])]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def asked(model):
+    return LocalLearner(model, optimizer=SGD).outputs
+
+
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("path", ["forest", "padded"])
+def test_packing_changes_nothing(path, share_prompts, budget):
+    model = tiny.tiny_policy("qwen3", path=path).train()
+    groups = tiny.random_groups(0, SHAPES)
+    found = policy_logprobs(
+        asked(model), groups, path=path, batch_tokens=budget, pad_id=0, share_prompts=share_prompts
+    )
+    assert model.training
+    whole = tiny.tiny_policy("qwen3")
+    for group, of_group in zip(groups, found, strict=True):
+        assert [len(x) for x in of_group] == [len(ids) for ids in group.branches_ids_G]
+        assert all(x.dtype == np.float32 for x in of_group)
+        expected = whole.logprobs(plant([group])).numpy()
+        np.testing.assert_allclose(np.concatenate(of_group), expected, rtol=0, atol=2e-6)
+
+
+def test_a_reference_is_asked_like_a_policy_and_stays_what_it_was():
+    model, groups = tiny.tiny_policy("qwen3"), tiny.random_groups(1, SHAPES)
+    learner = LocalLearner(model, optimizer=SGD, reference=Reference.of(model))
+
+    def found(of):
+        outputs = partial(learner.outputs, of=of)
+        values = policy_logprobs(outputs, groups, path="forest", batch_tokens=100, pad_id=0)
+        return np.concatenate([logprobs_L for of_group in values for logprobs_L in of_group])
+
+    before = found("model")
+    with torch.no_grad():
+        model.head.weight.mul_(2.0)
+    assert np.array_equal(found("reference"), before)
+    assert not np.allclose(found("model"), before)
+    assert policy_logprobs(asked(model), [], path="forest", batch_tokens=100, pad_id=0) == []
+
+
+@pytest.mark.parametrize("path", ["forest", "padded"])
+def test_a_group_larger_than_the_budget_is_divided(path):
+    sizes = []
+
+    def watched(batches):
+        sizes.extend(map(num_tokens_of, batches))
+        return asked(model)(batches)
+
+    model = tiny.tiny_policy("qwen3", path=path)
+    groups = tiny.random_groups(2, [(20, [10] * 8), (5, [3])])  # 100 tokens, or 8 rows of 30
+    policy_logprobs(watched, groups, path=path, batch_tokens=64, pad_id=0)
+    assert max(sizes) <= 64
+    # The prompt with four branches, twice; or two rows at a time. And the short one.
+    assert len(sizes) == (3 if path == "forest" else 5)

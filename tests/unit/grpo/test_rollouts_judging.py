@@ -1,0 +1,260 @@
+"""Which completions go to an environment together, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laurel.environments.interface import judged_by
+from laurel.errors import ConfigError, WorkerError
+from laurel.grpo.judging import PARTS, Calls, Clock, Unfinished, agree, parts_of
+from laurel.protocols import Judged
+from laurel.types import Message, RolloutGroup, Task
+from policy_fakes import SAMPLING, Judge, Say, ScriptedGenerator, rollouts_of, saying, task
+
+
+def play(
+    judge: Judge,
+    script: Any,
+    tasks: Sequence[Task],
+    *,
+    num_generations: int,
+    clock: Clock | None = None,
+    **options: Any,
+) -> tuple[list[RolloutGroup], ScriptedGenerator]:
+    generator = ScriptedGenerator(script)
+    rollouts = rollouts_of(generator, judge=judge, **options)
+    try:
+        groups = asyncio.run(
+            asyncio.wait_for(
+                rollouts.play(
+                    tasks, num_generations=num_generations, sampling=SAMPLING, batch=(0, 0, 0),
+                    clock=clock,
+                ),
+                20,
+            )
+        )  # fmt: skip
+    finally:
+        rollouts.close()
+    return groups, generator
+
+
+def by_length(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {"reward": float(len(text))}
+
+
+# ------------------------------------------------------------------------------------- at the end
+
+
+def test_nothing_is_judged_before_the_last_completion_of_the_batch() -> None:
+    drawn: list[int] = []
+    generators: list[ScriptedGenerator] = []
+
+    def script(request: Any) -> list[Any]:
+        return [(i, Say("a" * (i + 1))) for i in range(len(request.seeds_G))]
+
+    judge = Judge(by_length, judges="batch")
+    generator = ScriptedGenerator(script)
+    generators.append(generator)
+    judge.before = lambda texts: drawn.append(len(generator.events))
+    rollouts = rollouts_of(generator, judge=judge)
+    try:
+        groups = asyncio.run(
+            rollouts.play(
+                [task(str(i)) for i in range(5)], num_generations=3, sampling=SAMPLING, batch=(0,)
+            )
+        )
+    finally:
+        rollouts.close()
+    assert [len(call) for call in judge.calls] == [15], "one call for the whole batch"
+    assert drawn == [15]
+    assert [[r.reward for r in g.rollouts_G] for g in groups] == [[1.0, 2.0, 3.0]] * 5
+    prompts = [log[0]["content"] for log in judge.logs]
+    assert sorted(prompts) == sorted(str(i) for i in range(5) for _ in range(3))
+
+
+def test_each_environment_has_its_own_call_and_the_others_do_not_wait() -> None:
+    late, soon = Judge(by_length, judges="batch"), Judge(by_length)
+
+    def script(request: Any) -> list[Any]:
+        waits = None if request.id.endswith("-0") else (lambda: bool(soon.calls))
+        return [(i, Say("ab", after=waits)) for i in range(len(request.seeds_G))]
+
+    tasks = [task("a", name="soon"), task("b", name="late"), task("c", name="late")]
+    play(late, script, tasks, num_generations=2, environments={"late": late, "soon": soon})
+    assert [len(call) for call in late.calls] == [4]
+    assert [len(call) for call in soon.calls] == [2]
+
+
+def test_later_turns_of_such_an_environment_go_on_one_by_one() -> None:
+    def twice(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
+        turn = metadata.get("turn", 1)
+        return {"reward": 1.0, "over": turn == 2, "metadata": {"turn": turn + 1}}
+
+    judge = Judge(twice, judges="batch")
+    groups, _ = play(judge, saying("ab"), [task("a"), task("b")], num_generations=2, max_turns=3)
+    assert [len(call) for call in judge.calls] == [4, 1, 1, 1, 1]
+    assert {r.reward for g in groups for r in g.rollouts_G} == {2.0}
+
+
+def test_one_call_that_fails_fails_all_of_the_batch_and_a_lost_worker_ends_it() -> None:
+    def breaks(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
+        raise ValueError("broken")
+
+    judge = Judge(breaks, judges="batch")
+    groups, _ = play(judge, saying("ab"), [task("a"), task("b")], num_generations=2)
+    failures = {r.failure for g in groups for r in g.rollouts_G}
+    assert len(failures) == 1
+    assert "ValueError: broken" in str(failures.pop())
+
+    def dies(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
+        raise WorkerError("gone", exit_code=WorkerError.LOST_EXIT_CODE)
+
+    with pytest.raises(WorkerError, match="gone"):
+        play(Judge(dies, judges="batch"), saying("ab"), [task("a"), task("b")], num_generations=2)
+
+
+def test_a_whole_batch_may_take_as_long_as_its_groups() -> None:
+    from threading import Event
+
+    never = Event()
+    judge = Judge(by_length, judges="batch", before=lambda texts: bool(never.wait(30)))
+    groups, _ = play(
+        judge, saying("ab"), [task(str(i)) for i in range(3)], num_generations=2,
+        environment_timeout=0.1,
+    )  # fmt: skip
+    never.set()
+    reason = groups[0].rollouts_G[0].failure
+    assert reason == "timeout: no verdict within 0.3 s (env.timeout_seconds)"
+
+
+# --------------------------------------------------------------------------------------- in parts
+
+
+@given(st.integers(1, 40), st.sampled_from(get_args(Judged)))
+def test_parts_hold_each_once_and_do_not_depend_on_anything_else(size: int, judges: Judged) -> None:
+    games = [Unfinished(index=i, metadata=None) for i in range(size)]
+    parts = parts_of(Judge(judges=judges), games)
+    assert [game for part in parts for game in part] == games
+    assert all(parts)
+    if judges == "part":
+        assert min(size, 2) <= len(parts) <= PARTS
+    else:
+        assert len(parts) == (size if judges == "completion" else 1)
+
+
+def test_a_part_is_judged_while_another_is_still_being_drawn() -> None:
+    judge = Judge(by_length, judges="part")
+
+    def script(request: Any) -> list[Any]:
+        # The first to end are of all parts; the last one ends when the other parts were judged.
+        waits: Callable[[], bool] = lambda: len(judge.calls) == 3  # noqa: E731
+        others = [(i, Say("w" * i)) for i in (4, 5, 6, 7)]
+        return [
+            (0, Say("a")),
+            (2, Say("ab")),
+            (3, Say("abc")),
+            *others,
+            (1, Say("abcd", after=waits)),
+        ]
+
+    groups, _ = play(judge, script, [task()], num_generations=8)
+    assert sorted(judge.calls[:3]) == [["ab", "abc"], ["w" * 4, "w" * 5], ["w" * 6, "w" * 7]]
+    assert judge.calls[3:] == [["a", "abcd"]]
+    assert [r.reward for r in groups[0].rollouts_G] == [1.0, 4.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+
+
+def test_parts_that_are_short_beside_their_prompt_go_together() -> None:
+    """The prompt has 2 tokens: a part is worth a call of its own from 4 on."""
+    texts = ["a", "b", "cc", "dd", "e", "f", "ggg", "h"]
+    expected = [["a", "b", "e", "f"], ["cc", "dd"], ["ggg", "h"]]
+    for order in (range(8), reversed(range(8)), (7, 0, 3, 5, 6, 1, 4, 2)):
+        judge = Judge(by_length, judges="part")
+
+        def script(request: Any, order: Any = tuple(order)) -> list[Any]:
+            return [(i, Say(texts[i])) for i in order]
+
+        groups, _ = play(judge, script, [task()], num_generations=8)
+        assert sorted(judge.calls) == expected, "whoever ends first"
+        assert [r.reward for r in groups[0].rollouts_G] == [float(len(t)) for t in texts]
+
+
+class Noisy(Judge):
+    """Never gives the same reward twice."""
+
+    def __init__(self, **options: Any) -> None:
+        self.given = 0
+
+        def verdict(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
+            self.given += 1
+            failed = {"failure": "no"} if text == "bad" else {}
+            return {"reward": float(self.given), **failed}
+
+        super().__init__(verdict, **options)
+
+
+def test_what_says_the_same_gets_the_same_reward_though_it_was_judged_apart() -> None:
+    texts = saying("x", "y", "x", "bad", "y", "bad")
+    for judges in ("completion", "part"):
+        groups, _ = play(Noisy(judges=judges), texts, [task("a"), task("b")], num_generations=6)
+        for group in groups:
+            rewards = [r.reward for r in group.rollouts_G]
+            assert rewards[0] == rewards[2]
+            assert rewards[1] == rewards[4]
+            assert rewards[0] != rewards[1]
+            assert rewards[3] is rewards[5] is None
+        apart = {g.rollouts_G[0].reward for g in groups}
+        assert len(apart) == 2, "groups have nothing to do with each other"
+
+
+@pytest.mark.parametrize("judges", ["group", "batch"])
+def test_who_judges_a_whole_group_may_tell_apart_what_says_the_same(judges: Judged) -> None:
+    (group,), _ = play(Noisy(judges=judges), saying("x", "x"), [task()], num_generations=2)
+    assert [r.reward for r in group.rollouts_G] == [1.0, 2.0]
+
+
+def test_another_word_for_what_is_judged_is_refused() -> None:
+    odd: Any = Judge(judges="alone")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Judge: judges='alone' must be one of completion, part"):
+        judged_by(odd)
+
+
+def test_agreeing_keeps_components_apart() -> None:
+    games = [
+        Unfinished(index=i, metadata=None, messages=[Message("assistant", "x")], reward=float(i))
+        for i in range(2)
+    ]
+    games[0].components = {"a": 1.0}
+    agree(games)
+    games[1].components["a"] = 5.0
+    assert (games[0].components, games[1].reward) == ({"a": 1.0}, 0.0)
+
+
+# ---------------------------------------------------------------------------------------- the clock
+
+
+def test_the_time_of_calls_side_by_side_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("laurel.grpo.judging.time.monotonic", lambda: now[0])
+    clock = Clock()
+    calls = Calls(clock, 4)
+    with calls.one():
+        now[0] = 1.0
+        with calls.one():
+            now[0] = 3.0
+        now[0] = 4.0
+    now[0] = 10.0
+    with calls.one():
+        now[0] = 11.0
+    assert (clock.environment, clock.judging) == (4.0 + 2.0 + 1.0, 5.0)
+
+
+def test_the_share_that_was_hidden() -> None:
+    assert Clock().hidden_share is None
+    assert Clock(judging=4.0, exposed=1.0).hidden_share == 0.75
+    assert Clock(judging=4.0, exposed=4.5).hidden_share == 0.0

@@ -1,0 +1,130 @@
+"""`--json`: standard output is JSON, whoever else prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from laurel.cli.main import app
+from laurel.observe.console import set_verbosity
+from laurel.observe.json_output import (
+    JsonOption,
+    json_stream,
+    json_text,
+    stdout_for_json,
+    write_json,
+)
+from runs import settings
+
+NOISY = """
+import os, subprocess, sys
+from laurel.observe.json_output import stdout_for_json, write_json
+
+print("before", flush=True)
+with stdout_for_json():
+    print("a library")
+    os.write(1, b"a C library\\n")
+    subprocess.run([sys.executable, "-c", "print('a child')"], check=True)
+    write_json({"answer": 42})
+print("after")
+"""
+
+
+def test_what_others_print_goes_to_standard_error() -> None:
+    done = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 'before\n{\n  "answer": 42\n}\nafter\n'
+    for line in ("a library", "a C library", "a child"):
+        assert line in done.stderr.splitlines()
+
+
+def test_a_stream_that_stands_in_for_standard_output_is_kept(capsys: Any) -> None:
+    with stdout_for_json():
+        print("beside it")
+        write_json([1], indent=None)
+    print("after it")
+    assert capsys.readouterr() == ("[1]\nafter it\n", "beside it\n")
+    assert json_stream() is sys.stdout
+
+
+def test_standard_output_is_given_back_after_an_error(capsys: Any) -> None:
+    with pytest.raises(ValueError, match="oh"), stdout_for_json():
+        raise ValueError("oh")
+    print("after it")
+    assert capsys.readouterr().out == "after it\n"
+
+
+def test_the_option_keeps_standard_output_while_its_command_runs() -> None:
+    small = typer.Typer()
+
+    @small.command()
+    def command(as_json: JsonOption = False) -> None:
+        print("a note")
+        if as_json:
+            write_json({"a": 1}, indent=None)
+
+    done = CliRunner().invoke(small, ["--json"])
+    assert (done.stdout, done.stderr) == ('{"a": 1}\n', "a note\n")
+    done = CliRunner().invoke(small, [])
+    assert (done.stdout, done.stderr) == ("a note\n", "")
+
+
+def test_what_is_not_finite_is_null_and_a_path_is_text() -> None:
+    value = {"loss": float("nan"), "rates": (1.5, float("inf")), "best": Path("a") / "b", "é": None}
+    said = {"loss": None, "rates": [1.5, None], "best": os.path.join("a", "b"), "é": None}
+    assert json.loads(json_text(value)) == said
+    assert json_text(value).isascii()
+    assert "\n" not in json_text(value, indent=None)
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    below = getattr(group, "commands", None)
+    if below is None:
+        return [(path, group)]
+    return [found for name, one in below.items() for found in commands(one, (*path, name))]
+
+
+def test_every_command_has_the_option() -> None:
+    found = commands(typer.main.get_command(app))
+    assert len(found) >= 20
+    without = [
+        path for path, one in found if "--json" not in {o for p in one.params for o in p.opts}
+    ]
+    assert without == []
+
+
+def test_the_configuration_as_json() -> None:
+    done = CliRunner().invoke(app, ["config", "--for", "grpo", "--json", "grpo.max_num_steps=7"])
+    assert json.loads(done.stdout)["grpo"]["max_num_steps"] == 7
+    refused = CliRunner().invoke(app, ["config", "--json", "--describe"])
+    assert refused.exit_code == 2
+    assert "JSON has none" in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_a_plan_as_json() -> None:
+    arguments = ["plan", "--for", "sft", "--json", "+policy.scratch.hidden_size=32"]
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(json.loads(done.stdout)["fits"], bool), done.stderr
+
+
+def test_a_run_ends_with_json_and_says_nothing_else_when_quiet(tmp_path: Path) -> None:
+    overrides = settings(tmp_path, "rm.max_num_steps=2", "rm.val_at_end=true")
+    try:
+        done = CliRunner().invoke(app, ["rm", "--json", "--quiet", *overrides])
+    finally:
+        set_verbosity("normal")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert (said["step"], said["ended"]) == (2, "finished")
+    assert Path(said["latest"]).is_dir()
+    assert any(name.endswith("/accuracy") for name in said["metrics"])
+    assert done.stderr == ""

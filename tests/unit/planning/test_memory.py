@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import spread_work
+from laurel.config.grpo import GRPORun
+from laurel.config.load import load_config
+from laurel.config.policy import PolicyConfig
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.errors import ConfigError
+from laurel.models.loading.pretrained import recompute_activations
+from laurel.planning.fit import FittedPlan, fit
+from laurel.planning.memory import (
+    RUNTIME_BYTES,
+    ModelShape,
+    Phase,
+    Shapes,
+    activation_bytes,
+    decoder_shape,
+    gathered_bytes,
+    key_value_bytes,
+    parse_bytes,
+    parse_shape,
+    training_memory,
+)
+from laurel.planning.roles import Mesh
+from parallel_runs import together
+
+GIB = 2**30
+LLAMA_70B = (
+    "hidden_size=8192,num_layers=80,intermediate_size=28672,num_heads=64,num_kv_heads=8,"
+    "vocab_size=128256"
+)
+POLICY_70B = parse_shape(LLAMA_70B, has_language_head=True)
+REWARD_70B = parse_shape(LLAMA_70B, has_language_head=False)
+SMALL = decoder_shape(
+    hidden_size=1024, num_layers=16, intermediate_size=4096, num_heads=16, num_kv_heads=8,
+    vocab_size=32000,
+)  # fmt: skip
+FOUR_NODES = ("cluster.num_nodes=4", "cluster.gpus_per_node=8")
+
+
+def phase(fitted: FittedPlan, name: str) -> Phase:
+    (found,) = [phase for phase in fitted.phases if phase.name == name]
+    return found
+
+
+# ------------------------------------------------------------------------------------------ shapes
+
+
+def test_the_parameters_of_llama_70b() -> None:
+    assert POLICY_70B.num_parameters == 70_553_706_496  # as published
+    # without the language head (128256 x 8192), with one row of scores
+    assert REWARD_70B.num_parameters == 70_553_706_496 - 128256 * 8192 + 8192
+    assert REWARD_70B.layer_parameters == 855_654_400
+    assert REWARD_70B.other_parameters == 128256 * 8192 + 2 * 8192
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_computed_parameters_are_those_of_the_network(kind: str) -> None:
+    config = AutoConfig.for_model(
+        kind, hidden_size=64, num_hidden_layers=3, intermediate_size=96, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=500, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    shape = decoder_shape(
+        hidden_size=64, num_layers=3, intermediate_size=96, num_heads=4, num_kv_heads=2,
+        head_dim=16, vocab_size=500,
+    )  # fmt: skip
+    head_norms = 3 * 2 * 16 if kind == "qwen3" else 0
+    counted = sum(p.numel() for p in network.parameters())
+    assert counted == shape.num_parameters + head_norms
+
+
+@pytest.mark.parametrize(
+    "text", ["hidden=3", "hidden_size=8192", "hidden_size=x,num_layers=1", "hidden_size=-1"]
+)
+def test_bad_shapes_are_told(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_shape(text, has_language_head=True)
+
+
+def test_amounts() -> None:
+    assert parse_bytes("80GiB") == 80 * GIB
+    assert parse_bytes("141GB") == 141 * 10**9
+    assert parse_bytes("1.5 gib") == 3 * GIB // 2
+    assert parse_bytes("4096") == 4096
+    for bad in ("", "GiB", "-3GiB", "nanGiB", "infGB", "8 giraffes"):
+        with pytest.raises(ConfigError):
+            parse_bytes(bad)
+
+
+# ------------------------------------------------------------------------------- by real networks
+
+
+def saved_bytes(kind: str, mode: str, *, layers: int, recomputes: bool) -> int:
+    """Bytes that the layers of a real network keep for the backward pass of 256 tokens."""
+    config = AutoConfig.for_model(
+        kind, hidden_size=256, num_hidden_layers=layers, intermediate_size=768,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=32, vocab_size=64,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    network = AutoModelForCausalLM.from_config(config).model.train()
+    if mode == "bfloat16":
+        network = network.bfloat16()
+    if recomputes:
+        recompute_activations(network)
+    weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights:
+            kept[place] = tensor
+        return tensor
+
+    casts = torch.autocast("cpu", dtype=torch.bfloat16) if mode == "autocast" else nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), casts:
+        network(input_ids=torch.zeros(1, 256, dtype=torch.long))
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
+def test_activations_are_those_that_a_real_network_keeps(kind: str, mode: str) -> None:
+    width = 4 if mode == "float32" else 2
+    shape = ModelShape(
+        hidden_size=256, num_layers=2, intermediate_size=768, num_heads=8, num_kv_heads=2,
+        head_dim=32, vocab_size=64, num_parameters=1, normalises_heads=kind == "qwen3",
+        layer_parameters=256 * 32 * 2 * 10 + 3 * 256 * 768,
+    )  # fmt: skip
+    estimated = activation_bytes(
+        shape, tokens=256, tp=1, compute_bytes=width, recomputes=False, sequence_parallel=False,
+        keeps_stream_in_float32=mode == "autocast",
+    )  # fmt: skip
+    if mode == "autocast":  # its copies of the weights, which are counted as `gathered`
+        estimated += 2 * width * shape.layer_parameters
+    more, fewer = (saved_bytes(kind, mode, layers=n, recomputes=False) for n in (4, 2))
+    assert estimated == pytest.approx(more - fewer, rel=0.02)
+
+
+def test_recomputed_layers_keep_their_inputs() -> None:
+    more, fewer = (saved_bytes("llama", "bfloat16", layers=n, recomputes=True) for n in (6, 2))
+    sizes = [
+        activation_bytes(
+            decoder_shape(hidden_size=256, num_layers=n, intermediate_size=768, num_heads=8,
+                          num_kv_heads=2, vocab_size=64),
+            tokens=256, tp=1, compute_bytes=2, recomputes=True, sequence_parallel=False,
+            keeps_stream_in_float32=False,
+        )
+        for n in (6, 2)
+    ]  # fmt: skip
+    # A layer's input, 256 x 256 x 2 bytes, and tokens' positions, which all layers share.
+    assert sizes[0] - sizes[1] == pytest.approx(more - fewer, rel=0.1)
+    assert sizes[0] - sizes[1] == 4 * 256 * 256 * 2
+
+
+# --------------------------------------------------------------------------------------- formulas
+
+
+def test_tensor_parallel_ranks_divide_all_but_the_norms() -> None:
+    # Norms: 2 x (4 + 2 x 2) x 1024 = 16384. Heads: 2 x 2 x (16 + 8) x 64 = 6144.
+    # Feed-forward: 4 x 2 x 4096 = 32768.
+    def one_layer(tp: int, *, sequence_parallel: bool = False) -> int:
+        return activation_bytes(
+            SMALL, tokens=1, tp=tp, compute_bytes=2, recomputes=False,
+            keeps_stream_in_float32=False, sequence_parallel=sequence_parallel,
+        ) // 16  # fmt: skip
+
+    assert one_layer(1) == 16384 + 6144 + 32768
+    assert one_layer(4) == 16384 + (6144 + 32768) // 4
+    # All ranks keep the results of the norms, 2 x 2 x 1024, of all tokens.
+    assert one_layer(4, sequence_parallel=True) == 4096 + (12288 + 6144 + 32768) // 4
+
+
+def test_keys_and_values() -> None:
+    # 80 layers x 8 heads x 128 x 2 bytes, twice: 327,680 bytes of each token.
+    assert key_value_bytes(POLICY_70B, Mesh(dp=1), compute_bytes=2) == 327_680
+    assert key_value_bytes(POLICY_70B, Mesh(dp=1, tp=4, pp=2), compute_bytes=2) == 40_960
+    assert key_value_bytes(POLICY_70B, Mesh(dp=1, tp=16), compute_bytes=2) == 40_960  # one head
+
+
+def test_gathered_weights() -> None:
+    policy = RewardTrainingRun().policy
+    count = SMALL.num_parameters
+    # one process: autocast's bfloat16 copy; shards: embeddings and head with their gradients and
+    # their sums, in float32, and two layers, one layer's gradients in bfloat16 and float32
+    assert gathered_bytes(policy, SMALL, Mesh(dp=1), trained=count) == 2 * count
+    outside, layer = SMALL.other_parameters, SMALL.layer_parameters
+    expected = 3 * 4 * outside + 2 * 2 * layer + 2 * layer + 4 * layer
+    assert gathered_bytes(policy, SMALL, Mesh(dp=2), trained=count) == expected
+    assert gathered_bytes(policy, SMALL, Mesh(dp=2, tp=2), trained=count) == expected // 2
+    assert gathered_bytes(policy, SMALL, Mesh(dp=1, tp=2), trained=count) == expected // 2
+    # 32,000 entries do not divide by 3: embeddings and head are whole on every rank
+    layers = 2 * 2 * layer + 2 * layer + 4 * layer
+    whole = gathered_bytes(policy, SMALL, Mesh(dp=2, tp=3), trained=count)
+    assert whole == 3 * 4 * outside + layers // 3
+    parts = training_memory(policy, SMALL, Mesh(dp=2, tp=3), tokens=8)
+    assert parts["weights"] == 4 * (count + 2 * outside) // 6
+    assert parts["logits"] == 3 * parts["logits"] // 3 == 12 * 8 * 32000
+    assert training_memory(policy, SMALL, Mesh(dp=3, tp=2), tokens=8)["logits"] == 12 * 8 * 16000
+
+
+@pytest.mark.slow_parameters("sizes0", "sizes1")
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2}])
+def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes: dict[str, int]) -> None:
+    """151,936 entries: embedding and head are nearly all of the model, 39 MB each."""
+    changes = {"vocab_size": 151936, "hidden_size": 64, "head_dim": 16}
+    ranks = together(spread_work.peak_of_step, math.prod(sizes.values()), sizes, changes)
+    shape = decoder_shape(
+        hidden_size=64, num_layers=2, intermediate_size=64, num_heads=4, num_kv_heads=2,
+        head_dim=16, vocab_size=151936,
+    )  # fmt: skip
+    policy = PolicyConfig(precision="float32")
+    mesh = Mesh(dp=sizes.get("dp_shard", 1), tp=sizes.get("tp", 1))
+    parts = training_memory(policy, shape, mesh, tokens=64, chunk_tokens=4)
+    for found in ranks:
+        assert found["held"] == pytest.approx(parts["weights"], rel=0.01)
+        # The planner may say more than is taken; less by no more than what a process has besides.
+        assert found["peak"] <= sum(parts.values()) + 24 * 2**20, parts
+        assert found["peak"] >= 0.7 * sum(parts.values()), parts
+
+
+# ------------------------------------------------------------------------------------------- runs
+
+
+def reward_training(*overrides: str) -> RewardTrainingRun:
+    return load_config(RewardTrainingRun, None, [*FOUR_NODES, *overrides]).config
+
+
+def test_a_70b_reward_model_trains_on_4_nodes_of_8_x_80_gib() -> None:
+    config = reward_training(
+        "policy.dtensor_cfg.tensor_parallel_size=8",
+        "policy.dtensor_cfg.activation_checkpointing=true",
+        "policy.dtensor_cfg.sequence_parallel=true",
+    )
+    fitted = fit(config, Shapes(policy=REWARD_70B), device_memory=80 * GIB)
+    assert fitted.misfits == ()
+    assert fitted.plan.roles[0].mesh == Mesh(dp=4, tp=8)
+    parts = phase(fitted, "training").parts
+    # 69.5e9 parameters on 32 ranks: 4 bytes of weights, 4 of gradients, 8 of AdamW's states
+    count = 69_503_041_536
+    assert REWARD_70B.num_parameters == count
+    assert parts["weights"] == parts["gradients"] == 4 * count // 32
+    assert parts["optimizer"] == 8 * count // 32
+    # a pair of 2 x 8192 tokens: inputs of 80 layers in float32, shared by 8, and one layer whole
+    tokens = 16384
+    one = 10 * 8192 + 16 * 8192 // 8 + (2 * 2 * 72 * 128 + 4 * 2 * 28672) // 8
+    assert parts["activations"] == 80 * tokens * 8192 * 4 // 8 + tokens * one
+    # embedding and final norm with their gradients and sums in float32; two layers in bfloat16,
+    # one layer's gradients, and these in float32
+    outside = 128256 * 8192 + 2 * 8192
+    assert parts["gathered"] == 12 * outside // 8 + 10 * 855_654_400 // 8
+    assert parts["runtime"] == RUNTIME_BYTES
+    assert "logits" not in parts
+    assert 40 * GIB < phase(fitted, "training").total < 46 * GIB
+
+
+def test_what_does_not_fit_names_changes_with_which_it_does() -> None:
+    config = reward_training("policy.dtensor_cfg.tensor_parallel_size=8")
+    fitted = fit(config, Shapes(policy=REWARD_70B), device_memory=80 * GIB)
+    assert not fitted.fits
+    (misfit,) = fitted.misfits
+    assert "activations" in misfit.problem
+    assert misfit.mends[0] == (
+        "policy.dtensor_cfg.activation_checkpointing=true policy.dtensor_cfg.sequence_parallel=true"
+    )
+    for mend in misfit.mends:
+        mended = reward_training("policy.dtensor_cfg.tensor_parallel_size=8", *mend.split())
+        assert fit(mended, Shapes(policy=REWARD_70B), device_memory=80 * GIB).fits, mend
+
+
+def test_nothing_helps_a_model_that_is_far_too_large() -> None:
+    fitted = fit(reward_training(), Shapes(policy=REWARD_70B), device_memory=2 * GIB)
+    assert fitted.misfits[-1].mends == (
+        "devices with more memory, a smaller model, or shorter sequences",
+    )
+
+
+def grpo(*overrides: str) -> GRPORun:
+    judged = ["env.reward_model.enabled=true", "env.reward_model.model_name=judge"]
+    return load_config(GRPORun, None, [*judged, *overrides]).config
+
+
+def test_a_70b_reward_model_judges_on_one_of_4_nodes() -> None:
+    config = grpo(
+        *FOUR_NODES, "env.reward_model.resources.gpus_per_node=8",
+        "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
+        "policy.dtensor_cfg.tensor_parallel_size=2", "grpo.num_prompts_per_step=48",
+        "policy.train_global_batch_size=768",
+    )  # fmt: skip
+    shapes = Shapes(policy=SMALL, reward_models=(REWARD_70B,))
+    fitted = fit(config, shapes, device_memory=80 * GIB)
+    assert fitted.misfits == ()
+    judging = phase(fitted, "judging")
+    assert judging.slots_of == "reward_model"
+    # the shards, and embedding and norm, which stay gathered
+    outside = 128256 * 8192 + 2 * 8192
+    assert judging.parts["weights"] == 2 * 69_503_041_536 // 4 + 2 * (outside // 4)
+    assert 32 * GIB < judging.total < 40 * GIB
+
+
+def test_each_of_several_reward_models_takes_its_own_of_every_device() -> None:
+    models = "{name: a, model_name: x, precision: float32}, {name: b, model_name: y}"
+    config = load_config(
+        GRPORun, None,
+        [f"env.reward_model.models=[{models}]", "env.reward_model.enabled=true",
+         "cluster.gpus_per_node=2", "env.reward_model.resources.gpus_per_node=1"],
+    ).config  # fmt: skip
+    count = SMALL.num_parameters
+    judging = phase(fit(config, Shapes(policy=SMALL, reward_models=(SMALL, SMALL))), "judging")
+    assert judging.parts["weights"] == 4 * count + 2 * count
+    assert "judging" not in {p.name for p in fit(config, Shapes(policy=SMALL)).phases}
+
+
+def test_a_70b_reward_model_does_not_judge_from_one_device() -> None:
+    config = grpo(*FOUR_NODES, "env.reward_model.resources.gpus_per_node=8",
+                  "grpo.num_prompts_per_step=48", "policy.train_global_batch_size=768")  # fmt: skip
+    shapes = Shapes(policy=SMALL, reward_models=(REWARD_70B,))
+    (misfit,) = fit(config, shapes, device_memory=80 * GIB).misfits
+    assert "judging takes" in misfit.problem
+    assert misfit.mends[0] == "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
+
+
+def test_colocated_roles_take_turns() -> None:
+    fitted = fit(grpo("cluster.gpus_per_node=2"), Shapes(policy=SMALL, reward_models=(SMALL,)),
+                 device_memory=80 * GIB)  # fmt: skip
+    training, generation, judging = fitted.phases
+    assert (training.name, generation.name, judging.name) == ("training", "generation", "judging")
+    assert {p.slots_of for p in fitted.phases} == {"policy"}
+    assert "keys and values" not in training.parts
+    assert "activations" not in generation.parts
+    assert "optimizer" not in generation.parts  # with vLLM it goes to the host
+    assert all("reward model" in p.parts for p in fitted.phases)
+    # vLLM takes 0.6 of the device for its weights and its keys and values together
+    taken = generation.parts["engine's weights"] + generation.parts["keys and values"]
+    assert taken == int(0.6 * 80 * GIB)
+
+
+def test_in_process_generation_needs_no_second_copy() -> None:
+    config = grpo("policy.generation.backend=transformers", "cluster.device=cpu")
+    generation = phase(fit(config, Shapes(policy=SMALL)), "generation")
+    assert set(generation.parts) == {
+        "weights", "optimizer", "reference", "keys and values",
+    }  # fmt: skip
+    # 256 side by side x 512 tokens x 16 layers x 8 heads x 64 x 2 bytes, twice
+    assert generation.parts["keys and values"] == 256 * 512 * 2 * 16 * 8 * 64 * 2
+
+
+def test_heads_that_tensor_parallel_ranks_cannot_share() -> None:
+    shape = decoder_shape(hidden_size=1536, num_layers=2, intermediate_size=8960, num_heads=12,
+                          num_kv_heads=2, vocab_size=1000)  # fmt: skip
+    config = grpo("cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=8",
+                  "policy.generation.vllm_cfg.tensor_parallel_size=4")  # fmt: skip
+    (misfit,) = fit(config, Shapes(policy=shape)).misfits
+    assert "12 attention heads nor the 2 key/value heads" in misfit.problem
+    assert misfit.mends == (
+        "policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size=1",
+    )  # fmt: skip
+    # vLLM repeats key and value heads: 2 on 4 ranks is no misfit
+
+
+def test_heads_that_context_parallel_ranks_cannot_share() -> None:
+    shape = decoder_shape(hidden_size=1536, num_layers=2, intermediate_size=8960, num_heads=12,
+                          num_kv_heads=2, vocab_size=1000)  # fmt: skip
+    spread = ("cluster.gpus_per_node=16", "policy.dtensor_cfg.tensor_parallel_size=2",
+              "policy.generation.backend=transformers")  # fmt: skip
+    key = "policy.dtensor_cfg.context_parallel_size"
+    (misfit,) = fit(grpo(*spread, f"{key}=4"), Shapes(policy=shape)).misfits
+    assert "=4 does not divide the 6 attention heads that a rank of policy has" in misfit.problem
+    assert misfit.mends == (f"{key}=2", f"{key}=1")
+    # Two heads of keys on one rank: copies for three ranks would do, but 16 slots are no 2 x 3.
+    divided = fit(grpo(*spread, f"{key}=2"), Shapes(policy=shape))
+    assert not divided.misfits
+    whole = fit(grpo(*spread), Shapes(policy=shape))
+    parts, before = phase(divided, "training").parts, phase(whole, "training").parts
+    tokens = divided.plan.batch("policy").tokens
+    assert parts["whole row"] == 2 * 4 * tokens * 1536
+    assert "whole row" not in before
+    assert parts["activations"] == pytest.approx(before["activations"] / 2, rel=0.01)
+    assert parts["weights"] == before["weights"], "shared out over dp x cp"
+
+
+def test_adapters_need_no_gradients_of_what_is_frozen() -> None:
+    lora = "policy.dtensor_cfg.lora_cfg"
+    config = reward_training(f"{lora}.enabled=true", f"{lora}.target_modules=[q_proj, v_proj]")
+    parts = phase(fit(config, Shapes(policy=REWARD_70B)), "training").parts
+    # rank 8: 80 layers x 8 x ((8192 + 8192) + (8192 + 1024)) = 16,384,000
+    assert parts["gradients"] == 4 * 16_384_000 // 32
+    assert parts["optimizer"] == 8 * 16_384_000 // 32

@@ -1,0 +1,432 @@
+"""Explicit placements: what each role gets, worked out by hand, and what is told otherwise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laurel.cli.plan import ReadShapes, as_text
+from laurel.config.environments import EnvironmentsConfig
+from laurel.config.grpo import GRPORun
+from laurel.config.load import load_config
+from laurel.config.policy import ClusterConfig, RolePlacement
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.errors import ConfigError
+from laurel.planning.fit import fit
+from laurel.planning.memory import Phase, Shapes, decoder_shape, estimate
+from laurel.planning.placement import RULES, claims_of_placement
+from laurel.planning.plan import Plan, plan_run
+from laurel.planning.roles import (
+    Misfit,
+    RolePlan,
+    Slot,
+    as_ranges,
+    as_typed,
+    grid,
+    where,
+    with_changes,
+)
+
+JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
+FOUR_BY_EIGHT = ("cluster.num_nodes=4", "cluster.gpus_per_node=8", *JUDGED)
+
+
+def placed(placement: str, *changes: str) -> Plan:
+    """A run on 4 nodes of 8 slots, with a reward model."""
+    overrides = [*FOUR_BY_EIGHT, f"cluster.placement={placement}", *changes]
+    return plan_run(load_config(GRPORun, None, overrides).config)
+
+
+def role(plan: Plan, name: Any) -> RolePlan:
+    found = plan.role(name)
+    assert found is not None, plan.misfits
+    return found
+
+
+def told(plan: Plan, text: str) -> tuple[str, ...]:
+    """The mends of the one misfit that says so."""
+    (misfit,) = [misfit for misfit in plan.misfits if text in misfit.problem]
+    return misfit.mends
+
+
+# ------------------------------------------------------------------------------------ what is given
+
+
+def test_particular_slots_of_particular_nodes() -> None:
+    plan = placed("{policy: {nodes: [0, 1], slots: [0, 1, 2, 3]}, reward_model: {nodes: [3]},"
+                  " generation: {nodes: [0, 1], slots: [4, 5, 6, 7]}}")  # fmt: skip
+    assert plan.misfits == ()
+    assert role(plan, "policy").slots == grid([0, 1], range(4))
+    assert role(plan, "generation").slots == grid([0, 1], range(4, 8))
+    assert role(plan, "reward_model").slots == grid([3], range(8))
+    assert role(plan, "policy").shares_with is None
+    assert plan.num_idle == 8  # node 2
+
+
+def test_partial_nodes_are_packed_and_the_policy_has_the_rest() -> None:
+    plan = placed("{generation: {nodes: 1, slots: 4}, reward_model: {nodes: 1, slots: 2}}",
+                  "policy.train_global_batch_size=416", "grpo.num_prompts_per_step=26")  # fmt: skip
+    # The reward model takes the last 2 slots of the last node; generation the 4 before, as that
+    # node is fuller than the others. 32 - 6 = 26 are left.
+    assert plan.misfits == ()
+    assert role(plan, "reward_model").slots == grid([3], [6, 7])
+    assert role(plan, "generation").slots == grid([3], [2, 3, 4, 5])
+    assert role(plan, "policy").slots == (*grid(range(3), range(8)), *grid([3], [0, 1]))
+    assert plan.num_idle == 0
+
+
+def test_whole_nodes_are_not_those_that_somebody_has_a_part_of() -> None:
+    plan = placed("{generation: {nodes: 2}, reward_model: {nodes: 1, slots: 2},"
+                  " policy: {nodes: 1, slots: 4}}")  # fmt: skip
+    # Numbers of slots first: the reward model on node 3, the policy beside it (the fullest with
+    # room for 4, the first slots); of the whole nodes 0 to 2 generation has the last two.
+    assert role(plan, "reward_model").slots == grid([3], [6, 7])
+    assert role(plan, "policy").slots == grid([3], range(4))
+    assert role(plan, "generation").slots == grid([1, 2], range(8))
+
+
+def test_nodes_by_their_labels() -> None:
+    labels = "cluster.labels={pool=train: [0, 2], pool=judge: [1, 3], fast=yes: [3]}"
+    plan = placed("{policy: {labels: [pool=train]}, generation: {shares: policy},"
+                  " reward_model: {labels: [pool=judge, fast=yes], slots: 4}}", labels)  # fmt: skip
+    assert plan.misfits == ()
+    assert role(plan, "policy").slots == grid([0, 2], range(8))
+    assert role(plan, "generation").slots == role(plan, "policy").slots
+    assert role(plan, "reward_model").slots == grid([3], [4, 5, 6, 7])
+
+
+def test_parts_of_slots_lie_side_by_side() -> None:
+    plan = placed("{policy: {nodes: [0, 1]}, generation: {nodes: [2], fraction: 0.5},"
+                  " reward_model: {nodes: 1, slots: 4, fraction: 0.5}}")  # fmt: skip
+    # The reward model (a number) comes before generation (what is left of node 2), so it is on
+    # the last of the nodes, which are all free; generation has node 2 for itself.
+    assert role(plan, "reward_model").slots == grid([3], [4, 5, 6, 7])
+    assert role(plan, "generation").slots == grid([2], range(8))
+    plan = placed("{policy: {nodes: [0, 1]}, generation: {nodes: [2], slots: 8, fraction: 0.5},"
+                  " reward_model: {nodes: 1, slots: 4, fraction: 0.5}}")  # fmt: skip
+    # Generation names its node and comes first: node 2 is half full then, and fullest.
+    assert plan.misfits == ()
+    assert role(plan, "reward_model").slots == grid([2], [4, 5, 6, 7])
+    assert (role(plan, "generation").fraction, role(plan, "policy").fraction) == (0.5, 1.0)
+    assert plan.num_idle == 8
+
+
+def test_turns_on_all_slots_or_on_some() -> None:
+    plan = placed("{policy: {nodes: [0, 1]}, generation: {nodes: [2]},"
+                  " reward_model: {shares: generation, slots: 2}}")  # fmt: skip
+    assert plan.misfits == ()
+    assert role(plan, "reward_model").slots == grid([2], [0, 1])
+    assert role(plan, "reward_model").shares_with == "generation"
+    plan = placed("{reward_model: {shares: generation, nodes: [3]}, generation: {shares: policy}}")
+    assert role(plan, "reward_model").slots == grid([3], range(8))
+    assert role(plan, "reward_model").shares_with == "policy", "whose they are in the end"
+
+
+def test_the_example_of_the_documentation() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    cluster = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])["cluster"]
+    picture = text.split("```yaml\n")[1].split("```")[2].removeprefix("text").strip()
+    judge = EnvironmentsConfig.model_validate(
+        {"reward_model": {"enabled": True, "model_name": "judge"}}
+    )
+    config = GRPORun(cluster=ClusterConfig.model_validate(cluster), env=judge)
+    changes = {"grpo.num_prompts_per_step": 33, "policy.train_global_batch_size": 528}
+    fitted = fit(with_changes(config, changes), Shapes())
+    assert fitted.fits, fitted.misfits
+    assert picture in as_text(
+        config, fitted, ReadShapes(shapes=Shapes(), unknown={}), device_memory=None
+    )
+
+
+def test_who_is_not_named_shares_the_slots_of_the_policy() -> None:
+    plan = placed("{policy: {nodes: 2}}")
+    assert [r.shares_with for r in plan.roles] == [None, "policy", "policy"]
+    assert {r.slots for r in plan.roles} == {grid([0, 1], range(8))}
+
+
+def test_a_run_of_one_role() -> None:
+    changes = ["cluster.num_nodes=2", "cluster.gpus_per_node=4", "cluster.placement.policy.slots=2"]
+    plan = plan_run(load_config(RewardTrainingRun, None, changes).config)
+    assert role(plan, "policy").slots == grid([0, 1], [0, 1])
+    changes += ["cluster.placement.reward_model.slots=1"]
+    plan = plan_run(load_config(RewardTrainingRun, None, changes).config)
+    assert told(plan, "this run has no reward model") == ("cluster.placement.reward_model=null",)
+    assert plan.fits
+
+
+# ------------------------------------------------------------------------------ what does not fit
+
+
+@pytest.mark.parametrize(
+    ("placement", "problem", "mends"),
+    [
+        ("{policy: {slots: [0, 1, 2, 3]}, generation: {slots: [2, 3, 4]}}",
+         "policy (1) and generation (1) together have 2 of each slot of nodes 0-3, slots 2-3 of "
+         "each",
+         ("cluster.placement.generation.slots=[5,6,7]",
+          "cluster.placement.generation.shares=policy cluster.placement.generation.slots=null",
+          "cluster.placement.policy.fraction=0.5 cluster.placement.generation.fraction=0.5")),
+        ("{policy: {nodes: [0, 1, 2, 3, 4]}}",
+         "cluster.placement.policy.nodes=[0,1,2,3,4]: there is no node 4; cluster.num_nodes=4",
+         ("cluster.placement.policy.nodes=[0,1,2,3]", "cluster.num_nodes=5")),
+        ("{reward_model: {slots: [6, 7, 8]}}",
+         "slots=[6,7,8]: a node has no slot 8; cluster.gpus_per_node=8 are counted from 0 to 7",
+         ("cluster.placement.reward_model.slots=[6,7]", "cluster.gpus_per_node=9")),
+        ("{policy: {nodes: [0], slots: 6}, reward_model: {nodes: [0], slots: 4}}",
+         # The reward model chose first; 4 of 6 are left.
+         "cluster.placement.policy.slots=6 of each node: node 0 has 4 that are free",
+         ("cluster.placement.policy.slots=4", "cluster.gpus_per_node=10")),
+        ("{reward_model: {nodes: 5, slots: 2}}",
+         "cluster.placement.reward_model.nodes=5: 4 of the nodes have 2 slots free",
+         ("cluster.placement.reward_model.nodes=4", "cluster.num_nodes=5")),
+        ("{reward_model: {nodes: [0, 1, 2, 3]}, generation: {}}",
+         "no slot is left for policy: of 4 x 8 slots are taken: reward model 32",
+         ("cluster.placement.generation.shares=policy "
+          "cluster.placement.reward_model.shares=policy",)),
+        ("{reward_model: {labels: [pool=jugde]}}",
+         "no node has the label pool=jugde; cluster.labels knows fast=yes, pool=judge",
+         ("cluster.placement.reward_model.labels=[pool=judge]",
+          "cluster.labels={pool=jugde: [0]} with the nodes that have it")),
+        ("{reward_model: {nodes: [2, 3], labels: [pool=judge]}}",
+         "cluster.placement.reward_model.labels=[pool=judge]: node 2 lacks one of them",
+         ("cluster.placement.reward_model.nodes=[3]", "cluster.placement.reward_model.labels=[]")),
+        ("{policy: {nodes: [0]}, reward_model: {shares: policy, nodes: [0, 1]}}",
+         "cluster.placement.reward_model.nodes=[0,1] with shares=policy: policy has not got them",
+         ("cluster.placement.reward_model.nodes=null",)),
+        ("{policy: {fraction: 0.5}, generation: {fraction: 0.6, slots: 8}}",
+         "no slot is left for policy: of 4 x 8 slots are taken: generation 32",
+         ("cluster.placement.policy.fraction=0.4", "cluster.placement.generation.fraction=0.5")),
+    ],
+)  # fmt: skip
+def test_what_is_told(placement: str, problem: str, mends: tuple[str, ...]) -> None:
+    found = told(placed(placement, "cluster.labels={pool=judge: [1, 3], fast=yes: [3]}"), problem)
+    for mend in mends:
+        assert mend in found
+
+
+def test_everything_is_told_at_once() -> None:
+    wishes = "{policy: {nodes: [0, 9]}, generation: {slots: [8]}, reward_model: {labels: [a=x]}}"
+    plan = placed(wishes, "cluster.labels={fast=yes: [7]}")
+    kinds = ("there is no node 9", "has no slot 8", "no node has the label a=x",
+             "cluster.labels gives fast=yes to node 7")  # fmt: skip
+    assert not plan.fits
+    for kind in kinds:
+        assert told(plan, kind)
+
+
+def test_slots_that_are_asked_for_elsewhere_are_not_forgotten() -> None:
+    plan = placed("{}", "policy.generation.colocated.enabled=false",
+                  "policy.generation.colocated.resources.gpus_per_node=4",
+                  "env.reward_model.resources.gpus_per_node=2")  # fmt: skip
+    assert told(plan, "does not name generation") == (
+        "cluster.placement.generation.nodes=1 cluster.placement.generation.slots=4",
+        "cluster.placement.generation.shares=policy",
+        "policy.generation.colocated.enabled=true",
+    )
+    assert told(plan, "does not name reward model") == (
+        "cluster.placement.reward_model.nodes=1 cluster.placement.reward_model.slots=2",
+        "cluster.placement.reward_model.shares=policy",
+        "env.reward_model.resources.gpus_per_node=null env.reward_model.resources.num_nodes=null",
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("policy: {fraction: 1.5}", "must be a number greater than 0 and of at most 1"),
+        ("policy: {slots: 0}", "a list like [0]"),
+        ("policy: {nodes: []}", "an empty list is no place"),
+        ("policy: {slots: [1, 1]}", "names one of them twice"),
+        ("policy: {slots: [-1]}", "there is no -1"),
+        ("policy: {shares: generation}", "the others share its slots"),
+        ("generation: {shares: generation}", "it cannot share its own slots"),
+        ("generation: {shares: policy, fraction: 0.5}", "take turns, each with the whole"),
+    ],
+)
+def test_what_can_never_be_is_refused_where_it_is_written(written: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        placed(f"{{{written}}}")
+    assert said in str(refused.value)
+
+
+# --------------------------------------------------------------------------- what follows from it
+
+SMALL = decoder_shape(hidden_size=8, num_layers=1, intermediate_size=16, num_heads=2, vocab_size=32)
+
+
+def memory(placement: str, *changes: str) -> dict[tuple[str, str], Phase]:
+    """The phases, by their names and the slots that they are on."""
+    overrides = [*JUDGED, "cluster.gpus_per_node=4", f"cluster.placement={placement}", *changes]
+    config = load_config(GRPORun, None, overrides).config
+    shapes = Shapes(policy=SMALL, reward_models=(SMALL,))
+    return {(p.name, p.slots_of): p for p in estimate(config, plan_run(config), shapes)}
+
+
+def test_a_reward_model_in_turns_with_generation_lies_beside_its_weights() -> None:
+    phases = memory("{policy: {slots: 2}, generation: {slots: 2},"
+                    " reward_model: {shares: generation}}")  # fmt: skip
+    assert phases.keys() == {
+        ("training", "policy"), ("generation", "generation"), ("judging", "generation")
+    }  # fmt: skip
+    judging, drawing = phases["judging", "generation"], phases["generation", "generation"]
+    assert judging.parts["reward model"] == 2 * SMALL.num_parameters
+    assert judging.parts["weights"] == drawing.parts["weights"]
+    assert judging.total > drawing.total
+    assert "reward model" not in phases["training", "policy"].parts
+
+
+def test_a_part_of_a_slot_is_that_part_of_its_memory() -> None:
+    placement = "{policy: {slots: [0]}, generation: {slots: [1], fraction: 0.25}, reward_model: "
+    placement += "{slots: [1], fraction: 0.75}}"
+    changes = ("policy.generation.backend=transformers", "cluster.device=cpu")
+    drawing = memory(placement, *changes)["generation", "generation"]
+    assert drawing.fraction == 0.25
+    assert drawing.fits(4 * drawing.total)
+    assert not drawing.fits(4 * drawing.total - 4)
+    config = load_config(
+        GRPORun, None, [*JUDGED, "cluster.gpus_per_node=2", f"cluster.placement={placement}",
+                        *changes],
+    ).config  # fmt: skip
+    shapes = Shapes(policy=SMALL, reward_models=(SMALL,))
+    fitted = fit(config, shapes, device_memory=4 * drawing.total - 4)
+    crowded = [m.problem for m in fitted.misfits if m.problem.startswith("generation takes")]
+    assert len(crowded) == 1
+    assert " for it (" in crowded[0]
+
+
+def test_slots_in_words() -> None:
+    slots = (*grid([0, 2, 3], range(4)), *grid([1], [0, 1, 3]))
+    assert where(slots) == "nodes 0,2-3, slots 0-3 of each; node 1, slots 0-1,3"
+    assert where(grid([5], [7])) == "node 5, slot 7"
+    assert as_ranges([]) == ""
+
+
+# ----------------------------------------------------------------------------------- any placement
+
+SIZES = st.tuples(st.integers(1, 3), st.integers(1, 4))
+CHOICE = st.none() | st.integers(1, 4) | st.lists(st.integers(0, 4), min_size=1, unique=True)
+WISH = st.fixed_dictionaries(
+    {},
+    optional={
+        "nodes": CHOICE, "slots": CHOICE, "fraction": st.sampled_from([0.25, 0.5, 1.0]),
+        "labels": st.lists(st.sampled_from(["a=1", "b=1", "c=1"]), max_size=2, unique=True),
+    },
+)  # fmt: skip
+SHARING = WISH.map(lambda wish: {k: v for k, v in wish.items() if k != "fraction"})
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> GRPORun:
+    nodes, slots = draw(SIZES)
+    generation = draw(WISH | SHARING.map(lambda wish: wish | {"shares": "policy"}))
+    owners = st.sampled_from(["policy", "generation"])
+    judge = draw(WISH | st.builds(lambda wish, o: wish | {"shares": o}, SHARING, owners))
+    wishes = {"policy": draw(WISH), "generation": generation, "reward_model": judge}
+    change = {
+        "env.reward_model.enabled": True, "env.reward_model.model_name": "judge",
+        "cluster.num_nodes": nodes, "cluster.gpus_per_node": slots,
+        "cluster.labels": {"a=1": [0, 1], "b=1": [nodes - 1]},
+        "policy.dtensor_cfg.tensor_parallel_size": draw(st.sampled_from([1, 2])),
+        "grpo.num_prompts_per_step": 60, "policy.train_global_batch_size": 960,
+    }  # fmt: skip
+    for name, wish in wishes.items():
+        change[f"cluster.placement.{name}"] = RolePlacement.model_validate(wish)
+    return with_changes(BASE, change)
+
+
+BASE = GRPORun()
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None)
+@given(runs())
+def test_no_slot_is_given_out_more_than_once_and_none_that_is_not_there(config: GRPORun) -> None:
+    misfits: list[Misfit] = []
+    claims = {claim.name: claim for claim in claims_of_placement(config, misfits)}
+    placement, cluster = config.cluster.placement, config.cluster
+    assert placement is not None
+    everything = set(grid(range(cluster.num_nodes), range(cluster.gpus_per_node)))
+    load: dict[Slot, float] = {}
+    for name, claim in claims.items():
+        assert set(claim.slots) <= everything
+        assert sorted(set(claim.slots)) == list(claim.slots), "in order, none twice"
+        if claim.shares_with is not None:
+            assert set(claim.slots) <= set(claims[claim.shares_with].slots)
+            continue
+        for slot in claim.slots:
+            load[slot] = load.get(slot, 0) + claim.fraction
+        wish: RolePlacement = getattr(placement, name)
+        nodes = {slot.node for slot in claim.slots}
+        if not any(misfit.is_fatal for misfit in misfits):
+            _as_asked(wish, nodes, claim.slots, cluster.labels)
+    is_whole = not any(misfit.is_fatal for misfit in misfits)
+    assert not is_whole or len(claims) == 3
+    assert not is_whole or max(load.values()) <= 1
+
+
+def _as_asked(
+    wish: RolePlacement, nodes: set[int], slots: tuple[Slot, ...], labels: dict[str, list[int]]
+) -> None:
+    """Of a placement that fits."""
+    assert all(nodes <= set(labels[label]) for label in wish.labels)
+    if isinstance(wish.nodes, list):
+        assert nodes == set(wish.nodes) or (wish.slots is None and nodes < set(wish.nodes))
+    elif isinstance(wish.nodes, int):
+        assert len(nodes) == wish.nodes
+    if isinstance(wish.slots, list):
+        assert set(slots) == set(grid(nodes, wish.slots))
+    elif isinstance(wish.slots, int):
+        assert len(slots) == wish.slots * len(nodes)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(runs())
+def test_a_change_that_is_named_mends_its_misfit_and_breaks_nothing(config: GRPORun) -> None:
+    def broken(run: GRPORun) -> list[str]:
+        misfits: list[Misfit] = []
+        claims_of_placement(run, misfits)
+        return [_kind(misfit.problem) for misfit in misfits if misfit.is_fatal]
+
+    misfits: list[Misfit] = []
+    claims_of_placement(config, misfits)
+    for misfit in misfits:
+        assert misfit.mends
+        for mend in misfit.mends:
+            if mend == RULES or "cluster.labels=" in mend or mend.startswith("take"):
+                continue
+            change = {key: _read(value) for key, value in map(_pair, mend.split())}
+            assert as_typed(change) == mend
+            left = broken(with_changes(config, change))
+            assert _kind(misfit.problem) not in left, mend
+            assert set(left) <= set(broken(config)), mend
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, _, value = word.partition("=")
+    return key, value
+
+
+def _read(text: str) -> Any:
+    if text.startswith("["):
+        inner = text[1:-1].split(",") if text != "[]" else []
+        return [int(item) if item.isdecimal() else item for item in inner]
+    if text in ("null", "true", "policy", "generation", "reward_model"):
+        return {"null": None, "true": True}.get(text, text)
+    return float(text) if "." in text else int(text)
+
+
+def _kind(problem: str) -> str:
+    """A problem without its numbers and choices, which a change may alter."""
+    if "no node has the label" in problem:
+        return problem.split(";")[0]
+    for part in (" together have", ": there is no node", ": a node has no slot"):
+        if part in problem:
+            return re.sub(r"[\d.,]+", "#", problem.split(part)[0].split("=")[0]) + part
+    return problem.split("=")[0].split(": of ")[0]

@@ -1,0 +1,469 @@
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laurel.config.environments import EnvironmentsConfig
+from laurel.config.grpo import GRPORun
+from laurel.config.load import load_config
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.sft import SFTRun
+from laurel.planning.plan import Plan, plan_run
+from laurel.planning.roles import Mesh, RoleName, Slot, uses_reward_model, with_changes
+
+REWARD = "env.reward_model.resources"
+GENERATION = "policy.generation.colocated"
+
+
+def grpo(*overrides: str) -> GRPORun:
+    return load_config(GRPORun, None, overrides).config
+
+
+def slots(nodes: range, indices: range) -> tuple[Slot, ...]:
+    return tuple(Slot(node=n, index=i) for n in nodes for i in indices)
+
+
+def fatal(plan: Plan) -> list[str]:
+    return [misfit.problem for misfit in plan.misfits if misfit.is_fatal]
+
+
+# ----------------------------------------------------------------- the seed's two configurations
+
+JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
+SEED = (
+    *JUDGED,
+    "policy.max_total_sequence_length=2048",
+    "cluster.gpus_per_node=8",
+    "env.reward_model.batch_size=32",
+    "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
+    "policy.dtensor_cfg.tensor_parallel_size=2",
+)
+APART = (
+    f"{REWARD}.gpus_per_node=8",
+    f"{GENERATION}.enabled=False",
+    f"{GENERATION}.resources.gpus_per_node=4",
+    f"{GENERATION}.resources.num_nodes=1",
+)
+
+
+def test_the_colocated_run_of_the_seed() -> None:
+    plan = plan_run(grpo(*SEED, f"{REWARD}.gpus_per_node=4"))
+    assert plan.fits
+    assert plan.misfits == ()
+    policy, generation, judge = plan.roles
+    assert policy.slots == generation.slots == slots(range(1), range(4))
+    assert generation.shares_with == "policy"
+    assert judge.slots == slots(range(1), range(4, 8))
+    assert policy.mesh == Mesh(dp=2, tp=2)
+    assert generation.mesh == Mesh(dp=4)
+    assert judge.mesh == Mesh(dp=1, tp=4)
+    assert plan.num_idle == 0
+    # 32 prompts x 16 completions = 512, for each of 2 ranks 256. A forward pass has
+    # 4 x 2048 = 8192 tokens, so 4 completions of 2048.
+    batch = plan.batch("policy")
+    assert (batch.size, batch.per_share, batch.tokens) == (512, 256, 8192)
+    assert batch.num_micro_batches == 64
+    assert plan.batch("generation").per_share == 128
+    assert plan.batch("reward_model").per_share == 512
+
+
+def test_the_non_colocated_run_of_the_seed() -> None:
+    plan = plan_run(grpo(*SEED, *APART, "cluster.num_nodes=2"))
+    assert plan.fits
+    assert plan.misfits == ()
+    policy, generation, judge = plan.roles
+    assert policy.slots == slots(range(1), range(4))
+    assert generation.slots == slots(range(1), range(4, 8))
+    assert judge.slots == slots(range(1, 2), range(8))
+    assert (policy.mesh, generation.mesh) == (Mesh(dp=2, tp=2), Mesh(dp=4))
+    assert judge.mesh == Mesh(dp=2, tp=4)
+    assert judge.groups == (slots(range(1, 2), range(4)), slots(range(1, 2), range(4, 8)))
+
+
+def test_on_one_node_it_says_which_roles_are_too_many() -> None:
+    (misfit,) = plan_run(grpo(*SEED, *APART)).misfits
+    assert "reward model 8 + generation 4 + policy at least 2 = 14 slots" in misfit.problem
+    assert "cluster.gpus_per_node=8" in misfit.problem
+    assert "cluster.num_nodes=2" in misfit.mends
+
+
+def test_the_example_of_the_guide() -> None:
+    """8 slots: 2 for the policy, 2 for generation, 4 for the reward model."""
+    plan = plan_run(
+        grpo(*JUDGED, "cluster.gpus_per_node=8", f"{REWARD}.gpus_per_node=4",
+             f"{GENERATION}.enabled=false", f"{GENERATION}.resources.gpus_per_node=2")
+    )  # fmt: skip
+    assert [len(role.slots) for role in plan.roles] == [2, 2, 4]
+
+
+# ---------------------------------------------------------------------------- batches of validation
+
+
+def validation(config: RewardTrainingRun | SFTRun | GRPORun) -> list[tuple[object, ...]]:
+    return [
+        (b.role, b.size, b.num_shares, b.per_share, b.tokens, b.num_micro_batches)
+        for b in plan_run(config).batches
+        if b.is_validation
+    ]
+
+
+def test_validation_of_pairs_is_divided_too() -> None:
+    changes = ["cluster.gpus_per_node=4", "rm.val_global_batch_size=10",
+               "rm.val_micro_batch_size=2", "policy.max_total_sequence_length=100",
+               "policy.sequence_packing.enabled=false", "data.val_data_path=val.jsonl"]  # fmt: skip
+    config = load_config(RewardTrainingRun, None, changes).config
+    # 10 pairs for 4 ranks: at most 3 each; 2 pairs of 2 x 100 tokens in a pass: 2 passes.
+    assert validation(config) == [("policy", 10, 4, 3, 400, 2)]
+    assert plan_run(config).batch("policy").tokens == 200, "of a step: 1 pair a pass"
+    never = ["rm.val_period=0", "rm.val_at_end=false"]
+    assert validation(load_config(RewardTrainingRun, None, [*changes, *never]).config) == []
+    assert validation(load_config(RewardTrainingRun, None, changes[:-1]).config) == []
+
+
+def test_validation_of_conversations_is_divided_too() -> None:
+    changes = ["cluster.gpus_per_node=2", "sft.val_global_batch_size=9",
+               "data.val_data_path=val.jsonl", "policy.max_total_sequence_length=64"]  # fmt: skip
+    config = load_config(SFTRun, None, changes).config
+    # packing: a pass has room for one conversation of 64
+    assert validation(config) == [("policy", 9, 2, 5, 64, 5)]
+
+
+def test_validation_of_completions_is_divided_too() -> None:
+    plan = grpo(*JUDGED, "cluster.gpus_per_node=4", f"{REWARD}.gpus_per_node=1",
+                "grpo.max_val_samples=50", "grpo.val_batch_size=64",
+                "grpo.val_num_generations_per_prompt=3", "data.val_data_path=val.jsonl",
+                "env.reward_model.max_model_len=4096", "grpo.num_prompts_per_step=48",
+                "policy.train_global_batch_size=768")  # fmt: skip
+    # 50 tasks x 3 = 150 completions: 50 for each of 3 engines, all for the one judge, of which two
+    # fit into the 8,192 tokens of a pass. 512 tokens of each of 50 completions are under way.
+    assert validation(plan) == [
+        ("generation", 150, 3, 50, 50 * 512, 1),
+        ("reward_model", 150, 1, 150, 8192, 75),
+    ]
+
+
+# ------------------------------------------------------------------------------- one role, several
+
+
+def test_training_alone_has_the_whole_cluster() -> None:
+    changes = ["cluster.gpus_per_node=4", "cluster.num_nodes=2"]
+    for schema in (RewardTrainingRun, SFTRun):
+        plan = plan_run(load_config(schema, None, changes).config)
+        (role,) = plan.roles
+        assert role.slots == slots(range(2), range(4))
+        assert role.mesh == Mesh(dp=8)
+        assert plan.fits
+
+
+def test_without_resources_the_reward_model_shares_the_slots_of_the_policy() -> None:
+    plan = plan_run(grpo(*JUDGED, "cluster.gpus_per_node=2"))
+    policy, _, judge = plan.roles
+    assert judge.shares_with == "policy"
+    assert judge.slots == policy.slots
+    assert plan.fits
+
+
+def test_a_reward_model_is_used_where_a_data_set_or_a_combination_names_it() -> None:
+    assert not uses_reward_model(grpo())
+    assert uses_reward_model(grpo("data.env_name=reward_model", "env.reward_model.model_name=x"))
+    parts = "+env.composite={both: {parts: [{env: math}, {env: reward_model}]}}"
+    assert uses_reward_model(grpo(parts, "data.env_name=both"))
+    assert not uses_reward_model(grpo(parts))
+
+
+def several_models(*overrides: str) -> GRPORun:
+    models = "{name: a, model_name: x}, {name: b, model_name: y}"
+    named = (
+        f"env.reward_model.models=[{models}, {{name: c, urls: ['http://h:1'], normalize: none}}]"
+    )
+    return grpo(named, "env.reward_model.enabled=true", *overrides)
+
+
+def test_several_models_have_the_slots_of_one() -> None:
+    tp = "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
+    plan = plan_run(several_models("cluster.gpus_per_node=4", f"{REWARD}.gpus_per_node=2", tp))
+    judge = plan.role("reward_model")
+    assert judge is not None
+    assert judge.slots == slots(range(1), range(2, 4))
+    assert judge.mesh == Mesh(dp=1, tp=2)
+    assert plan.fits
+
+
+def test_models_of_servers_alone_have_none() -> None:
+    servers = (f"{{name: {n}, urls: ['http://{n}:1'], normalize: none}}" for n in "ab")
+    config = grpo(
+        f"env.reward_model.models=[{', '.join(servers)}]", "env.reward_model.enabled=true"
+    )
+    assert not uses_reward_model(config)
+    assert uses_reward_model(several_models())
+
+
+def test_several_nodes() -> None:
+    """16 nodes: 3 judge, 5 draw, 8 learn."""
+    plan = plan_run(
+        grpo(*JUDGED, "cluster.gpus_per_node=8", "cluster.num_nodes=16",
+             f"{REWARD}.gpus_per_node=8", f"{REWARD}.num_nodes=3",
+             f"{GENERATION}.enabled=false", f"{GENERATION}.resources.num_nodes=5",
+             "policy.generation.vllm_cfg.tensor_parallel_size=4",
+             "policy.generation.vllm_cfg.pipeline_parallel_size=2",
+             "policy.dtensor_cfg.context_parallel_size=2")
+    )  # fmt: skip
+    policy, generation, judge = plan.roles
+    assert plan.fits
+    assert policy.slots == slots(range(8), range(8))
+    assert generation.slots == slots(range(8, 13), range(8))
+    assert judge.slots == slots(range(13, 16), range(8))
+    assert policy.mesh == Mesh(dp=32, cp=2)
+    assert generation.mesh == Mesh(dp=5, tp=4, pp=2)
+
+
+def test_a_partly_used_node_is_told_and_runs_all_the_same() -> None:
+    plan = plan_run(grpo(*JUDGED, "cluster.gpus_per_node=8", "cluster.num_nodes=3",
+                         f"{REWARD}.gpus_per_node=6"))  # fmt: skip
+    assert plan.fits
+    (misfit,) = plan.misfits
+    assert "2 slots are left idle" in misfit.problem
+    assert misfit.mends == (f"{REWARD}.gpus_per_node=8",)
+    assert plan.num_idle == 2
+
+
+def test_groups_that_reach_over_nodes_are_told() -> None:
+    plan = plan_run(grpo("cluster.gpus_per_node=6", "cluster.num_nodes=2",
+                         "policy.dtensor_cfg.tensor_parallel_size=4",
+                         "grpo.num_prompts_per_step=48",
+                         "policy.train_global_batch_size=768"))  # fmt: skip
+    assert plan.fits
+    (misfit,) = plan.misfits
+    assert "reach over nodes" in misfit.problem
+    assert misfit.mends[-1].endswith("tensor_parallel_size=6")
+
+
+def test_a_replica_of_vllm_is_on_one_node() -> None:
+    shared = ("cluster.gpus_per_node=6", "cluster.num_nodes=2",
+              "grpo.num_prompts_per_step=48", "policy.train_global_batch_size=768")  # fmt: skip
+    drawing = "policy.generation.vllm_cfg"
+    plan = plan_run(grpo(*shared, f"{drawing}.tensor_parallel_size=4"))
+    (problem,) = fatal(plan)
+    assert "groups of 4 slots reach over nodes, of which each has 6 for generation" in problem
+    assert plan.misfits[0].mends[-2:] == (
+        f"{drawing}.tensor_parallel_size=6", "a multiple of 4 slots of each node for generation",
+    )  # fmt: skip
+    both = (f"{drawing}.tensor_parallel_size=2", f"{drawing}.pipeline_parallel_size=2")
+    (misfit,) = plan_run(grpo(*shared, *both)).misfits
+    assert misfit.mends[:-1] == tuple(f"{drawing}.tensor_parallel_size={n}" for n in (1, 3))
+    # What draws in process has one slot, whatever is said of vLLM.
+    for one in ("policy.generation.backend=transformers", "cluster.device=cpu"):
+        plan = plan_run(grpo(*shared, *both, one))
+        assert plan.fits
+        generation = plan.role("generation")
+        assert generation is not None
+        assert generation.mesh == Mesh(dp=12)
+
+
+def test_every_misfit_is_told_at_once() -> None:
+    plan = plan_run(
+        grpo(*JUDGED, "cluster.gpus_per_node=8", f"{REWARD}.gpus_per_node=3",
+             f"{REWARD}.num_nodes=2", "env.reward_model.dtensor_cfg.tensor_parallel_size=2",
+             f"{GENERATION}.enabled=false", f"{GENERATION}.resources.gpus_per_node=2",
+             f"{GENERATION}.resources.num_nodes=4",
+             "policy.generation.vllm_cfg.tensor_parallel_size=4")
+    )  # fmt: skip
+    said = "\n".join(fatal(plan))
+    for part in (
+        "resources.num_nodes=2: there is one node",
+        "colocated.resources.num_nodes=4: there is one node",
+        "groups of 4 do not divide the 2 slots of generation",
+        "groups of 2 do not divide the 3 slots of reward_model",
+        "train_global_batch_size=512 completions cannot be split evenly among 3",
+    ):
+        assert part in said
+    assert len(fatal(plan)) == 5
+
+
+def test_a_batch_of_grpo_is_mended_by_sizes_that_divide_a_step() -> None:
+    plan = plan_run(grpo("cluster.gpus_per_node=6", "grpo.num_prompts_per_step=96",
+                         "policy.train_global_batch_size=512"))  # fmt: skip
+    (misfit,) = plan.misfits
+    # 96 x 16 = 1536 = 2^9 x 3: of its divisors those by 6 nearest to 512 are 384 and 768
+    assert misfit.mends[:2] == (
+        "policy.train_global_batch_size=384", "policy.train_global_batch_size=768",
+    )  # fmt: skip
+
+
+def test_where_no_size_divides_a_step_the_step_changes_too() -> None:
+    plan = plan_run(grpo("cluster.gpus_per_node=8", "cluster.num_nodes=3"))
+    (misfit,) = plan.misfits
+    # 512 = 2^9 is no multiple of 24; with 16 completions each, prompts must be a multiple of 3
+    changes = "grpo.num_prompts_per_step=33 policy.train_global_batch_size=528"
+    assert misfit.mends == (changes, "16 data-parallel ranks instead of 24")
+    assert plan_run(grpo("cluster.gpus_per_node=8", "cluster.num_nodes=3", *changes.split())).fits
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{GENERATION}.resources.gpus_per_node=null"], "gpus_per_node is not said"),
+        (["cluster.num_nodes=4", f"{GENERATION}.resources.num_nodes=null"], "num_nodes is not"),
+        (["cluster.num_nodes=4"], "gets whole nodes of 8 slots"),
+        (["cluster.num_nodes=4", f"{REWARD}.num_nodes=4"], "reward model 4 + generation 1 + pol"),
+        (["cluster.num_nodes=4", f"{GENERATION}.resources.num_nodes=3",
+          f"{GENERATION}.resources.gpus_per_node=8"], "reward model 1 + generation 3 + policy at"),
+        (["cluster.num_nodes=2", f"{REWARD}.gpus_per_node=16"], "more than a node has: 8 slots"),
+        (["cluster.num_nodes=2", f"{GENERATION}.resources.gpus_per_node=8"],
+         "generation 8 + policy at least 2 = 10 slots"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_placed(overrides: list[str], said: str) -> None:
+    plan = plan_run(grpo(*SEED, *APART, *overrides))
+    assert any(said in problem for problem in fatal(plan)), fatal(plan)
+
+
+# ------------------------------------------------------------------- any small cluster, brute force
+
+small = st.integers(1, 5)
+Wanted = dict[str, Any]
+wanted = st.fixed_dictionaries(
+    {
+        "nodes": small, "slots": small, "judges": st.booleans(), "colocated": st.booleans(),
+        "R": small, "Rn": small, "I": st.none() | small, "In": st.none() | small,
+        "tp": st.sampled_from([1, 2, 3]), "judge_tp": st.sampled_from([1, 2]),
+        "drawing_tp": st.sampled_from([1, 2]), "batch": st.sampled_from([4, 6, 12, 16]),
+    }
+)  # fmt: skip
+
+
+BASE = GRPORun()
+
+
+def configuration(want: Wanted) -> GRPORun:
+    env = EnvironmentsConfig.model_validate(
+        {"reward_model": {
+            "enabled": want["judges"], "model_name": "judge",
+            "resources": {"gpus_per_node": want["R"], "num_nodes": want["Rn"]},
+            "dtensor_cfg": {"tensor_parallel_size": want["judge_tp"]},
+        }}
+    )  # fmt: skip
+    own = "policy.generation.colocated"
+    changed = {
+        "env": env, "cluster.num_nodes": want["nodes"], "cluster.gpus_per_node": want["slots"],
+        f"{own}.enabled": want["colocated"], f"{own}.resources.gpus_per_node": want["I"],
+        f"{own}.resources.num_nodes": want["In"],
+        "policy.dtensor_cfg.tensor_parallel_size": want["tp"],
+        "policy.generation.vllm_cfg.tensor_parallel_size": want["drawing_tp"],
+        "policy.train_global_batch_size": want["batch"],
+        "grpo.num_prompts_per_step": 3, "grpo.num_generations_per_prompt": 16,
+    }  # fmt: skip
+    return with_changes(BASE, changed)
+
+
+def divisions(want: Wanted) -> Iterator[tuple[int, int, int]]:
+    """Every way to give whole numbers of slots to policy, generation and reward model.
+
+    Tried, not computed: slots of one node, or whole nodes of several, are handed out in all ways,
+    and those stay in which each role has what it asked for and the policy has the rest.
+    """
+    nodes, g = want["nodes"], want["slots"]
+    judge_nodes = want["Rn"] if want["judges"] else 0
+    units = range(g + 1) if nodes == 1 else range(nodes + 1)
+    for policy, drawing, judging in itertools.product(units, repeat=3):
+        if nodes == 1:
+            asked_judging = want["R"] if want["judges"] else 0
+            asked_drawing = 0 if want["colocated"] else want["I"]
+            if (
+                policy + drawing + judging == g and policy > 0
+                and judging == asked_judging and drawing == asked_drawing
+                and (want["colocated"] or want["In"] in (None, 1))
+                and (not want["judges"] or want["Rn"] == 1)
+            ):  # fmt: skip
+                yield policy, drawing, judging
+        elif policy + drawing + judging == nodes and judging == judge_nodes and policy > 0:
+            judge_slots = judging * want["R"]
+            if judging and want["R"] > g:
+                continue
+            if want["colocated"] and drawing == 0:
+                yield policy * g, 0, judge_slots
+            elif not want["colocated"] and policy + drawing == 1:
+                if want["In"] in (None, 1) and want["I"] and want["I"] < g:
+                    yield g - want["I"], want["I"], judge_slots
+            elif not want["colocated"] and 0 < drawing == want["In"] and want["I"] in (None, g):
+                yield policy * g, drawing * g, judge_slots
+
+
+def feasible(want: Wanted) -> tuple[int, int, int] | None:
+    for policy, drawing, judging in divisions(want):
+        drawn_on = policy if want["colocated"] else drawing
+        if (
+            policy % want["tp"] == 0
+            and min(drawn_on, want["slots"]) % want["drawing_tp"] == 0  # of each node
+            and judging % want["judge_tp"] == 0
+            and want["batch"] % (policy // want["tp"]) == 0
+        ):
+            return policy, drawing, judging
+    return None
+
+
+@settings(max_examples=600, deadline=None)
+@given(wanted)
+def test_a_plan_fits_where_trying_everything_finds_one_and_then_it_is_that_one(
+    want: Wanted,
+) -> None:
+    plan = plan_run(configuration(want))
+    found = feasible(want)
+    assert plan.fits == (found is not None)
+    if found is not None:
+        own: dict[RoleName, int] = {
+            role.name: len(role.slots) for role in plan.roles if role.shares_with is None
+        }
+        assert found == tuple(own.get(n, 0) for n in ("policy", "generation", "reward_model"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(wanted)
+def test_every_slot_is_there_and_none_is_given_twice(want: Wanted) -> None:
+    plan = plan_run(configuration(want))
+    everything = set(slots(range(want["nodes"]), range(want["slots"])))
+    given_out: list[Slot] = []
+    for role in plan.roles:
+        assert set(role.slots) <= everything
+        assert len(set(role.slots)) == len(role.slots) == role.mesh.size
+        if role.shares_with is None:
+            given_out += role.slots
+        else:
+            owner = plan.role(role.shares_with)
+            assert owner is None or owner.slots == role.slots
+        per_node = len([slot for slot in role.slots if slot.node == role.slots[0].node])
+        if per_node % role.mesh.group_size == 0:
+            for group in role.groups:
+                assert len({slot.node for slot in group}) == 1
+                indices = [slot.index for slot in group]
+                assert indices == list(range(indices[0], indices[0] + len(group)))
+    assert len(set(given_out)) == len(given_out)
+    assert plan.num_idle == len(everything) - len(given_out)
+
+
+READ = {"null": None, "true": True}
+
+
+def kind(problem: str) -> str:
+    return re.sub(r"\d+", "#", problem)
+
+
+@settings(max_examples=300, deadline=None)
+@given(wanted)
+def test_a_change_that_is_named_mends_its_misfit(want: Wanted) -> None:
+    config = configuration(want)
+    for misfit in (m for m in plan_run(config).misfits if m.is_fatal):
+        assert misfit.mends
+        for mend in misfit.mends:
+            pairs = [word.split("=") for word in mend.split() if "=" in word]
+            if pairs:
+                read = {key: READ[value] if value in READ else int(value) for key, value in pairs}
+                changed = with_changes(config, read)
+                left = {kind(m.problem) for m in plan_run(changed).misfits if m.is_fatal}
+                assert kind(misfit.problem) not in left, mend

@@ -1,0 +1,138 @@
+"""The last words of a run, and the warnings that must not drown in its first ones."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from laurel.config.grpo import GRPORun
+from laurel.config.load import load_config
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.run import train
+from laurel.run.model import describe_model
+from laurel.run.train import conclude
+from laurel.training.loop import Outcome
+
+
+def last_words(outcome: Outcome, limit: str | None = None) -> str:
+    stream = io.StringIO()
+    conclude(outcome, Console(file=stream, width=200), use="{}", limit=limit)
+    return stream.getvalue().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"ended": "signal", "signal": "SIGINT"},
+         "stopped by SIGINT after step 29, 6 s in; run it again to go on"),
+        ({"ended": "deadline"},
+         "stopped by its time budget after step 29, 6 s in; run it again to go on"),
+        ({"ended": "finished"}, "finished after step 29, in 6 s"),
+    ],
+)  # fmt: skip
+def test_how_long_it_took_is_not_when_to_go_on(how: dict[str, Any], words: str) -> None:
+    assert last_words(Outcome(step=29, seconds=6.2, latest=Path("s/29"), **how)) == words
+
+
+def test_a_run_that_saved_nothing_says_so_first() -> None:
+    stopped = last_words(Outcome(step=0, ended="signal", signal="SIGTERM"))
+    assert stopped.endswith("nothing was saved, so it will start over")
+    assert last_words(Outcome(step=9, ended="finished")) == (
+        "finished after step 9, in 0 s; nothing was saved (checkpointing.enabled=false)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_early", "expected"),
+    [
+        (["grpo.max_num_steps=60"], False,
+         "grpo.max_num_epochs=1 ended it before grpo.max_num_steps=60"),
+        (["grpo.max_num_steps=22"], False, None),
+        (["grpo.max_num_steps=60"], True, None),
+        ([], False, None),
+    ],
+)  # fmt: skip
+def test_epochs_that_end_a_run_before_its_steps_are_named(
+    settings: list[str], is_early: bool, expected: str | None
+) -> None:
+    config = load_config(GRPORun, None, settings).config
+    outcome = Outcome(step=22, ended="finished", is_early=is_early, latest=Path("s/22"))
+    limit = train._limit("grpo", config, outcome)
+    assert limit == expected
+    assert (expected is None) == last_words(outcome, limit).endswith("in 0 s")
+
+
+def test_a_model_that_is_named_and_not_loaded_is_a_warning() -> None:
+    stream = io.StringIO()
+    facts: Any = SimpleNamespace(
+        num_trained=1, num_parameters=1, class_name="X", base_model="nothing", device="cpu",
+        path="padded", notes=("warning: policy.model_name=a is not loaded", "another"),
+    )  # fmt: skip
+    here: Any = SimpleNamespace(describe=list)
+    policy: Any = SimpleNamespace(precision="float32")
+    describe_model("model", facts, policy, here, Console(file=stream, width=200))
+    lines = stream.getvalue().splitlines()
+    assert "warning: policy.model_name=a is not loaded" in lines
+    assert "note    another" in lines
+
+
+def ended(tmp_path: Path, records: list[dict[str, float]], *, width: int, **others: Any) -> str:
+    """The last words of a reward model's run that has logged these figures."""
+    (tmp_path / "config.json").write_text('{"rm": {}}', encoding="utf-8")
+    lines = "".join(json.dumps(one) + "\n" for one in records)
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    stream = io.StringIO()
+    outcome = Outcome(step=20, ended="finished", run_dir=tmp_path, latest=Path("s/20"), **others)
+    conclude(outcome, Console(file=stream, width=width), use="laurel serve --model {}")
+    return stream.getvalue()
+
+
+LENGTH_ALONE = {
+    "validation-default/accuracy": 1.0,
+    "validation-default/longer_wins_baseline": 1.0,
+    "validation-default/num_valid_samples": 64.0,
+}
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_end_says_what_the_report_says_first_in_ten_lines(tmp_path: Path, width: int) -> None:
+    many = {f"validation-default/zero_{i}": 0.0 for i in range(20)}
+    told = ended(tmp_path, [{"step": 20, "time": 1.0, **LENGTH_ALONE, **many}], width=width)
+    said = " ".join(told.split())
+    assert "accuracy 1.0000 of 64 pairs (longer answer 1.0000)" in said
+    assert "problem: validation-default: accuracy is 100.0% on 64 pairs, and always" in said
+    assert "no better than length alone" in said
+    assert "zero_" not in told
+    assert "use it  laurel serve --model s/20" in told
+    assert told.endswith(f"report  laurel report {tmp_path}\n")
+    assert len(told.splitlines()) <= 10
+
+
+def test_the_end_of_a_run_whose_log_is_broken_says_so_and_goes_on(tmp_path: Path) -> None:
+    told = ended(tmp_path, [], width=100)
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    stream = io.StringIO()
+    outcome = Outcome(step=1, ended="finished", run_dir=tmp_path, latest=Path("s/1"))
+    conclude(outcome, Console(file=stream, width=100), use="{}")
+    assert "cannot be read" not in told
+    assert "warning: what the run logged cannot be read" in stream.getvalue()
+    assert "latest  s/1" in stream.getvalue()
+
+
+def test_use_it_names_a_file_that_is_there(tmp_path: Path) -> None:
+    rows = tmp_path / "some rows.jsonl"
+    settings = [f"data.train_data_path={rows}", "data.dataset_name=BinaryPreferenceDataset"]
+    config = load_config(RewardTrainingRun, None, settings).config
+    assert train._use_of("rm", config) == "laurel serve --model {}"
+    rows.write_text("", encoding="utf-8")
+    assert train._use_of("rm", config) == f"laurel score --model {{}} '{rows}'"
+    other = load_config(RewardTrainingRun, None, [*settings, "data.chosen_key=good"]).config
+    assert train._use_of("rm", other) == (
+        f"laurel score --model {{}} '{rows}' data.chosen_key=good"
+    )

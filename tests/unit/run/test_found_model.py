@@ -1,0 +1,80 @@
+"""`policy.model_name` is found as `--model` is: a directory, a run with checkpoints, a hub name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from laurel.config.load import load_config
+from laurel.config.sft import SFTRun
+from laurel.errors import ModelError
+from laurel.models.checkpoint.store import CheckpointStore
+from laurel.run.model import found_name, with_found_model
+
+
+def write_run(root: Path, metrics: dict[int, float | None]) -> Path:
+    """Checkpoints that hold no more than is needed to be found."""
+
+    def write(directory: Path) -> None:
+        (directory / "config.json").write_text("{}", encoding="utf-8")
+
+    with CheckpointStore(root, metric_name="loss", higher_is_better=False) as store:
+        for step, metric in metrics.items():
+            store.save(step, write, metric=metric)
+    return root
+
+
+def settings(*overrides: str) -> SFTRun:
+    return load_config(SFTRun, None, overrides).config
+
+
+def test_a_run_means_its_best_checkpoint_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("results/sft"), {1: 0.5, 2: 0.9})
+    write_run(Path("results/plain"), {1: None, 2: None})
+    notes: list[str] = []
+    assert found_name("results/sft", say=notes.append) == "results/sft/step_1"
+    assert notes == ["results/sft holds checkpoints; the best is step_1"]
+    assert found_name("results/plain", say=notes.append) == "results/plain/step_2"
+    config = settings("policy.model_name=results/sft")
+    found = with_found_model(config, Console(quiet=True))
+    assert found.policy.model_name == "results/sft/step_1"
+    assert found.sft == config.sft
+
+
+def test_every_other_name_stays_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is part of what a run is known by when it goes on."""
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("results/sft"), {1: 0.5, 2: 0.9})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
+    for name in (
+        "results/sft/best",
+        "results/sft/step_2",
+        "model",
+        "./model",
+        str(tmp_path / "model"),
+    ):
+        assert found_name(name, say=lambda _: None) == name  # fmt: skip
+
+
+def test_what_holds_no_model_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(ModelError, match=r"neither a model .* nor checkpoints .*holds: logs"):
+        with_found_model(settings(f"policy.model_name={tmp_path}"), Console(quiet=True))
+    with pytest.raises(ModelError, match=r"nowhere: there is no such directory"):
+        with_found_model(settings(f"policy.model_name={tmp_path}/nowhere"), Console(quiet=True))
+    made_here = settings(f"policy.model_name={tmp_path}/nowhere", "policy.scratch={}")
+    assert with_found_model(made_here, Console(quiet=True)) is made_here
+
+
+def test_a_run_that_goes_on_needs_no_model_but_its_checkpoint(tmp_path: Path) -> None:
+    saved = write_run(tmp_path / "saved", {1: 0.5})
+    config = settings(f"policy.model_name={tmp_path}/gone", f"checkpointing.checkpoint_dir={saved}")
+    assert with_found_model(config, Console(quiet=True)) is config

@@ -1,0 +1,52 @@
+"""Margins in `laurel rm`: a loss that reads them and rows that have them, or it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laurel.config.load import load_config
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.errors import DataError
+from laurel.run.reward_model import load_data
+from laurel.run.schemas import SCHEMAS
+from runs import pairs, write_rows
+
+
+def configured(tmp_path: Path, *overrides: str, margin: float | None = 0.5) -> RewardTrainingRun:
+    rows = pairs(8)
+    for row in rows:
+        if margin is not None:
+            row["gap"] = margin
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    config = load_config(
+        SCHEMAS["rm"], None, [f"data.train_data_path={path}", *overrides]
+    ).config  # fmt: skip
+    assert isinstance(config, RewardTrainingRun)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "margin"),
+    [([], 0.5), (["data.margin_key=gap"], 0.0)],
+    ids=["no key", "all are 0"],
+)
+def test_margins_that_no_row_has_are_refused(
+    tmp_path: Path, overrides: list[str], margin: float
+) -> None:
+    config = configured(tmp_path, "rm.loss.use_margin=true", *overrides, margin=margin)
+    with pytest.raises(DataError, match=r"no training row has a margin .*data\.margin_key=COLUMN"):
+        load_data(config)
+
+
+def test_margins_that_the_loss_does_not_read_are_noted(tmp_path: Path) -> None:
+    notes = load_data(configured(tmp_path, "data.margin_key=gap")).reports["train"].notes
+    assert notes[-1].startswith("data.margin_key=gap has no effect")
+    assert "rm.loss.use_margin=true" in notes[-1]
+
+
+def test_margins_that_are_read_are_no_news(tmp_path: Path) -> None:
+    data = load_data(configured(tmp_path, "data.margin_key=gap", "rm.loss.use_margin=true"))
+    assert {preference.margin for preference in data.train} == {0.5}
+    assert not any("margin" in note for note in data.reports["train"].notes)

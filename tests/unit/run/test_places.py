@@ -1,0 +1,78 @@
+"""Where a run goes, and what is refused before anything is started."""
+
+import pytest
+
+from laurel.config.grpo import GRPORun
+from laurel.config.load import load_config
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.errors import ConfigError
+from laurel.planning.roles import Run
+from laurel.run.places import PlannedPlaces, plan_places
+
+JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
+ONE_FOR_JUDGING = (*JUDGED, "env.reward_model.resources.gpus_per_node=1")
+
+
+def planned(*overrides: str, schema: type[Run] = GRPORun) -> PlannedPlaces:
+    return plan_places(load_config(schema, None, overrides).config)
+
+
+def test_one_slot_is_this_process() -> None:
+    assert not planned().are_remote
+    assert not planned(schema=RewardTrainingRun).are_remote
+    assert not planned(*JUDGED).are_remote
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("cluster.gpus_per_node=2",),
+        ("cluster.num_nodes=2",),
+        ("cluster.gpus_per_node=2", *ONE_FOR_JUDGING),
+        ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2"),
+        (
+            "cluster.gpus_per_node=2",
+            "policy.dtensor_cfg.tensor_parallel_size=2",
+            "policy.dtensor_cfg.sequence_parallel=true",
+        ),
+        ("cluster.gpus_per_node=2", "policy.dtensor_cfg.cpu_offload=true"),
+        ("cluster.backend=ray",),
+        ("cluster.address=auto",),
+    ],
+)
+def test_more_slots_or_an_address_are_ray(overrides: tuple[str, ...]) -> None:
+    assert planned(*overrides).are_remote
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("cluster.gpus_per_node=2", "cluster.backend=local"), r"cluster\.backend=local"),
+        (("policy.dtensor_cfg.tensor_parallel_size=2",), r"tensor_parallel_size=2.*\n.*mend"),
+        (("policy.dtensor_cfg.cpu_offload=true",), "the policy has one rank"),
+        (("cluster.gpus_per_node=1", *ONE_FOR_JUDGING), "resources.gpus_per_node"),
+        (
+            (
+                "policy.generation.weight_transfer=ipc",
+                "cluster.num_nodes=3", "cluster.gpus_per_node=2",
+                "policy.generation.colocated.enabled=false",
+                "policy.generation.colocated.resources.num_nodes=2",
+            ),
+            "it has none on node 1-2; set it to auto, broadcast or object_store",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_told_with_the_key(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        planned(*overrides)
+
+
+def test_every_misfit_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned(
+            "cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=3",
+            "env.reward_model.resources.gpus_per_node=2",
+            "env.reward_model.dtensor_cfg.tensor_parallel_size=3", *JUDGED,
+        )  # fmt: skip
+    for section in ("policy", "env.reward_model"):
+        assert f"{section}.dtensor_cfg.tensor_parallel_size=3: groups of 3" in str(caught.value)

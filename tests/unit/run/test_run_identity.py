@@ -1,0 +1,110 @@
+"""What must be the same when a GRPO run goes on, of whatever gives its scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from laurel.config.environments import CodeEnvironmentConfig, RewardModelEnvironmentConfig
+from laurel.config.grpo import GRPORun
+from laurel.run.grpo import settings_of
+from laurel.training.state import leaves
+
+URL, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:9000"
+JUDGE: dict[str, Any] = {"judge": {"urls": [URL], "model": "m"}}
+FUNCTION: dict[str, Any] = {"function": {"path": "m:f"}}
+MODELS: dict[str, Any] = {
+    "models": [{"name": "a", "model_name": "x"}, {"name": "b", "urls": [URL], "normalize": "none"}]
+}
+
+
+def identity(settings: dict[str, Any]) -> dict[str, object]:
+    reward_model = RewardModelEnvironmentConfig(**settings)
+    config = GRPORun()
+    env = config.env.model_copy(update={"reward_model": reward_model})
+    return dict(leaves("", settings_of(config.model_copy(update={"env": env}))))
+
+
+def changed(settings: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    key, _, rest = path.partition(".")
+    if isinstance(settings, list):
+        index = int(key)
+        return [*settings[:index], changed(settings[index], rest, value), *settings[index + 1 :]]
+    inner = changed(settings.get(key, {}), rest, value) if rest else value
+    return settings | {key: inner}
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "value"),
+    [
+        (JUDGE, "judge.urls", [OTHER]),
+        (JUDGE, "judge.request_timeout", 700.0),
+        (JUDGE, "judge.api_key_env", "KEY"),
+        (FUNCTION, "function.timeout", 3.0),
+        (FUNCTION, "num_workers", 2),
+        ({"urls": [URL]}, "urls", [OTHER]),
+        ({"urls": [URL]}, "connect_patience", 3.0),
+        (MODELS, "models.1.urls", [OTHER]),
+        ({"model_name": "x"}, "use_reward_loop", False),
+    ],
+)
+def test_where_and_how_fast_may_change(settings, path, value):
+    assert identity(changed(settings, path, value)) == identity(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "value"),
+    [
+        (JUDGE, "judge.model", "n"),
+        (JUDGE, "judge.template", "{{ response }}"),
+        (JUDGE, "judge.seed", 1),
+        (FUNCTION, "function.path", "m:g"),
+        (FUNCTION, "function.kwargs", {"a": 1}),
+        ({"urls": [URL]}, "url_protocol", "slime"),
+        ({"model_name": "x"}, "model_name", "y"),
+        (MODELS, "models.0.weight", 2.0),
+        (MODELS, "combine", "min"),
+        (MODELS, "models.0.model_name", "y"),
+    ],
+)
+def test_what_decides_scores_may_not(settings, path, value):
+    assert identity(changed(settings, path, value)) != identity(settings)
+
+
+def test_a_run_with_one_model_is_what_it_was_before_there_was_anything_else():
+    """Checkpoints of such runs say nothing of the rest, which counts as null."""
+    found = {k: v for k, v in identity({"model_name": "x"}).items() if "reward_model" in k}
+    assert found.pop("env.reward_model.judge") is None
+    assert found.pop("env.reward_model.function") is None
+    names = {name.split(".")[2] for name in found}
+    assert names == {"model_name", "checkpoint_path", "max_model_len", "tokenizer", "transform"}
+
+
+def of_code(**settings: Any) -> dict[str, object]:
+    env = GRPORun().env.model_copy(update={"code": CodeEnvironmentConfig(**settings)})
+    return dict(leaves("", settings_of(GRPORun().model_copy(update={"env": env}))))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reward": "fraction"},
+        {"max_attempts": 2},
+        {"strict_types": False},
+        {"float_tolerance": 0.1},
+        {"comparison": "apps"},
+        {"terminate_on_evaluation": False},
+        {"stop_strings": None},
+        {"max_observation_chars": 100},
+        {"sandbox": {"cpu_seconds": 1.0}},
+        {"sandbox": {"memory_mb": 64}},
+    ],
+)
+def test_what_a_program_earns_may_not_change(settings):
+    assert of_code(**settings) != of_code()
+
+
+def test_where_programs_run_may():
+    sandbox = {"min_tier": "A", "backlog": 3}
+    assert of_code(num_workers=1, deadline_seconds=9.0, sandbox=sandbox) == of_code()

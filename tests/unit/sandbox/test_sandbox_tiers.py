@@ -1,0 +1,164 @@
+"""Which isolation a run may start with, and what is said about it."""
+
+import json
+import logging
+
+import pytest
+
+from laurel.cli.doctor import as_facts, lines, run_check
+from laurel.config.environments import SandboxConfig
+from laurel.environments.code import nodes
+from laurel.environments.code.sandbox import accepted_tier, limits_of, open_pool
+from laurel.errors import ConfigError
+from laurel.sandbox import detection as detection_module
+from laurel.sandbox import limits
+from laurel.sandbox import pool as pool_module
+from laurel.sandbox.canaries import CANARIES, Canary, claims_of
+from laurel.sandbox.detection import Detection, detect
+from laurel.sandbox.jobs import SandboxJob, Status
+from laurel.sandbox.limits import available_cores
+from laurel.sandbox.tiers import LAYERS, Tier
+from laurel.workers.rendezvous import Place
+
+
+def found(tier, **reasons):
+    return Detection(tier=tier, reasons=reasons)
+
+
+def test_a_run_starts_in_what_its_configuration_accepts():
+    for tier in (Tier.FULL, Tier.NO_NAMESPACES, Tier.NO_LANDLOCK):
+        assert accepted_tier(SandboxConfig(), found(tier)) is tier
+    assert accepted_tier(SandboxConfig(min_tier="D"), found(Tier.SECCOMP_ONLY)) is Tier.SECCOMP_ONLY
+    unsafe = SandboxConfig(allow_unsafe=True)
+    assert accepted_tier(unsafe, found(Tier.LIMITS_ONLY)) is Tier.LIMITS_ONLY
+
+
+@pytest.mark.parametrize(
+    ("settings", "tier", "said"),
+    [
+        ({}, Tier.SECCOMP_ONLY, "wants at least tier C"),
+        ({"min_tier": "A"}, Tier.NO_NAMESPACES, "set it to B"),
+        ({"allow_unsafe": True}, Tier.SECCOMP_ONLY, "wants at least tier C"),
+        ({}, Tier.LIMITS_ONLY, "sandbox.allow_unsafe=true"),
+        ({"min_tier": "D"}, Tier.LIMITS_ONLY, "sandbox.allow_unsafe=true"),
+        ({"allow_unsafe": True}, None, "it needs Linux"),
+    ],
+)
+def test_and_in_nothing_less(settings, tier, said):
+    with pytest.raises(ConfigError, match=said):
+        open_pool(SandboxConfig(**settings), detection=found(tier, system="it needs Linux"))
+
+
+def test_a_pool_says_once_what_it_is(caplog):
+    caplog.set_level(logging.INFO)
+    full = open_pool(SandboxConfig(num_workers=1), detection=found(Tier.FULL))
+    assert full.tier is Tier.FULL
+    assert [(one.levelname, one.message[:14]) for one in caplog.records] == [
+        ("INFO", "sandbox tier A")
+    ]
+    caplog.clear()
+    open_pool(SandboxConfig(), detection=found(Tier.NO_NAMESPACES, namespaces="EPERM"))
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert "no namespaces: EPERM" in caplog.text
+    caplog.clear()
+    open_pool(SandboxConfig(allow_unsafe=True), detection=found(Tier.LIMITS_ONLY))
+    assert "UNSAFE" in caplog.records[-1].message
+    assert full.num_workers <= available_cores()
+
+
+def test_a_pool_and_a_node_have_no_more_workers_than_the_container_pays_for(monkeypatch):
+    monkeypatch.setattr(limits, "_affine_cores", lambda: 64)
+    monkeypatch.setattr(limits, "cpu_quota", lambda: 5.5)
+    monkeypatch.setattr(pool_module, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr(nodes, "detect", lambda: found(Tier.FULL))
+    with open_pool(SandboxConfig(num_workers=8), detection=found(Tier.FULL)) as pool:
+        assert pool.num_workers == 5
+    node = nodes.NodeWorker(Place(role="sandbox"))
+    assert node.find(8, limits_mb=1)["num_workers"] == 5
+    monkeypatch.setattr(pool_module, "available_memory", lambda: 1000 << 20)
+    settings = SandboxConfig(num_workers=8, memory_mb=250, disk_mb=50)
+    with open_pool(settings, detection=found(Tier.FULL)) as pool:
+        assert pool.num_workers == 1
+    assert node.find(8, limits_mb=300)["num_workers"] == 1
+
+
+def test_limits_are_those_of_the_configuration():
+    limits = limits_of(SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=64, result_kb=3))
+    assert (limits.cpu_s, limits.wall_s, limits.mem_mb, limits.result_kb) == (1, 2, 64, 3)
+    with pytest.raises(ValueError, match="could then never be used up"):
+        SandboxConfig(cpu_seconds=3, wall_seconds=2)
+
+
+def test_every_claim_has_its_canary():
+    claimed = {claim for tier in Tier.here() for claim in claims_of(tier)}
+    assert {canary.claim for canary in CANARIES} == claimed
+    assert "files" not in claims_of(Tier.SECCOMP_ONLY)
+    assert claims_of(Tier.LIMITS_ONLY) == {"time", "memory", "output"}
+
+
+@pytest.mark.slow
+def test_layers_that_do_not_hold_are_not_believed(monkeypatch):
+    """A canary that gets out: it reads what every program may read."""
+    if detect().tier in (None, Tier.LIMITS_ONLY):
+        pytest.skip("no layers here")
+    escapes = Canary(name="get out", claim="processes", code="print('ESCAPED')")
+    monkeypatch.setattr(detection_module, "CANARIES", (escapes,))
+    seen = detect()
+    assert seen.tier is Tier.LIMITS_ONLY
+    assert "'get out': it succeeded" in seen.reasons["seccomp"]
+    with pytest.raises(ConfigError, match="allow_unsafe"):
+        accepted_tier(SandboxConfig(), seen)
+
+
+def test_a_machine_on_which_limits_do_not_hold_runs_nothing(monkeypatch):
+    endless = Canary(name="never end", claim="time", code="print('ESCAPED')")
+    monkeypatch.setattr(detection_module, "CANARIES", (endless,))
+    seen = detect()
+    assert seen.tier is None
+    assert "never end" in seen.sentence()
+
+
+def test_another_system_runs_nothing(monkeypatch):
+    monkeypatch.setattr(detection_module.sys, "platform", "darwin")
+    assert detect().tier is None
+    assert "darwin" in detect().sentence()
+
+
+@pytest.mark.slow
+def test_what_was_found_is_what_a_pool_gives():
+    seen = detect()
+    if seen.tier is None:
+        pytest.skip(seen.sentence())
+    config = SandboxConfig(num_workers=1, min_tier="D", allow_unsafe=True)
+    with open_pool(config, detection=seen) as pool:
+        result = pool.run([SandboxJob(code="print(1)")])[0]
+    assert (result.status, result.tier) == (Status.OK, seen.tier.value)
+
+
+# ------------------------------------------------------------------------------- the command line
+
+
+def test_the_command_says_what_holds(capsys):
+    seen = detect(without=frozenset({"namespaces"}))
+    assert run_check(without=frozenset({"namespaces"}), as_json=True) == (
+        seen.tier is Tier.NO_NAMESPACES
+    )
+    said = json.loads(capsys.readouterr().out)
+    assert said["tier"] == seen.tier.value
+    assert said["reasons"]["namespaces"] == "it is switched off"
+    assert {one["what"] for one in said["tried"]} <= {canary.name for canary in CANARIES}
+    assert all(one["held"] for one in said["tried"])
+
+
+def test_lines_for_people():
+    said = lines(found(Tier.NO_LANDLOCK, landlock="the kernel is too old"), "no: not delegated")
+    assert said[0].startswith("sandbox tier C")
+    assert "landlock       no: the kernel is too old" in said
+    assert "control group  no: not delegated" in said
+    assert [line.split()[0] for line in said[2:5]] == list(LAYERS)
+    assert as_facts(found(None))["tier"] is None
+
+
+def test_an_unknown_layer_is_an_error():
+    with pytest.raises(ConfigError, match="namespaces, landlock, seccomp, cgroup"):
+        run_check(without=frozenset({"namespace"}), as_json=False)

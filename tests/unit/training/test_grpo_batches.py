@@ -1,0 +1,157 @@
+"""The optimizer steps of a batch of rollouts: how they are cut, and that it changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laurel.config.grpo import GRPOPolicyConfig
+from laurel.config.policy import NamedCall
+from laurel.training.batches import Batcher, global_batches
+from laurel.training.learner import LocalLearner
+from laurel.training.policy_loss import PolicyLabels
+from laurel.types import TokenGroup
+from policy_batches import labels, loss_of
+from tiny import PAD, random_groups, tiny_policy
+
+torch.set_num_threads(1)  # more only cost, at this size
+
+SHAPES = [(7, [3, 5, 2, 4]), (3, [1, 2, 6, 3]), (9, [2, 2, 8, 1])]
+
+
+def some_labels(groups: Sequence[TokenGroup], *, used: bool = True) -> list[PolicyLabels]:
+    rng = np.random.default_rng(3)
+    found = []
+    for group in groups:
+        rows = [list(-rng.random(len(ids))) for ids in group.branches_ids_G]
+        masks = [list(rng.random(len(ids)) < 0.8) for ids in group.branches_ids_G]
+        for mask in masks:
+            mask[0] = True
+        found.append(
+            labels(
+                list(rng.normal(size=len(rows))), rows, masks=masks, old=rows,
+                used=[used or bool(i % 2) for i in range(len(rows))],
+            )
+        )  # fmt: skip
+    return found
+
+
+def gradients(
+    batch: Sequence[TokenGroup],
+    of_batch: Sequence[PolicyLabels],
+    *,
+    path: Any = "forest",
+    **changes: Any,
+) -> tuple[dict[str, Any], float]:
+    """The gradient of one optimizer step in float64, and the tokens that it counted."""
+    model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64, path=path)
+    policy = GRPOPolicyConfig.model_validate({"max_total_sequence_length": 20, **changes})
+    learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
+    batcher = Batcher(path, policy, pad_id=PAD)
+    micro_batches = batcher.cut(
+        *batcher.divide(batch, of_batch, PolicyLabels.subset),
+        micro_batch_size=policy.train_micro_batch_size,
+    )
+    loss = loss_of()
+    update = learner.update(micro_batches, loss)
+    assert update.failure is None
+    gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradient, loss.count(of_batch)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal but for the rounding of float32, in which every head computes."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.norm() > 0
+        assert (found[name] - value).norm() < 1e-6 * value.norm(), name
+
+
+def test_batches_by_hand() -> None:
+    groups = random_groups(0, SHAPES)
+    batches = global_batches(groups, some_labels(groups), PolicyLabels.subset, size=5)
+    assert [[(g.id, len(g.branches_ids_G)) for g in part] for part, _ in batches] == [
+        [("0", 4), ("1", 1)], [("1", 3), ("2", 2)], [("2", 2)],
+    ]  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 25))
+def test_every_completion_comes_once_in_order_with_its_own_label(
+    sizes: list[int], size: int
+) -> None:
+    groups = random_groups(1, [(2, [1 + i % 3 for i in range(n)]) for n in sizes])
+    of_groups = some_labels(groups)
+    batches = global_batches(groups, of_groups, PolicyLabels.subset, size=size)
+    counts = [sum(len(g.branches_ids_G) for g in part) for part, _ in batches]
+    assert all(count == size for count in counts[:-1])
+    assert 0 < counts[-1] <= size
+    flat = [ids for part, _ in batches for g in part for ids in g.branches_ids_G]
+    assert all(a is b for a, b in zip(
+        flat, (ids for g in groups for ids in g.branches_ids_G), strict=True
+    ))  # fmt: skip
+    advantages = [a for _, part in batches for label in part for a in label.advantages_G]
+    assert advantages == [a for label in of_groups for a in label.advantages_G]
+    for part, part_labels in batches:
+        for group, label in zip(part, part_labels, strict=True):
+            assert len(group.branches_ids_G) == len(label.masks_GL)
+            lengths = [len(ids) for ids in group.branches_ids_G]
+            assert lengths == [len(mask) for mask in label.masks_GL]
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("size", [1, 3, 5, 12])
+def test_the_gradients_of_the_parts_add_up_to_that_of_the_whole(size: int, used: bool) -> None:
+    """Each is a mean over its own tokens, so each counts as much as it has."""
+    groups = random_groups(2, SHAPES)
+    of_groups = some_labels(groups, used=used)
+    whole, total = gradients(groups, of_groups)
+    summed = {name: torch.zeros_like(g) for name, g in whole.items()}
+    for part, part_labels in global_batches(groups, of_groups, PolicyLabels.subset, size=size):
+        if sum(label.num_tokens for label in part_labels) == 0:
+            continue
+        gradient, count = gradients(part, part_labels)
+        for name, value in gradient.items():
+            summed[name] += value * count / total
+    assert_same(summed, whole)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sequence_packing": {"train_mb_tokens": 9}},
+        {"sequence_packing": {"train_mb_tokens": 1000}},
+        {"sequence_packing": {"share_prompts": False}},
+        {"sequence_packing": {"enabled": False}, "train_micro_batch_size": 3, "path": "padded"},
+        {"sequence_packing": {"enabled": False}, "path": "padded",
+         "dynamic_batching": {"enabled": True, "train_mb_tokens": 30}},
+    ],
+    ids=["small", "large", "alone", "padded", "dynamic"],
+)  # fmt: skip
+def test_how_a_step_is_computed_does_not_change_it(changes: dict[str, Any]) -> None:
+    groups = random_groups(2, SHAPES)
+    of_groups = some_labels(groups, used=False)
+    expected, _ = gradients(groups, of_groups)
+    found, _ = gradients(groups, of_groups, **changes)
+    assert_same(found, expected)
+
+
+def test_completions_that_are_not_used_might_as_well_not_be_there() -> None:
+    groups = random_groups(2, SHAPES)
+    of_groups = some_labels(groups, used=False)
+    kept = [[i for i, used in enumerate(label.used_G) if used] for label in of_groups]
+    smaller = [
+        TokenGroup(id=g.id, trunk_ids=g.trunk_ids,
+                   branches_ids_G=tuple(g.branches_ids_G[i] for i in indices))
+        for g, indices in zip(groups, kept, strict=True)
+    ]  # fmt: skip
+    subset = [label.subset(i) for label, i in zip(of_groups, kept, strict=True)]
+    expected, count = gradients(smaller, subset)
+    found, same = gradients(groups, of_groups)
+    assert same == count
+    assert_same(found, expected)

@@ -1,0 +1,423 @@
+"""One optimizer step: gradient accumulation, refused steps, optimizers and schedules by name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from laurel.config.policy import Milestones, NamedCall
+from laurel.config.reward_model import LossConfig
+from laurel.errors import ConfigError
+from laurel.training.learner import LocalLearner, MicroBatch, evaluating
+from laurel.training.losses import LossOutput, RewardLoss
+from laurel.types import Preference, group_of
+
+torch.set_num_threads(1)  # more only cost, at this size
+
+ADAMW = NamedCall(name="torch.optim.AdamW", kwargs={"lr": 0.1, "betas": [0.9, 0.98]})
+
+
+def sgd(**kwargs: Any) -> NamedCall:
+    return NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0, **kwargs})
+
+
+class Mean:
+    """The mean of what the model gives; a label is the share that its row counts."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor] = lambda loss: loss) -> None:
+        self.change = change
+        self.calls = 0
+
+    def count(self, batch: Sequence[float], /) -> float:
+        return math.fsum(batch)
+
+    def __call__(
+        self, outputs: Tensor, batch: Sequence[float], /, *, num_groups: float
+    ) -> LossOutput:
+        self.calls += 1
+        total = (outputs[:, 0] * outputs.new_tensor(batch)).sum()
+        return LossOutput(
+            loss=self.change(total / num_groups),
+            sums={"loss": total.detach(), "rows": torch.tensor(float(len(batch)))},
+        )
+
+    def metrics(self, sums: Mapping[str, Any], /) -> dict[str, float]:
+        return {name: float(value) for name, value in sums.items()}
+
+
+def weights_only(*weights: float) -> nn.Linear:
+    """A model whose output is the product of its weights and its inputs."""
+    model = nn.Linear(len(weights), 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([weights]))
+    return model
+
+
+def batch_of(*rows: Sequence[float], labels: Sequence[float] = ()) -> MicroBatch[float]:
+    inputs: Any = torch.tensor(rows)
+    return MicroBatch(inputs=inputs, labels=labels or [1.0] * len(rows), num_tokens=len(rows))
+
+
+def weights(learner: LocalLearner) -> list[float]:
+    return [float(w) for _, p in learner.named_parameters for w in p.detach().flatten()]
+
+
+# ----------------------------------------------------------------------------------- accumulation
+
+
+def test_a_step_of_two_micro_batches_by_hand() -> None:
+    learner = LocalLearner(weights_only(1.0, 2.0), optimizer=sgd(lr=0.5))
+    loss = Mean()
+    update = learner.update([batch_of((1.0, 0.0), (3.0, 2.0)), batch_of((2.0, 4.0))], loss)
+    # Outputs 1, 7, 10: mean 6. Gradient: the mean row, (2, 2), of norm sqrt 8. Step: 0.5 of it.
+    assert loss.calls == 2
+    assert update.failure is None
+    assert update.metrics == {
+        "loss": 18.0, "rows": 3.0, "grad_norm": pytest.approx(math.sqrt(8)), "lr": 0.5,
+    }  # fmt: skip
+    assert weights(learner) == [0.0, 1.0]
+
+
+def test_the_denominator_is_that_of_the_whole_step() -> None:
+    """The second micro-batch counts for nothing and the first for three; 3 divides both."""
+    learner = LocalLearner(weights_only(0.0), optimizer=sgd())
+    batch = [batch_of((3.0,), (6.0,), labels=[1.0, 2.0]), batch_of((9.0,), labels=[0.0])]
+    learner.update(batch, Mean())
+    assert weights(learner) == [-(3.0 + 2 * 6.0) / 3]
+
+
+def test_gradients_of_the_step_before_do_not_count() -> None:
+    learner = LocalLearner(weights_only(0.0), optimizer=sgd())
+    for _ in range(2):
+        learner.update([batch_of((1.0,))], Mean())
+    assert weights(learner) == [-2.0]
+
+
+def scorer() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def judged_rows(generator: torch.Generator) -> list[tuple[Tensor, Preference]]:
+    rows = []
+    for index, ranks in enumerate(
+        [(0, 1), (0, 0), (1, 0), (0, 1, 2), (2, 0, 1, 1), (0, 1), (1, 0)]
+    ):
+        group = group_of([], [f"answer {i}" for i in ranks], group_id=str(index))
+        preference = Preference(group=group, ranks_G=ranks, margin=0.1 * index)
+        rows.append((torch.randn(len(ranks), 5, generator=generator), preference))
+    return rows
+
+
+ROWS = judged_rows(torch.Generator().manual_seed(1))
+LOSSES = [
+    LossConfig(),
+    LossConfig(use_margin=True, label_smoothing=0.1, center_rewards_coefficient=0.2),
+    LossConfig(type="davidson"),
+    LossConfig(type="plackett_luce"),
+]
+
+
+def update_by_cut(config: LossConfig, cut: Sequence[Sequence[int]]) -> tuple[LocalLearner, Any]:
+    learner = LocalLearner(scorer(), optimizer=sgd(lr=0.1), max_grad_norm=0.5)
+    batch = []
+    for part in cut:
+        inputs: Any = torch.cat([ROWS[i][0] for i in part])
+        batch.append(MicroBatch(inputs=inputs, labels=[ROWS[i][1] for i in part], num_tokens=0))
+    return learner, learner.update(batch, RewardLoss(config))
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> list[list[int]]:
+    order = draw(st.permutations(range(len(ROWS))))
+    borders = sorted(draw(st.sets(st.integers(1, len(ROWS) - 1))))
+    return [order[a:b] for a, b in zip([0, *borders], [*borders, len(ROWS)], strict=True)]
+
+
+@pytest.mark.parametrize("config", LOSSES, ids=lambda c: c.type + ("+" if c.use_margin else ""))
+@given(cut=cuts())
+@hypothesis_settings(max_examples=15, deadline=None)
+def test_any_cut_into_micro_batches_is_the_same_step(
+    config: LossConfig, cut: list[list[int]]
+) -> None:
+    whole, expected = update_by_cut(config, [list(range(len(ROWS)))])
+    parts, found = update_by_cut(config, cut)
+    assert found.metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        assert found.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
+    for (_, one), (_, other) in zip(whole.named_parameters, parts.named_parameters, strict=True):
+        assert torch.linalg.vector_norm(one - other) <= 1e-6 * torch.linalg.vector_norm(one)
+
+
+# ---------------------------------------------------------------------------------- refused steps
+
+
+def state_of(learner: LocalLearner) -> Any:
+    scheduler = learner.scheduler and learner.scheduler.state_dict()
+    return copy.deepcopy((learner.model.state_dict(), learner.optimizer.state_dict(), scheduler))
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_same(found[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+def warmed_up() -> LocalLearner:
+    """A learner whose optimizer and schedule have a state that a step would change."""
+    schedule = NamedCall(name="torch.optim.lr_scheduler.ExponentialLR", kwargs={"gamma": 0.5})
+    learner = LocalLearner(weights_only(1.0, 2.0), optimizer=ADAMW, scheduler=schedule)
+    learner.update([batch_of((1.0, 3.0))], Mean())
+    return learner
+
+
+def spoilt(by: float, *, at: int) -> Mean:
+    """A loss whose micro-batch number `at` is not finite."""
+    loss = Mean()
+    loss.change = lambda value: value * by if loss.calls == at else value
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("by", "said"), [(math.nan, "the loss is nan"), (math.inf, "the loss is inf")]
+)
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_loss_that_is_not_finite_changes_nothing(by: float, said: str, at: int) -> None:
+    learner = warmed_up()
+    before = state_of(learner)
+    update = learner.update([batch_of((1.0, 1.0))] * 3, spoilt(by, at=at))
+    assert update.failure == said
+    assert "loss" not in update.metrics
+    assert_same(state_of(learner), before)
+    assert all(parameter.grad is None for _, parameter in learner.named_parameters)
+    # And the next step is what it would have been.
+    fresh = warmed_up()
+    for each in (learner, fresh):
+        assert each.update([batch_of((2.0, 1.0))], Mean()).failure is None
+    assert_same(state_of(learner), state_of(fresh))
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_gradient_that_is_not_finite_changes_nothing(max_grad_norm: float | None) -> None:
+    learner = warmed_up()
+    learner.max_grad_norm = max_grad_norm
+    before = state_of(learner)
+    # The root is 0 and so finite; its slope at 0 is not.
+    update = learner.update(
+        [batch_of((1.0, 1.0))], Mean(lambda loss: (loss - loss.detach()).sqrt())
+    )
+    assert update.failure is not None
+    assert update.failure.startswith("the norm of the gradient is ")
+    assert not math.isfinite(update.metrics["grad_norm"])
+    assert_same(state_of(learner), before)
+    assert all(parameter.grad is None for _, parameter in learner.named_parameters)
+
+
+def test_a_batch_that_teaches_nothing_moves_nothing() -> None:
+    """AdamW would move on: momentum and weight decay need no gradient."""
+    learner = warmed_up()
+    before = state_of(learner)
+    loss = Mean()
+    update = learner.update([batch_of((1.0, 1.0), labels=[0.0])], loss)
+    assert update.failure == "no row of the batch teaches this loss anything"
+    assert loss.calls == 0
+    assert_same(state_of(learner), before)
+
+
+# ----------------------------------------------------------------------------------- gradient norm
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (None, [-30.0, -40.0]),
+        (100.0, [-30.0, -40.0]),
+        (5.0, [pytest.approx(-3.0, rel=1e-6), pytest.approx(-4.0, rel=1e-6)]),
+    ],
+)
+def test_gradients_are_scaled_down_to_the_limit(limit: float | None, expected: Any) -> None:
+    learner = LocalLearner(weights_only(0.0, 0.0), optimizer=sgd(), max_grad_norm=limit)
+    update = learner.update([batch_of((30.0, 40.0))], Mean())
+    assert update.metrics["grad_norm"] == 50.0
+    assert weights(learner) == expected
+
+
+def test_frozen_weights_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model[0].weight.requires_grad_(False)
+    before = float(model[0].weight)
+    learner = LocalLearner(model, optimizer=ADAMW)
+    assert [name for name, _ in learner.named_parameters] == ["1.weight"]
+    learner.update([batch_of((1.0,))], Mean())
+    assert float(model[0].weight) == before
+
+
+# ----------------------------------------------------------------------- optimizers and schedules
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        ("Adam", {"lr": 0.1, "foreach": False, "fused": False}),
+        ("AdamW", {"lr": 0.1, "betas": [0.9, 0.98], "eps": 1e-5, "weight_decay": 0.1}),
+        ("Adafactor", {}),
+        ("Adagrad", {"lr": 0.1}),
+        ("Adadelta", {}),
+        ("Adamax", {}),
+        ("ASGD", {}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("RMSprop", {"lr": 0.1}),
+        ("Rprop", {}),
+        ("Muon", {}),
+    ],
+)
+def test_any_optimizer_of_torch(name: str, kwargs: dict[str, Any]) -> None:
+    learner = LocalLearner(
+        weights_only(1.0, 2.0), optimizer=NamedCall(name=f"torch.optim.{name}", kwargs=kwargs)
+    )
+    assert type(learner.optimizer).__name__ == name
+    for _ in range(2):
+        assert learner.update([batch_of((1.0, 3.0))], Mean()).failure is None
+    first, second = weights(learner)
+    assert first < 1.0
+    assert second < 2.0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fused"),
+    [({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"foreach": False}, None)],
+)
+def test_the_fused_kernel_unless_the_configuration_chooses(
+    chosen: dict[str, Any], fused: bool | None
+) -> None:
+    call = NamedCall(name="torch.optim.AdamW", kwargs={"lr": 0.1, **chosen})
+    assert LocalLearner(weights_only(1.0), optimizer=call).optimizer.defaults["fused"] is fused
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("torch.optim.AdmW", {}, r"no such class\. Did you mean torch\.optim\.AdamW\?.*SGD"),
+        ("AdamW", {}, "AdamW: no such class"),
+        ("torch.optim.lr_scheduler", {}, "is not a Optimizer|no such class|is not a"),
+        ("torch.nn.Linear", {}, "torch.nn.Linear is not a"),
+        ("no.such.module.Adam", {}, "no such class"),
+        ("torch.optim.AdamW", {"lrr": 1}, r"refuses these kwargs .*lrr.*It takes: lr, betas, eps"),
+        ("torch.optim.AdamW", {"lr": -1.0}, "refuses these kwargs .*Invalid learning rate"),
+        ("torch.optim.LBFGS", {}, "compute the loss several times"),
+        ("torch.optim.SparseAdam", {}, "sparse gradients"),
+        ("torch.optim.Optimizer", {}, "policy.optimizer"),
+    ],
+)
+def test_optimizers_that_cannot_be_used(name: str, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refusal:
+        LocalLearner(weights_only(1.0), optimizer=NamedCall(name=name, kwargs=kwargs))
+    assert str(refusal.value).startswith("policy.optimizer")
+
+
+def scheduler(name: str, **kwargs: Any) -> NamedCall:
+    return NamedCall(name=f"torch.optim.lr_scheduler.{name}", kwargs=kwargs)
+
+
+def rates(schedule: Any, steps: int) -> list[float]:
+    learner = LocalLearner(weights_only(1.0), optimizer=sgd(), scheduler=schedule)
+    found = [learner.update([batch_of((1.0,))], Mean()).metrics["lr"] for _ in range(steps)]
+    return [round(rate, 6) for rate in found]
+
+
+def test_no_schedule_is_constant() -> None:
+    assert rates(None, 3) == [1.0, 1.0, 1.0]
+
+
+def test_one_schedule() -> None:
+    assert rates(scheduler("StepLR", step_size=2, gamma=0.1), 5) == [1.0, 1.0, 0.1, 0.1, 0.01]
+
+
+@pytest.mark.parametrize("rest", [[], [Milestones(milestones=[])]])
+def test_a_list_of_one(rest: list[Milestones]) -> None:
+    assert rates([scheduler("ExponentialLR", gamma=0.5), *rest], 3) == [1.0, 0.5, 0.25]
+
+
+def test_a_list_hands_over_at_its_milestones() -> None:
+    warm_up = scheduler("LinearLR", start_factor=0.25, end_factor=1.0, total_iters=3)
+    constant = scheduler("ConstantLR", factor=1.0, total_iters=1)
+    decay = scheduler("ExponentialLR", gamma=0.5)
+    schedule = [warm_up, constant, decay, Milestones(milestones=[3, 5])]
+    assert rates(schedule, 8) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (scheduler("CosinAnnealingLR"), r"Did you mean torch\.optim\.lr_scheduler\.CosineAnn"),
+        (scheduler("CosineAnnealingLR"), "refuses these kwargs .*T_max.*It takes: T_max, eta_min"),
+        (scheduler("StepLR", step_size=2, gama=1), "refuses these kwargs .*gama"),
+        (scheduler("LambdaLR", lr_lambda="x"), "refuses these kwargs"),
+        (scheduler("ChainedScheduler"), "refuses these kwargs"),
+        (scheduler("ReduceLROnPlateau"), "needs a metric at every step"),
+        (NamedCall(name="torch.optim.AdamW"), "is not a"),
+        ([scheduler("ConstantLR")] * 2, "needs one entry `milestones` with 1 step"),
+        (
+            [*[scheduler("ConstantLR")] * 2, Milestones(milestones=[1, 2])],
+            "a list of 2 schedulers needs one entry `milestones` with 1 step",
+        ),
+        (
+            [*[scheduler("ConstantLR")] * 3, Milestones(milestones=[5, 2])],
+            "milestones.*rising",
+        ),
+        ([*[scheduler("ConstantLR")] * 2, Milestones(milestones=[0])], "milestones.*above 0"),
+        ([Milestones(milestones=[])], "a list of 0 schedulers .*and a scheduler"),
+    ],
+)
+def test_schedules_that_cannot_be_used(schedule: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refusal:
+        LocalLearner(weights_only(1.0), optimizer=sgd(), scheduler=schedule)
+    assert str(refusal.value).startswith("policy.scheduler")
+
+
+# -------------------------------------------------------------------------------------- evaluating
+
+
+def test_outputs_have_no_dropout_and_no_gradients_and_leave_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Dropout(0.9), nn.Linear(4, 1))
+    learner = LocalLearner(model, optimizer=ADAMW)
+    model.train()
+    inputs: Any = torch.ones(3, 4)
+    asked = learner.outputs([inputs, inputs])
+    first = next(asked)
+    # Whoever looks at the first output before the second is computed finds all as usual.
+    assert model.training
+    assert torch.is_grad_enabled()
+    assert torch.equal(first, next(asked))
+    assert not first.requires_grad
+    model.eval()
+    list(learner.outputs([inputs]))
+    assert not model.training
+
+
+def test_evaluating_ends_well() -> None:
+    model = nn.Dropout(0.9).train()
+    with pytest.raises(KeyError), evaluating(model):
+        raise KeyError
+    assert model.training
+    assert torch.is_grad_enabled()

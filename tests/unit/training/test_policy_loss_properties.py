@@ -1,0 +1,335 @@
+"""What may not change a policy's loss: how it is split, ordered, masked and rounded on the way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from laurel.config.grpo import PolicyLossConfig
+from laurel.models.forest.outputs import TokenOutputs
+from laurel.training.learner import add_up
+from laurel.training.policy_loss import (
+    DemonstrationLabels,
+    DemonstrationLoss,
+    PolicyLabels,
+    PolicyLoss,
+)
+from policy_batches import gradient, labels, loss_of, outputs
+
+torch.set_num_threads(1)
+
+CORRECTED = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.5}
+EVERY_SETTING: dict[str, dict[str, Any]] = {
+    "ppo": {"reference_policy_kl_penalty": 0.1, "positive_example_nll_weight": 0.2},
+    "dual clip": {"ratio_clip_c": 1.5, "normalizer": "max_length"},
+    "cispo": {"loss_type": "cispo", "use_on_policy_kl_approximation": True,
+              "reference_policy_kl_penalty": 0.1},
+    "reinforce": {"loss_type": "reinforce", "token_level_loss": False,
+                  "positive_example_nll_weight": 0.2},
+    "gspo": {"sequence_level_importance_ratios": True, "token_level_loss": False,
+             "reference_policy_kl_penalty": 0.1},
+    "gspo, corrected": {"sequence_level_importance_ratios": True, "token_level_loss": False,
+                        "truncated_importance_sampling_type": "tis", **CORRECTED},
+    "icepop": {"truncated_importance_sampling_type": "icepop",
+               "truncated_importance_sampling_ratio_min": 0.5, **CORRECTED},
+    "seq-mask-tis": {"truncated_importance_sampling_type": "seq-mask-tis", **CORRECTED},
+    "seq-tis": {"truncated_importance_sampling_type": "seq-tis", **CORRECTED},
+}  # fmt: skip
+every_setting = pytest.mark.parametrize("chosen", EVERY_SETTING.values(), ids=EVERY_SETTING.keys())
+
+LOGPROB = st.floats(-3, -0.0078125, width=32)
+
+
+@dataclass
+class Drawn:
+    """A batch, and what the model gives for each of its groups."""
+
+    batch: list[PolicyLabels]
+    values: list[Tensor]
+    cuts: list[int]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Drawn:
+    batch, values = [], []
+    with_old = draw(st.booleans())
+    for _ in range(draw(st.integers(1, 4))):
+        lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+
+        def rows(element: st.SearchStrategy[Any], lengths: list[int] = lengths) -> list[list[Any]]:
+            return [draw(st.lists(element, min_size=n, max_size=n)) for n in lengths]
+
+        size = {"min_size": len(lengths), "max_size": len(lengths)}
+        batch.append(
+            labels(
+                draw(st.lists(st.floats(-2, 2, width=32), **size)),
+                rows(LOGPROB),
+                masks=rows(st.booleans()),
+                used=draw(st.lists(st.booleans(), **size)),
+                old=rows(LOGPROB) if with_old else None,
+                reference=rows(LOGPROB),
+                rewards=draw(st.lists(st.none() | st.sampled_from([-1.0, 0.0, 1.0]), **size)),
+            )
+        )
+        values.append(torch.tensor([v for row in rows(LOGPROB) for v in row], dtype=torch.float64))
+    cuts = draw(st.lists(st.integers(0, len(batch)), max_size=3))
+    return Drawn(batch=batch, values=values, cuts=[0, *sorted(cuts), len(batch)])
+
+
+def flat(values: list[Tensor]) -> Tensor:
+    return torch.cat([*values, torch.zeros(0, dtype=torch.float64)])
+
+
+@every_setting
+@given(drawn=batches())
+@settings(max_examples=25, deadline=None)
+def test_splitting_a_batch_changes_neither_loss_nor_gradient_nor_figures(
+    chosen: dict[str, Any], drawn: Drawn
+) -> None:
+    loss = loss_of(**chosen)
+    denominator = max(loss.count(drawn.batch), 1.0)
+    whole = outputs(flat(drawn.values))
+    expected = loss(whole, drawn.batch, num_groups=denominator)
+    expected.loss.backward()  # type: ignore[no-untyped-call]
+    assert whole.logprobs_M.grad is not None
+
+    total, slopes, sums = 0.0, list[float](), dict[str, Tensor]()
+    for start, end in pairwise(drawn.cuts):
+        part = outputs(flat(drawn.values[start:end]))
+        found = loss(part, drawn.batch[start:end], num_groups=denominator)
+        found.loss.backward()  # type: ignore[no-untyped-call]
+        add_up(sums, found.sums)
+        total += float(found.loss.detach())
+        assert part.logprobs_M.grad is not None
+        slopes += part.logprobs_M.grad.tolist()
+
+    parts = [drawn.batch[start:end] for start, end in pairwise(drawn.cuts)]
+    assert sum(map(loss.count, parts)) == loss.count(drawn.batch)
+    assert total == pytest.approx(float(expected.loss.detach()), rel=1e-12, abs=1e-12)
+    assert slopes == pytest.approx(whole.logprobs_M.grad.tolist(), rel=1e-12, abs=1e-12)
+    assert loss.metrics(sums) == pytest.approx(loss.metrics(expected.sums), rel=1e-12, abs=1e-12)
+
+
+@every_setting
+@given(drawn=batches(), junk=st.sampled_from([math.nan, math.inf, -math.inf, -1e30]))
+@settings(max_examples=25, deadline=None)
+def test_what_is_masked_contributes_exactly_nothing(
+    chosen: dict[str, Any], drawn: Drawn, junk: float
+) -> None:
+    loss = loss_of(**chosen)
+    denominator = max(loss.count(drawn.batch), 1.0)
+    given_ = outputs(flat(drawn.values))
+    expected = loss(given_, drawn.batch, num_groups=denominator)
+    slopes = torch.tensor(gradient(loss, given_, drawn.batch), dtype=torch.float64)
+
+    spoiled_batch, spoiled = [], flat(drawn.values)
+    keep = np.concatenate(
+        [m & u for row in drawn.batch for m, u in zip(row.masks_GL, row.used_G, strict=True)]
+    )
+    spoiled[torch.from_numpy(~keep)] = junk
+    for row in drawn.batch:
+        masks = [m & u for m, u in zip(row.masks_GL, row.used_G, strict=True)]
+
+        def spoil(streams: tuple[np.ndarray, ...] | None, masks: list[np.ndarray] = masks) -> Any:
+            if streams is None:
+                return None
+            junk_ = np.float32(max(junk, -1e30))
+            return tuple(np.where(m, s, junk_) for m, s in zip(masks, streams, strict=True))
+
+        spoiled_batch.append(
+            replace(
+                row,
+                behaviour_GL=spoil(row.behaviour_GL),
+                old_GL=spoil(row.old_GL),
+                reference_GL=spoil(row.reference_GL),
+                advantages_G=tuple(
+                    a if used else math.nan
+                    for a, used in zip(row.advantages_G, row.used_G, strict=True)
+                ),
+            )
+        )
+    given_ = outputs(spoiled)
+    found = loss(given_, spoiled_batch, num_groups=denominator)
+    assert torch.equal(found.loss, expected.loss)
+    assert found.sums == expected.sums
+    assert gradient(loss, given_, spoiled_batch) == slopes.tolist()
+    assert slopes[torch.from_numpy(~keep)].tolist() == [0.0] * int((~keep).sum())
+
+
+@every_setting
+@given(drawn=batches(), random=st.randoms(use_true_random=False))
+@settings(max_examples=15, deadline=None)
+def test_the_order_of_completions_does_not_matter(
+    chosen: dict[str, Any], drawn: Drawn, random: Any
+) -> None:
+    loss = loss_of(**chosen)
+    denominator = max(loss.count(drawn.batch), 1.0)
+    shuffled, values = [], []
+    for row, streams in zip(drawn.batch, drawn.values, strict=True):
+        order = list(range(len(row.masks_GL)))
+        random.shuffle(order)
+        pieces = streams.split([len(mask) for mask in row.masks_GL])
+        shuffled.append(row.subset(order))
+        values += [pieces[i] for i in order]
+    one = loss(outputs(flat(drawn.values)), drawn.batch, num_groups=denominator)
+    other = loss(outputs(flat(values)), shuffled, num_groups=denominator)
+    torch.testing.assert_close(other.loss, one.loss, rtol=1e-12, atol=1e-12)
+    assert loss.metrics(other.sums) == pytest.approx(loss.metrics(one.sums), rel=1e-12, abs=1e-12)
+
+
+@given(drawn=batches())
+@settings(max_examples=25, deadline=None)
+def test_the_first_update_has_the_gradient_of_reinforce(drawn: Drawn) -> None:
+    batch = [replace(row, old_GL=None) for row in drawn.batch]
+    for normalizer in ("tokens", "sequences", "max_length"):
+        ppo = gradient(loss_of(normalizer=normalizer), outputs(flat(drawn.values)), batch)
+        plain = gradient(
+            loss_of(normalizer=normalizer, loss_type="reinforce"),
+            outputs(flat(drawn.values)), batch,
+        )  # fmt: skip
+        assert ppo == pytest.approx(plain, rel=1e-15)
+
+
+@every_setting
+def test_autocast_and_lower_precision_change_nothing(chosen: dict[str, Any]) -> None:
+    loss = loss_of(**chosen)
+    row = [[-0.5, -1.25], [-2.0]]
+    batch = [labels([1.5, -0.5], row, old=row, reference=[[-1.0, -1.0], [-1.0]])]
+    half = torch.tensor([-0.75, -1.5, -1.75], dtype=torch.bfloat16)
+    expected = loss(TokenOutputs(half.float(), None), batch, num_groups=3.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = loss(TokenOutputs(half, half), batch, num_groups=3.0)
+    assert found.loss.dtype == torch.float32
+    assert torch.equal(found.loss, expected.loss)
+    assert {name: found.sums[name] for name in expected.sums} == expected.sums
+    assert float(found.sums["entropy"]) == -4.0
+
+
+def test_extremes_are_kept_and_sums_added() -> None:
+    totals = dict[str, Tensor]()
+    for low, high in ((1.0, 2.0), (0.5, 1.5)):
+        add_up(totals, {"r_min": torch.tensor(low), "r_max": torch.tensor(high),
+                        "r": torch.tensor(low)})  # fmt: skip
+    assert {name: float(value) for name, value in totals.items()} == {
+        "r_min": 0.5, "r_max": 2.0, "r": 1.5,
+    }  # fmt: skip
+
+
+def test_a_subset_of_labels() -> None:
+    row = labels([1.0, 2.0, 3.0], [[-1.0], [-2.0, -2.5], [-3.0]], reference=[[0.0]] * 3,
+                 used=[True, True, False], rewards=[None, 1.0, 2.0])  # fmt: skip
+    assert (row.num_tokens, row.num_samples) == (3, 2)
+    part = row.subset([2, 1])
+    assert part.advantages_G == (3.0, 2.0)
+    assert part.used_G == (False, True)
+    assert part.rewards_G == (2.0, 1.0)
+    assert part.old_GL is None
+    assert [values.tolist() for values in part.behaviour_GL] == [[-3.0], [-2.0, -2.5]]
+    assert (part.num_tokens, part.num_samples) == (2, 1)
+    shown = DemonstrationLabels(masks_GL=(np.array([True, False]), np.array([True, True])))
+    assert [shown.subset([i]).num_tokens for i in (0, 1)] == [1, 2]
+
+
+@given(cut=st.integers(0, 4), masks=st.lists(st.booleans(), min_size=8, max_size=8))
+def test_demonstrations_may_be_split_too(cut: int, masks: list[bool]) -> None:
+    loss = DemonstrationLoss()
+    values = torch.linspace(-4.0, -0.1, 8, dtype=torch.float64)
+    batch = [DemonstrationLabels(masks_GL=(np.array(masks[i : i + 2]),)) for i in range(0, 8, 2)]
+    denominator = max(loss.count(batch), 1.0)
+    sums = dict[str, Tensor]()
+    parts = []
+    for start, end in ((0, cut), (cut, 4)):
+        one = loss(outputs(values[2 * start : 2 * end]), batch[start:end], num_groups=denominator)
+        parts.append(float(one.loss.detach()))
+        add_up(sums, one.sums)
+    whole = loss(outputs(values), batch, num_groups=denominator)
+    assert sum(parts) == pytest.approx(float(whole.loss.detach()), rel=1e-12)
+    assert loss.metrics(sums) == pytest.approx(loss.metrics(whole.sums), rel=1e-12)
+
+
+def test_the_longest_completion_is_that_of_the_run() -> None:
+    batch = [labels([1.0], [[-1.0]])]
+    short, long = (loss_of(normalizer="max_length", max_length=n) for n in (10, 100))
+    assert isinstance(short, PolicyLoss)
+    assert (short.count(batch), long.count(batch)) == (10.0, 100.0)
+
+
+def slowly(loss: PolicyLoss, c: PolicyLossConfig, drawn: Drawn) -> float:
+    """The loss once more, token by token, with nothing but `math`."""
+    total, place = 0.0, 0
+    values = flat(drawn.values).tolist()
+    for row in drawn.batch:
+        for i, mask in enumerate(row.masks_GL):
+            mine = [t for t in range(len(mask)) if mask[t] and row.used_G[i]]
+            now = {t: values[place + t] for t in mine}
+            place += len(mask)
+            if not mine:
+                continue
+            old = now if row.old_GL is None else {t: float(row.old_GL[i][t]) for t in mine}
+            drew = {t: float(row.behaviour_GL[i][t]) for t in mine}
+            losses = [
+                token_slowly(c, row, i, t, mine=mine, now=now, old=old, drew=drew) for t in mine
+            ]
+            total += sum(losses) / (len(mine) if loss.normalizer == "sequences" else 1)
+    return total / max(loss.count(drawn.batch), 1.0)
+
+
+def token_slowly(
+    c: PolicyLossConfig, row: PolicyLabels, i: int, t: int, *, mine: list[int],
+    now: dict[int, float], old: dict[int, float], drew: dict[int, float],
+) -> float:  # fmt: skip
+    is_whole = c.sequence_level_importance_ratios
+    a, n = row.advantages_G[i], len(mine)
+    log_ratio = sum(now[s] - old[s] for s in mine) / n if is_whole else now[t] - old[t]
+    ratio = math.exp(log_ratio)
+    cut = min(max(ratio, 1 - c.ratio_clip_min), 1 + c.ratio_clip_max)
+    if c.kind == "reinforce":
+        actor = -a * now[t]
+    elif c.kind == "cispo":
+        actor = -a * cut * now[t]
+    else:
+        actor = -min(a * ratio, a * cut)
+        if c.ratio_clip_c and a < 0:
+            actor = min(actor, -a * c.ratio_clip_c)
+    if c.use_importance_sampling_correction:
+        kind = c.truncated_importance_sampling_type
+        low = c.truncated_importance_sampling_ratio_min or 0.0
+        high = c.truncated_importance_sampling_ratio or math.inf
+        product = math.exp(sum(old[s] - drew[s] for s in mine))
+        weight = product if is_whole or kind == "seq-tis" else math.exp(old[t] - drew[t])
+        if kind in ("tis", "seq-tis"):
+            weight = min(max(weight, low), high)
+        elif not low <= (product ** (1 / n) if kind == "seq-mask-tis" else weight) <= high:
+            weight = 0.0
+        actor *= weight
+    if c.reference_policy_kl_penalty:
+        assert row.reference_GL is not None
+        lead = float(row.reference_GL[i][t]) - now[t]
+        kl = min(math.exp(lead) - 1 - lead, c.kl_output_clamp_value or math.inf)
+        if c.use_on_policy_kl_approximation:
+            kl *= math.exp(now[t] - drew[t])
+        actor += c.reference_policy_kl_penalty * kl
+    if (row.rewards_G[i] or 0.0) > 0:
+        actor -= c.positive_example_nll_weight * now[t]
+    return actor
+
+
+@every_setting
+@given(drawn=batches())
+@settings(max_examples=30, deadline=None)
+def test_the_loss_is_what_its_formulas_say(chosen: dict[str, Any], drawn: Drawn) -> None:
+    loss = loss_of(**chosen)
+    options = PolicyLossConfig(**{"reference_policy_kl_penalty": 0.0, **chosen})
+    denominator = max(loss.count(drawn.batch), 1.0)
+    found = loss(outputs(flat(drawn.values)), drawn.batch, num_groups=denominator)
+    expected = slowly(loss, options, drawn)
+    assert float(found.loss.detach()) == pytest.approx(expected, rel=1e-9, abs=1e-12)

@@ -1,0 +1,69 @@
+"""What becomes of a run whose process is ended from below, as Ray's core does."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+LISTEN = """
+from laurel.training.stopping import StopRequest
+with StopRequest(lambda name: print(name, flush=True)) as stop:
+    print("ready", os.getpid(), flush=True)
+    time.sleep({seconds})
+print("over", stop.signal, flush=True)
+sys.exit(3)
+"""
+
+
+def guarded(program: str) -> subprocess.Popen[str]:
+    head = "import os, sys, time\nfrom laurel.training.ray_guard import guard\nguard()\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", head + program],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("os._exit(1)", 75, "error: this run lost its Ray cluster, and Ray ended it"),
+        ("sys.exit(1)", 1, ""),
+        ("raise ValueError('mine')", 1, "ValueError: mine"),
+        ("sys.exit(0)", 0, ""),
+        ("os._exit(130)", 130, ""),
+        ("os.kill(os.getpid(), 9)", -9, ""),
+    ],
+)
+def test_only_an_end_without_a_word_is_taken_for_rays(end: str, code: int, said: str) -> None:
+    process = guarded(f"print('once')\nsys.stdout.flush()\n{end}")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, "once\n")
+    assert said in err
+    assert ("lost its Ray cluster" in err) == (code == 75)
+
+
+def test_a_signal_arrives_once_whoever_it_was_sent_to() -> None:
+    for to_both in (False, True):
+        process = guarded(LISTEN.format(seconds=2))
+        assert process.stdout is not None
+        child = int(process.stdout.readline().split()[1])
+        process.send_signal(signal.SIGTERM)
+        if to_both:
+            psutil.Process(child).send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+        assert out == "SIGTERM\nover Signals.SIGTERM\n" or out == "SIGTERM\nover 15\n"
+        assert process.returncode == 3
+
+
+def test_the_run_dies_with_who_watches_it() -> None:
+    process = guarded(LISTEN.format(seconds=60))
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline().split()[1]))
+    process.kill()
+    process.communicate(timeout=60)
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

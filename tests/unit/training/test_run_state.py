@@ -1,0 +1,200 @@
+"""What a checkpoint remembers of its run, and what a refused step leaves behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from laurel.config.load import load_config
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.errors import CheckpointError
+from laurel.training.state import (
+    TRAINING_DATA,
+    Position,
+    check_same_run,
+    fingerprint,
+    read_run_dir,
+    settings_of,
+    write_bad_step,
+)
+from laurel.types import Message, Preference, PreferenceSample, TokenGroup, group_of
+
+# --------------------------------------------------------------------------------------- position
+
+
+def test_figures_belong_to_the_step_they_were_measured_at() -> None:
+    """Else the next weights, or ones that gave no finite figure, would rank by another's figure."""
+    validated = Position(step=5).validated({"validation-default_loss": 0.3})
+    assert validated == Position(step=5, validated_at=5, metrics={"validation-default_loss": 0.3})
+    stepped = validated.stepped(bad_steps=0, metrics={"train_loss": 0.4})
+    assert stepped == Position(step=6, validated_at=5, metrics={"train_loss": 0.4})
+    both = stepped.validated({"validation-default_accuracy": 0.5})
+    assert both.metrics == {"train_loss": 0.4, "validation-default_accuracy": 0.5}
+    assert both.stepped(bad_steps=1, metrics={}).metrics == {}
+
+
+# ------------------------------------------------------------------------------------ fingerprint
+
+
+def sample(**changes: Any) -> PreferenceSample:
+    group = group_of([Message("user", "q")], ["a", "b"], group_id="g")
+    judged = {"ranks_G": (0, 1), "source": "rows.jsonl:7", **changes}
+    trunk, branches = judged.pop("trunk", [1, 2]), judged.pop("branches", [[3], [4, 5]])
+    return PreferenceSample(
+        preference=Preference(group=group, **judged),
+        tokens=TokenGroup(
+            id="g",
+            trunk_ids=np.array(trunk, dtype=np.int32),
+            branches_ids_G=tuple(np.array(ids, dtype=np.int32) for ids in branches),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks_G": (1, 0)},
+        {"ranks_G": (0, 0)},
+        {"margin": 0.5},
+        {"target": 0.9},
+        {"attributes_GK": ((1.0,), (2.0,))},
+        {"trunk": [1, 3]},
+        {"branches": [[3], [4, 6]]},
+        {"branches": [[3, 4], [5]]},
+        {"trunk": [1], "branches": [[2, 3], [4, 5]]},
+    ],
+)
+def test_a_fingerprint_changes_with_all_that_is_learned_from(change: dict[str, Any]) -> None:
+    assert fingerprint([sample(**change)]) != fingerprint([sample()])
+
+
+def test_a_fingerprint_knows_the_order_and_not_the_place() -> None:
+    one, other = sample(), sample(margin=1.0)
+    assert fingerprint([one, other]) != fingerprint([other, one])
+    assert fingerprint([one]) != fingerprint([one, one])
+    assert fingerprint([sample(source="elsewhere:1")]) == fingerprint([one])
+
+
+# --------------------------------------------------------------------------------------- same run
+
+
+def settings(*overrides: str) -> dict[str, object]:
+    return settings_of(load_config(RewardTrainingRun, None, list(overrides)).config)
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("rm.seed=1", "rm.seed"),
+        ("rm.loss.type=davidson", "rm.loss.type"),
+        ("policy.model_name=other", "policy.model_name"),
+        ("policy.train_global_batch_size=7", "policy.train_global_batch_size"),
+        ("policy.optimizer.kwargs.lr=0.1", "policy.optimizer.kwargs.lr"),
+        ("+policy.optimizer.kwargs.amsgrad=true", "policy.optimizer.kwargs.amsgrad"),
+        ("~policy.optimizer.kwargs.eps", "policy.optimizer.kwargs.eps"),
+        ("policy.dtensor_cfg.lora_cfg.alpha=1", "policy.dtensor_cfg.lora_cfg.alpha"),
+        ("policy.precision=float32", "policy.precision"),
+        ("data.shuffle=false", "data.shuffle"),
+        ("policy.max_total_sequence_length=99", "data.max_input_seq_length"),
+        ("data.max_input_seq_length=99", "data.max_input_seq_length"),
+    ],
+)
+def test_settings_that_make_another_run(tmp_path: Path, override: str, name: str) -> None:
+    write_run(tmp_path, settings())
+    check_same_run(tmp_path, settings())
+    with pytest.raises(CheckpointError) as refusal:
+        check_same_run(tmp_path, settings(override))
+    assert f"({name}: " in str(refusal.value)
+    assert str(refusal.value).count(" then, ") == 1
+
+
+def test_of_many_differences_the_weightiest_are_told_and_the_rest_counted(tmp_path: Path) -> None:
+    write_run(tmp_path, settings())
+    changes = [
+        "rm.seed=1", "data.shuffle=false", "policy.precision=float32", "policy.model_name=other",
+        "policy.optimizer.kwargs.lr=0.1", "policy.train_global_batch_size=7",
+        "rm.loss.type=davidson",
+    ]  # fmt: skip
+    with pytest.raises(CheckpointError) as refusal:
+        check_same_run(tmp_path, settings(*changes))
+    said = str(refusal.value)
+    assert said.count(" then, ") == 4
+    order = ["(policy.model_name: ", "policy.optimizer.kwargs.lr: ", "data.shuffle: "]
+    assert [said.index(name) for name in order] == sorted(said.index(name) for name in order)
+    assert f"and 3 more; {tmp_path / 'config.yaml'} has what was set then)" in said
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rm.max_num_epochs=9", "rm.max_num_steps=3", "rm.val_period=1", "rm.max_bad_steps=9",
+        "policy.train_micro_batch_size=4", "policy.max_grad_norm=null",
+        "checkpointing.save_period=1", "logger.log_dir=x", "cluster.cpu_threads=1",
+    ],
+)  # fmt: skip
+def test_settings_that_may_change_in_the_middle(tmp_path: Path, override: str) -> None:
+    write_run(tmp_path, settings())
+    check_same_run(tmp_path, settings(override))
+
+
+def test_the_training_data_count_where_they_are_known(tmp_path: Path) -> None:
+    write_run(tmp_path, settings() | {TRAINING_DATA: "abc"})
+    check_same_run(tmp_path, settings())
+    check_same_run(tmp_path, settings() | {TRAINING_DATA: "abc"})
+    with pytest.raises(CheckpointError, match="training data: 'abc' then, 'xyz' now"):
+        check_same_run(tmp_path, settings() | {TRAINING_DATA: "xyz"})
+
+
+def test_a_directory_that_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="save_optimizer=false"):
+        check_same_run(tmp_path, {})
+    write_run(tmp_path, {})
+    (tmp_path / "training" / "run.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"run\.json cannot be read"):
+        check_same_run(tmp_path, {})
+
+
+def write_run(checkpoint: Path, identity: dict[str, object], run_dir: str = "") -> None:
+    (checkpoint / "training").mkdir(exist_ok=True)
+    text = json.dumps({"run_dir": run_dir, "identity": identity})
+    (checkpoint / "training" / "run.json").write_text(text, encoding="utf-8")
+
+
+def test_the_log_directory_of_the_run_if_it_is_still_there(tmp_path: Path) -> None:
+    assert read_run_dir(tmp_path) is None
+    (tmp_path / "exp_003").mkdir()
+    write_run(tmp_path, {}, str(tmp_path / "exp_003"))
+    assert read_run_dir(tmp_path) == tmp_path / "exp_003"
+    (tmp_path / "exp_003").rmdir()
+    assert read_run_dir(tmp_path) is None
+
+
+# ------------------------------------------------------------------------------------- bad steps
+
+
+def test_the_rows_of_a_refused_step_are_kept_to_look_at(tmp_path: Path) -> None:
+    other = replace(sample(ranks_G=(1, 0)), preference=replace(sample().preference, source="r:8"))
+    path = write_bad_step(tmp_path, 12, [sample(), other], "the loss is nan")
+    assert path == tmp_path / "bad_steps" / "step_12.jsonl"
+    first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    assert first == {
+        "reason": "the loss is nan",
+        "source": "rows.jsonl:7",
+        "ranks": [0, 1],
+        "lengths": [3, 4],
+        "prompt": [["user", "q"]],
+        "completions": [[["assistant", "a"]], [["assistant", "b"]]],
+    }
+    assert second["source"] == "r:8"
+
+
+def test_rows_with_half_a_character_are_kept_too(tmp_path: Path) -> None:
+    group = group_of([], ["\ud800 lone", "b"], group_id="g")
+    broken = replace(sample(), preference=replace(sample().preference, group=group))
+    path = write_bad_step(tmp_path, 1, [broken], "the loss is nan")
+    assert json.loads(path.read_text(encoding="utf-8"))["completions"][0][0][1] == "\ud800 lone"

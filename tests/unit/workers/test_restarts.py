@@ -1,0 +1,50 @@
+"""How often replicas that are lost may be started again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from laurel.workers.seat import Restarts
+
+
+@dataclass
+class Replica:
+    name: str = "generation replica 1"
+    last_failure: str | None = None
+
+
+def test_a_loss_is_told_by_its_first_line_and_counted() -> None:
+    told: list[str] = []
+    restarts = Restarts(2, told.append)
+    loss = restarts.after(RuntimeError("signal 9\nits traceback"), Replica())
+    assert loss.refused is None
+    assert restarts.number == 1
+    assert told == [
+        "generation replica 1 was lost (signal 9); it is started again, restart 1 of 2 at most"
+    ]
+
+
+def test_the_limit_is_that_of_all_together() -> None:
+    told: list[str] = []
+    restarts = Restarts(2, told.append)
+    for index in range(2):
+        assert restarts.after(RuntimeError("signal 9"), Replica(f"r{index}")).refused is None
+    loss = restarts.after(RuntimeError("signal 9"), Replica("r2"))
+    assert str(loss) == ("r2 was lost (signal 9); no restart: 2 restarts are the limit of a run")
+    assert restarts.number == len(told) == 2
+
+
+def test_what_fails_as_before_is_no_accident_unless_it_worked_in_between() -> None:
+    restarts = Restarts(8, lambda _: None)
+    replica = Replica()
+    assert restarts.after(RuntimeError("no memory"), replica).refused is None
+    again = restarts.after(RuntimeError("no memory"), replica)
+    assert again.refused == "it failed in the same way when it had just been started again"
+    assert restarts.after(RuntimeError("another reason"), replica).refused is None
+    replica.last_failure = None  # it brought something
+    assert restarts.after(RuntimeError("another reason"), replica).refused is None
+    assert restarts.number == 3
+
+
+def test_none_at_all_may_be_allowed() -> None:
+    assert Restarts(0, lambda _: None).after(RuntimeError("x"), Replica()).refused is not None
