@@ -9,13 +9,14 @@ VLLM_STAMP := $(VLLM_VENV)/.laurel-installed
 
 DOCS_STAMP := $(VENV)/.laurel-docs-installed
 
-.PHONY: help setup setup-vllm demo test test-all test-vllm check format bench docs docs-serve notebooks release release-version clean
+.PHONY: help setup setup-vllm demo test test-all test-vllm check house format bench docs docs-serve notebooks release release-version clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
 	@echo "make test-all   all tests (about three quarters of an hour on 2 cores), as CI runs them"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make check   format, lint and types"
+	@echo "make house   the form of the code in figures: files, circles, modules that a step runs through"
 	@echo "make docs    the site of docs/ and of the docstrings, into site/ (make docs-serve shows it here)"
 	@echo "make bench   the benchmarks that need no peer (see benchmarks/README.md)"
 	@echo "make notebooks   run examples/notebooks and write them with their outputs"
@@ -75,6 +76,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The form of the code in figures, against the bars that were set for it.
+house: $(STAMP)
+	$(BIN)/python tools/house.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

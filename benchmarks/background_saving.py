@@ -99,9 +99,14 @@ class Run:
         )
         card = {"title": "a benchmark", "base_model": "", "data": {}, "settings": {}}
         self.state = PolicyRunState(
-            self.learner, identity={}, data_fingerprint="", config_yaml="", card=card,
-            run_dir=place, save_optimizer=True,
-        )  # fmt: skip
+            self.learner,
+            identity={},
+            data_fingerprint="",
+            config_yaml="",
+            card=card,
+            run_dir=place,
+            save_optimizer=True,
+        )
         drawn = np.random.default_rng(0).integers(3, shape.vocabulary, (3, options.tokens))
         trunk, *branches = drawn.astype(np.int32)
         group = TokenGroup(id="0", trunk_ids=trunk, branches_ids_G=tuple(branches))
@@ -163,8 +168,12 @@ def report(
         rows.append([label, spread(found["still"]), spread(found["whole"]), beside])
     alone = [seconds for found in results.values() for seconds in found["alone"]]
     front, behind = (statistics.median(results[way]["still"]) for way in WAYS)
-    header = ["saved", "seconds the loop stands still: median (range)",
-              "seconds of work until it is whole", "seconds of a step beside it"]  # fmt: skip
+    header = [
+        "saved",
+        "seconds the loop stands still: median (range)",
+        "seconds of work until it is whole",
+        "seconds of a step beside it",
+    ]
     return (
         table(header, rows, as_markdown=options.markdown)
         + f"\n\n{num_parameters / 1e6:.1f}M parameters with AdamW; a step with nothing beside it: "

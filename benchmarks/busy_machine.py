@@ -77,11 +77,14 @@ def measure(work: str, processes: int, way: str, options: argparse.Namespace) ->
     command = [sys.executable, __file__, "--work", work, "--threads", str(options.threads)]
     started = [
         subprocess.Popen(
-            [*command, *(["--quick"] if options.quick else [])], env=environment | WAYS[way],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [*command, *(["--quick"] if options.quick else [])],
+            env=environment | WAYS[way],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for _ in range(processes)
-    ]  # fmt: skip
+    ]
     try:
         for process in started:
             said(process)  # it is ready

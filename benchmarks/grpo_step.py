@@ -68,9 +68,11 @@ def main() -> None:
         print("no --trl-python: TRL is left out, there is no ratio to it", file=sys.stderr)
     shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
     result: dict[str, Any] = {
-        "machine": machine(), "options": vars(options), "cases": {},
+        "machine": machine(),
+        "options": vars(options),
+        "cases": {},
         "linear_parameters": shape.linear_parameters,
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory(prefix="laurel-benchmark-") as scratch_dir:
         scratch = Path(scratch_dir)
         settings, lengths = prepare(scratch, shape, options)
@@ -88,10 +90,22 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--trl-python", help="interpreter of an environment that has trl")
-    add("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME",
-        help="plain: no divergence from a reference policy; kl: with one")  # fmt: skip
-    add("--variants", nargs="+", default=list(MAIN), choices=list(VARIANTS), metavar="NAME",
-        help=f"programs: {', '.join(VARIANTS)}; the default is {', '.join(MAIN)}")  # fmt: skip
+    add(
+        "--cases",
+        nargs="+",
+        default=list(CASES),
+        choices=list(CASES),
+        metavar="NAME",
+        help="plain: no divergence from a reference policy; kl: with one",
+    )
+    add(
+        "--variants",
+        nargs="+",
+        default=list(MAIN),
+        choices=list(VARIANTS),
+        metavar="NAME",
+        help=f"programs: {', '.join(VARIANTS)}; the default is {', '.join(MAIN)}",
+    )
     add("--rounds", type=int, default=2, help="measured steps of each")
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
     add("--threads", type=int, default=2)
@@ -214,11 +228,15 @@ def measure(
                     name,
                     "trl_grpo.py" if variant.peer else "laurel_grpo.py",
                     options.trl_python if variant.peer else sys.executable,
-                    {**settings, "beta": CASES[case], "name": f"{case}-{name}",
-                     "overrides": variant.overrides},
+                    {
+                        **settings,
+                        "beta": CASES[case],
+                        "name": f"{case}-{name}",
+                        "overrides": variant.overrides,
+                    },
                     scratch,
                 )
-            )  # fmt: skip
+            )
         for worker in workers:
             worker.facts = worker.listen(scratch)
         check_same_problem(workers)
@@ -337,8 +355,14 @@ def report(
         )
         part = {p: statistics.median(r["parts"][p] for r in repeats) for p in PARTS}
         parts.append([VARIANTS[name].label, *(f"{part[p]:.2f}" for p in PARTS)])
-    header = ["program", "seconds a step: median (range)", "x TRL", "x TRL, checkpointing off",
-              f"useful, of {peak / 1e9:.0f} GFLOP/s", "peak MiB"]  # fmt: skip
+    header = [
+        "program",
+        "seconds a step: median (range)",
+        "x TRL",
+        "x TRL, checkpointing off",
+        f"useful, of {peak / 1e9:.0f} GFLOP/s",
+        "peak MiB",
+    ]
     versions = "; ".join(
         dict.fromkeys(
             f"{w['facts']['program']} with torch {w['facts']['versions']['torch']}, transformers "

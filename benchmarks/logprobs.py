@@ -76,10 +76,13 @@ def main() -> None:
     print(report(workers, differences, options))
     kept = ("seconds", "user_seconds", "system_seconds", "extra_mib", "peak_mib")
     measured = {
-        w.name: {"facts": w.facts, "difference": differences[w.name],
-                 "repeats": [{key: r[key] for key in kept} for r in w.repeats]}
+        w.name: {
+            "facts": w.facts,
+            "difference": differences[w.name],
+            "repeats": [{key: r[key] for key in kept} for r in w.repeats],
+        }
         for w in workers
-    }  # fmt: skip
+    }
     write_json(options.json, {"machine": machine(), "options": vars(options), "ways": measured})
     if max(differences.values()) > TOLERANCE:
         raise SystemExit("the gradients differ: nothing is comparable")
@@ -133,8 +136,14 @@ def report(
         ]
         for w in workers
     ]
-    header = ["way", "program", "seconds: median (range)", "x plain",
-              "MiB beyond inputs and gradients", "relative gradient difference"]  # fmt: skip
+    header = [
+        "way",
+        "program",
+        "seconds: median (range)",
+        "x plain",
+        "MiB beyond inputs and gradients",
+        "relative gradient difference",
+    ]
     logits = options.tokens * options.vocabulary * 4 / 2**20
     title = (
         f"{options.tokens} tokens, {options.vocabulary} entries ({logits:.0f} MiB of logits), "

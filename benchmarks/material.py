@@ -33,18 +33,27 @@ class DataSet:
 
 DATA_SETS = {
     "qa_feedback": DataSet(
-        name="qa_feedback", dataset_class="BinaryPreferenceDataset", batch_pairs=8, steps=1,
+        name="qa_feedback",
+        dataset_class="BinaryPreferenceDataset",
+        batch_pairs=8,
+        steps=1,
         target=3.5,
     ),
     "hh_rlhf_harmless": DataSet(
-        name="hh_rlhf_harmless", dataset_class="PreferenceDataset", batch_pairs=16, steps=1,
+        name="hh_rlhf_harmless",
+        dataset_class="PreferenceDataset",
+        batch_pairs=16,
+        steps=1,
         target=2.5,
     ),
     "ukp_convarg1": DataSet(
-        name="ukp_convarg1", dataset_class="BinaryPreferenceDataset", batch_pairs=32, steps=1,
+        name="ukp_convarg1",
+        dataset_class="BinaryPreferenceDataset",
+        batch_pairs=32,
+        steps=1,
         target=1.5,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

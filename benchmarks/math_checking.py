@@ -53,9 +53,13 @@ def main() -> None:
     print(report(cases, seconds, verdicts, options))
     write_json(
         options.json,
-        {"machine": machine(), "options": vars(options), "seconds": seconds,
-         "verdicts": {name: dict(counts) for name, counts in verdicts.items()}},
-    )  # fmt: skip
+        {
+            "machine": machine(),
+            "options": vars(options),
+            "seconds": seconds,
+            "verdicts": {name: dict(counts) for name, counts in verdicts.items()},
+        },
+    )
 
 
 def read_options() -> argparse.Namespace:
@@ -142,15 +146,24 @@ def report(
         others = {k: n for k, n in counts.items() if k not in ("correct", "incorrect")}
         lines.append(
             [
-                name, f"{len(texts):,}", f"{len(texts) / median:,.0f}",
-                f"{len(texts) / median / options.workers:,.0f}", f"{counts['correct']:,}",
+                name,
+                f"{len(texts):,}",
+                f"{len(texts) / median:,.0f}",
+                f"{len(texts) / median / options.workers:,.0f}",
+                f"{counts['correct']:,}",
                 f"{counts['incorrect']:,}",
                 ", ".join(f"{n} {kind}" for kind, n in sorted(others.items())) or "-",
             ]
-        )  # fmt: skip
+        )
     header = [
-        "what", "answers", "per second", "per second and process", "correct", "incorrect", "other",
-    ]  # fmt: skip
+        "what",
+        "answers",
+        "per second",
+        "per second and process",
+        "correct",
+        "incorrect",
+        "other",
+    ]
     return table(header, lines, as_markdown=options.markdown)
 
 

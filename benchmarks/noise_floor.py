@@ -51,8 +51,16 @@ ANSWERS = (
     f"The {THING} was in the {PLACE}; here it is.",
     f"From the {PLACE}: the {THING}.",
 )
-ENDINGS = ("", " Thanks!", " Here you are.", " Enjoy it.", " Anything else?", " It was heavy.",
-           " I hope it helps.", " See you.")  # fmt: skip
+ENDINGS = (
+    "",
+    " Thanks!",
+    " Here you are.",
+    " Enjoy it.",
+    " Anything else?",
+    " It was heavy.",
+    " I hope it helps.",
+    " See you.",
+)
 GOOD_AND_BAD = (
     f"Here is the {THING} from the {PLACE}.",
     "Here is the fiddle from the barn.",
@@ -96,17 +104,32 @@ def main() -> None:
         results = [measure(model, precision) for precision in ("float32", "bfloat16")]
     print("\nThe noise of the scores, as standard deviations\n")
     columns = ("precision", "in other company", "rounding", "noise floor")
-    rows = [[r["precision"], *(f"{r[k]:.1e}" for k in ("company", "rounding", "floor"))]
-            for r in results]  # fmt: skip
+    rows = [
+        [r["precision"], *(f"{r[k]:.1e}" for k in ("company", "rounding", "floor"))]
+        for r in results
+    ]
     print(table(columns, rows, as_markdown=options.markdown))
     print(f"\nGroups of {GROUP}\n")
-    columns = ("precision", "group", "spread of exact scores", "spread of scores",
-               "largest advantage", "with the floor")  # fmt: skip
+    columns = (
+        "precision",
+        "group",
+        "spread of exact scores",
+        "spread of scores",
+        "largest advantage",
+        "with the floor",
+    )
     rows = [
-        [r["precision"], group["name"], f"{group['exact']:.1e}", f"{group['spread']:.1e}",
-         f"{group['plain']:.3f}", f"{group['guarded']:.3f}"]
-        for r in results for group in r["groups"]
-    ]  # fmt: skip
+        [
+            r["precision"],
+            group["name"],
+            f"{group['exact']:.1e}",
+            f"{group['spread']:.1e}",
+            f"{group['plain']:.3f}",
+            f"{group['guarded']:.3f}",
+        ]
+        for r in results
+        for group in r["groups"]
+    ]
     print(table(columns, rows, as_markdown=options.markdown))
     write_json(options.json, {"machine": machine(), "options": vars(options), "rows": results})
 

@@ -304,21 +304,31 @@ def make_models(directory: Path, seed: int, options: argparse.Namespace) -> tupl
     shown = write(directory / "demonstrations.jsonl", demonstrations(16_000, seed))
     policy = fine_tune(
         configured(
-            SFTRun, directory / "sft", *WARM_UP, decay(options.warm_up), f"sft.seed={seed}",
-            f"sft.max_num_steps={options.warm_up}", f"data.train_data_path={shown}",
+            SFTRun,
+            directory / "sft",
+            *WARM_UP,
+            decay(options.warm_up),
+            f"sft.seed={seed}",
+            f"sft.max_num_steps={options.warm_up}",
+            f"data.train_data_path={shown}",
         ),
         console=quiet(),
-    ).latest  # fmt: skip
+    ).latest
     assert policy is not None
     pairs = write(directory / "preferences.jsonl", preferences(25_600, seed))
     reward_model = train_reward_model(
         configured(
-            RewardTrainingRun, directory / "rm", *REWARD_MODEL, decay(options.rm),
-            f"rm.seed={seed}", f"rm.max_num_steps={options.rm}", f"data.train_data_path={pairs}",
+            RewardTrainingRun,
+            directory / "rm",
+            *REWARD_MODEL,
+            decay(options.rm),
+            f"rm.seed={seed}",
+            f"rm.max_num_steps={options.rm}",
+            f"data.train_data_path={pairs}",
             f"policy.model_name={policy}",
         ),
         console=quiet(),
-    ).latest  # fmt: skip
+    ).latest
     assert reward_model is not None
     return policy, reward_model
 
@@ -347,8 +357,11 @@ def run(directory: Path, models: tuple[Path, Path], *, seed: int, reward: str, s
             f"+env.custom.paid={{name: overoptimisation.Judge, kwargs: {{judge: {judge}}}}}"
         )
     if paid == "reward_model":
-        settings += ["env.reward_model.enabled=true", "env.reward_model.precision=float32",
-                     f"env.reward_model.model_name={models[1]}"]  # fmt: skip
+        settings += [
+            "env.reward_model.enabled=true",
+            "env.reward_model.precision=float32",
+            f"env.reward_model.model_name={models[1]}",
+        ]
     outcome = train_policy(configured(GRPORun, directory, *settings), console=quiet())
     if outcome.ended != "finished":  # a signal ends a run without an error
         raise SystemExit(f"{directory} ended by {outcome.ended} at step {outcome.step} of {steps}")
@@ -425,10 +438,16 @@ def show(found: Sequence[Watched], *, as_markdown: bool) -> None:
     """A table of runs and one of alarms."""
     print("\nRuns\n")
     rows = [
-        [one.reward, str(one.seed), course(one), str(one.peak_at), str(one.fallen_at or "never"),
-         said(one.raised)]
+        [
+            one.reward,
+            str(one.seed),
+            course(one),
+            str(one.peak_at),
+            str(one.fallen_at or "never"),
+            said(one.raised),
+        ]
         for one in found
-    ]  # fmt: skip
+    ]
     columns = ("reward", "seed", "gold first, peak, last", "peak at", "20 % down", "alarms")
     print(table(columns, rows, as_markdown=as_markdown))
     fallen = [one for one in found if one.is_loophole and one.fallen_at is not None]
@@ -438,8 +457,14 @@ def show(found: Sequence[Watched], *, as_markdown: bool) -> None:
     )
     rows = [[name, *figures_of(name, fallen, sound)] for name in RULES]
     rows.append(["any of them", *figures_of(None, fallen, sound)])
-    columns = ("alarm", "hits", "before the fall", "steps after the fall (least, median, most)",
-               "steps after the peak (median)", "false alarms")  # fmt: skip
+    columns = (
+        "alarm",
+        "hits",
+        "before the fall",
+        "steps after the fall (least, median, most)",
+        "steps after the peak (median)",
+        "false alarms",
+    )
     print(table(columns, rows, as_markdown=as_markdown))
 
 
@@ -454,9 +479,12 @@ def figures_of(name: str | None, fallen: Sequence[Watched], sound: Sequence[Watc
     false = sum(rose(one) is not None for one in sound)
     delays = f"{late[0]:+d}, {median(late):+g}, {late[-1]:+d}" if late else "-"
     return [
-        f"{len(late)} of {len(fallen)}", str(sum(value < 0 for value in late)), delays,
-        f"{median(since_peak):+g}" if since_peak else "-", f"{false} of {len(sound)}",
-    ]  # fmt: skip
+        f"{len(late)} of {len(fallen)}",
+        str(sum(value < 0 for value in late)),
+        delays,
+        f"{median(since_peak):+g}" if since_peak else "-",
+        f"{false} of {len(sound)}",
+    ]
 
 
 def course(one: Watched) -> str:

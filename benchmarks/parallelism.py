@@ -136,10 +136,16 @@ def measure(
     learner.shutdown()
     slots.release()
     return {
-        "dp": spread.dp_shard, "tp": spread.tp, "cp": spread.cp,
-        "loss": update.metrics["loss"], "gradients": gradients,
-        "parameters": facts.num_parameters, "held": held, "loading": loading, "peak": peak,
-    }  # fmt: skip
+        "dp": spread.dp_shard,
+        "tp": spread.tp,
+        "cp": spread.cp,
+        "loss": update.metrics["loss"],
+        "gradients": gradients,
+        "parameters": facts.num_parameters,
+        "held": held,
+        "loading": loading,
+        "peak": peak,
+    }
 
 
 def started(
@@ -148,20 +154,26 @@ def started(
     policy = policy_of(directory, optimizer, spread)
     load = partial(load_reward_model, policy, seed=1, max_length=512, truncation_side="left")
     group = RayGroup(
-        slots, Measured, load, shape=spread, policy=policy,
-        cluster=ClusterConfig(device="cpu", cpu_threads=1), seed=1,
-    )  # fmt: skip
+        slots,
+        Measured,
+        load,
+        shape=spread,
+        policy=policy,
+        cluster=ClusterConfig(device="cpu", cpu_threads=1),
+        seed=1,
+    )
     return LearnerGroup(group, spread)
 
 
 def policy_of(directory: Path, optimizer: NamedCall, spread: ParallelShape) -> PolicyConfig:
     return PolicyConfig(
-        model_name=str(directory), precision="float32", max_total_sequence_length=256,
-        max_grad_norm=None, optimizer=optimizer,
-        dtensor_cfg=DTensorConfig(
-            tensor_parallel_size=spread.tp, context_parallel_size=spread.cp
-        ),
-    )  # fmt: skip
+        model_name=str(directory),
+        precision="float32",
+        max_total_sequence_length=256,
+        max_grad_norm=None,
+        optimizer=optimizer,
+        dtensor_cfg=DTensorConfig(tensor_parallel_size=spread.tp, context_parallel_size=spread.cp),
+    )
 
 
 def material(shape: Shape) -> tuple[list[TokenGroup], list[Preference]]:
@@ -190,18 +202,28 @@ def report(rows: list[dict[str, Any]], *, as_markdown: bool) -> str:
         whole = 16 * row["parameters"] / MIB
         lines.append(
             [
-                str(row["dp"]), str(row["tp"]), str(row["cp"]),
-                f"{abs(row['loss'] / one['loss'] - 1):.1e}", f"{difference / size:.1e}",
-                f"{row['held'] / MIB:.1f}", f"{row['loading'] / MIB:.0f}",
+                str(row["dp"]),
+                str(row["tp"]),
+                str(row["cp"]),
+                f"{abs(row['loss'] / one['loss'] - 1):.1e}",
+                f"{difference / size:.1e}",
+                f"{row['held'] / MIB:.1f}",
+                f"{row['loading'] / MIB:.0f}",
                 f"{row['peak'] / MIB:.0f}",
                 f"{(row['peak'] / MIB) - whole / ranks:.0f}",
             ]
-        )  # fmt: skip
+        )
     header = [
-        "dp", "tp", "cp", "loss, relative difference", "gradient, relative difference",
-        "weights held by a rank, MiB", "peak while loading", "peak of a rank, MiB",
+        "dp",
+        "tp",
+        "cp",
+        "loss, relative difference",
+        "gradient, relative difference",
+        "weights held by a rank, MiB",
+        "peak while loading",
+        "peak of a rank, MiB",
         "peak less 16 bytes x P / ranks",
-    ]  # fmt: skip
+    ]
     first = f"P = {one['parameters'] / 1e6:.1f}M parameters: 16 bytes each are {whole:.0f} MiB"
     return f"{first}\n\n{table(header, lines, as_markdown=as_markdown)}"
 

@@ -34,15 +34,19 @@ def configuration(num_nodes: int, *, fits: bool) -> GRPORun:
     judging_nodes = num_nodes // 4
     data_parallel = num_nodes - judging_nodes
     changes = [
-        f"cluster.num_nodes={num_nodes}", "cluster.gpus_per_node=8",
-        f"{parallel}.tensor_parallel_size=8", f"{parallel}.activation_checkpointing={fits}",
+        f"cluster.num_nodes={num_nodes}",
+        "cluster.gpus_per_node=8",
+        f"{parallel}.tensor_parallel_size=8",
+        f"{parallel}.activation_checkpointing={fits}",
         f"policy.max_total_sequence_length={2048 if fits else 16384}",
         f"policy.train_global_batch_size={16 * data_parallel}",
         f"grpo.num_prompts_per_step={data_parallel}",
         "policy.generation.vllm_cfg.tensor_parallel_size=8",
-        f"{judge}.enabled=true", f"{judge}.model_name=judge",
-        f"{judge}.dtensor_cfg.tensor_parallel_size=8", f"{judge}.precision=bfloat16",
-    ]  # fmt: skip
+        f"{judge}.enabled=true",
+        f"{judge}.model_name=judge",
+        f"{judge}.dtensor_cfg.tensor_parallel_size=8",
+        f"{judge}.precision=bfloat16",
+    ]
     if judging_nodes:
         changes += [f"{judge}.resources.gpus_per_node=8"]
         changes += [f"{judge}.resources.num_nodes={judging_nodes}"]

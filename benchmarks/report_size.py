@@ -77,13 +77,19 @@ def completions(step: int, count: int, draws: random.Random) -> Iterator[Complet
     for index in range(count):
         prompt = random.Random(f"prompt {index % NUM_VALIDATED}")
         yield CompletionRow(
-            step=step, task=f"task-{index % NUM_VALIDATED}", group=f"{step}-{index // 4}",
-            environment="math", prompt=text(prompt, 30),
+            step=step,
+            task=f"task-{index % NUM_VALIDATED}",
+            group=f"{step}-{index // 4}",
+            environment="math",
+            prompt=text(prompt, 30),
             completion=text(draws, WORDS_OF_COMPLETION),
-            reward=draws.gauss(1 - math.exp(-step / 2500), 0.4), advantage=draws.gauss(0, 1),
-            answer=str(draws.randrange(100)), expected=str(draws.randrange(100)),
-            truncated=draws.random() < 0.02, num_tokens=draws.randrange(80, 260),
-        )  # fmt: skip
+            reward=draws.gauss(1 - math.exp(-step / 2500), 0.4),
+            advantage=draws.gauss(0, 1),
+            answer=str(draws.randrange(100)),
+            expected=str(draws.randrange(100)),
+            truncated=draws.random() < 0.02,
+            num_tokens=draws.randrange(80, 260),
+        )
 
 
 def make_run(directory: Path, num_steps: int, num_samples: int, *, seed: int) -> int:
@@ -91,9 +97,11 @@ def make_run(directory: Path, num_steps: int, num_samples: int, *, seed: int) ->
     draws = random.Random(seed)
     directory.mkdir(parents=True)
     changes = [
-        "grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=4",
-        "policy.train_global_batch_size=8", f"grpo.max_num_steps={num_steps}",
-    ]  # fmt: skip
+        "grpo.num_prompts_per_step=2",
+        "grpo.num_generations_per_prompt=4",
+        "policy.train_global_batch_size=8",
+        f"grpo.max_num_steps={num_steps}",
+    ]
     config = load_config(GRPORun, None, changes).config
     logger = JsonlLogger(directory)
     logger.log_config(config.model_dump(mode="json"))
@@ -141,9 +149,11 @@ def opened(page: Path, program: str) -> dict[str, float]:
         paint = tab.run("performance.getEntriesByType('paint')[0].startTime / 1000")
         loaded = tab.run("performance.getEntriesByType('navigation')[0].loadEventEnd / 1000")
         return {
-            "usable": usable, "first paint": paint, "loaded": loaded,
+            "usable": usable,
+            "first paint": paint,
+            "loaded": loaded,
             "a table opened and searched": tab.run(SEARCH),
-        }  # fmt: skip
+        }
 
 
 def main() -> None:

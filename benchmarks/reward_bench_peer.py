@@ -40,8 +40,9 @@ BOS = "<|bos|>"
 
 def main() -> None:
     options = read_options()
-    missing = [name for name in (*FILES, "ukp_convarg1/train.jsonl.gz")
-               if not (DATA_DIR / name).is_file()]  # fmt: skip
+    missing = [
+        name for name in (*FILES, "ukp_convarg1/train.jsonl.gz") if not (DATA_DIR / name).is_file()
+    ]
     if missing:
         raise SystemExit(f"skipped: no {', '.join(missing)} in {DATA_DIR} (set LAUREL_DATA)")
     if options.peer_python is None:
@@ -112,15 +113,28 @@ def train_model(scratch: Path, options: argparse.Namespace) -> Path:
     data = DATA_DIR.resolve() / "ukp_convarg1" / "train.jsonl.gz"
     print(f"training for {options.train_steps} steps", file=sys.stderr)
     done = subprocess.run(
-        [sys.executable, "-m", "laurel", "rm", f"policy.model_name={start}",
-         "policy.precision=float32", "policy.train_global_batch_size=32",
-         "policy.max_total_sequence_length=2048", f"rm.max_num_steps={options.train_steps}",
-         "policy.optimizer.kwargs.lr=3e-4", "data.dataset_name=BinaryPreferenceDataset",
-         f"data.train_data_path={data}", f"checkpointing.checkpoint_dir={run}",
-         "checkpointing.metric_name=null", f"cluster.cpu_threads={options.threads}",
-         "cluster.device=cpu", f"logger.log_dir={scratch / 'logs'}"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "laurel",
+            "rm",
+            f"policy.model_name={start}",
+            "policy.precision=float32",
+            "policy.train_global_batch_size=32",
+            "policy.max_total_sequence_length=2048",
+            f"rm.max_num_steps={options.train_steps}",
+            "policy.optimizer.kwargs.lr=3e-4",
+            "data.dataset_name=BinaryPreferenceDataset",
+            f"data.train_data_path={data}",
+            f"checkpointing.checkpoint_dir={run}",
+            "checkpointing.metric_name=null",
+            f"cluster.cpu_threads={options.threads}",
+            "cluster.device=cpu",
+            f"logger.log_dir={scratch / 'logs'}",
+        ],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         raise SystemExit(f"training failed:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
     return run / f"step_{options.train_steps}"
@@ -140,9 +154,10 @@ def tokenizer_with_bos(texts: Iterable[str]) -> Any:
     tokenizer = train_tokenizer(texts, vocab_size=SHAPE.vocabulary)
     tokenizer.add_special_tokens({"bos_token": BOS})
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B",
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A $B",
         special_tokens=[(BOS, tokenizer.convert_tokens_to_ids(BOS))],
-    )  # fmt: skip
+    )
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     return tokenizer
 
@@ -187,8 +202,12 @@ def measure(
     workers: list[Worker] = []
     try:
         for name, (script, python, directory) in programs.items():
-            given = {**settings, "model": directory, "scratch_dir": str(folder),
-                     "scores": str(folder / f"{name}.json")}  # fmt: skip
+            given = {
+                **settings,
+                "model": directory,
+                "scratch_dir": str(folder),
+                "scores": str(folder / f"{name}.json"),
+            }
             workers.append(Worker.start(name, script, python, given, folder))
         for worker in workers:
             worker.facts = worker.listen(folder)
@@ -199,8 +218,11 @@ def measure(
     theirs, ours = (json.loads((folder / f"{name}.json").read_text()) for name in programs)
     if theirs["ids"] != ours["ids"]:
         raise SystemExit("the two programs scored different rows")
-    gaps = [abs(a - b) for key in ("chosen", "rejected")
-            for a, b in zip(theirs[key], ours[key], strict=True)]  # fmt: skip
+    gaps = [
+        abs(a - b)
+        for key in ("chosen", "rejected")
+        for a, b in zip(theirs[key], ours[key], strict=True)
+    ]
     flips = sum(
         (a > b) != (c > d)
         for a, b, c, d in zip(
@@ -220,8 +242,15 @@ def measure(
 
 def report(found: dict[str, Any], max_length: int, options: argparse.Namespace) -> str:
     theirs, ours = found["accuracies"].values()
-    subsets = [[name, f"{theirs[name]:.4f}", f"{ours[name]:.4f}",
-                "yes" if theirs[name] == ours[name] else "NO"] for name in theirs]  # fmt: skip
+    subsets = [
+        [
+            name,
+            f"{theirs[name]:.4f}",
+            f"{ours[name]:.4f}",
+            "yes" if theirs[name] == ours[name] else "NO",
+        ]
+        for name in theirs
+    ]
     facts = found["workers"]["laurel"]["facts"]
     told = facts["differences"]
     reasons = ", ".join(f"{reason} {one['num_rows']}" for reason, one in told["reasons"].items())
@@ -246,11 +275,15 @@ def timing(workers: dict[str, Any], options: argparse.Namespace) -> list[str]:
     repeats = workers["rewardbench"]["repeats"]
     if not repeats:
         return []
-    seconds = {name: [seconds_of(one, options.clock) for one in worker["repeats"]]
-               for name, worker in workers.items()}  # fmt: skip
+    seconds = {
+        name: [seconds_of(one, options.clock) for one in worker["repeats"]]
+        for name, worker in workers.items()
+    }
     slow = statistics.median(seconds["rewardbench"])
-    rows = [[name, spread(values), f"{slow / statistics.median(values):.2f}"]
-            for name, values in seconds.items()]  # fmt: skip
+    rows = [
+        [name, spread(values), f"{slow / statistics.median(values):.2f}"]
+        for name, values in seconds.items()
+    ]
     header = ["program", "seconds: median (range)", "times as fast"]
     whole = statistics.median(one["whole_seconds"] for one in repeats)
     return [

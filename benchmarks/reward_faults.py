@@ -65,8 +65,10 @@ class Server:
         command = [sys.executable, "-m", "laurel", "serve", "--null", "--access-log", "none"]
         self._process = subprocess.Popen(
             [*command, "--port", str(self.port), *arguments],
-            env=self._environment, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env=self._environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert self._process.stderr is not None
         said = []
         for line in self._process.stderr:
@@ -160,8 +162,11 @@ def main() -> None:
         for server in servers:
             server.kill()
     print(report(ledger, deaths, seconds, options), flush=True)
-    bad = {"lost": ledger.lost(options.completions), "doubled": ledger.doubled,
-           "wrong": ledger.wrong}  # fmt: skip
+    bad = {
+        "lost": ledger.lost(options.completions),
+        "doubled": ledger.doubled,
+        "wrong": ledger.wrong,
+    }
     raw = {**bad, "deaths": deaths, "groups": ledger.groups, "failures": ledger.failures[:20]}
     write_json(options.json, {"machine": machine(), "options": vars(options), **raw})
     if any(bad.values()):
@@ -304,8 +309,11 @@ def measure_groups(key: str, options: argparse.Namespace) -> None:
         server.kill()
     seconds.sort()
     found = {name: quantile(seconds, share) for name, share in QUANTILES.items()}
-    bad = {"lost": ledger.lost(options.completions), "doubled": ledger.doubled,
-           "wrong": ledger.wrong}  # fmt: skip
+    bad = {
+        "lost": ledger.lost(options.completions),
+        "doubled": ledger.doubled,
+        "wrong": ledger.wrong,
+    }
     rows = [
         ["groups of so many completions", f"{ledger.groups:,}, {options.completions}"],
         ["replicas", str(options.replicas)],

@@ -39,18 +39,14 @@ class Way:
 
 
 WAYS = {
-    "end": Way(
-        label="the whole batch afterwards", threads=1, reward={"use_reward_loop": False}
-    ),
-    "end-2": Way(
-        label="the same on 2 threads", threads=2, reward={"use_reward_loop": False}
-    ),
+    "end": Way(label="the whole batch afterwards", threads=1, reward={"use_reward_loop": False}),
+    "end-2": Way(label="the same on 2 threads", threads=2, reward={"use_reward_loop": False}),
     "loop": Way(label="the loop, in this process", threads=1),
     "loop-2": Way(label="the same on 2 threads", threads=2),
     "replicas": Way(
         label="the loop, 2 replicas in processes", threads=1, reward={"num_replicas": 2}
     ),
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -63,15 +59,19 @@ def main() -> None:
         heavier = replace(shape, layers=HEAVIER * shape.layers)
         save_classifier(scratch / "judge", heavier, tokenizer)
         settings |= {
-            "reward_model": str(scratch / "judge"), "beta": 0.0, "lengths_vary": True,
-            "prompts": options.prompts, "generations": options.generations,
+            "reward_model": str(scratch / "judge"),
+            "beta": 0.0,
+            "lengths_vary": True,
+            "prompts": options.prompts,
+            "generations": options.generations,
             "overrides": {
                 "generation": {
-                    "backend": "transformers", "max_new_tokens": NEW_TOKENS,
+                    "backend": "transformers",
+                    "max_new_tokens": NEW_TOKENS,
                     "stop_token_ids": list(range(0, shape.vocabulary, ENDS)),
                 }
             },
-        }  # fmt: skip
+        }
         workers = measure(settings, options, scratch)
     print(report(workers, options), flush=True)
     raw = {w.name: {"facts": w.facts, "repeats": w.repeats} for w in workers}
@@ -144,15 +144,21 @@ def report(workers: list[Worker], options: argparse.Namespace) -> str:
         times = [seconds_of(repeat, options.clock) for repeat in worker.repeats]
         rows.append(
             [
-                WAYS[worker.name].label, str(WAYS[worker.name].threads), spread(times),
+                WAYS[worker.name].label,
+                str(WAYS[worker.name].threads),
+                spread(times),
                 *(f"{statistics.median(p[n] for p in parts):.2f}" for n in names),
                 f"{statistics.median(shares):.0%}",
             ]
-        )  # fmt: skip
+        )
     header = [
-        "way", "threads", "seconds a step: median (range)", "generation", "waiting for rewards",
+        "way",
+        "threads",
+        "seconds a step: median (range)",
+        "generation",
+        "waiting for rewards",
         "share hidden",
-    ]  # fmt: skip
+    ]
     return table(header, rows, as_markdown=options.markdown) + ideal(workers, options)
 
 

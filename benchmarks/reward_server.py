@@ -92,10 +92,14 @@ def server(
     """A server that is ready, its address and its process."""
     log = scratch / f"{time.monotonic_ns()}.log"
     environment = {
-        **os.environ, "LAUREL_API_KEY": KEY, "VLLM_API_KEY": KEY, "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false",
+        **os.environ,
+        "LAUREL_API_KEY": KEY,
+        "VLLM_API_KEY": KEY,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-    }  # fmt: skip
+    }
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
     try:
@@ -131,9 +135,13 @@ def laurel_serve(*arguments: str) -> list[str]:
 def ask(url: str, path: str, bodies: Path, *, connections: int, requests: int) -> dict[str, Any]:
     """What a client in a process of its own saw."""
     settings = {
-        "url": url, "key": KEY, "path": path, "body_file": str(bodies),
-        "connections": connections, "requests": requests,
-    }  # fmt: skip
+        "url": url,
+        "key": KEY,
+        "path": path,
+        "body_file": str(bodies),
+        "connections": connections,
+        "requests": requests,
+    }
     command = [sys.executable, str(HERE / "peers" / "http_load.py"), json.dumps(settings)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -166,9 +174,12 @@ def measure_null(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             for size in (1, COMPLETIONS):
                 before = cpu_seconds(process)
                 seen = ask(
-                    url, "/v1/score", scratch / f"groups-{size}.jsonl",
-                    connections=options.connections, requests=options.requests,
-                )  # fmt: skip
+                    url,
+                    "/v1/score",
+                    scratch / f"groups-{size}.jsonl",
+                    connections=options.connections,
+                    requests=options.requests,
+                )
                 if index == 0:  # warm-up
                     continue
                 latencies = sorted(seen["latencies"])
@@ -203,12 +214,17 @@ def large_bodies() -> dict[str, tuple[str, bytes]]:
         "150,000 empty groups": ("/v1/score", filled(groups, group % "[]", "]}", 150_000)),
         "200,000 empty messages": (
             "/v1/score",
-            filled(groups + '{"id": "", "completions": [], "prompt": [',
-                   '{"role": "", "content": ""}', "]}]}", 200_000),
+            filled(
+                groups + '{"id": "", "completions": [], "prompt": [',
+                '{"role": "", "content": ""}',
+                "]}]}",
+                200_000,
+            ),
         ),
         "4,096 groups of 16 messages": ("/v1/score", filled(groups, group % said, "]}", some)),
         "4,096 groups, 8 MiB": (
-            "/v1/score", filled(groups, group % json.dumps("x " * 980), "]}", some)
+            "/v1/score",
+            filled(groups, group % json.dumps("x " * 980), "]}", some),
         ),
         "4,096 rows of 250 token ids": ("/classify", filled('{"input": [', row, "]}", some)),
         "a row of 1,000,000 token ids": ("/classify", filled('{"input": [', "7", "]}", 1_000_000)),
@@ -217,7 +233,7 @@ def large_bodies() -> dict[str, tuple[str, bytes]]:
         "500,000 empty lists": ("/classify", filled('{"input": [', "[]", "]}", 500_000)),
         "a text of 8 MiB": ("/get_reward", filled(query, json.dumps("[{" * 4_190_000), "]}", 1)),
         "a key 500,000 times": ("/v1/score", filled("{", '"key": 0', "}", 500_000)),
-    }  # fmt: skip
+    }
 
 
 LARGEST_BODY = 8 * 2**20
@@ -238,9 +254,11 @@ def measure_health(options: argparse.Namespace, scratch: Path) -> dict[str, Any]
                 statuses.add(status)
                 seconds, slowest = max(seconds, took), max(slowest, longest)
             found[name] = {
-                "mib": len(body) / 2**20, "statuses": sorted(statuses), "seconds": seconds,
+                "mib": len(body) / 2**20,
+                "statuses": sorted(statuses),
+                "seconds": seconds,
                 "slowest_health": slowest,
-            }  # fmt: skip
+            }
     return found
 
 
@@ -276,10 +294,15 @@ def ask_beside(url: str, path: str, body: bytes) -> tuple[int, float, float]:
 
 def report_health(found: dict[str, Any], options: argparse.Namespace) -> str:
     rows = [
-        [name, f"{one['mib']:.1f} MiB", ", ".join(map(str, one["statuses"])),
-         f"{one['seconds']:.2f} s", f"{one['slowest_health']:.2f} s"]
+        [
+            name,
+            f"{one['mib']:.1f} MiB",
+            ", ".join(map(str, one["statuses"])),
+            f"{one['seconds']:.2f} s",
+            f"{one['slowest_health']:.2f} s",
+        ]
         for name, one in found.items()
-    ]  # fmt: skip
+    ]
     header = ["request", "size", "status", "its seconds", "slowest /health meanwhile"]
     slowest = max(one["slowest_health"] for one in found.values())
     verdict = "met" if slowest < HEALTH_TARGET else "MISSED"
@@ -308,8 +331,14 @@ def report_null(found: dict[str, Any], options: argparse.Namespace) -> str:
                 f"{1e6 * statistics.median(values['cpu_seconds']):.0f}",
             ]
         )
-    header = ["request", "requests/s: median (range)", "scores/s", "p50 in ms", "p99 in ms",
-              "server's CPU per request in us"]  # fmt: skip
+    header = [
+        "request",
+        "requests/s: median (range)",
+        "scores/s",
+        "p50 in ms",
+        "p99 in ms",
+        "server's CPU per request in us",
+    ]
     title = (
         f"laurel serve --null, {options.connections} connections from one client process; targets: "
         f"{SINGLES_TARGET:,} single requests/s, {SCORES_TARGET:,} scores/s in groups of 8"
@@ -347,9 +376,7 @@ def measure_model(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             for name, url in servers.items():
                 bodies = scratch / "rows.jsonl"
                 write_rows(bodies, rows, directory)
-                found = ask(
-                    url, "/classify", bodies, connections=16, requests=options.groups
-                )  # fmt: skip
+                found = ask(url, "/classify", bodies, connections=16, requests=options.groups)
                 spent[name] = found["seconds"]
             for name, one in spent.items() if index else ():
                 seconds.setdefault(name, []).append(one)
@@ -369,17 +396,38 @@ def start_servers(
 ) -> dict[str, str]:
     """Addresses by name."""
     command = laurel_serve(
-        "--model", str(directory), "--max-length", "1024", "--device", "cpu",
-        "--cpu-threads", str(options.threads), "--access-log", "none",
-    )  # fmt: skip
+        "--model",
+        str(directory),
+        "--max-length",
+        "1024",
+        "--device",
+        "cpu",
+        "--cpu-threads",
+        str(options.threads),
+        "--access-log",
+        "none",
+    )
     found = {"laurel serve": stack.enter_context(server(command, scratch))[0]}
     if options.vllm_python:
         port = str(free_port())
         command = [
-            options.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model",
-            str(directory), "--runner", "pooling", "--dtype", "float32", "--max-model-len", "1024",
-            "--enable-prefix-caching", "--host", "127.0.0.1", "--port", port,
-        ]  # fmt: skip
+            options.vllm_python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(directory),
+            "--runner",
+            "pooling",
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "1024",
+            "--enable-prefix-caching",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            port,
+        ]
         url = f"http://127.0.0.1:{port}"
         running = server(command, scratch, url=url, threads=options.threads)
         found["vllm serve"] = stack.enter_context(running)[0]
@@ -440,9 +488,10 @@ def ask_in_order(
     found: list[float] = []
     for rows in groups:
         request = urllib.request.Request(
-            f"{url}/classify", data=json.dumps(request_of(rows, directory)).encode(),
+            f"{url}/classify",
+            data=json.dumps(request_of(rows, directory)).encode(),
             headers={"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
-        )  # fmt: skip
+        )
         with urllib.request.urlopen(request) as answer:
             entries = json.load(answer)["data"]
         found += [one["probs"][0] for one in sorted(entries, key=lambda entry: entry["index"])]
@@ -472,11 +521,19 @@ def report_model(found: dict[str, Any], options: argparse.Namespace) -> str:
         difference = found["differences"][name]
         is_equal = "" if difference <= TOLERANCE else " (too much)"
         rows.append(
-            [name, spread([scores / one for one in seconds]), spread(ratios),
-             f"{difference:.1e}{is_equal}"]
-        )  # fmt: skip
-    header = ["program", "scores/s: median (range)", "of direct scoring",
-              "largest difference from Hugging Face"]  # fmt: skip
+            [
+                name,
+                spread([scores / one for one in seconds]),
+                spread(ratios),
+                f"{difference:.1e}{is_equal}",
+            ]
+        )
+    header = [
+        "program",
+        "scores/s: median (range)",
+        "of direct scoring",
+        "largest difference from Hugging Face",
+    ]
     title = (
         f"{options.groups} requests of {COMPLETIONS} completions of {COMPLETION_TOKENS} tokens to "
         f"prompts of {PROMPT_TOKENS}, float32, {options.threads} threads; targets: "

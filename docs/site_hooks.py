@@ -58,12 +58,16 @@ def _root_file(name: str) -> str:
 def _with_reference(entries: list[Any]) -> list[Any]:
     """The entries of the navigation; `reference` stands for all pages of the reference."""
     return [
-        {title: _with_reference(below) if isinstance(below, list) else below
-         for title, below in entry.items()} if isinstance(entry, Mapping)
-        else {"Reference": list(_reference())} if entry == "reference"
+        {
+            title: _with_reference(below) if isinstance(below, list) else below
+            for title, below in entry.items()
+        }
+        if isinstance(entry, Mapping)
+        else {"Reference": list(_reference())}
+        if entry == "reference"
         else entry
         for entry in entries
-    ]  # fmt: skip
+    ]
 
 
 # ------------------------------------------------------------------------------------ the reference
@@ -115,9 +119,10 @@ def _room_page(room: str, answers: str, rooms: list[str], seen: set[Path]) -> st
     else:
         inner = [SOURCE / other for other in rooms if other.startswith(f"{room}/")]
         modules = [
-            path for path in sorted(place.rglob("*.py"))
+            path
+            for path in sorted(place.rglob("*.py"))
             if path.stem[0] != "_" and not any(path.is_relative_to(other) for other in inner)
-        ]  # fmt: skip
+        ]
     seen.update(modules)
     text = [f"# `laurel.{room.replace('/', '.')}`", "", f"{answers[:1].upper()}{answers[1:]}.", ""]
     for path in modules:

@@ -21,23 +21,38 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", request["code"]],
-            input=request["stdin"], capture_output=True, text=True, errors="replace",
-            timeout=request["run_timeout"], check=False,
-        )  # fmt: skip
+            input=request["stdin"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=request["run_timeout"],
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        return {"status": "Failed", "message": "", "run_result": {
-            "status": "TimeLimitExceeded", "execution_time": request["run_timeout"],
-            "return_code": None, "stdout": "", "stderr": ""}}  # fmt: skip
+        return {
+            "status": "Failed",
+            "message": "",
+            "run_result": {
+                "status": "TimeLimitExceeded",
+                "execution_time": request["run_timeout"],
+                "return_code": None,
+                "stdout": "",
+                "stderr": "",
+            },
+        }
     return {
         "status": "Failed" if done.returncode else "Success",
         "message": "",
         "compile_result": None,
         "run_result": {
-            "status": "Finished", "execution_time": time.monotonic() - began,
-            "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr,
+            "status": "Finished",
+            "execution_time": time.monotonic() - began,
+            "return_code": done.returncode,
+            "stdout": done.stdout,
+            "stderr": done.stderr,
         },
         "files": {},
-    }  # fmt: skip
+    }
 
 
 def honest(request: dict[str, Any]) -> tuple[int, bytes]:

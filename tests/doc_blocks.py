@@ -83,9 +83,14 @@ def _block(found: re.Match[str], text: str, page: str) -> Block:
     indent = len(found["indent"])
     code = "".join(line[indent:] for line in found["text"].splitlines(keepends=True))
     return Block(
-        page=page, line=line, language=found["language"], text=code, kind=kind, value=value,
+        page=page,
+        line=line,
+        language=found["language"],
+        text=code,
+        kind=kind,
+        value=value,
         start=found.start("text"),
-    )  # fmt: skip
+    )
 
 
 def faults(document: Document) -> list[str]:

@@ -54,8 +54,10 @@ def warm_server() -> Iterator[WarmServer]:
         process = subprocess.Popen(
             [sys.executable, SCRIPTS / "warm_server.py", server.socket],
             env=_environment(Path(name), server),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n", "the warm server did not start"
@@ -71,13 +73,22 @@ def _environment(folder: Path, server: WarmServer) -> dict[str, str]:
     }
     return {
         **kept,
-        "PATH": os.pathsep.join((str(server.programs), str(Path(sys.executable).parent),
-                                 os.environ.get("PATH", os.defpath))),
+        "PATH": os.pathsep.join(
+            (
+                str(server.programs),
+                str(Path(sys.executable).parent),
+                os.environ.get("PATH", os.defpath),
+            )
+        ),
         "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests"))),
-        "HOME": str(folder / ".home"), "LAUREL_WARM_SERVER": str(server.socket),
-        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "COLUMNS": str(WIDTH), "NO_COLOR": "1", "PYTHONDONTWRITEBYTECODE": "1",
-    }  # fmt: skip
+        "HOME": str(folder / ".home"),
+        "LAUREL_WARM_SERVER": str(server.socket),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "COLUMNS": str(WIDTH),
+        "NO_COLOR": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 @dataclass
@@ -132,10 +143,14 @@ class PageRun:
         output = self._output(block)
         with output.open("wb") as stream:
             process = subprocess.Popen(
-                ["bash", "-euo", "pipefail", "-c", block.text], cwd=self.folder,
-                env=_environment(self.folder, self.server), stdin=subprocess.DEVNULL,
-                stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                ["bash", "-euo", "pipefail", "-c", block.text],
+                cwd=self.folder,
+                env=_environment(self.folder, self.server),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             self._started.append(process.pid)
             try:
                 status = process.wait(PATIENCE)
@@ -258,13 +273,19 @@ def _is_over(connection: socket.socket) -> bool:
 
 
 def _asked(
-    server: WarmServer, page: PageRun, kind: str, arguments: list[str],
-    output: IO[str] | IO[bytes], stdin: IO[bytes] | None = None,
-) -> _Job:  # fmt: skip
+    server: WarmServer,
+    page: PageRun,
+    kind: str,
+    arguments: list[str],
+    output: IO[str] | IO[bytes],
+    stdin: IO[bytes] | None = None,
+) -> _Job:
     job = {
-        "kind": kind, "arguments": arguments, "folder": str(page.folder),
+        "kind": kind,
+        "arguments": arguments,
+        "folder": str(page.folder),
         "environment": _environment(page.folder, server),
-    }  # fmt: skip
+    }
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(server.socket))
     with open(os.devnull, "rb") as nothing:

@@ -16,25 +16,42 @@ WORDS = ("the laurel", "bread and wine", "an old man", "the western gate", "no",
 
 def pair_rows() -> list[dict[str, Any]]:
     return [
-        {"id": i, "subset": SUBSETS[i % 4], "prompt": f"Where is {WORDS[i % 6]} of {i}?",
-         "chosen": f"By {WORDS[(i + 1) % 6]}.", "rejected": f"By {WORDS[(i + 2) % 6]}, not {i}."}
+        {
+            "id": i,
+            "subset": SUBSETS[i % 4],
+            "prompt": f"Where is {WORDS[i % 6]} of {i}?",
+            "chosen": f"By {WORDS[(i + 1) % 6]}.",
+            "rejected": f"By {WORDS[(i + 2) % 6]}, not {i}.",
+        }
         for i in range(24)
-    ]  # fmt: skip
+    ]
 
 
 def list_rows() -> list[dict[str, Any]]:
     domains = ("Factuality", "Precise IF", "Math", "Safety", "Focus")
     rows = [
-        {"id": str(i), "subset": domains[i % 5], "prompt": f"Where, {i}?", "num_correct": 1,
-         "total_completions": 4, "chosen": [WORDS[i % 6]],
-         "rejected": [f"{WORDS[(i + k) % 6]} or {k}" for k in (1, 2, 3)]}
+        {
+            "id": str(i),
+            "subset": domains[i % 5],
+            "prompt": f"Where, {i}?",
+            "num_correct": 1,
+            "total_completions": 4,
+            "chosen": [WORDS[i % 6]],
+            "rejected": [f"{WORDS[(i + k) % 6]} or {k}" for k in (1, 2, 3)],
+        }
         for i in range(10)
-    ]  # fmt: skip
+    ]
     for n in range(2):
         common = {"subset": "Ties", "prompt": f"Name one of {n}."}
         rows.append({**common, "id": f"ref:{n}", "chosen": ["wine"], "rejected": ["gate", "no"]})
-        rows.append({**common, "id": f"tied:{n}", "chosen": ["wine", "bread", "river"],
-                     "rejected": ["gate", "no"]})  # fmt: skip
+        rows.append(
+            {
+                **common,
+                "id": f"tied:{n}",
+                "chosen": ["wine", "bread", "river"],
+                "rejected": ["gate", "no"],
+            }
+        )
     return rows
 
 

@@ -65,9 +65,12 @@ class Page:
     def look(self, *, width: int = 1100, height: int = 900, theme: str = "light") -> None:
         """Make the window so large, and the system light or dark."""
         self.ask(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height,
-            deviceScaleFactor=1, mobile=width < 600,
-        )  # fmt: skip
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         self.ask(
             "Emulation.setEmulatedMedia",
             features=[{"name": "prefers-color-scheme", "value": theme}],
@@ -113,9 +116,9 @@ def browser_page(program: str) -> Iterator[Page]:
         browser = stack.enter_context(
             connect(f"ws://127.0.0.1:{port}{path}", max_size=None, proxy=None)
         )
-        browser.send(json.dumps(
-            {"id": 1, "method": "Target.createTarget", "params": {"url": "about:blank"}}
-        ))  # fmt: skip
+        browser.send(
+            json.dumps({"id": 1, "method": "Target.createTarget", "params": {"url": "about:blank"}})
+        )
         target = json.loads(browser.recv(timeout=_PATIENCE))["result"]["targetId"]
         socket = stack.enter_context(
             connect(f"ws://127.0.0.1:{port}/devtools/page/{target}", max_size=None, proxy=None)
@@ -125,17 +128,29 @@ def browser_page(program: str) -> Iterator[Page]:
 
 def _start(program: str, home: str) -> subprocess.Popen[bytes]:
     arguments = [
-        program, "--headless=new", "--remote-debugging-port=0", f"--user-data-dir={home}",
-        "--no-first-run", "--disable-gpu", "--disable-dev-shm-usage", "--no-proxy-server",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        "--disable-extensions", "--hide-scrollbars",
-    ]  # fmt: skip
+        program,
+        "--headless=new",
+        "--remote-debugging-port=0",
+        f"--user-data-dir={home}",
+        "--no-first-run",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-proxy-server",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-extensions",
+        "--hide-scrollbars",
+    ]
     if os.geteuid() == 0:  # its own sandbox does not start as root
         arguments.append("--no-sandbox")
     return subprocess.Popen(
-        arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         start_new_session=True,
-    )  # fmt: skip
+    )
 
 
 def _address(home: Path, process: subprocess.Popen[bytes]) -> tuple[str, str]:

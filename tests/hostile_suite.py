@@ -124,9 +124,13 @@ def be_like_docker() -> None:
     column = kernel.machine()
     assert column is not None
     refused = {
-        "mount": (165, 40), "umount2": (166, 39), "unshare": (272, 97), "setns": (308, 268),
-        "pivot_root": (155, 41), "mount_setattr": (442, 442),
-    }  # fmt: skip
+        "mount": (165, 40),
+        "umount2": (166, 39),
+        "unshare": (272, 97),
+        "setns": (308, 268),
+        "pivot_root": (155, 41),
+        "mount_setattr": (442, 442),
+    }
     clone = (56, 220)[column]
     new_namespaces = 0x7E020000
     program = [

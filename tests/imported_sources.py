@@ -41,8 +41,10 @@ TRL_REWARD_JSON = """
  "accelerator_config": {"split_batches": false}, "eval_strategy": "epoch", "bf16": true}
 """
 
-TRL_SFT = "trl sft --model_name_or_path Qwen/Qwen3-0.6B --dataset_name my-org/chats \\\n" \
-          "  --assistant_only_loss --learning_rate=1e-5 --num_train_epochs 2\n"  # fmt: skip
+TRL_SFT = (
+    "trl sft --model_name_or_path Qwen/Qwen3-0.6B --dataset_name my-org/chats \\\n"
+    "  --assistant_only_loss --learning_rate=1e-5 --num_train_epochs 2\n"
+)
 
 OPENRLHF_RM = r"""
 set -x

@@ -114,9 +114,12 @@ def spread(sizes: dict[str, int], cases: list[tuple[str, str, dict[str, Any]]]) 
     for kind, name, options in cases:
         model = build(kind, name, options)
         parallelise(
-            model, mesh, reshard_after_forward=options.get("reshards", True),
-            sequence_parallel=options.get("shares_tokens", False), cp=sizes.get("cp", 1),
-        )  # fmt: skip
+            model,
+            mesh,
+            reshard_after_forward=options.get("reshards", True),
+            sequence_parallel=options.get("shares_tokens", False),
+            cp=sizes.get("cp", 1),
+        )
         result = steps(kind, model, AcrossRanks(mesh, cp=sizes.get("cp", 1)))
         result["bytes"] = held_bytes(model)
         results.append(result)
@@ -138,9 +141,11 @@ def kept_bytes(sizes: dict[str, int], cases: list[tuple[int, dict[str, Any]]]) -
         if options.get("recomputes"):
             recompute_activations(model.network)
         parallelise(
-            model, mesh, sequence_parallel=options.get("shares_tokens", False),
+            model,
+            mesh,
+            sequence_parallel=options.get("shares_tokens", False),
             cp=sizes.get("cp", 1),
-        )  # fmt: skip
+        )
         kept: dict[int, torch.Tensor] = {}
 
         def pack(tensor: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
@@ -173,16 +178,26 @@ def of_divided_logits(how: dict[str, Any] | None, ranks: int) -> dict[str, Any]:
     weight_VD = weight_VD[mine].clone().requires_grad_()
     bias_V = bias_V[mine].clone().requires_grad_()
     found = token_logprobs(
-        hidden_MD, targets_M, weight_VD, bias_V=bias_V, chunk_size=4, with_entropy=True,
-        share=share, **(how or {}),
-    )  # fmt: skip
+        hidden_MD,
+        targets_M,
+        weight_VD,
+        bias_V=bias_V,
+        chunk_size=4,
+        with_entropy=True,
+        share=share,
+        **(how or {}),
+    )
     found.logprobs_M.backward(by_M)
     told = {k: v for k, v in (how or {}).items() if k != "temperature"}
     return {
-        "logprobs": found.logprobs_M.detach(), "entropy": found.entropy_M, "mine": mine,
-        "hidden": hidden_MD.grad, "weight": weight_VD.grad, "bias": bias_V.grad,
+        "logprobs": found.logprobs_M.detach(),
+        "entropy": found.entropy_M,
+        "mine": mine,
+        "hidden": hidden_MD.grad,
+        "weight": weight_VD.grad,
+        "bias": bias_V.grad,
         "logits": all_logits(hidden_MD, weight_VD, bias_V=bias_V, share=share, **told),
-    }  # fmt: skip
+    }
 
 
 def of_rows(sizes: dict[str, int] | None, name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -251,9 +266,14 @@ def read(sizes: dict[str, int], cases: list[tuple[str, str]]) -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
         results.append(
-            {"weights": weights, "outputs": outputs, "largest": made.largest, "by": made.by,
-             "bytes": held_bytes(model)}
-        )  # fmt: skip
+            {
+                "weights": weights,
+                "outputs": outputs,
+                "largest": made.largest,
+                "by": made.by,
+                "bytes": held_bytes(model),
+            }
+        )
     return results
 
 

@@ -15,9 +15,15 @@ from laurel.models.forest.attention import forest_attention
 
 
 def _heedless(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *, forest_plan: Any,
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *,
+    forest_plan: Any,
     **options: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Causal over the whole row: every tree sees those before it."""
     return AttentionInterface()["sdpa"](module, query, key, value, None, is_causal=True, **options)
 

@@ -61,9 +61,13 @@ class ProcessGroup(GroupCalls):
         numbers = {}
         for rank in range(self.size):
             place = Place(
-                role=self.role, rank=rank, world_size=self.size, local_rank=rank,
-                master_port=port, listener=listener if rank == 0 else None,
-            )  # fmt: skip
+                role=self.role,
+                rank=rank,
+                world_size=self.size,
+                local_rank=rank,
+                master_port=port,
+                listener=listener if rank == 0 else None,
+            )
             environment = place.environment()
             numbers[rank] = self._ask(rank, "build", payload, place, environment)
         self._collect(numbers, "", None)

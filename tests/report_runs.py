@@ -28,9 +28,13 @@ def record(
 def pair(index: int, **changes: object) -> dict[str, object]:
     """A row of a table of pairs: the chosen answer is ahead by its number less five."""
     return {
-        "prompt": f"question {index}", "better": f"good answer {index}",
-        "worse": f"bad answer {index}", "better_score": index - 5.0, "worse_score": 0.0, **changes,
-    }  # fmt: skip
+        "prompt": f"question {index}",
+        "better": f"good answer {index}",
+        "worse": f"bad answer {index}",
+        "better_score": index - 5.0,
+        "worse_score": 0.0,
+        **changes,
+    }
 
 
 def write_lines(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
@@ -43,23 +47,32 @@ def reward_model_run(path: Path, *, num_steps: int = 100, num_pairs: int = 60) -
     write_lines(
         path / "metrics.jsonl",
         [
-            {"step": step, "time": 100.0 + step,
-             "train/loss": 0.7 - 0.004 * step + 0.1 * (step % 3),
-             "train/accuracy": 0.5 + 0.003 * step, "train/grad_norm": 1.0 + (50 * (step == 40)),
-             "timing/train/total_step_time": 1.0}
+            {
+                "step": step,
+                "time": 100.0 + step,
+                "train/loss": 0.7 - 0.004 * step + 0.1 * (step % 3),
+                "train/accuracy": 0.5 + 0.003 * step,
+                "train/grad_norm": 1.0 + (50 * (step == 40)),
+                "timing/train/total_step_time": 1.0,
+            }
             for step in range(1, num_steps + 1)
         ],
-    )  # fmt: skip
+    )
     rows = [pair(index) for index in range(num_pairs)]
     rows[7]["better"] = EVIL
     write_lines(
         path / "samples.jsonl",
         [
-            {"step": step, "time": 1.0, "table": "validation-default/pairs",
-             "row": {**row, "better_score": float(str(row["better_score"])) + step / 100}}
-            for step in (50, 100) for row in rows
+            {
+                "step": step,
+                "time": 1.0,
+                "table": "validation-default/pairs",
+                "row": {**row, "better_score": float(str(row["better_score"])) + step / 100},
+            }
+            for step in (50, 100)
+            for row in rows
         ],
-    )  # fmt: skip
+    )
     (path / "config.json").write_text(
         json.dumps({"rm": {"max_num_steps": num_steps, "seed": 7}}), encoding="utf-8"
     )

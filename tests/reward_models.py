@@ -88,9 +88,10 @@ def write_foreign_model(directory: Path, *, pad_is_eos: bool = False, head: bool
     model: Any = loaded.model.classifier
     if not head:
         hf_config = scratch_config(
-            ScratchConfig(hidden_size=32, vocab_size=400), train_tokenizer(TEXTS, vocab_size=400),
+            ScratchConfig(hidden_size=32, vocab_size=400),
+            train_tokenizer(TEXTS, vocab_size=400),
             max_length=64,
-        )  # fmt: skip
+        )
         model = AutoModelForCausalLM.from_config(hf_config)
     model.set_attn_implementation("sdpa")
     model.save_pretrained(directory)

@@ -117,10 +117,12 @@ class RewardServer:
         return score_reply(
             request.groups,
             ScoreReply(
-                scores=tuple(scores), model="words", model_version=self.version,
+                scores=tuple(scores),
+                model="words",
+                model_version=self.version,
                 request_id=request.request_id,
             ),
-        )  # fmt: skip
+        )
 
     def sleep(self, seconds: float) -> None:
         self._stopping.wait(seconds)
@@ -250,8 +252,10 @@ class RewardServerProcess:
         self.settings |= settings
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__)), json.dumps({**self.settings, "port": self.port})],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line.strip().isdigit(), "the server did not start"

@@ -11,8 +11,9 @@ from laurel.rewards.remote.router import RouterOptions
 from laurel.types import Group, Score
 from scripted_replicas import question, right_scores
 
-GROUPS = [question(f"prompt {i}", *(f"answer {'w' * (i % 17 + j)}" for j in range(4)))
-          for i in range(150)]  # fmt: skip
+GROUPS = [
+    question(f"prompt {i}", *(f"answer {'w' * (i % 17 + j)}" for j in range(4))) for i in range(150)
+]
 RIGHT = right_scores(GROUPS)
 SECONDS = 0.01
 """Of one request at a server, so that there is a middle of the batch."""

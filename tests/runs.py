@@ -92,10 +92,15 @@ def settings(directory: Path, *changes: str, rows: Path | None = None) -> list[s
         if not rows.exists():
             directory.mkdir(parents=True, exist_ok=True)
             write_rows(rows, pairs(40))
-    data = () if any(c.startswith("data.train") for c in changes) else (
-        "data.dataset_name=BinaryPreferenceDataset", f"data.train_data_path={rows}",
-        "data.split_validation_size=0.2",
-    )  # fmt: skip
+    data = (
+        ()
+        if any(c.startswith("data.train") for c in changes)
+        else (
+            "data.dataset_name=BinaryPreferenceDataset",
+            f"data.train_data_path={rows}",
+            "data.split_validation_size=0.2",
+        )
+    )
     places = (f"checkpointing.checkpoint_dir={directory}/saves", f"logger.log_dir={directory}/logs")
     return [*TINY, *data, *places, *changes]
 
@@ -108,10 +113,17 @@ def save_model(directory: Path, *, num_labels: int | None = None, **changes: Any
     for name, value in changes.items():
         setattr(tokenizer, name, value)
     config = AutoConfig.for_model(
-        "qwen3", vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, head_dim=8,
-        num_attention_heads=2, num_key_value_heads=2, intermediate_size=32,
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        "qwen3",
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     factory: Any = AutoModelForCausalLM
     if num_labels is not None:
         config.num_labels, factory = num_labels, AutoModelForSequenceClassification
@@ -163,8 +175,12 @@ def run(
     """Run `laurel rm` to its end."""
     return subprocess.run(
         command(overrides, program=program),
-        capture_output=True, text=True, timeout=120, cwd=cwd, env=environment(),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env=environment(),
+    )
 
 
 class WarmCommand:
@@ -174,8 +190,11 @@ class WarmCommand:
         self._files = directory / "stdout.txt", directory / "stderr.txt"
         self._server = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("warm_cli.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
 
     def __call__(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run one to its end."""
@@ -197,8 +216,11 @@ class WarmCommand:
 def environment() -> dict[str, str]:
     """One thread, a fixed width, and no network."""
     return os.environ | {
-        "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+        "HF_HUB_OFFLINE": "1",
+        "NO_COLOR": "1",
+    }
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
@@ -237,9 +259,10 @@ def manifest_hashes(checkpoint: Path) -> dict[str, str]:
     records = manifest["files"]
     named = records.items() if isinstance(records, dict) else ((r["name"], r) for r in records)
     return {
-        name: record["sha256"] for name, record in named
+        name: record["sha256"]
+        for name, record in named
         if name.endswith((".safetensors", "scoring.json", "tokenizer.json", "training_state.json"))
-    }  # fmt: skip
+    }
 
 
 def metric_of(checkpoint: Path) -> float | None:

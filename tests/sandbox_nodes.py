@@ -120,8 +120,10 @@ class PretendedNodes:
             tier = self.found[node_id]
             letter = None if tier is None else tier.value
             worker.find = lambda num_workers, limits_mb: {
-                "tier": letter, "reasons": {"namespaces": "EPERM"}, "num_workers": num_workers,
-            }  # fmt: skip
+                "tier": letter,
+                "reasons": {"namespaces": "EPERM"},
+                "num_workers": num_workers,
+            }
         group = ThreadedGroup(role, worker)
         self.groups[node_id].append(group)
         return group

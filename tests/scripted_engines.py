@@ -100,9 +100,11 @@ class MortalGroup(LocalGroup):
             self.is_dead = self.is_dead or self.dies_in == call.method
         if self.is_dead:
             raise WorkerError(
-                f"{ROLE} rank 0 of 1 died in {call.method}", role=ROLE, ranks=(0,),
+                f"{ROLE} rank 0 of 1 died in {call.method}",
+                role=ROLE,
+                ranks=(0,),
                 exit_code=WorkerError.LOST_EXIT_CODE,
-            )  # fmt: skip
+            )
         return done
 
     def alive(self) -> list[bool]:

@@ -39,14 +39,21 @@ class Serving:
     ) -> None:
         self.log = directory / f"serve-{time.monotonic_ns()}.log"
         whole = {
-            **os.environ, "LAUREL_API_KEY": KEY, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-            "XDG_STATE_HOME": str(directory), **environment,
-        }  # fmt: skip
+            **os.environ,
+            "LAUREL_API_KEY": KEY,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "XDG_STATE_HOME": str(directory),
+            **environment,
+        }
         with (stderr or self.log).open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, *program, "serve", "--port", str(port), *arguments],
-                stdout=file, stderr=file, env=whole, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+                stdout=file,
+                stderr=file,
+                env=whole,
+                stdin=subprocess.DEVNULL,
+            )
         self._family: list[psutil.Process] = []
         self.url = f"http://127.0.0.1:{port}"
 

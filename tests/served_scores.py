@@ -55,9 +55,11 @@ class Running:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.client = httpx2.Client(
-            base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False,
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {KEY}"},
+            trust_env=False,
             timeout=30,
-        )  # fmt: skip
+        )
 
     def _run(self) -> None:
         async def open_model() -> ServedModel:

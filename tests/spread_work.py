@@ -55,16 +55,21 @@ def mesh_of(sizes: dict[str, int] | None) -> Any:
     return None if sizes is None else ParallelShape(**sizes).mesh("cpu")
 
 
-def load(kind: str, directory: str | None, mesh: Any = None, *, resume: str | None = None,
-         **changes: Any) -> Any:  # fmt: skip
+def load(
+    kind: str, directory: str | None, mesh: Any = None, *, resume: str | None = None, **changes: Any
+) -> Any:
     """A policy or a reward model, over a mesh or in this process alone."""
     parallel = {"tensor_parallel_size": mesh["tp"].size()} if mesh else {}
     parallel |= changes.pop("dtensor_cfg", {})
     settings = {"model_name": directory, "precision": "float32", "dtensor_cfg": parallel, **changes}
     rest: dict[str, Any] = {
-        "seed": 1, "max_length": 128, "device": torch.device("cpu"), "texts": TEXTS, "mesh": mesh,
+        "seed": 1,
+        "max_length": 128,
+        "device": torch.device("cpu"),
+        "texts": TEXTS,
+        "mesh": mesh,
         "resume_from": None if resume is None else Path(resume),
-    }  # fmt: skip
+    }
     if kind == "policy":
         return load_policy(GRPOPolicyConfig(**settings), **rest)
     section = PolicyConfig(**settings, reward_model_cfg={"enabled": True})
@@ -113,10 +118,16 @@ def load_all(sizes: dict[str, int] | None, cases: Sequence[Case]) -> list[dict[s
             found = load(kind, directory, mesh, **changes)
         check = check_policy_paths if kind == "policy" else check_paths
         results.append(
-            {"bytes": held_bytes(found.model), "largest": made.largest, "by": made.by,
-             "notes": found.notes, "difference": check(found.model), **state_of(found.model),
-             "training": found.model.network.training}
-        )  # fmt: skip
+            {
+                "bytes": held_bytes(found.model),
+                "largest": made.largest,
+                "by": made.by,
+                "notes": found.notes,
+                "difference": check(found.model),
+                **state_of(found.model),
+                "training": found.model.network.training,
+            }
+        )
     return results
 
 
@@ -175,18 +186,23 @@ def go_on(
             path.mkdir(parents=True, exist_ok=True)
             save(kind, found, str(path.parent))
             save_training_state(
-                path, optimizer=optimizer, scheduler=scheduler, mesh=mesh,
+                path,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                mesh=mesh,
                 extra={"done": done + steps},
-            )  # fmt: skip
+            )
         moments = {
             f"{name}/{key}": whole(value)
-            for name, p in found.model.named_parameters() if p in optimizer.state
+            for name, p in found.model.named_parameters()
+            if p in optimizer.state
             for key, value in optimizer.state[p].items()
-        }  # fmt: skip
+        }
         held = sum(
             local(value).untyped_storage().nbytes()
-            for entries in optimizer.state.values() for value in entries.values()
-        )  # fmt: skip
+            for entries in optimizer.state.values()
+            for value in entries.values()
+        )
         results.append(
             {"losses": losses, "moments": moments, "held": held, **state_of(found.model)}
         )

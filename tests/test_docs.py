@@ -53,8 +53,9 @@ def test_a_page_keeps_to_the_convention(path):
             for arguments in laurel_commands(block.text):
                 wrong += [
                     f"{block.place}: {told}"
-                    for told in (wrong_options(arguments), wrong_overrides(arguments)) if told
-                ]  # fmt: skip
+                    for told in (wrong_options(arguments), wrong_overrides(arguments))
+                    if told
+                ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -116,15 +117,20 @@ def test_what_the_comments_say():
     )
     assert document.setups == ("a.py",)
     assert [(b.kind, b.value) for b in document.blocks] == [
-        ("not run", "a GPU"), ("file", "a/b.json"), ("run", ""), ("output", ""),
-    ]  # fmt: skip
+        ("not run", "a GPU"),
+        ("file", "a/b.json"),
+        ("run", ""),
+        ("output", ""),
+    ]
     assert faults(document) == []
     wrong = page(
         "<!-- not run: -->\n```bash\nx\n```\n<!-- output -->\n```text\n```\n```\nlaurel rm\n```\n"
     )
     assert [told.split(": ")[0] for told in faults(wrong)] == [
-        "docs/page.md:2", "docs/page.md:6", "docs/page.md:8",
-    ]  # fmt: skip
+        "docs/page.md:2",
+        "docs/page.md:6",
+        "docs/page.md:8",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -177,8 +183,11 @@ until test -e started; do sleep 0.02; done
 
 
 def test_an_output_that_is_another_is_seen_and_written(server, tmp_path):
-    run = PageRun(page("```bash\necho new\n```\n<!-- output -->\n```text\nold\n```\n"),
-                  tmp_path / "page", server)  # fmt: skip
+    run = PageRun(
+        page("```bash\necho new\n```\n<!-- output -->\n```text\nold\n```\n"),
+        tmp_path / "page",
+        server,
+    )
     run.all()
     assert ["docs/page.md:5" in told for told in run.differences()] == [True]
 

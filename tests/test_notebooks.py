@@ -76,10 +76,14 @@ def run(
     runtime = tempfile.TemporaryDirectory(prefix="nb", dir="/tmp")
     connection = {"transport": "ipc", "connection_file": f"{runtime.name}/kernel.json"}
     client = nbclient.NotebookClient(
-        notebook, timeout=SECONDS, kernel_name="python3", record_timing=False,
-        coalesce_streams=True, resources={"metadata": {"path": str(folder)}},
+        notebook,
+        timeout=SECONDS,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
         config=Config({"KernelManager": connection}),
-    )  # fmt: skip
+    )
     with runtime:
         client.execute(env=environment)
     notebook.cells.pop()

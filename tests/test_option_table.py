@@ -49,9 +49,9 @@ def _section(
     for name, field in kind.model_fields.items():
         if name in known:
             continue
-        default = "required" if field.is_required() else field.get_default(
-            call_default_factory=True
-        )  # fmt: skip
+        default = (
+            "required" if field.is_required() else field.get_default(call_default_factory=True)
+        )
         if not isinstance(value, type):
             default = getattr(value, name)
         if isinstance(default, Section) and not _is_call(default):
@@ -157,10 +157,15 @@ def test_what_a_run_learns_by_says_why_it_is_set_as_it_is() -> None:
     """Numbers and switches of the method; null and what the neighbour above explains aside."""
     unexplained = {
         "GRPOConfig": {"batch_multiplier", "seed"},
-        "PolicyLossConfig": {"use_on_policy_kl_approximation", "use_cispo", "disable_ppo_ratio",
-                             "normalizer", "force_on_policy_ratio"},
+        "PolicyLossConfig": {
+            "use_on_policy_kl_approximation",
+            "use_cispo",
+            "disable_ppo_ratio",
+            "normalizer",
+            "force_on_policy_ratio",
+        },
         "GenerationConfig": set[str](),
-    }  # fmt: skip
+    }
     for section in (GRPOConfig, PolicyLossConfig, GenerationConfig):
         for name, field in section.model_fields.items():
             is_plain = isinstance(field.default, bool | int | float | str)

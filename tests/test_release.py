@@ -56,9 +56,11 @@ def test_versions_that_may_come_next(wanted: str) -> None:
 def test_versions_that_may_not(wanted: str, why: str) -> None:
     with pytest.raises(tool.Refused, match=why):
         tool.checked_version(
-            wanted, current="0.2.0", changelog=CHANGES,
+            wanted,
+            current="0.2.0",
+            changelog=CHANGES,
             tags=["v0.3.0"] if wanted == "0.3.0" else ["nightly"],
-        )  # fmt: skip
+        )
 
 
 def test_the_package_says_its_version_in_one_line() -> None:
@@ -141,9 +143,12 @@ def test_a_tree_that_is_not_clean_is_not_released(repository: Path) -> None:
 def test_make_asks_for_the_version_before_it_sets_anything_up(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "VERSION" and "MAKE" not in k}
     done = subprocess.run(
-        ["make", "-f", ROOT / "Makefile", "release"], cwd=tmp_path, env=environment,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        ["make", "-f", ROOT / "Makefile", "release"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2
     assert "which version? make release VERSION=x.y.z" in done.stderr
     assert done.stdout == ""

@@ -30,9 +30,12 @@ END = "<!-- end of sizes -->"
 GIB = 2**30
 
 QWEN3 = {
-    "0.6B": (1024, 28, 3072, 16), "1.7B": (2048, 28, 6144, 16), "4B": (2560, 36, 9728, 32),
-    "8B": (4096, 36, 12288, 32), "32B": (5120, 64, 25600, 64),
-}  # fmt: skip
+    "0.6B": (1024, 28, 3072, 16),
+    "1.7B": (2048, 28, 6144, 16),
+    "4B": (2560, 36, 9728, 32),
+    "8B": (4096, 36, 12288, 32),
+    "32B": (5120, 64, 25600, 64),
+}
 """Width, layers, feed-forward width, heads; up to 4B embeddings and head are one matrix."""
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 
@@ -88,64 +91,165 @@ def set_aside(slots: int) -> tuple[str, ...]:
 
 
 REWARD_MODELS = (
-    Size(kind="rm", what="0.6B", memory="16GiB",
-         settings=(qwen("0.6B"), *CPU, LONG.format(2048), RECOMPUTE)),
-    Size(kind="rm", what="0.6B", memory="24GiB",
-         settings=(qwen("0.6B"), LONG.format(4096), RECOMPUTE)),
-    Size(kind="rm", what="4B, LoRA", memory="24GiB",
-         settings=(qwen("4B"), LORA, LONG.format(2048), RECOMPUTE)),
+    Size(
+        kind="rm",
+        what="0.6B",
+        memory="16GiB",
+        settings=(qwen("0.6B"), *CPU, LONG.format(2048), RECOMPUTE),
+    ),
+    Size(
+        kind="rm",
+        what="0.6B",
+        memory="24GiB",
+        settings=(qwen("0.6B"), LONG.format(4096), RECOMPUTE),
+    ),
+    Size(
+        kind="rm",
+        what="4B, LoRA",
+        memory="24GiB",
+        settings=(qwen("4B"), LORA, LONG.format(2048), RECOMPUTE),
+    ),
     Size(kind="rm", what="1.7B", memory="80GiB", settings=(qwen("1.7B"), RECOMPUTE)),
     Size(kind="rm", what="8B", slots=8, memory="80GiB", settings=(qwen("8B"), RECOMPUTE)),
-    Size(kind="rm", what="32B", nodes=2, slots=8, memory="80GiB",
-         settings=(qwen("32B"), RECOMPUTE, TP.format(4))),
-    Size(kind="rm", what="70B", nodes=4, slots=8, memory="80GiB",
-         settings=(f"policy.model_name={LLAMA_70B}", RECOMPUTE, TP.format(8), SHARE_TOKENS)),
-)  # fmt: skip
+    Size(
+        kind="rm",
+        what="32B",
+        nodes=2,
+        slots=8,
+        memory="80GiB",
+        settings=(qwen("32B"), RECOMPUTE, TP.format(4)),
+    ),
+    Size(
+        kind="rm",
+        what="70B",
+        nodes=4,
+        slots=8,
+        memory="80GiB",
+        settings=(f"policy.model_name={LLAMA_70B}", RECOMPUTE, TP.format(8), SHARE_TOKENS),
+    ),
+)
 
 POLICIES = (
-    Size(kind="grpo", what="0.6B, math", memory="16GiB",
-         settings=(qwen("0.6B"), *CPU, LONG.format(1024), RECOMPUTE,
-                   "loss_fn.reference_policy_kl_penalty=0", "policy.generation.max_concurrent=32")),
-    Size(kind="grpo", what="0.6B, math", memory="24GiB",
-         settings=(qwen("0.6B"), LONG.format(2048), RECOMPUTE)),
-    Size(kind="grpo", what="1.7B, math", memory="80GiB",
-         settings=(qwen("1.7B"), LONG.format(4096), RECOMPUTE)),
-    Size(kind="grpo", what="8B, math", slots=8, memory="80GiB",
-         settings=(qwen("8B"), LONG.format(4096), RECOMPUTE)),
-    Size(kind="grpo", what="8B, judged by 8B", slots=8, memory="80GiB",
-         settings=(qwen("8B"), LONG.format(4096), RECOMPUTE, *JUDGE,
-                   JUDGED_BY.format("Qwen/Qwen3-8B"), *set_aside(4))),
-    Size(kind="grpo", what="32B, judged by 8B", nodes=3, slots=8, memory="80GiB",
-         settings=(qwen("32B"), LONG.format(4096), RECOMPUTE, TP.format(4), *JUDGE,
-                   JUDGED_BY.format("Qwen/Qwen3-8B"), *set_aside(8))),
-    Size(kind="grpo", what="70B, judged by 70B", nodes=4, slots=8, memory="80GiB",
-         settings=(f"policy.model_name={LLAMA_70B}", LONG.format(4096), RECOMPUTE, TP.format(8),
-                   SHARE_TOKENS,
-                   "policy.train_micro_batch_size=2", VLLM_TP.format(8), BATCH[0].format(24),
-                   BATCH[1].format(384), *JUDGE, JUDGED_BY.format(LLAMA_70B), JUDGE_TP.format(4),
-                   *set_aside(8))),
-)  # fmt: skip
+    Size(
+        kind="grpo",
+        what="0.6B, math",
+        memory="16GiB",
+        settings=(
+            qwen("0.6B"),
+            *CPU,
+            LONG.format(1024),
+            RECOMPUTE,
+            "loss_fn.reference_policy_kl_penalty=0",
+            "policy.generation.max_concurrent=32",
+        ),
+    ),
+    Size(
+        kind="grpo",
+        what="0.6B, math",
+        memory="24GiB",
+        settings=(qwen("0.6B"), LONG.format(2048), RECOMPUTE),
+    ),
+    Size(
+        kind="grpo",
+        what="1.7B, math",
+        memory="80GiB",
+        settings=(qwen("1.7B"), LONG.format(4096), RECOMPUTE),
+    ),
+    Size(
+        kind="grpo",
+        what="8B, math",
+        slots=8,
+        memory="80GiB",
+        settings=(qwen("8B"), LONG.format(4096), RECOMPUTE),
+    ),
+    Size(
+        kind="grpo",
+        what="8B, judged by 8B",
+        slots=8,
+        memory="80GiB",
+        settings=(
+            qwen("8B"),
+            LONG.format(4096),
+            RECOMPUTE,
+            *JUDGE,
+            JUDGED_BY.format("Qwen/Qwen3-8B"),
+            *set_aside(4),
+        ),
+    ),
+    Size(
+        kind="grpo",
+        what="32B, judged by 8B",
+        nodes=3,
+        slots=8,
+        memory="80GiB",
+        settings=(
+            qwen("32B"),
+            LONG.format(4096),
+            RECOMPUTE,
+            TP.format(4),
+            *JUDGE,
+            JUDGED_BY.format("Qwen/Qwen3-8B"),
+            *set_aside(8),
+        ),
+    ),
+    Size(
+        kind="grpo",
+        what="70B, judged by 70B",
+        nodes=4,
+        slots=8,
+        memory="80GiB",
+        settings=(
+            f"policy.model_name={LLAMA_70B}",
+            LONG.format(4096),
+            RECOMPUTE,
+            TP.format(8),
+            SHARE_TOKENS,
+            "policy.train_micro_batch_size=2",
+            VLLM_TP.format(8),
+            BATCH[0].format(24),
+            BATCH[1].format(384),
+            *JUDGE,
+            JUDGED_BY.format(LLAMA_70B),
+            JUDGE_TP.format(4),
+            *set_aside(8),
+        ),
+    ),
+)
 
 
 def write_shapes(directory: Path) -> None:
     for name, (width, layers, inner, heads) in QWEN3.items():
         Qwen3Config(
-            hidden_size=width, num_hidden_layers=layers, intermediate_size=inner,
-            num_attention_heads=heads, num_key_value_heads=8, head_dim=128, vocab_size=151936,
-            max_position_embeddings=40960, tie_word_embeddings=name in ("0.6B", "1.7B", "4B"),
-        ).save_pretrained(directory / f"Qwen/Qwen3-{name}")  # fmt: skip
+            hidden_size=width,
+            num_hidden_layers=layers,
+            intermediate_size=inner,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+            max_position_embeddings=40960,
+            tie_word_embeddings=name in ("0.6B", "1.7B", "4B"),
+        ).save_pretrained(directory / f"Qwen/Qwen3-{name}")
     LlamaConfig(
-        hidden_size=8192, num_hidden_layers=80, intermediate_size=28672, num_attention_heads=64,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
-    ).save_pretrained(directory / LLAMA_70B)  # fmt: skip
+        hidden_size=8192,
+        num_hidden_layers=80,
+        intermediate_size=28672,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+    ).save_pretrained(directory / LLAMA_70B)
 
 
 def planned(size: Size) -> dict[str, Any]:
     """What `laurel plan --json` prints for it."""
     options = PlanOptions(
-        kind=size.kind, num_nodes=size.nodes, slots_per_node=size.slots,  # type: ignore[arg-type]
-        device_memory=size.memory, as_json=True,
-    )  # fmt: skip
+        kind=size.kind,
+        num_nodes=size.nodes,
+        slots_per_node=size.slots,  # type: ignore[arg-type]
+        device_memory=size.memory,
+        as_json=True,
+    )
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         run_plan(None, size.settings, options)

@@ -84,9 +84,11 @@ def test_the_field_knows_every_entry_and_where_it_stands(site_messages: ModuleTy
 
 
 FRAGMENTS = (
-    "accepts none of the known answers", "Test_list function asserts",
-    "error: accepts none of the known answers", "answers",
-)  # fmt: skip
+    "accepts none of the known answers",
+    "Test_list function asserts",
+    "error: accepts none of the known answers",
+    "answers",
+)
 
 
 def test_a_pasted_message_finds_its_entry(site_messages: ModuleType, tmp_path: Path) -> None:

@@ -65,11 +65,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **ARCHITECTURES,
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "gemma2-capped": ("gemma2", {"head_dim": 8, "sliding_window": 12, "attn_logit_softcapping": 3.0,
-                                 "final_logit_softcapping": 2.0}),
+    "gemma2-capped": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "sliding_window": 12,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
     "granite": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
-}  # fmt: skip
+}
 """The same and those whose heads do more than multiply."""
 
 

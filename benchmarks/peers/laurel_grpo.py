@@ -63,8 +63,11 @@ def configuration() -> GRPORun:
             **SETTINGS["overrides"],
         },
         "data": {
-            "train": {"dataset_name": "ResponseDataset", "data_path": SETTINGS["rows"],
-                      "input_key": "prompt"},
+            "train": {
+                "dataset_name": "ResponseDataset",
+                "data_path": SETTINGS["rows"],
+                "input_key": "prompt",
+            },
             "env_name": "reward_model",
             "shuffle": False,
             "split_validation_size": 0.0,
@@ -81,9 +84,11 @@ def configuration() -> GRPORun:
         "checkpointing": {"enabled": False},
         "logger": {"log_dir": SETTINGS["scratch_dir"] + "/logs"},
         "cluster": {
-            "device": "cpu", "cpu_threads": SETTINGS["threads"], **SETTINGS.get("cluster", {}),
+            "device": "cpu",
+            "cpu_threads": SETTINGS["threads"],
+            **SETTINGS.get("cluster", {}),
         },
-    }  # fmt: skip
+    }
     path = Path(SETTINGS["scratch_dir"]) / f"laurel-{SETTINGS['name']}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(written), encoding="utf-8")  # JSON is YAML
@@ -152,9 +157,14 @@ def main() -> None:
         parts = training.parts
         learner: Any = parts.learner
         verdict = parts.environments["reward_model"].step(
-            [[{"role": "user", "content": probe["prompt"]},
-              {"role": "assistant", "content": probe["answer"]}]], [{}]
-        )  # fmt: skip
+            [
+                [
+                    {"role": "user", "content": probe["prompt"]},
+                    {"role": "assistant", "content": probe["answer"]},
+                ]
+            ],
+            [{}],
+        )
         facts = getattr(learner, "facts", None)  # of a model that is in other processes
         tokenizer = facts.tokenizer if facts else learner.tokenizer
         chat = ChatFormat(copy.deepcopy(tokenizer))

@@ -40,11 +40,13 @@ def main() -> None:
     form = replace(FORMATS["reward-bench"], max_length=SETTINGS["max_length"])
     request = Request(
         scorer=EvalScorer(
-            model=SETTINGS["model"], reproduces=form, cpu_threads=SETTINGS["threads"],
+            model=SETTINGS["model"],
+            reproduces=form,
+            cpu_threads=SETTINGS["threads"],
             options=ScorerOptions(device="cpu"),
         ),
         data=(SETTINGS["rows"],),
-    )  # fmt: skip
+    )
     benchmark = BENCHMARKS["reward-bench"]
     rows = benchmark.read(request)
     groups = [row.group for row in rows]
@@ -64,8 +66,9 @@ def main() -> None:
             meter.start()
             scores = scorer.score(groups)
             cost = meter.read()
-            pairs = [p for row, one in zip(rows, scores, strict=True)
-                     for p in benchmark.scored(row, one)]  # fmt: skip
+            pairs = [
+                p for row, one in zip(rows, scores, strict=True) for p in benchmark.scored(row, one)
+            ]
             measured = benchmark.measure(pairs, request)
             found = {
                 "ids": [row.id for row in rows],

@@ -55,10 +55,17 @@ def replace_surroundings() -> None:
 
 def run_script() -> None:
     sys.argv = [
-        "run_rm.py", "--model", SETTINGS["model"], "--not_quantized", "--do_not_save",
-        "--disable_beaker_save", "--torch_dtype", "float32", "--max_length",
+        "run_rm.py",
+        "--model",
+        SETTINGS["model"],
+        "--not_quantized",
+        "--do_not_save",
+        "--disable_beaker_save",
+        "--torch_dtype",
+        "float32",
+        "--max_length",
         str(SETTINGS["max_length"]),
-    ]  # fmt: skip
+    ]
     run_rm.main()
 
 

@@ -48,9 +48,17 @@ if TYPE_CHECKING:
     from laurel.types import Score
 
 __all__ = [
-    "Evaluation", "RunRecord", "Series", "evaluate", "export", "open_scorer", "read_run", "score",
-    "show", "train",
-]  # fmt: skip
+    "Evaluation",
+    "RunRecord",
+    "Series",
+    "evaluate",
+    "export",
+    "open_scorer",
+    "read_run",
+    "score",
+    "show",
+    "train",
+]
 
 _ARGUMENTS = Terms(
     {f"--{name}": name for name in ("model", "data", "dataset", "output", "overwrite", "member")}
@@ -197,11 +205,16 @@ def evaluate(
         model=str(model), options=scorer_options or ScorerOptions(), cpu_threads=cpu_threads
     )
     request = Request(
-        scorer=scorer, data=tuple(map(str, data)), dataset=dataset, diagnostics=diagnostics,
-        train_data=tuple(map(str, train_data)), sensitivity=sensitivity, max_samples=max_samples,
+        scorer=scorer,
+        data=tuple(map(str, data)),
+        dataset=dataset,
+        diagnostics=diagnostics,
+        train_data=tuple(map(str, train_data)),
+        sensitivity=sensitivity,
+        max_samples=max_samples,
         output=None if output is None else Path(output),
         column_keys=columns_of(overrides_of(settings or {})),
-    )  # fmt: skip
+    )
     with speaking(_ARGUMENTS):
         return evaluated(benchmark, request, _console(quiet))
 
@@ -237,9 +250,12 @@ def export(
         UserError: A model or a directory that cannot be used, or one that would give other scores.
     """
     options = ExportOptions(
-        model=str(model), output=Path(output), dtype=dtype, overwrite=overwrite,
+        model=str(model),
+        output=Path(output),
+        dtype=dtype,
+        overwrite=overwrite,
         evaluations=tuple(map(Path, evaluations)),
-    )  # fmt: skip
+    )
     with speaking(_ARGUMENTS):
         run_export(options, messages=_console(quiet))
     return options.output

@@ -193,9 +193,13 @@ def reward_model_case(**transform):
     loaded = small_model()
     scorer = LocalScorer(loaded.model, loaded.contract)
     answers = [
-        log("Where?", "By the gate."), log("Where?", "In the river, old man."), log("Where?", ""),
-        log("Bread?", "Wine."), log("Bread?", "Wine.", "And?", "Bread."), log("Why? " * 60, "No."),
-    ]  # fmt: skip
+        log("Where?", "By the gate."),
+        log("Where?", "In the river, old man."),
+        log("Where?", ""),
+        log("Bread?", "Wine."),
+        log("Bread?", "Wine.", "And?", "Bread."),
+        log("Why? " * 60, "No."),
+    ]
     return Case(
         environment=RewardModelEnvironment({"transform": transform}, scorer=scorer),
         good=[(one, {"ground_truth": "By the western gate."}) for one in answers],

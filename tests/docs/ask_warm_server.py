@@ -14,9 +14,11 @@ def main():
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ["LAUREL_WARM_SERVER"])
         job = {
-            "kind": "laurel", "arguments": sys.argv[1:],
-            "folder": os.getcwd(), "environment": dict(os.environ),
-        }  # fmt: skip
+            "kind": "laurel",
+            "arguments": sys.argv[1:],
+            "folder": os.getcwd(),
+            "environment": dict(os.environ),
+        }
         socket.send_fds(connection, [json.dumps(job).encode()], [0, 1, 2])
         lines = connection.makefile()
         process = int(lines.readline())

@@ -21,11 +21,19 @@ def main() -> None:
     tokenizer.chat_template = CHATML
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "qwen3", vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, head_dim=8,
-        max_position_embeddings=2048, pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-    )  # fmt: skip
+        "qwen3",
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        head_dim=8,
+        max_position_embeddings=2048,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained("small-model")
     tokenizer.save_pretrained("small-model")
 

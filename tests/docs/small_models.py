@@ -23,14 +23,23 @@ data: {split_validation_size: 0.25}
 cluster: {cpu_threads: 1}
 """
 REWARD_MODEL = (
-    "policy.model_name=null", "policy.scratch.hidden_size=32", "policy.scratch.num_layers=1",
-    "policy.scratch.vocab_size=400", "policy.precision=float32",
-    "policy.max_total_sequence_length=128", "policy.train_global_batch_size=32",
-    "policy.train_micro_batch_size=32", "policy.optimizer.kwargs.lr=3e-3",
-    "data.train_data_path=pairs.jsonl", "data.split_validation_size=0.2", "rm.max_num_steps=20",
-    "rm.val_period=0", "checkpointing.checkpoint_dir=results/rm", "logger.log_dir=logs/rm",
+    "policy.model_name=null",
+    "policy.scratch.hidden_size=32",
+    "policy.scratch.num_layers=1",
+    "policy.scratch.vocab_size=400",
+    "policy.precision=float32",
+    "policy.max_total_sequence_length=128",
+    "policy.train_global_batch_size=32",
+    "policy.train_micro_batch_size=32",
+    "policy.optimizer.kwargs.lr=3e-3",
+    "data.train_data_path=pairs.jsonl",
+    "data.split_validation_size=0.2",
+    "rm.max_num_steps=20",
+    "rm.val_period=0",
+    "checkpointing.checkpoint_dir=results/rm",
+    "logger.log_dir=logs/rm",
     "cluster.cpu_threads=1",
-)  # fmt: skip
+)
 
 
 def write(name: str, rows: object) -> None:

@@ -69,8 +69,10 @@ def run(job: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     kinds: dict[str, Callable[[list[str]], None]] = {
-        "laurel": command, "script": script, "blocks": blocks,
-    }  # fmt: skip
+        "laurel": command,
+        "script": script,
+        "blocks": blocks,
+    }
     status = 0
     try:
         kinds[job["kind"]](job["arguments"])

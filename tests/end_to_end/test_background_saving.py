@@ -37,8 +37,12 @@ from runs import (
 
 BEHIND = "checkpointing.in_background=true"
 STEPS = 12
-OFTEN = ("rm.max_num_epochs=3", "checkpointing.save_period=3", "checkpointing.keep_top_k=null",
-         "+policy.scratch.config_overrides.attention_dropout=0.2")  # fmt: skip
+OFTEN = (
+    "rm.max_num_epochs=3",
+    "checkpointing.save_period=3",
+    "checkpointing.keep_top_k=null",
+    "+policy.scratch.config_overrides.attention_dropout=0.2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +174,14 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_under_way(
 
 # --------------------------------------------------------------------------------------- signals
 
-LARGE = ("policy.scratch.hidden_size=256", "policy.scratch.num_layers=4", "rm.max_num_epochs=200",
-         "checkpointing.save_period=2", "data.split_validation_size=0", BEHIND)  # fmt: skip
+LARGE = (
+    "policy.scratch.hidden_size=256",
+    "policy.scratch.num_layers=4",
+    "rm.max_num_epochs=200",
+    "checkpointing.save_period=2",
+    "data.split_validation_size=0",
+    BEHIND,
+)
 """Twelve megabytes of weights: written for longer than it takes to stop a process."""
 
 

@@ -67,8 +67,13 @@ ROWS: dict[str, tuple[list[Any], list[str], str]] = {
         r"rows\.jsonl:2: .*rejected",
     ),
     "missing rank": (
-        [*GOOD_ROWS, {"context": GOOD_ROWS[0]["context"], "completions": [
-            {"completion": [{"role": "assistant", "content": "x"}]}] * 2}],
+        [
+            *GOOD_ROWS,
+            {
+                "context": GOOD_ROWS[0]["context"],
+                "completions": [{"completion": [{"role": "assistant", "content": "x"}]}] * 2,
+            },
+        ],
         [PREFERENCES],
         r"rows\.jsonl:5: .*rank",
     ),
@@ -88,7 +93,7 @@ ROWS: dict[str, tuple[list[Any], list[str], str]] = {
         [PREFERENCES],
         r"rows\.jsonl:5: .*surrogate",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow_parameters(
@@ -113,7 +118,8 @@ KEYS: dict[str, tuple[list[str], str]] = {
     "out of range": (["rm.loss.label_smoothing=0.7"], r"rm\.loss\.label_smoothing"),
     "no override": (["nonsense"], r"nonsense"),
     "unknown data set": (
-        ["data.dataset_name=HelpSter3"], r"HelpSter3 is unknown\. Did you mean HelpSteer3\?",
+        ["data.dataset_name=HelpSter3"],
+        r"HelpSter3 is unknown\. Did you mean HelpSteer3\?",
     ),
     "no such file": (["data.train_data_path=nowhere/rows.jsonl"], r"nowhere/rows\.jsonl"),
     "unknown metric": (
@@ -122,7 +128,8 @@ KEYS: dict[str, tuple[list[str], str]] = {
     ),
     "padded rows over two": (
         [
-            "cluster.gpus_per_node=2", "policy.dtensor_cfg.context_parallel_size=2",
+            "cluster.gpus_per_node=2",
+            "policy.dtensor_cfg.context_parallel_size=2",
             "policy.sequence_packing.enabled=false",
         ],
         r"context_parallel_size=2: only token forests are divided; set it to 1",
@@ -137,9 +144,10 @@ KEYS: dict[str, tuple[list[str], str]] = {
         r"cannot write checkpoints to .*train\.jsonl/saves.*Not a directory",
     ),
     "another kind of loss": (
-        ["rm.loss.type=regression"], r"reward_model_type=bradley_terry does not fit",
+        ["rm.loss.type=regression"],
+        r"reward_model_type=bradley_terry does not fit",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow_parameters(
@@ -213,18 +221,25 @@ def no_system(directory: Path) -> list[str]:
     )
     (directory / "no_system.jinja").write_text(template, encoding="utf-8")
     (directory / "system.txt").write_text("Be brief.", encoding="utf-8")
-    return [*language_model(directory), f"data.system_prompt_file={directory}/system.txt",
-            f"policy.tokenizer.chat_template={directory}/no_system.jinja"]  # fmt: skip
+    return [
+        *language_model(directory),
+        f"data.system_prompt_file={directory}/system.txt",
+        f"policy.tokenizer.chat_template={directory}/no_system.jinja",
+    ]
 
 
 MODELS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
-    "no such model": (lambda d: ["policy.model_name=no-such/model"], r"no-such/model.* cannot be|"
-                      r"no-such/model: no tokenizer"),
+    "no such model": (
+        lambda d: ["policy.model_name=no-such/model"],
+        r"no-such/model.* cannot be|"
+        r"no-such/model: no tokenizer",
+    ),
     "two labels": (two_labels, r"score\.weight has 2 outputs and this run needs 1"),
     "pad is eos": (pads_with_eos, r"pads with its end-of-sequence token.*pad_token=auto"),
     "no template": (no_template, r"no chat template.*chat_template.* chatml"),
     "template without system": (
-        no_system, r"train\.jsonl:\d+: .*roles \[system, user, assistant\].*not supported",
+        no_system,
+        r"train\.jsonl:\d+: .*roles \[system, user, assistant\].*not supported",
     ),
     "optimizer typo": (
         lambda d: [*language_model(d), "policy.optimizer.name=torch.optim.AdmW"],
@@ -242,7 +257,7 @@ MODELS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda d: [*language_model(d), f"logger.log_dir={d}/train.jsonl/logs"],
         r"logger\.log_dir: .*Not a directory",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow_parameters("no such model", "two labels")

@@ -28,20 +28,32 @@ def bench_rows(count: int = 40) -> list[dict[str, Any]]:
         words = GOOD[i // 4 % 4], BAD[i // 4 % 3]
         subset = SUBSETS[i % 4]
         better, worse = reversed(words) if subset == "llmbar-natural" else words
-        rows.append({
-            "id": i, "subset": subset, "prompt": f"question {i}?",
-            "chosen": f"one {better} answer", "rejected": f"one {worse} answer",
-        })  # fmt: skip
+        rows.append(
+            {
+                "id": i,
+                "subset": subset,
+                "prompt": f"question {i}?",
+                "chosen": f"one {better} answer",
+                "rejected": f"one {worse} answer",
+            }
+        )
     return rows
 
 
 def list_rows() -> list[dict[str, Any]]:
     return [
-        {"prompt": f"question {i}?", "completions": [f"{GOOD[i % 4]} reply", f"{BAD[i % 4]} reply",
-         f"{GOOD[i % 4]} reply", f"more {BAD[(i + 1) % 4]} answer"],
-         "correct": [True, False, True, False]}
+        {
+            "prompt": f"question {i}?",
+            "completions": [
+                f"{GOOD[i % 4]} reply",
+                f"{BAD[i % 4]} reply",
+                f"{GOOD[i % 4]} reply",
+                f"more {BAD[(i + 1) % 4]} answer",
+            ],
+            "correct": [True, False, True, False],
+        }
         for i in range(9)
-    ]  # fmt: skip
+    ]
 
 
 def benches(directory: Path, **more: str) -> dict[str, str]:
@@ -76,11 +88,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, runs.Finis
     directory = tmp_path_factory.mktemp("run")
     small = f"{{benchmark: reward-bench, data_path: {directory}/bench.jsonl, max_samples: 10}}"
     changes = settings(
-        directory, "rm.max_num_steps=9", "rm.max_num_epochs=9", "rm.val_period=3",
-        "checkpointing.save_period=3", "policy.optimizer.kwargs.lr=5e-4",
-        "checkpointing.keep_top_k=null", "checkpointing.metric_name=validation-Rewards_chat_hard",
+        directory,
+        "rm.max_num_steps=9",
+        "rm.max_num_epochs=9",
+        "rm.val_period=3",
+        "checkpointing.save_period=3",
+        "policy.optimizer.kwargs.lr=5e-4",
+        "checkpointing.keep_top_k=null",
+        "checkpointing.metric_name=validation-Rewards_chat_hard",
         sets=benches(directory, Small=small),
-    )  # fmt: skip
+    )
     return directory, runs.train(changes)
 
 
@@ -105,8 +122,12 @@ def test_every_figure_is_that_of_laurel_eval(
         assert logged("longer_wins_baseline") == sections["all rows, unweighted"]["longer_wins"]
         assert logged("num_rows") == sections["all rows, unweighted"]["num_rows"] == 40
         assert logged("num_failures") == said["num_failures"] == 0
-        for name, key in (("Chat", "chat"), ("Chat Hard", "chat_hard"), ("Safety", "safety"),
-                          ("Reasoning", "reasoning")):  # fmt: skip
+        for name, key in (
+            ("Chat", "chat"),
+            ("Chat Hard", "chat_hard"),
+            ("Safety", "safety"),
+            ("Reasoning", "reasoning"),
+        ):
             assert logged(key) == sections[name]["value"]
         lists = evaluated(model, "best-of-n", directory / "lists.jsonl", tmp_path / f"l{step}")
         assert series(directory, "validation-Lists/final_score")[step] == lists["final"]["value"]
@@ -127,8 +148,10 @@ def test_what_is_said_and_kept(finished: tuple[Path, runs.Finished]) -> None:
     assert series(directory, "validation-Small/final_score") == {}
     assert "validation-Small/final_score" not in run.outcome.metrics
     assert "validation-Rewards/final_score" in run.outcome.metrics
-    times = [series(directory, f"timing/validation{name}/total_validation_time")[9]
-             for name in ("", "-Rewards", "-Lists", "-Small", "-default")]  # fmt: skip
+    times = [
+        series(directory, f"timing/validation{name}/total_validation_time")[9]
+        for name in ("", "-Rewards", "-Lists", "-Small", "-default")
+    ]
     assert times[0] == pytest.approx(sum(times[1:]))
     report = json.loads((directory / "logs/exp_001/data_report.json").read_text())
     assert report["validation-Small"]["num_kept"] == 10
@@ -146,9 +169,13 @@ def test_the_best_is_best_by_the_benchmark(finished: tuple[Path, runs.Finished])
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_best(tmp_path: Path) -> None:
-    common = ("rm.max_num_epochs=9", "rm.val_period=2", "checkpointing.save_period=2",
-              "checkpointing.keep_top_k=1",
-              "checkpointing.metric_name=validation-Rewards_accuracy")  # fmt: skip
+    common = (
+        "rm.max_num_epochs=9",
+        "rm.val_period=2",
+        "checkpointing.save_period=2",
+        "checkpointing.keep_top_k=1",
+        "checkpointing.metric_name=validation-Rewards_accuracy",
+    )
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     whole = runs.train(settings(straight, *common, "rm.max_num_steps=8"))
     runs.train(settings(broken, *common, "rm.max_num_steps=4"))
@@ -160,8 +187,12 @@ def test_a_resumed_run_keeps_the_best(tmp_path: Path) -> None:
 
 
 def test_only_benchmarks_are_enough(tmp_path: Path) -> None:
-    changes = ("data.split_validation_size=0", "rm.max_num_steps=2", "rm.val_period=1",
-               "rm.val_at_start=true")  # fmt: skip
+    changes = (
+        "data.split_validation_size=0",
+        "rm.max_num_steps=2",
+        "rm.val_period=1",
+        "rm.val_at_start=true",
+    )
     run = runs.train(settings(tmp_path, *changes))
     assert sorted(series(tmp_path, "validation-Lists/accuracy")) == [0, 1, 2]
     assert "no validation set" not in run.text
@@ -175,16 +206,24 @@ def test_only_benchmarks_are_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        (["checkpointing.metric_name=validation-Rewards_chta"],
-         "never measures that. It can measure: .*validation-Rewards_chat, "),
+        (
+            ["checkpointing.metric_name=validation-Rewards_chta"],
+            "never measures that. It can measure: .*validation-Rewards_chat, ",
+        ),
         (["checkpointing.metric_name=validation-Lists_oracle"], "never measures that"),
-        (["checkpointing.metric_name=validation-Rewards_prior"],
-         "these rows of RewardBench give no prior .*They give: validation-Rewards_final_score"),
-        (["data.val_data_paths.Rewards.max_samples=8",
-          "checkpointing.metric_name=validation-Rewards_final_score"],
-         "give no final_score .cut to 8 of 40 rows.*They give: validation-Rewards_accuracy"),
+        (
+            ["checkpointing.metric_name=validation-Rewards_prior"],
+            "these rows of RewardBench give no prior .*They give: validation-Rewards_final_score",
+        ),
+        (
+            [
+                "data.val_data_paths.Rewards.max_samples=8",
+                "checkpointing.metric_name=validation-Rewards_final_score",
+            ],
+            "give no final_score .cut to 8 of 40 rows.*They give: validation-Rewards_accuracy",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_metric_that_is_never_measured_ends_the_run_early(
     tmp_path: Path, changes: Sequence[str], told: str
 ) -> None:
@@ -221,23 +260,28 @@ def judged(
     tasks = [{"input": f"question {i}?", "output": "1"} for i in range(12)]
     train = write_rows(root / "train.jsonl", tasks)
     easy, hard = (write_rows(root / f"{n}.jsonl", tasks[:k]) for n, k in (("easy", 3), ("hard", 6)))
-    bench = (f"{{benchmark: reward-bench, data_path: {directory}/bench.jsonl}}",
-             f"{{benchmark: best-of-n, data_path: {directory}/lists.jsonl, "
-             "max_samples: 4}")  # fmt: skip
+    bench = (
+        f"{{benchmark: reward-bench, data_path: {directory}/bench.jsonl}}",
+        f"{{benchmark: best-of-n, data_path: {directory}/lists.jsonl, max_samples: 4}}",
+    )
     changes = [
-        c for c in grpo_settings(root, None)
+        c
+        for c in grpo_settings(root, None)
         if not c.startswith(("data.train_data_path", "data.dataset_name", "data.split"))
-    ]  # fmt: skip
+    ]
     changes += [
         f"data.train={{dataset_name: ResponseDataset, data_path: {train}}}",
         f"data.validation={{Easy: {{dataset_name: ResponseDataset, data_path: {easy}}}, "
         f"Hard: {{dataset_name: ResponseDataset, data_path: {hard}}}}}",
-        "grpo.max_num_steps=2", "grpo.val_period=1", "checkpointing.save_period=1",
+        "grpo.max_num_steps=2",
+        "grpo.val_period=1",
+        "checkpointing.save_period=1",
         "checkpointing.metric_name=validation-Hard_reward_mean",
-        "env.reward_model.enabled=true", "env.reward_model.precision=float32",
+        "env.reward_model.enabled=true",
+        "env.reward_model.precision=float32",
         f"env.reward_model.model_name={directory}/saves/step_9",
         f"env.reward_model.benchmarks={{Rewards: {bench[0]}, Lists: {bench[1]}}}",
-    ]  # fmt: skip
+    ]
     return root, changes, grpo(changes)
 
 
@@ -294,5 +338,8 @@ def test_wrong_settings_of_a_judge_are_told(
     with pytest.raises(DataError, match=r"Rewards \(benchmark reward-bench\): .*gone.jsonl"):
         grpo(grpo_settings(tmp_path / "gone", None, gone))
     with pytest.raises(ConfigError, match=r"never measures that.*validation_reward_mean"):
-        grpo(grpo_settings(tmp_path / "name", None,
-                           "checkpointing.metric_name=validation-Easy_reward_mean"))  # fmt: skip
+        grpo(
+            grpo_settings(
+                tmp_path / "name", None, "checkpointing.metric_name=validation-Easy_reward_mean"
+            )
+        )

@@ -73,8 +73,14 @@ def assert_settled(root):
 
 # --------------------------------------------------------------------------- kills at each phase
 
-BEFORE = ["begin", "written", "file:model.safetensors", "file:policy/tokenizer.json", "fsynced",
-          "manifest"]  # fmt: skip
+BEFORE = [
+    "begin",
+    "written",
+    "file:model.safetensors",
+    "file:policy/tokenizer.json",
+    "fsynced",
+    "manifest",
+]
 
 
 @pytest.mark.slow_parameters("True")
@@ -129,9 +135,13 @@ def test_kills_at_random_moments_never_cost_a_finished_checkpoint(tmp_path, in_b
     size, saved, in_mid_save = 400_000, -1, 0
     for _ in range(15):
         with running(
-            tmp_path, first_step=saved + 1, endless=True, size=size, keep_top_k=2,
+            tmp_path,
+            first_step=saved + 1,
+            endless=True,
+            size=size,
+            keep_top_k=2,
             in_background=in_background,
-        ) as process:  # fmt: skip
+        ) as process:
             first = wait_for(process, "saved")
             time.sleep(moments.uniform(0.0, 0.12))
             process.kill()

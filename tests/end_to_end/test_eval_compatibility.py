@@ -23,10 +23,16 @@ def bos_model(directory: Path) -> Path:
         template="{{ bos_token }}" + CHATML, eos="<|im_end|>", more=("<|im_start|>",), adds_bos=True
     )
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, intermediate_size=64, num_labels=1,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+        num_labels=1,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     network: Any = AutoModelForSequenceClassification.from_config(config)
     network.save_pretrained(directory)
@@ -48,11 +54,15 @@ def test_the_references_format_and_where_it_differs(laurel, tmp_path) -> None:
         told[length] = json.loads(done.stdout)
     report = told[2048]
     assert report["compatibility"] == {
-        "program": "rewardbench 0.1.4, scripts/run_rm.py", "max_length": 2048,
-        "truncation_side": "left", "num_rows": 24, "num_rows_read_differently": 0,
-        "num_completions": 48, "num_completions_read_differently": 0,
+        "program": "rewardbench 0.1.4, scripts/run_rm.py",
+        "max_length": 2048,
+        "truncation_side": "left",
+        "num_rows": 24,
+        "num_rows_read_differently": 0,
+        "num_completions": 48,
+        "num_completions_read_differently": 0,
         "reasons": {"BOS doubled, the first hidden": {"num_rows": 24, "num_completions": 48}},
-    }  # fmt: skip
+    }
     assert accuracies(report) == accuracies(json.loads(plain.stdout)), "a hidden BOS is not read"
     assert report["final"]["by_contract"] == report["final"]["value"]
     assert "by_contract" not in json.loads(plain.stdout)["final"]
@@ -64,8 +74,19 @@ def test_the_references_format_and_where_it_differs(laurel, tmp_path) -> None:
     assert "other tokens than by the scoring contract in 24 of 24 rows (48 answers)" in shown.stdout
     assert "BOS doubled, the first hidden: 24 rows (48 answers)" in shown.stdout
     lists = write(tmp_path / "lists.jsonl", list_rows())
-    second = laurel(["eval", "reward-bench-2", "-m", str(model), "-d", str(lists), "--json",
-                     "--compatibility", "rewardbench"])  # fmt: skip
+    second = laurel(
+        [
+            "eval",
+            "reward-bench-2",
+            "-m",
+            str(model),
+            "-d",
+            str(lists),
+            "--json",
+            "--compatibility",
+            "rewardbench",
+        ]
+    )
     assert second.returncode == 0, second.stderr
     found = json.loads(second.stdout)["compatibility"]
     assert found["program"].endswith("scripts/run_v2.py")
@@ -109,12 +130,14 @@ def test_formats_that_cannot_be_reproduced(laurel, model, tmp_path) -> None:
     address = ["reward-bench", "-m", "http://127.0.0.1:9", "-d", str(tmp_path / "gone.jsonl")]
     message = refused(laurel, [*address, "--compatibility", "rewardbench"])
     assert "--model http://127.0.0.1:9 is an address" in message, "before any row is read"
-    unknown = laurel(["eval", "reward-bench", "-m", str(model), "-d", data,
-                      "--compatibility", "trl"])  # fmt: skip
+    unknown = laurel(
+        ["eval", "reward-bench", "-m", str(model), "-d", data, "--compatibility", "trl"]
+    )
     assert unknown.returncode == 2
     assert "rewardbench" in unknown.stderr
-    elsewhere = laurel(["eval", "rm-bench", "-m", str(model), "-d", data,
-                        "--compatibility", "rewardbench"])  # fmt: skip
+    elsewhere = laurel(
+        ["eval", "rm-bench", "-m", str(model), "-d", data, "--compatibility", "rewardbench"]
+    )
     assert elsewhere.returncode == 2
     assert "No such option" in elsewhere.stderr
 
@@ -126,8 +149,11 @@ def test_formats_that_cannot_be_reproduced(laurel, model, tmp_path) -> None:
 def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path) -> None:
     pairs = [{"prompt": "q?", "chosen": WORDS[i], "rejected": WORDS[i + 1]} for i in range(3)]
     files = {"reward-bench": pair_rows(), "reward-bench-2": list_rows(), "pairs": pairs}
-    named = [part for name, rows in files.items()
-             for part in ("-d", str(write(tmp_path / f"{name}.jsonl", rows)))]  # fmt: skip
+    named = [
+        part
+        for name, rows in files.items()
+        for part in ("-d", str(write(tmp_path / f"{name}.jsonl", rows)))
+    ]
     asked = ["eval", "all", "-m", str(model), *named]
     done = laurel([*asked, "-o", str(tmp_path / "out"), "--json"])
     assert done.returncode == 0, done.stderr
@@ -136,8 +162,9 @@ def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path) -> None:
     assert [one["benchmark"] for one in report["summary"]] == list(files)
     assert report["absent"] == ["rm-bench", "judge-bench", "best-of-n"]
     for name in files:
-        alone = laurel(["eval", name, "-m", str(model), "-d", str(tmp_path / f"{name}.jsonl"),
-                        "--json"])  # fmt: skip
+        alone = laurel(
+            ["eval", name, "-m", str(model), "-d", str(tmp_path / f"{name}.jsonl"), "--json"]
+        )
         expected = json.loads(alone.stdout)
         found = report["benchmarks"][name]
         assert {**found, "seconds": 0} == {**expected, "seconds": 0}
@@ -156,8 +183,9 @@ def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path) -> None:
 def test_files_of_one_benchmark_are_read_together(laurel, model, tmp_path) -> None:
     rows = pair_rows()
     parts = [write(tmp_path / "a.jsonl", rows[:10]), write(tmp_path / "b.jsonl", rows[10:])]
-    done = laurel(["eval", "all", "-m", str(model), "-d", str(parts[0]), "-d", str(parts[1]),
-                   "--json"])  # fmt: skip
+    done = laurel(
+        ["eval", "all", "-m", str(model), "-d", str(parts[0]), "-d", str(parts[1]), "--json"]
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["benchmarks"]["reward-bench"]["num_rows"] == 24
 

@@ -96,15 +96,20 @@ def test_what_cannot_be_judged_is_counted_and_said_by_the_exit_code(
     model: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exit_code, result = evaluated(
-        model, tasks, capsys, "+env.custom.matches.kwargs={poison: '2'}", "env.max_failed_share=1",
+        model,
+        tasks,
+        capsys,
+        "+env.custom.matches.kwargs={poison: '2'}",
+        "env.max_failed_share=1",
         num_generations=4,
-    )  # fmt: skip
+    )
     assert exit_code == 1
     figures, rewards_BG = result["figures"], [task["rewards"] for task in result["tasks"]]
     assert figures["num_failures"] == sum(row.count(None) for row in rewards_BG) > 0
     assert {bool(failure) for task in result["tasks"] for failure in task["failures"]} == {
-        True, False,
-    }  # fmt: skip
+        True,
+        False,
+    }
     judged_B = [[r for r in row if r is not None] for row in rewards_BG]
     means = [sum(row) / len(row) for row in judged_B if row]
     assert figures["reward_mean"] == pytest.approx(sum(means) / len(means))
@@ -118,9 +123,11 @@ def test_bad_input(model: Path, tasks: Path, tmp_path: Path) -> None:
         run_eval(None, SETTINGS, EvalOptions(model=str(model)))
     with pytest.raises(ConfigError, match=r"no environment of that name\. Did you mean code"):
         run_eval(
-            None, SETTINGS,
-            EvalOptions(model=str(model), data_path=str(tasks), dataset="ResponseDataset",
-                        environment="cod"),
-        )  # fmt: skip
+            None,
+            SETTINGS,
+            EvalOptions(
+                model=str(model), data_path=str(tasks), dataset="ResponseDataset", environment="cod"
+            ),
+        )
     with pytest.raises(DataError, match="is a directory"):
         run_eval(None, SETTINGS, EvalOptions(model=str(model), output=tmp_path))

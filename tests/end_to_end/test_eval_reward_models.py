@@ -27,8 +27,9 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_scores(model: Path, rows: list[dict[str, Any]], key: str) -> list[float | None]:
     """What the scorer says of each answer when it is asked for it alone."""
     scorer = open_scorer(str(model), say=lambda _: None)
-    groups = [group_of((Message("user", row["prompt"]),), (row[key],), group_id="g")
-              for row in rows]  # fmt: skip
+    groups = [
+        group_of((Message("user", row["prompt"]),), (row[key],), group_id="g") for row in rows
+    ]
     return [scores[0].value for scores in scorer.score_now(groups)]
 
 
@@ -38,8 +39,21 @@ def own_scores(model: Path, rows: list[dict[str, Any]], key: str) -> list[float 
 def test_reward_bench_from_rows_to_files(laurel, model, tmp_path) -> None:
     rows = pair_rows()
     data = write(tmp_path / "rows.jsonl.gz", rows)
-    done = laurel(["eval", "reward-bench", "-m", str(model), "-d", str(data),
-                   "-o", str(tmp_path / "new" / "out"), "--device", "cpu", "--json"])  # fmt: skip
+    done = laurel(
+        [
+            "eval",
+            "reward-bench",
+            "-m",
+            str(model),
+            "-d",
+            str(data),
+            "-o",
+            str(tmp_path / "new" / "out"),
+            "--device",
+            "cpu",
+            "--json",
+        ]
+    )
     assert done.returncode == 0, done.stderr
     chosen, rejected = own_scores(model, rows, "chosen"), own_scores(model, rows, "rejected")
     right = [one > other for one, other in zip(chosen, rejected, strict=True)]
@@ -57,8 +71,12 @@ def test_reward_bench_from_rows_to_files(laurel, model, tmp_path) -> None:
     assert "hep-go has 6 rows where RewardBench has 164" in report["notes"]
 
     flat = json.loads((tmp_path / "new" / "out" / "reward-bench.json").read_text())
-    assert flat == {"model": str(model), "model_type": "Seq. Classifier",
-                    "chat_template": "tokenizer", **accuracies(report)}  # fmt: skip
+    assert flat == {
+        "model": str(model),
+        "model_type": "Seq. Classifier",
+        "chat_template": "tokenizer",
+        **accuracies(report),
+    }
     assert list(flat) == sorted(flat)
     scores = json.loads((tmp_path / "new" / "out" / "reward-bench-scores.json").read_text())
     assert scores["results"] == [float(one) for one in right]
@@ -81,8 +99,9 @@ def test_a_table_says_what_is_absent(laurel, model, tmp_path) -> None:
 def test_two_models_side_by_side(laurel, model, other_model, tmp_path) -> None:
     data = write(tmp_path / "rows.jsonl", pair_rows())
     for name, one in (("a", model), ("b", other_model)):
-        done = laurel(["eval", "reward-bench", "-m", str(one), "-d", str(data),
-                       "-o", str(tmp_path / name)])  # fmt: skip
+        done = laurel(
+            ["eval", "reward-bench", "-m", str(one), "-d", str(data), "-o", str(tmp_path / name)]
+        )
         assert done.returncode == 0, done.stderr
     files = [tmp_path / "a" / "reward-bench.json", tmp_path / "b" / "reward-bench-scores.json"]
     done = laurel(["eval", "reward-bench", "--compare", *map(str, files), "--json"])
@@ -134,13 +153,29 @@ def test_the_other_benchmarks(laurel, model, tmp_path) -> None:
     styles = {"chosen": ["4", "It is 4.", "**4** it is."], "rejected": ["5", "It is 5.", "**5**."]}
     domains = ("chat", "math", "code", "safety-refuse", "safety-response")
     rm = [{"id": name, "domain": name, "prompt": "2 + 2?", **styles} for name in domains]
-    judge = [{"pair_id": str(i), "source": "mmlu-pro-law", "question": f"{i}?", "label": label,
-              "response_A": WORDS[i], "response_B": WORDS[i + 1]}
-             for i, label in enumerate(["A>B", "B>A", "A>B"])]  # fmt: skip
-    groups = [{"prompt": "q?", "completions": list(WORDS[:4]), "correct": [1, 0, 0, 0]},
-              {"prompt": "r?", "completions": list(WORDS[:3]), "correct": [False] * 3}]  # fmt: skip
-    ranked = [{"context": "q?", "completions": [{"rank": rank, "completion": text}
-               for rank, text in enumerate(WORDS[:3])]}]  # fmt: skip
+    judge = [
+        {
+            "pair_id": str(i),
+            "source": "mmlu-pro-law",
+            "question": f"{i}?",
+            "label": label,
+            "response_A": WORDS[i],
+            "response_B": WORDS[i + 1],
+        }
+        for i, label in enumerate(["A>B", "B>A", "A>B"])
+    ]
+    groups = [
+        {"prompt": "q?", "completions": list(WORDS[:4]), "correct": [1, 0, 0, 0]},
+        {"prompt": "r?", "completions": list(WORDS[:3]), "correct": [False] * 3},
+    ]
+    ranked = [
+        {
+            "context": "q?",
+            "completions": [
+                {"rank": rank, "completion": text} for rank, text in enumerate(WORDS[:3])
+            ],
+        }
+    ]
     commands = {"rm-bench": rm, "judge-bench": judge, "best-of-n": groups, "pairs": ranked}
     reports = {}
     for name, rows in commands.items():
@@ -151,9 +186,15 @@ def test_the_other_benchmarks(laurel, model, tmp_path) -> None:
     matrix = reports["rm-bench"]["matrix"]
     assert sum(map(sum, matrix)) / 9 == pytest.approx(reports["rm-bench"]["final"]["value"])
     assert reports["judge-bench"]["final"]["num_rows"] == 3
-    swapped = [{**row, "label": {"A>B": "B>A", "B>A": "A>B"}[row["label"]],
-                "response_A": row["response_B"], "response_B": row["response_A"]}
-               for row in judge]  # fmt: skip
+    swapped = [
+        {
+            **row,
+            "label": {"A>B": "B>A", "B>A": "A>B"}[row["label"]],
+            "response_A": row["response_B"],
+            "response_B": row["response_A"],
+        }
+        for row in judge
+    ]
     data = write(tmp_path / "swapped.jsonl", swapped)
     again = laurel(["eval", "judge-bench", "-m", str(model), "-d", str(data), "--json"])
     assert json.loads(again.stdout)["final"] == reports["judge-bench"]["final"]
@@ -307,8 +348,19 @@ def test_a_running_server_scores_and_its_failures_are_counted(laurel, tmp_path) 
     data = write(tmp_path / "rows.jsonl", pair_rows())
 
     with RewardServer(poison="laurel,") as server:  # which only wrong answers have
-        done = laurel(["eval", "reward-bench", "-m", server.url, "-d", str(data),
-                       "-o", str(tmp_path / "out"), "--json"])  # fmt: skip
+        done = laurel(
+            [
+                "eval",
+                "reward-bench",
+                "-m",
+                server.url,
+                "-d",
+                str(data),
+                "-o",
+                str(tmp_path / "out"),
+                "--json",
+            ]
+        )
     assert done.returncode == 1
     failed = [row for row in pair_rows() if "laurel, " in row["rejected"]]
     assert 0 < len(failed) < 24
@@ -331,8 +383,10 @@ WRONG: dict[str, tuple[str, list[Any], list[str]]] = {
     "a row without an answer": (
         "reward-bench",
         [*GOOD, {"id": 9, "subset": "hep-go", "prompt": "q", "chosen": "a"}],
-        ["rows.jsonl:4: the row has no 'rejected'; its keys are: id, subset, prompt, chosen",
-         'A row of RewardBench is {"id", "subset", "prompt", "chosen", "rejected"}'],
+        [
+            "rows.jsonl:4: the row has no 'rejected'; its keys are: id, subset, prompt, chosen",
+            'A row of RewardBench is {"id", "subset", "prompt", "chosen", "rejected"}',
+        ],
     ),
     "rows of another benchmark": (
         "reward-bench",
@@ -365,9 +419,11 @@ WRONG: dict[str, tuple[str, list[Any], list[str]]] = {
         ["rows.jsonl:1: 'correct' must hold true or false for each of the 2 completions"],
     ),
     "no JSON": (
-        "best-of-n", ['{"prompt": '], ["rows.jsonl:1: column 13: not JSON"],
+        "best-of-n",
+        ['{"prompt": '],
+        ["rows.jsonl:1: column 13: not JSON"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -19,29 +19,51 @@ def test_from_fine_tuning_to_a_reward_model(tmp_path: Path) -> None:
     """The policy of the one is that of the other; each reads its file from `examples/configs`."""
     demonstrations = write_rows(tmp_path / "demonstrations.jsonl", noisy_answers(24))
     done = run(
-        [*CPU, *SCRATCH, "policy.max_total_sequence_length=64", "policy.train_global_batch_size=8",
-         "sft.max_num_steps=2", "sft.val_period=0", "sft.val_at_start=false",
-         "data.train.dataset_name=null", "data.train.split=null",
-         f"data.train.data_path={demonstrations}", "data.validation=null",
-         "++data.split_validation_size=0.25"],
-        program=[str(EXAMPLES / "run_sft.py")], cwd=tmp_path,
-    )  # fmt: skip
+        [
+            *CPU,
+            *SCRATCH,
+            "policy.max_total_sequence_length=64",
+            "policy.train_global_batch_size=8",
+            "sft.max_num_steps=2",
+            "sft.val_period=0",
+            "sft.val_at_start=false",
+            "data.train.dataset_name=null",
+            "data.train.split=null",
+            f"data.train.data_path={demonstrations}",
+            "data.validation=null",
+            "++data.split_validation_size=0.25",
+        ],
+        program=[str(EXAMPLES / "run_sft.py")],
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "finished after step 2" in done.stdout
 
     judge = save_model(tmp_path / "judge", num_labels=1)
     rows = write_rows(tmp_path / "tasks.jsonl", sums(8))
     done = run(
-        ["--config", str(EXAMPLES / "configs" / "grpo_rm_1B.yaml"), *CPU,
-         f"policy.model_name={tmp_path}/results/sft/step_2", "policy.max_total_sequence_length=64",
-         "policy.train_global_batch_size=8", "policy.generation.max_new_tokens=4",
-         "grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=4", "grpo.max_num_steps=2",
-         "grpo.val_period=2", f"env.reward_model.model_name={judge}",
-         "env.reward_model.precision=float32", "data.train.dataset_name=null",
-         f"data.train.data_path={rows}",
-         "data.default.prompt_file=null", "++data.split_validation_size=0.25"],
-        program=[str(EXAMPLES / "run_grpo_rm.py")], cwd=tmp_path,
-    )  # fmt: skip
+        [
+            "--config",
+            str(EXAMPLES / "configs" / "grpo_rm_1B.yaml"),
+            *CPU,
+            f"policy.model_name={tmp_path}/results/sft/step_2",
+            "policy.max_total_sequence_length=64",
+            "policy.train_global_batch_size=8",
+            "policy.generation.max_new_tokens=4",
+            "grpo.num_prompts_per_step=2",
+            "grpo.num_generations_per_prompt=4",
+            "grpo.max_num_steps=2",
+            "grpo.val_period=2",
+            f"env.reward_model.model_name={judge}",
+            "env.reward_model.precision=float32",
+            "data.train.dataset_name=null",
+            f"data.train.data_path={rows}",
+            "data.default.prompt_file=null",
+            "++data.split_validation_size=0.25",
+        ],
+        program=[str(EXAMPLES / "run_grpo_rm.py")],
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "judged by reward_model" in done.stdout
     assert "finished after step 2" in done.stdout

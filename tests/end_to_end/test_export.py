@@ -57,9 +57,12 @@ def test_lora_to_plain_transformers(trained: Path, tmp_path: Path) -> None:
     code += f"\nimport json, sys\nprint(json.dumps(scores({asked!r}).tolist()))"
     code += "\nassert 'laurel' not in sys.modules"
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path / "out", capture_output=True, text=True,
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "out",
+        capture_output=True,
+        text=True,
         check=True,
-    )  # fmt: skip
+    )
     theirs = json.loads(found.stdout.splitlines()[-1])
     group = group_of([Message("user", "what is one?")], ANSWERS, group_id="a")
     (ours,) = open_scorer(str(trained), say=lambda said: None).score_now([group])

@@ -114,9 +114,14 @@ def logged(directory: Path, step: int) -> dict[str, float]:
 
 def test_with_the_math_environment(tmp_path: Path, model: Path) -> None:
     done = grpo(
-        grpo_settings(tmp_path, model, "grpo.max_num_steps=2", "env.math.num_workers=1",
-                      "grpo.val_num_generations_per_prompt=2")
-    )  # fmt: skip
+        grpo_settings(
+            tmp_path,
+            model,
+            "grpo.max_num_steps=2",
+            "env.math.num_workers=1",
+            "grpo.val_num_generations_per_prompt=2",
+        )
+    )
     assert done.outcome.ended == "finished"
     figures = logged(tmp_path, 2)
     assert not [name for name in (*NAMES, *TIMERS) if name not in figures]
@@ -159,10 +164,14 @@ def test_with_a_reward_model_that_laurel_trained(
 ) -> None:
     done = grpo(
         grpo_settings(
-            tmp_path, model, "grpo.max_num_steps=2", "env.reward_model.enabled=true",
-            f"env.reward_model.model_name={reward_model}", "env.reward_model.precision=float32",
+            tmp_path,
+            model,
+            "grpo.max_num_steps=2",
+            "env.reward_model.enabled=true",
+            f"env.reward_model.model_name={reward_model}",
+            "env.reward_model.precision=float32",
         )
-    )  # fmt: skip
+    )
     figures = logged(tmp_path, 2)
     assert "judged by reward_model" in done.text
     for name in ("num_samples", "mean_reward", "std_reward", "min_reward", "max_reward"):
@@ -184,11 +193,16 @@ def test_with_both_at_once_on_every_sample(tmp_path: Path, model: Path, reward_m
     parts = "[{env: matches, weight: 2.0}, {env: reward_model, weight: 0.5}]"
     grpo(
         grpo_settings(
-            tmp_path, model, "grpo.max_num_steps=2", "data.env_name=both",
-            "+env.custom.matches.name=policy_fakes.Matches", f"+env.composite.both.parts={parts}",
-            f"env.reward_model.model_name={reward_model}", "env.reward_model.precision=float32",
+            tmp_path,
+            model,
+            "grpo.max_num_steps=2",
+            "data.env_name=both",
+            "+env.custom.matches.name=policy_fakes.Matches",
+            f"+env.composite.both.parts={parts}",
+            f"env.reward_model.model_name={reward_model}",
+            "env.reward_model.precision=float32",
         )
-    )  # fmt: skip
+    )
     figures = logged(tmp_path, 2)
     one, other = figures["train/rewards/matches/mean"], figures["train/rewards/reward_model/mean"]
     assert figures["train/reward"] == pytest.approx(one + other, abs=1e-6)
@@ -200,11 +214,16 @@ def test_with_both_at_once_on_every_sample(tmp_path: Path, model: Path, reward_m
 def test_several_turns_with_an_environment_of_ones_own(tmp_path: Path, model: Path) -> None:
     done = grpo(
         grpo_settings(
-            tmp_path, model, "grpo.max_num_steps=2", "data.env_name=shouts",
-            "+env.custom.shouts.name=policy_fakes.Shouts", "grpo.max_rollout_turns=2",
-            "grpo.max_val_samples=2", "grpo.val_batch_size=1",
+            tmp_path,
+            model,
+            "grpo.max_num_steps=2",
+            "data.env_name=shouts",
+            "+env.custom.shouts.name=policy_fakes.Shouts",
+            "grpo.max_rollout_turns=2",
+            "grpo.max_val_samples=2",
+            "grpo.val_batch_size=1",
         )
-    )  # fmt: skip
+    )
     assert done.outcome.ended == "finished"
     figures = logged(tmp_path, 1)
     assert figures["train/mean_env_tokens_per_sample"] > 0
@@ -221,11 +240,15 @@ def test_several_turns_with_an_environment_of_ones_own(tmp_path: Path, model: Pa
 def test_that_a_second_turn_never_came_is_noted_once(tmp_path: Path, model: Path) -> None:
     done = grpo(
         grpo_settings(
-            tmp_path, model, "grpo.max_num_steps=2", "data.env_name=shouts",
-            "+env.custom.shouts.name=policy_fakes.Shouts", "grpo.val_period=0",
+            tmp_path,
+            model,
+            "grpo.max_num_steps=2",
+            "data.env_name=shouts",
+            "+env.custom.shouts.name=policy_fakes.Shouts",
+            "grpo.val_period=0",
             "checkpointing.enabled=false",
         )
-    )  # fmt: skip
+    )
     said = " ".join(done.text.split())
     assert said.count("for want of a second turn (grpo.max_rollout_turns=1;") == 1
     assert logged(tmp_path, 2)["train/unended_out_of_turns"] == 12
@@ -236,12 +259,19 @@ def test_it_learns(tmp_path: Path, model: Path) -> None:
     runs.write_rows(tmp_path / "tasks.jsonl", rows)
     grpo(
         grpo_settings(
-            tmp_path, model, *MATCHES, "grpo.max_num_steps=20", "grpo.max_num_epochs=9",
-            "grpo.val_period=0", "grpo.val_at_start=true", "checkpointing.save_period=99",
-            "grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=24",
+            tmp_path,
+            model,
+            *MATCHES,
+            "grpo.max_num_steps=20",
+            "grpo.max_num_epochs=9",
+            "grpo.val_period=0",
+            "grpo.val_at_start=true",
+            "checkpointing.save_period=99",
+            "grpo.num_generations_per_prompt=8",
+            "policy.train_global_batch_size=24",
             "policy.optimizer.kwargs.lr=5e-3",
         )
-    )  # fmt: skip
+    )
     before, after = (logged(tmp_path, s)["validation/reward_mean"] for s in (0, 20))
     late = [logged(tmp_path, s)["train/reward"] for s in range(16, 21)]
     assert before <= 0.75
@@ -257,23 +287,36 @@ def test_it_learns(tmp_path: Path, model: Path) -> None:
     [
         [],
         ["policy.dtensor_cfg.lora_cfg.enabled=true"],
-        ["policy.generation.temperature=0.7", "policy.generation.top_p=0.9",
-         "policy.generation.top_k=50"],
+        [
+            "policy.generation.temperature=0.7",
+            "policy.generation.top_p=0.9",
+            "policy.generation.top_k=50",
+        ],
         ["policy.sequence_packing.share_prompts=false", "policy.logprob_chunk_size=3"],
         ["loss_fn.use_importance_sampling_correction=true", "grpo.max_staleness=1"],
     ],
     ids=["plain", "adapters", "sampling", "alone", "copy"],
-)  # fmt: skip
+)
 def test_on_policy_the_ratio_is_one(tmp_path: Path, model: Path, changes: list[str]) -> None:
     grpo(
         grpo_settings(
-            tmp_path, model, *MATCHES, *NO_VALIDATION, "grpo.max_num_steps=1",
-            "checkpointing.enabled=false", *changes,
+            tmp_path,
+            model,
+            *MATCHES,
+            *NO_VALIDATION,
+            "grpo.max_num_steps=1",
+            "checkpointing.enabled=false",
+            *changes,
         )
-    )  # fmt: skip
+    )
     figures = logged(tmp_path, 1)
-    for name in ("probs_ratio", "probs_ratio_min", "probs_ratio_max", "token_mult_prob_error",
-                 "sampling_importance_ratio"):  # fmt: skip
+    for name in (
+        "probs_ratio",
+        "probs_ratio_min",
+        "probs_ratio_max",
+        "token_mult_prob_error",
+        "sampling_importance_ratio",
+    ):
         assert figures[f"train/{name}"] == pytest.approx(1, abs=1e-5), name
     assert figures["train/gen_kl_error"] < 1e-9
     assert figures["train/kl_penalty"] < 1e-9
@@ -284,10 +327,15 @@ def test_on_policy_the_ratio_is_one(tmp_path: Path, model: Path, changes: list[s
 def test_several_updates_of_the_same_rollouts_are_off_policy(tmp_path: Path, model: Path) -> None:
     grpo(
         grpo_settings(
-            tmp_path, model, *MATCHES, *NO_VALIDATION, "grpo.max_num_steps=1",
-            "grpo.num_iterations=2", "policy.train_global_batch_size=6",
+            tmp_path,
+            model,
+            *MATCHES,
+            *NO_VALIDATION,
+            "grpo.max_num_steps=1",
+            "grpo.num_iterations=2",
+            "policy.train_global_batch_size=6",
         )
-    )  # fmt: skip
+    )
     figures = logged(tmp_path, 1)
     assert figures["train/optimizer_steps"] == 4, "of 12 completions, 6 at a time, twice"
     assert figures["train/num_valid_samples"] == 24
@@ -304,10 +352,15 @@ def test_the_divergence_is_measured_from_where_the_run_began(tmp_path: Path, mod
     }.items():
         grpo(
             grpo_settings(
-                tmp_path / name, model, *MATCHES, *NO_VALIDATION, "grpo.max_num_steps=3",
-                "policy.optimizer.kwargs.lr=1e-2", *changes,
+                tmp_path / name,
+                model,
+                *MATCHES,
+                *NO_VALIDATION,
+                "grpo.max_num_steps=3",
+                "policy.optimizer.kwargs.lr=1e-2",
+                *changes,
             )
-        )  # fmt: skip
+        )
         figures = [logged(tmp_path / name, step) for step in (1, 2, 3)]
         penalties = [f["train/kl_penalty"] for f in figures if "train/kl_penalty" in f]
         assert penalties[0] < 1e-9
@@ -323,9 +376,15 @@ def test_the_divergence_is_measured_from_where_the_run_began(tmp_path: Path, mod
 
 def test_without_a_weight_no_reference_is_kept(tmp_path: Path, model: Path) -> None:
     grpo(
-        grpo_settings(tmp_path, model, *MATCHES, *NO_VALIDATION, "grpo.max_num_steps=1",
-                      "loss_fn.reference_policy_kl_penalty=0")
-    )  # fmt: skip
+        grpo_settings(
+            tmp_path,
+            model,
+            *MATCHES,
+            *NO_VALIDATION,
+            "grpo.max_num_steps=1",
+            "loss_fn.reference_policy_kl_penalty=0",
+        )
+    )
     assert logged(tmp_path, 1).get("train/kl_penalty", 0.0) == 0.0
 
 
@@ -352,12 +411,18 @@ def test_a_step_without_signal_moves_nothing(
     monkeypatch.setattr(HeldWeights, "take", counted)
     grpo(
         grpo_settings(
-            tmp_path, model, *NO_VALIDATION, *HOOKED, "data.env_name=fades",
+            tmp_path,
+            model,
+            *NO_VALIDATION,
+            *HOOKED,
+            "data.env_name=fades",
             "+env.custom.fades={name: policy_fakes.Fades, kwargs: {calls: 3}}",
-            "grpo.max_num_steps=3", "checkpointing.save_period=1", "grpo.max_staleness=1",
+            "grpo.max_num_steps=3",
+            "checkpointing.save_period=1",
+            "grpo.max_staleness=1",
             "loss_fn.use_importance_sampling_correction=true",
         )
-    )  # fmt: skip
+    )
     figures = [logged(tmp_path, step) for step in (1, 2, 3)]
     assert [f["train/optimizer_steps"] for f in figures] == [1, 0, 0]
     assert taken == [0, 1], "what has not changed is not handed over"
@@ -377,11 +442,15 @@ def test_a_step_without_signal_moves_nothing(
 def test_failures_take_part_in_nothing(tmp_path: Path, model: Path) -> None:
     grpo(
         grpo_settings(
-            tmp_path, model, "data.env_name=matches", "grpo.max_num_steps=2",
+            tmp_path,
+            model,
+            "data.env_name=matches",
+            "grpo.max_num_steps=2",
             "+env.custom.matches={name: policy_fakes.Matches, kwargs: {poison: '2'}}",
-            "env.max_failed_share=1.0", "grpo.val_num_generations_per_prompt=4",
+            "env.max_failed_share=1.0",
+            "grpo.val_num_generations_per_prompt=4",
         )
-    )  # fmt: skip
+    )
     for step in (1, 2):
         figures, rows = logged(tmp_path, step), completions_of(tmp_path, step)
         failed = [row for row in rows if row["failure"] is not None]
@@ -410,12 +479,18 @@ def test_noise_is_measured_of_rewards_before_they_are_scaled(
     """Rewards of 0 and 10 become 0 and 1: ten times a noise of 0.1 is then 0.1, not 1."""
     grpo(
         grpo_settings(
-            tmp_path, model, *MATCHES, *NO_VALIDATION, "grpo.max_num_steps=1",
-            "+env.custom.matches.kwargs.reward=10", f"+env.custom.matches.kwargs.noise={noise}",
-            "grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_max=10",
+            tmp_path,
+            model,
+            *MATCHES,
+            *NO_VALIDATION,
+            "grpo.max_num_steps=1",
+            "+env.custom.matches.kwargs.reward=10",
+            f"+env.custom.matches.kwargs.noise={noise}",
+            "grpo.reward_scaling.enabled=true",
+            "grpo.reward_scaling.source_max=10",
             "policy.generation.temperature=1.6",
         )
-    )  # fmt: skip
+    )
     figures = logged(tmp_path, 1)
     assert figures["train/groups_without_signal"] < 3
     assert figures["train/scorer_noise"] == noise
@@ -425,10 +500,15 @@ def test_noise_is_measured_of_rewards_before_they_are_scaled(
 def test_cut_off_completions_can_be_left_out(tmp_path: Path, model: Path) -> None:
     grpo(
         grpo_settings(
-            tmp_path, model, *MATCHES, *NO_VALIDATION, "grpo.max_num_steps=3",
-            "grpo.overlong_filtering=true", "policy.generation.temperature=1.6",
+            tmp_path,
+            model,
+            *MATCHES,
+            *NO_VALIDATION,
+            "grpo.max_num_steps=3",
+            "grpo.overlong_filtering=true",
+            "policy.generation.temperature=1.6",
         )
-    )  # fmt: skip
+    )
     seen = 0
     for step in (1, 2, 3):
         figures, rows = logged(tmp_path, step), completions_of(tmp_path, step)
@@ -445,10 +525,16 @@ def test_a_loss_that_is_not_finite_is_not_applied_and_its_rollouts_are_kept(
 ) -> None:
     """The rewards are as large as float32 holds, so the sum over the tokens is infinite."""
     overrides = grpo_settings(
-        tmp_path, model, "data.env_name=matches", *NO_VALIDATION, "checkpointing.save_period=1",
+        tmp_path,
+        model,
+        "data.env_name=matches",
+        *NO_VALIDATION,
+        "checkpointing.save_period=1",
         "+env.custom.matches={name: policy_fakes.Matches, kwargs: {reward: 3e38}}",
-        "grpo.normalize_rewards=false", "grpo.max_bad_steps=2", "grpo.max_num_steps=6",
-    )  # fmt: skip
+        "grpo.normalize_rewards=false",
+        "grpo.max_bad_steps=2",
+        "grpo.max_num_steps=6",
+    )
     with pytest.raises(NonFiniteError, match=r"2 steps in a row were not finite .*rollouts are in"):
         grpo(overrides)
     bad = tmp_path / "logs" / "exp_001" / "bad_steps"
@@ -487,10 +573,14 @@ def test_d21_as_many_tasks_are_validated_as_there_are(
 ) -> None:
     grpo(
         grpo_settings(
-            tmp_path, model, *MATCHES, "grpo.max_num_steps=1", f"grpo.max_val_samples={limit}",
+            tmp_path,
+            model,
+            *MATCHES,
+            "grpo.max_num_steps=1",
+            f"grpo.max_val_samples={limit}",
             f"grpo.val_batch_size={batch}",
         )
-    )  # fmt: skip
+    )
     assert logged(tmp_path, 1)["validation/env/matches/seen"] == seen
 
 
@@ -499,11 +589,15 @@ def test_validation_may_be_greedy_and_does_not_depend_on_the_step(
 ) -> None:
     grpo(
         grpo_settings(
-            tmp_path, model, "data.env_name=matches", "grpo.max_num_steps=2", "grpo.val_period=1",
+            tmp_path,
+            model,
+            "data.env_name=matches",
+            "grpo.max_num_steps=2",
+            "grpo.val_period=1",
             "+env.custom.matches={name: policy_fakes.Matches, kwargs: {reward: 0.0}}",
             "grpo.val_at_start=true",
         )
-    )  # fmt: skip
+    )
     validated = [
         {k: v for k, v in metrics_of(tmp_path)[s].items() if k.startswith("validation/")}
         for s in (0, 1, 2)
@@ -516,11 +610,16 @@ def test_d22_a_time_budget_ends_the_run_saved_and_in_time(tmp_path: Path, model:
     started = time.time()
     done = grpo(
         grpo_settings(
-            tmp_path, model, *MATCHES, "grpo.max_num_steps=100000", "grpo.max_num_epochs=100000",
-            "grpo.val_period=100000", "checkpointing.save_period=100000",
+            tmp_path,
+            model,
+            *MATCHES,
+            "grpo.max_num_steps=100000",
+            "grpo.max_num_epochs=100000",
+            "grpo.val_period=100000",
+            "checkpointing.save_period=100000",
             "checkpointing.checkpoint_must_save_by=00:00:00:04",
         )
-    )  # fmt: skip
+    )
     assert done.outcome.ended == "deadline"
     (saved,) = (tmp_path / "saves").glob("step_*")
     assert saved.name == f"step_{done.outcome.step}"

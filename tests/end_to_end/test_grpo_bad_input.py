@@ -45,8 +45,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     other = root / "other"
     shutil.copytree(checkpoint, other, ignore=shutil.ignore_patterns("MANIFEST.json", "training"))
     weights = load_file(other / "model.safetensors")
-    save_file({name: 1.5 * w for name, w in weights.items()}, other / "model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
+    save_file(
+        {name: 1.5 * w for name, w in weights.items()},
+        other / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     policy = runs.save_model(root / "policy")
     (root / "empty").mkdir()
     rows = {
@@ -55,8 +58,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "pairs": [{"prompt": f"q{i}?", "chosen": "7 birds", "rejected": "no"} for i in range(8)],
     }
     written = {name: write_rows(root / f"{name}.jsonl", each) for name, each in rows.items()}
-    return {"policy": policy, "reward_model": checkpoint, "other": other, "empty": root / "empty",
-            **written}  # fmt: skip
+    return {
+        "policy": policy,
+        "reward_model": checkpoint,
+        "other": other,
+        "empty": root / "empty",
+        **written,
+    }
 
 
 def refused(directory: Path, warm: WarmCommand, command: str, overrides: list[str]) -> str:
@@ -81,14 +89,16 @@ CASES: dict[str, tuple[list[str], str]] = {
         r"'reward_modle'; did you mean 'reward_model'\?",
     ),
     "no such class": (
-        ["data.env_name=mine", f"{JUDGED}.Machtes"], r"env\.custom\.mine: .*mean 'Matches'",
+        ["data.env_name=mine", f"{JUDGED}.Machtes"],
+        r"env\.custom\.mine: .*mean 'Matches'",
     ),
     "arguments of a class": (
         ["data.env_name=mine", "+env.custom.mine={name: policy_fakes.Matches, kwargs: {odd: 1}}"],
         r"env\.custom\.mine: policy_fakes\.Matches cannot be called with odd=1",
     ),
     "not an environment": (
-        ["data.env_name=mine", f"{JUDGED}.ByteChat"], r"ByteChat lacks step",
+        ["data.env_name=mine", f"{JUDGED}.ByteChat"],
+        r"ByteChat lacks step",
     ),
     "no answers": (
         ["data.train_data_path={no_answer}"],
@@ -99,31 +109,36 @@ CASES: dict[str, tuple[list[str], str]] = {
         r"pairs\.jsonl: rows of BinaryPreferenceDataset .*data\.env_name=reward_model",
     ),
     "programs without tests": (
-        ["data.env_name=code"], r":1: the row brings no tests, and the environment 'code'",
+        ["data.env_name=code"],
+        r":1: the row brings no tests, and the environment 'code'",
     ),
     "prompts too long": (
         ["data.train_data_path={long}"],
         r"all 6 prompts are longer than 63 tokens \(the shortest has \d+\); raise policy\.max",
     ),
     "prompts longer than the limit": (
-        ["data.max_input_seq_length=3"], r"longer than 3 tokens .*raise data\.max_input_seq_length",
+        ["data.max_input_seq_length=3"],
+        r"longer than 3 tokens .*raise data\.max_input_seq_length",
     ),
     "batch": (
         ["policy.train_global_batch_size=5"],
         r"3 prompts x 4 completions = 12, which is no multiple of .*train_global_batch_size=5",
     ),
     "policy is no directory": (
-        ["policy.model_name=./nowhere"], r"\./nowhere: there is no such directory; \. holds",
+        ["policy.model_name=./nowhere"],
+        r"\./nowhere: there is no such directory; \. holds",
     ),
     "policy is no model": (
-        ["policy.model_name={empty}"], r"holds neither a model \(config\.json\) nor checkpoints",
+        ["policy.model_name={empty}"],
+        r"holds neither a model \(config\.json\) nor checkpoints",
     ),
     "policy is a reward model": (
         ["policy.model_name={reward_model}"],
         r"is a reward model .*name it in env\.reward_model\.model_name",
     ),
     "which reward model": (
-        ["data.env_name=reward_model"], r"env\.reward_model\.model_name is missing",
+        ["data.env_name=reward_model"],
+        r"env\.reward_model\.model_name is missing",
     ),
     "reward model is nowhere": (
         [REWARD_MODEL, "env.reward_model.model_name=/nowhere/at/all"],
@@ -138,36 +153,43 @@ CASES: dict[str, tuple[list[str], str]] = {
         r"other does not score as it did when it was saved: .*scored",
     ),
     "stale without a correction": (
-        ["grpo.max_staleness=1"], r"set loss_fn\.use_importance_sampling_correction=true",
+        ["grpo.max_staleness=1"],
+        r"set loss_fn\.use_importance_sampling_correction=true",
     ),
     "temperature": (["policy.generation.temperature=-1"], r"temperature: must be .* at least 0"),
     "unknown key": (["grpo.num_prompt_per_step=3"], r"did you mean 'num_prompts_per_step'\?"),
     "too many new tokens": (
-        ["policy.generation.max_new_tokens=65"], r"max_new_tokens=65 is more than .*length=64",
+        ["policy.generation.max_new_tokens=65"],
+        r"max_new_tokens=65 is more than .*length=64",
     ),
     "a group of one": (
         ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=3"],
         r"num_generations_per_prompt must be at least 2",
     ),
     "a group of one with a group baseline": (
-        ["grpo.num_generations_per_prompt=1", "grpo.use_leave_one_out_baseline=false",
-         "policy.train_global_batch_size=3"],
+        [
+            "grpo.num_generations_per_prompt=1",
+            "grpo.use_leave_one_out_baseline=false",
+            "policy.train_global_batch_size=3",
+        ],
         r"its advantage is 0 and the policy learns nothing. Draw more .*minus_baseline=false",
     ),
     "seed": (["grpo.seed=-1"], r"grpo\.seed: must be a whole number of at least 0"),
     "stop string": (["policy.generation.stop_strings=['']"], r"an empty stop string"),
     "stop token": (
-        ["policy.generation.stop_token_ids=[7,99999]"], r"stop_token_ids: 99999 not in the model's",
+        ["policy.generation.stop_token_ids=[7,99999]"],
+        r"stop_token_ids: 99999 not in the model's",
     ),
     "no packing": (
-        ["policy.sequence_packing.enabled=false"], r"policy\.sequence_packing\.enabled=false: the",
+        ["policy.sequence_packing.enabled=false"],
+        r"policy\.sequence_packing\.enabled=false: the",
     ),
     "metric": (
         ["checkpointing.metric_name=validation_acuracy"],
         r"this run never measures that\. It can measure: validation_reward_mean",
     ),
     "optimizer": (["policy.optimizer.name=torch.optim.AdamWW"], r"mean torch\.optim\.AdamW\?"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow_parameters(
@@ -193,12 +215,13 @@ def test_grpo_refuses(
 SFT_CASES: dict[str, tuple[list[str], str]] = {
     "no answer": (["data.train_data_path={no_answer}"], r"no_answer\.jsonl:1: .*output"),
     "too long": (
-        ["data.train_data_path={long}"], r"train: no conversation has an answer within 64 tokens",
+        ["data.train_data_path={long}"],
+        r"train: no conversation has an answer within 64 tokens",
     ),
     "a reward model": (["policy.model_name={reward_model}"], r"is a reward model"),
     "unknown key": (["sft.max_num_epoch=3"], r"did you mean 'max_num_epochs'\?"),
     "metric": (["checkpointing.metric_name=val_acc"], r"It can measure: validation-default_loss"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", SFT_CASES)

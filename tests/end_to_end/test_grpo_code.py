@@ -84,12 +84,18 @@ def test_programs_are_judged_by_tests(tmp_path: Path, model: Path) -> None:
 def test_the_recipe_begins(tmp_path: Path, model: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "code_cpu.yaml"
     changes = (
-        f"policy.model_name={model}", "grpo.num_prompts_per_step=2", "grpo.max_num_steps=1",
-        "policy.train_global_batch_size=16", "policy.train_micro_batch_size=16",
-        "grpo.val_period=0", "grpo.val_at_start=false", "checkpointing.metric_name=null",
-        "env.code.sandbox.min_tier=D", f"checkpointing.checkpoint_dir={tmp_path}/saves",
+        f"policy.model_name={model}",
+        "grpo.num_prompts_per_step=2",
+        "grpo.max_num_steps=1",
+        "policy.train_global_batch_size=16",
+        "policy.train_micro_batch_size=16",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+        "checkpointing.metric_name=null",
+        "env.code.sandbox.min_tier=D",
+        f"checkpointing.checkpoint_dir={tmp_path}/saves",
         f"logger.log_dir={tmp_path}/logs",
-    )  # fmt: skip
+    )
     done = grpo(changes, path=recipe)
     assert done.outcome.ended == "finished"
     figures = metrics_of(tmp_path)[1]
@@ -101,15 +107,22 @@ def test_the_recipe_begins(tmp_path: Path, model: Path) -> None:
 def test_code_as_a_tool(tmp_path: Path, caller: Path, ends: bool) -> None:
     write_rows(tmp_path / "tasks.jsonl", [{"prompt": f"What is {i}?"} for i in range(16)])
     done = grpo(
-        grpo_settings(tmp_path, caller, *CODE, "grpo.max_rollout_turns=2", "grpo.max_num_steps=1",
-                      "grpo.val_period=0", "grpo.val_at_end=false",
-                      "policy.generation.temperature=0.1",
-                      f"env.code.terminate_on_evaluation={str(ends).lower()}",
-                      # By itself it would give 0 to everything, and is refused.
-                      "data.env_name=tool", "+env.custom.judge.name=policy_fakes.Judge",
-                      "+env.composite.tool={parts: [{env: code}, {env: judge}], "
-                      "conducted_by: code}")
-    )  # fmt: skip
+        grpo_settings(
+            tmp_path,
+            caller,
+            *CODE,
+            "grpo.max_rollout_turns=2",
+            "grpo.max_num_steps=1",
+            "grpo.val_period=0",
+            "grpo.val_at_end=false",
+            "policy.generation.temperature=0.1",
+            f"env.code.terminate_on_evaluation={str(ends).lower()}",
+            # By itself it would give 0 to everything, and is refused.
+            "data.env_name=tool",
+            "+env.custom.judge.name=policy_fakes.Judge",
+            "+env.composite.tool={parts: [{env: code}, {env: judge}], conducted_by: code}",
+        )
+    )
     assert done.outcome.ended == "finished"
     figures = metrics_of(tmp_path)[1]
     assert figures["train/max_turns_per_sample"] == (1 if ends else 2)

@@ -55,9 +55,14 @@ def saves(directory: Path) -> list[str]:
 def test_a_signal_does_not_wait_for_rollouts_that_run_ahead(tmp_path: Path, model: Path) -> None:
     """They hang; the run saves what it learned, and draws them again when it goes on."""
     changes = [
-        *MATCHES, *HOOKED, *NO_VALIDATION, RARELY_SAVED, "grpo.max_num_steps=3",
-        "grpo.max_staleness=1", "loss_fn.use_importance_sampling_correction=true",
-    ]  # fmt: skip
+        *MATCHES,
+        *HOOKED,
+        *NO_VALIDATION,
+        RARELY_SAVED,
+        "grpo.max_num_steps=3",
+        "grpo.max_staleness=1",
+        "loss_fn.use_importance_sampling_correction=true",
+    ]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *changes))
 
@@ -104,9 +109,14 @@ def test_dynamic_sampling_ends_when_all_epochs_are_used_up(
     tmp_path: Path, model: Path, staleness: int
 ) -> None:
     changes = [
-        *MATCHES, *DYNAMIC, RARELY_SAVED, "grpo.val_period=0", f"grpo.max_staleness={staleness}",
-        "loss_fn.use_importance_sampling_correction=true", "grpo.max_num_steps=100",
-    ]  # fmt: skip
+        *MATCHES,
+        *DYNAMIC,
+        RARELY_SAVED,
+        "grpo.val_period=0",
+        f"grpo.max_staleness={staleness}",
+        "loss_fn.use_importance_sampling_correction=true",
+        "grpo.max_num_steps=100",
+    ]
     done = grpo(grpo_settings(tmp_path, model, *changes))
     step = done.outcome.step
     assert done.outcome.ended == "finished"
@@ -166,12 +176,16 @@ def test_a_validation_that_is_good_enough_ends_the_run(tmp_path: Path, model: Pa
 def test_a_goal_that_was_not_measured_is_told(tmp_path: Path, model: Path) -> None:
     done = grpo(
         grpo_settings(
-            tmp_path, model, "data.env_name=matches", "grpo.max_num_steps=2",
+            tmp_path,
+            model,
+            "data.env_name=matches",
+            "grpo.max_num_steps=2",
             "+env.custom.matches={name: policy_fakes.Matches, kwargs: {reward: 0.25}}",
-            "grpo.stop_at_validation_metric=pass_k", "grpo.stop_at_validation_threshold=0.0",
+            "grpo.stop_at_validation_metric=pass_k",
+            "grpo.stop_at_validation_threshold=0.0",
             "grpo.val_num_generations_per_prompt=2",
         )
-    )  # fmt: skip
+    )
     assert "step 2: no validation_pass@2 to end the run by" in done.text
 
 
@@ -181,11 +195,18 @@ def test_a_goal_that_was_not_measured_is_told(tmp_path: Path, model: Path) -> No
 def test_a_step_of_which_a_part_was_applied_is_no_bad_step(tmp_path: Path, model: Path) -> None:
     done = grpo(
         grpo_settings(
-            tmp_path, model, "data.env_name=uneven", "+env.custom.uneven.name=policy_fakes.Uneven",
-            *NO_VALIDATION, "grpo.normalize_rewards=false", "policy.train_global_batch_size=4",
-            "grpo.max_bad_steps=1", "grpo.max_num_steps=1", "policy.generation.temperature=1.6",
+            tmp_path,
+            model,
+            "data.env_name=uneven",
+            "+env.custom.uneven.name=policy_fakes.Uneven",
+            *NO_VALIDATION,
+            "grpo.normalize_rewards=false",
+            "policy.train_global_batch_size=4",
+            "grpo.max_bad_steps=1",
+            "grpo.max_num_steps=1",
+            "policy.generation.temperature=1.6",
         )
-    )  # fmt: skip
+    )
     figures = metrics_of(tmp_path)[1]
     applied, failed = figures["train/optimizer_steps"], figures["train/optimizer_steps_not_applied"]
     assert applied >= 1
@@ -203,9 +224,13 @@ def test_a_reference_that_gives_no_numbers_is_told_and_ends_the_run(
     base = tmp_path / "base"
     shutil.copytree(model, base, ignore=shutil.ignore_patterns("MANIFEST.json", "training"))
     changes = [
-        *MATCHES, *NO_VALIDATION, "checkpointing.save_period=1", "grpo.max_bad_steps=2",
-        "loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1",
-    ]  # fmt: skip
+        *MATCHES,
+        *NO_VALIDATION,
+        "checkpointing.save_period=1",
+        "grpo.max_bad_steps=2",
+        "loss_fn.use_kl_in_reward=true",
+        "loss_fn.reference_policy_kl_penalty=0.1",
+    ]
     grpo(grpo_settings(tmp_path, base, *changes, "grpo.max_num_steps=1"))
     assert "train/kl_in_reward" in metrics_of(tmp_path)[1]
     weights = load_file(base / "model.safetensors")

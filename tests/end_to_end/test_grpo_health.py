@@ -20,11 +20,16 @@ WORTHLESS = (
 )
 """All rewards are equal, so that `zero_spread_groups` rises with the first whole window."""
 NERVOUS = (
-    "grpo.health.baseline_steps=3", "grpo.health.window=1", "grpo.health.num_spreads=0",
-    "grpo.health.length_factor=1.01", "grpo.health.repetition_rise=0.001",
-    "grpo.health.truncation_rise=0.01", "grpo.health.jump_spreads=0",
-    "grpo.health.length_correlation=0.01", "grpo.health.kl_least=0.0",
-)  # fmt: skip
+    "grpo.health.baseline_steps=3",
+    "grpo.health.window=1",
+    "grpo.health.num_spreads=0",
+    "grpo.health.length_factor=1.01",
+    "grpo.health.repetition_rise=0.001",
+    "grpo.health.truncation_rise=0.01",
+    "grpo.health.jump_spreads=0",
+    "grpo.health.length_correlation=0.01",
+    "grpo.health.kl_least=0.0",
+)
 """What any run does raises and ends alarms."""
 
 
@@ -51,9 +56,17 @@ def test_an_alarm_is_told_written_and_ends_the_run(tmp_path: Path, model: Path) 
     assert "step 2 is the last: ended by an alarm: zero_spread_groups" in done.text
     (entry,) = entries(tmp_path)
     assert set(entry) == {
-        "step", "alarm", "state", "metric", "value", "threshold", "baseline", "text", "advice",
+        "step",
+        "alarm",
+        "state",
+        "metric",
+        "value",
+        "threshold",
+        "baseline",
+        "text",
+        "advice",
         "samples",
-    }  # fmt: skip
+    }
     assert (entry["step"], entry["alarm"], entry["state"]) == (2, "zero_spread_groups", "raised")
     assert entry["metric"] == "train/frac_reward_zero_std"
     assert (entry["value"], entry["threshold"], entry["baseline"]) == (1.0, 0.9, None)
@@ -77,10 +90,16 @@ def test_an_alarm_is_told_written_and_ends_the_run(tmp_path: Path, model: Path) 
 def test_an_alarm_at_the_last_step_ends_nothing(tmp_path: Path, model: Path) -> None:
     done = grpo(
         grpo_settings(
-            tmp_path, model, *WORTHLESS, *NO_VALIDATION, RARELY_SAVED, "grpo.health.window=2",
-            "grpo.health.stop_on=[zero_spread_groups]", "grpo.max_num_steps=2",
+            tmp_path,
+            model,
+            *WORTHLESS,
+            *NO_VALIDATION,
+            RARELY_SAVED,
+            "grpo.health.window=2",
+            "grpo.health.stop_on=[zero_spread_groups]",
+            "grpo.max_num_steps=2",
         )
-    )  # fmt: skip
+    )
     assert (done.outcome.ended, done.outcome.step) == ("finished", 2)
 
 
@@ -113,9 +132,10 @@ def test_alarms_change_nothing_that_is_learned(tmp_path: Path, model: Path) -> N
     assert entries(watched)
     assert entries(alone) == []
     extra = {
-        "train/completions/repetition", "train/completions/reward_length_correlation",
+        "train/completions/repetition",
+        "train/completions/reward_length_correlation",
         "train/completions/failure_share",
-    }  # fmt: skip
+    }
     expected = metrics_of(alone)
     for step, figures in metrics_of(watched).items():
         more = {name for name in figures if name not in expected[step]}
@@ -140,10 +160,15 @@ GOLD = (
 def test_a_rule_without_weight_is_measured_and_read(tmp_path: Path, model: Path) -> None:
     done = grpo(
         grpo_settings(
-            tmp_path, model, *GOLD, *NO_VALIDATION, RARELY_SAVED, "grpo.health.baseline_steps=3",
+            tmp_path,
+            model,
+            *GOLD,
+            *NO_VALIDATION,
+            RARELY_SAVED,
+            "grpo.health.baseline_steps=3",
             "grpo.health.window=1",
         )
-    )  # fmt: skip
+    )
     figures = metrics_of(tmp_path)
     assert "grpo.health.gold_metric" not in done.text
     assert "health/overoptimisation" not in figures[1], "nothing to compare with yet"
@@ -161,10 +186,14 @@ def test_a_rule_without_weight_is_measured_and_read(tmp_path: Path, model: Path)
 def test_a_metric_that_is_never_measured_is_told_once(tmp_path: Path, model: Path) -> None:
     done = grpo(
         grpo_settings(
-            tmp_path, model, *GOLD, RARELY_SAVED, "grpo.health.gold_metric=env/both/math/right",
+            tmp_path,
+            model,
+            *GOLD,
+            RARELY_SAVED,
+            "grpo.health.gold_metric=env/both/math/right",
             "grpo.health.format_metric=validation/form",
         )
-    )  # fmt: skip
+    )
     assert done.text.count("grpo.health.gold_metric=env/both/math/right is not among") == 1
     assert done.text.count("grpo.health.format_metric=validation/form is not among") == 1
     assert "env/both/math/accuracy" in done.text

@@ -84,7 +84,10 @@ MANNERS = {
     "one step ahead": ["grpo.max_staleness=1", CORRECTED],
     "two steps ahead": ["grpo.max_staleness=2", CORRECTED],
     "adapters, one step ahead": [
-        LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.1", "grpo.max_staleness=1", CORRECTED,
+        LORA,
+        "policy.dtensor_cfg.lora_cfg.dropout=0.1",
+        "grpo.max_staleness=1",
+        CORRECTED,
     ],
     "several updates": ["grpo.num_iterations=2", "policy.train_global_batch_size=6"],
     "dynamic sampling": [
@@ -92,7 +95,7 @@ MANNERS = {
         "grpo.dynamic_sampling_max_gen_batches=50",
         "grpo.max_num_epochs=99",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow_parameters(
@@ -156,11 +159,15 @@ def test_what_environments_noted_of_rollouts_that_run_ahead_is_in_the_checkpoint
     """How many answers could not be read is known to the environment alone."""
     parts = "{parts: [{env: math}, {env: math_copy, weight: 0.5}]}"
     changes = [
-        *LENGTH, *MANNERS["one step ahead"], "grpo.max_num_steps=2", "grpo.val_at_end=false",
-        "policy.generation.temperature=1.6", "data.env_name=both",
+        *LENGTH,
+        *MANNERS["one step ahead"],
+        "grpo.max_num_steps=2",
+        "grpo.val_at_end=false",
+        "policy.generation.temperature=1.6",
+        "data.env_name=both",
         "+env.custom.math_copy.name=policy_fakes.MathCopy",
         f"+env.composite.both={parts}",
-    ]  # fmt: skip
+    ]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *changes))
     interrupt_at(1, where="update")
@@ -273,16 +280,22 @@ def start(overrides: list[str], *, log: Path) -> subprocess.Popen[bytes]:
     python_path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *overrides], stdout=output, stderr=subprocess.STDOUT,
+            [sys.executable, "-c", PROGRAM, *overrides],
+            stdout=output,
+            stderr=subprocess.STDOUT,
             env=environment() | {"PYTHONPATH": python_path},
-        )  # fmt: skip
+        )
 
 
 def test_kill_9_at_any_moment(tmp_path: Path, model: Path) -> None:
     changes = [
-        *LENGTH, *MANNERS["one step ahead"], "grpo.max_num_steps=24", "grpo.max_num_epochs=99",
-        "checkpointing.save_period=7", "checkpointing.keep_top_k=2",
-    ]  # fmt: skip
+        *LENGTH,
+        *MANNERS["one step ahead"],
+        "grpo.max_num_steps=24",
+        "grpo.max_num_epochs=99",
+        "checkpointing.save_period=7",
+        "checkpointing.keep_top_k=2",
+    ]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *changes))
     moments = random.Random()
@@ -346,11 +359,18 @@ def test_what_changes_nothing_may_change(tmp_path: Path, model: Path) -> None:
     grpo(grpo_settings(tmp_path, model, *LENGTH, "grpo.max_num_steps=1"))
     done = grpo(
         grpo_settings(
-            tmp_path, model, *LENGTH, "grpo.val_period=1", "grpo.max_val_samples=2",
-            "policy.generation.max_concurrent=2", "env.max_failed_share=0.1",
-            "logger.num_val_samples_to_print=0", "grpo.max_bad_steps=9", "grpo.max_num_steps=2",
+            tmp_path,
+            model,
+            *LENGTH,
+            "grpo.val_period=1",
+            "grpo.max_val_samples=2",
+            "policy.generation.max_concurrent=2",
+            "env.max_failed_share=0.1",
+            "logger.num_val_samples_to_print=0",
+            "grpo.max_bad_steps=9",
+            "grpo.max_num_steps=2",
         )
-    )  # fmt: skip
+    )
     assert done.outcome.step == 2
 
 

@@ -67,8 +67,9 @@ def test_the_learner_rests_while_completions_are_drawn(tmp_path):
     training = run(
         tmp_path,
         lambda parts: replace(parts, learner=Watched(parts.learner), learner_rests=True),
-        "grpo.max_num_steps=2", "grpo.val_period=2",
-    )  # fmt: skip
+        "grpo.max_num_steps=2",
+        "grpo.val_period=2",
+    )
     learner = training.parts.learner
     assert learner.rests == 3, "two steps and a validation"
     assert not learner.is_resting
@@ -77,8 +78,12 @@ def test_the_learner_rests_while_completions_are_drawn(tmp_path):
 
 
 def test_how_even_the_work_was_is_logged(tmp_path):
-    run(tmp_path, lambda parts: replace(parts, learner=Watched(parts.learner)),
-        "grpo.max_num_steps=1", "grpo.val_period=0")  # fmt: skip
+    run(
+        tmp_path,
+        lambda parts: replace(parts, learner=Watched(parts.learner)),
+        "grpo.max_num_steps=1",
+        "grpo.val_period=0",
+    )
     text = next((tmp_path / "logs").rglob("metrics.jsonl")).read_text()
     assert '"performance/rank_token_imbalance": 0.25' in text
 

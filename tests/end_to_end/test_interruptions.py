@@ -34,8 +34,12 @@ from runs import (
     write_rows,
 )
 
-LONG = ("rm.max_num_epochs=35", "rm.val_period=40", "checkpointing.save_period=20",
-        "+policy.scratch.config_overrides.attention_dropout=0.2")  # fmt: skip
+LONG = (
+    "rm.max_num_epochs=35",
+    "rm.val_period=40",
+    "checkpointing.save_period=20",
+    "+policy.scratch.config_overrides.attention_dropout=0.2",
+)
 LONG_STEPS = 35 * 4
 
 
@@ -186,10 +190,12 @@ def test_a_second_process_on_the_same_directory_is_refused_and_two_sigterms_end_
     ]
     overrides = settings(
         tmp_path,
-        "policy.max_total_sequence_length=4096", "policy.scratch.num_layers=4",
-        "policy.scratch.hidden_size=64", "data.split_validation_size=0",
+        "policy.max_total_sequence_length=4096",
+        "policy.scratch.num_layers=4",
+        "policy.scratch.hidden_size=64",
+        "data.split_validation_size=0",
         rows=write_rows(tmp_path / "long.jsonl", rows),
-    )  # fmt: skip
+    )
     log = tmp_path / "log.txt"
     with start(overrides, log=log) as process:
         try:
@@ -215,9 +221,12 @@ def test_a_time_budget_ends_the_run_saved_and_in_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = settings(
-        tmp_path, "rm.max_num_epochs=100000", "checkpointing.save_period=100000",
-        "rm.val_period=100000", "checkpointing.checkpoint_must_save_by=00:00:00:04",
-    )  # fmt: skip
+        tmp_path,
+        "rm.max_num_epochs=100000",
+        "checkpointing.save_period=100000",
+        "rm.val_period=100000",
+        "checkpointing.checkpoint_must_save_by=00:00:00:04",
+    )
     started = time.time()
     run_training("rm", None, overrides)  # returns, so the exit status is 0
     step = last_step(tmp_path)
@@ -238,9 +247,13 @@ def test_a_time_budget_ends_the_run_saved_and_in_time(
 def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path: Path) -> None:
     """With seconds left, a run must save and not go on validating for minutes."""
     held_out = write_rows(tmp_path / "held_out.jsonl", pairs(500, seed=5))
-    changes = ["data.split_validation_size=0", f"data.val_data_path={held_out}",
-               "rm.val_period=2", "rm.max_num_steps=3",
-               "policy.max_total_sequence_length=64"]  # fmt: skip
+    changes = [
+        "data.split_validation_size=0",
+        f"data.val_data_path={held_out}",
+        "rm.val_period=2",
+        "rm.max_num_steps=3",
+        "policy.max_total_sequence_length=64",
+    ]
     (tmp_path / "broken").mkdir()
     overrides = settings(tmp_path / "broken", *changes, "rm.val_at_start=true")
 
@@ -291,8 +304,10 @@ def test_a_clock_that_is_set_back_and_forth_changes_nothing(tmp_path: Path, stra
     assert_equal_runs(straight, tmp_path, last=LONG_STEPS)
     lines = read_metrics(tmp_path / "logs" / "exp_001" / "metrics.jsonl")
     lasted = [
-        value for line in lines for key, value in line.items()
+        value
+        for line in lines
+        for key, value in line.items()
         if key.startswith("timing/") or key.endswith("_per_second")
-    ]  # fmt: skip
+    ]
     assert lasted
     assert min(lasted) >= 0

@@ -25,9 +25,11 @@ FIGURES = ("train/loss", "train/grad_norm", "train/reward", "train/reward_std")
 SETTLED = (
     "~policy.optimizer",
     "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2}}",
-    "grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_end=false",
+    "grpo.max_num_steps=2",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
     "data.env_name=reward_model",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +109,13 @@ def test_reward_workers_are_on_all_nodes_and_one_that_is_killed_changes_nothing(
 
     monkeypatch.setattr(SpreadGroup, "_submit", submit_and_kill)
     run(
-        tmp_path / "there", model, {**rewards, "num_workers": 2, "resources": {"num_nodes": 1}},
-        "cluster.num_nodes=2", "cluster.gpus_per_node=1", f"cluster.address={two_nodes}",
-    )  # fmt: skip
+        tmp_path / "there",
+        model,
+        {**rewards, "num_workers": 2, "resources": {"num_nodes": 1}},
+        "cluster.num_nodes=2",
+        "cluster.gpus_per_node=1",
+        f"cluster.address={two_nodes}",
+    )
     assert len(set(nodes)) == 2
     assert len(victims) == 1
     assert "reward_worker rank 0 of 1 died in prepare" in caplog.text
@@ -138,9 +144,10 @@ def several_here(tmp_path_factory: pytest.TempPathFactory, model: Path, judges: 
 WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "two replicas of each": ({"resources": {"gpus_per_node": 2}}, ("cluster.gpus_per_node=3",)),
     "at the end, in turns with the policy": (
-        {"use_reward_loop": False}, ("cluster.backend=ray", "cluster.gpus_per_node=1")
+        {"use_reward_loop": False},
+        ("cluster.backend=ray", "cluster.gpus_per_node=1"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -161,6 +168,9 @@ def test_several_models_judge_from_slots_as_they_do_here(
     rewards, changes = ways
     done = run(tmp_path, model, {**ensemble(judges), **rewards}, *changes)
     assert "reward_model: node 0, slot" in done.text
-    parts = (f"env/reward_model/part/{name}/{what}" for name in ("kind", "wise")
-             for what in ("mean", "std"))  # fmt: skip
+    parts = (
+        f"env/reward_model/part/{name}/{what}"
+        for name in ("kind", "wise")
+        for what in ("mean", "std")
+    )
     assert_same(tmp_path, several_here, *parts)

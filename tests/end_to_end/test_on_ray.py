@@ -148,29 +148,36 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def own_slots(judge: Path) -> tuple[str, ...]:
     return (
-        "env.reward_model.enabled=true", f"env.reward_model.model_name={judge}",
-        "env.reward_model.precision=float32", "data.env_name=reward_model",
-    )  # fmt: skip
+        "env.reward_model.enabled=true",
+        f"env.reward_model.model_name={judge}",
+        "env.reward_model.precision=float32",
+        "data.env_name=reward_model",
+    )
 
 
 ROLES = {
     "one rank each": (
-        "cluster.gpus_per_node=3", "env.reward_model.resources.gpus_per_node=1",
+        "cluster.gpus_per_node=3",
+        "env.reward_model.resources.gpus_per_node=1",
         "policy.generation.colocated.enabled=false",
         "policy.generation.colocated.resources.gpus_per_node=1",
     ),
     "all in turns on two slots": ("cluster.gpus_per_node=2",),
     "a context divided by two": (
-        "cluster.gpus_per_node=2", "policy.dtensor_cfg.context_parallel_size=2",
+        "cluster.gpus_per_node=2",
+        "policy.dtensor_cfg.context_parallel_size=2",
     ),
     "dp 2 x tp 2 in turns": (
-        "cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=2",
+        "cluster.gpus_per_node=4",
+        "policy.dtensor_cfg.tensor_parallel_size=2",
     ),
     "tp 2 judged by two replicas": (
-        "cluster.gpus_per_node=4", "env.reward_model.resources.gpus_per_node=2",
-        "policy.dtensor_cfg.tensor_parallel_size=2", "policy.generation.weight_transfer=ipc",
+        "cluster.gpus_per_node=4",
+        "env.reward_model.resources.gpus_per_node=2",
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+        "policy.generation.weight_transfer=ipc",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

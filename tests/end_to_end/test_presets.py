@@ -75,10 +75,14 @@ def test_gdpo_hears_each_component_by_hand() -> None:
 
 def test_their_losses() -> None:
     expected = {
-        "cispo": ("cispo", "tokens"), "dapo": ("ppo", "tokens"), "dr_grpo": ("ppo", "max_length"),
-        "gdpo": ("ppo", "tokens"), "gspo": ("ppo", "sequences"),
-        "reinforce_plus_plus": ("ppo", "tokens"), "rloo": ("reinforce", "max_length"),
-    }  # fmt: skip
+        "cispo": ("cispo", "tokens"),
+        "dapo": ("ppo", "tokens"),
+        "dr_grpo": ("ppo", "max_length"),
+        "gdpo": ("ppo", "tokens"),
+        "gspo": ("ppo", "sequences"),
+        "reinforce_plus_plus": ("ppo", "tokens"),
+        "rloo": ("reinforce", "max_length"),
+    }
     for name, wanted in expected.items():
         loss = of(name).loss_fn
         assert (loss.kind, PolicyLoss(loss, max_length=8).normalizer) == wanted, name

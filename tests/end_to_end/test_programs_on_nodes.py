@@ -41,10 +41,15 @@ LIMITS = Limits(wall_s=60, cpu_s=60)
 STEPS = (
     "~policy.optimizer",
     "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2}}",
-    "data.dataset_name=CodeTasks", "data.env_name=code", "env.code.sandbox.min_tier=D",
-    "policy.generation.max_new_tokens=24", "policy.max_total_sequence_length=96",
-    "grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_end=false",
-)  # fmt: skip
+    "data.dataset_name=CodeTasks",
+    "data.env_name=code",
+    "env.code.sandbox.min_tier=D",
+    "policy.generation.max_new_tokens=24",
+    "policy.max_total_sequence_length=96",
+    "grpo.max_num_steps=2",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -199,12 +204,13 @@ def run(directory: Path, model: Path, *changes: str) -> None:
     directory.mkdir()
     rows = [
         {
-            "prompt": f"Give {1 + i % 2} ({i})", "entry": "f",
+            "prompt": f"Give {1 + i % 2} ({i})",
+            "entry": "f",
             "test_code": f"assert f() == {1 + i % 2}",
             "reference_solution": f"def f(): return {1 + i % 2}",
         }
         for i in range(16)
-    ]  # fmt: skip
+    ]
     write_rows(directory / "tasks.jsonl", rows)
     done = grpo(grpo_settings(directory, model, *STEPS, *changes))
     assert done.outcome.ended == "finished"
@@ -224,9 +230,12 @@ def test_a_run_on_a_cluster_has_the_rewards_of_one_in_process(
 
     monkeypatch.setattr(NodeGroup, "_submit", submit_and_note)
     run(
-        tmp_path / "there", model, "env.code.num_workers=1", "cluster.backend=ray",
+        tmp_path / "there",
+        model,
+        "env.code.num_workers=1",
+        "cluster.backend=ray",
         f"cluster.address={two_nodes.address}",
-    )  # fmt: skip
+    )
     nodes = Counter(asked)
     assert len(nodes) == 2
     assert min(nodes.values()) > 1

@@ -19,9 +19,12 @@ pytest.importorskip("ray")
 SPREAD = ("cluster.gpus_per_node=2", "cluster.device=cpu")
 LONG = (
     "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2, momentum: 0.9}}",
-    "rm.max_num_epochs=100", "rm.max_num_steps=400", "rm.val_period=0", "rm.val_at_end=false",
+    "rm.max_num_epochs=100",
+    "rm.max_num_steps=400",
+    "rm.val_period=0",
+    "rm.val_at_end=false",
     "checkpointing.save_period=5",
-)  # fmt: skip
+)
 
 
 def long_settings(directory: Path, *changes: str) -> list[str]:
@@ -81,9 +84,11 @@ def test_a_node_that_is_killed_in_mid_step_ends_the_run_and_it_resumes(tmp_path:
     small = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 80 * 2**20}
     nodes = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     over_both = (
-        "cluster.num_nodes=2", "cluster.gpus_per_node=1", "cluster.device=cpu",
+        "cluster.num_nodes=2",
+        "cluster.gpus_per_node=1",
+        "cluster.device=cpu",
         f"cluster.address={nodes.address}",
-    )  # fmt: skip
+    )
     log = tmp_path / "out.txt"
     try:
         second = nodes.add_node(**small)
@@ -148,10 +153,13 @@ def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
     model = warm_started(tmp_path / "model")
     steps = ("grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.save_period=1")
     own = (
-        "cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false",
-        "policy.generation.colocated.resources.gpus_per_node=1", "checkpointing.keep_top_k=1",
-        "checkpointing.metric_name=null", *MATCHES,
-    )  # fmt: skip
+        "cluster.gpus_per_node=2",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=1",
+        "checkpointing.keep_top_k=1",
+        "checkpointing.metric_name=null",
+        *MATCHES,
+    )
     run_dir = tmp_path / "run"
     grpo(grpo_settings(run_dir, model, *own, *steps, "grpo.max_num_steps=1"))
     killed: list[int] = []

@@ -35,9 +35,15 @@ def tab() -> Iterator[Page]:
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("report")
     run = reward_model_run(folder / "exp_001")
-    alarm = {"step": 41, "alarm": "zero_spread_groups", "state": "raised", "value": 0.912345,
-             "metric": "train/frac_reward_zero_std", "threshold": 0.9,
-             "text": "So it is."}  # fmt: skip
+    alarm = {
+        "step": 41,
+        "alarm": "zero_spread_groups",
+        "state": "raised",
+        "value": 0.912345,
+        "metric": "train/frac_reward_zero_std",
+        "threshold": 0.9,
+        "text": "So it is.",
+    }
     write_lines(run / "health.jsonl", [alarm])
     write_report(folder / "report.html", [run])
     return (folder / "report.html").as_uri()
@@ -183,11 +189,13 @@ def test_following_a_run_keeps_what_its_reader_was_doing(tab: Page, tmp_path: Pa
     (run / "config.json").write_text(json.dumps({"rm": {"max_num_steps": 1_000}}))
     server = subprocess.Popen(
         [sys.executable, "-m", "laurel", "report", "--follow", str(run)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         # Whoever runs the tests in the background has had Ctrl-C ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     try:
         assert server.stdout is not None
         url = server.stdout.readline().strip()

@@ -80,8 +80,12 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, manner: str) -> None:
 @pytest.mark.parametrize("lora", ["false", "true"])
 def test_a_model_that_was_loaded_goes_on_as_well(tmp_path: Path, lora: str) -> None:
     model = save_model(tmp_path / "model")
-    changes = [f"policy.model_name={model}", f"policy.dtensor_cfg.lora_cfg.enabled={lora}",
-               "rm.max_num_epochs=3", "checkpointing.keep_top_k=null"]  # fmt: skip
+    changes = [
+        f"policy.model_name={model}",
+        f"policy.dtensor_cfg.lora_cfg.enabled={lora}",
+        "rm.max_num_epochs=3",
+        "checkpointing.keep_top_k=null",
+    ]
 
     def overrides(name: str, *more: str) -> list[str]:
         return [*LOADED, *settings(tmp_path / name, *changes, *more)[len(TINY) :]]
@@ -231,9 +235,15 @@ def test_a_validation_that_is_missing_is_made_up_for(tmp_path: Path) -> None:
     changes = ["rm.max_num_epochs=2", "checkpointing.keep_top_k=null"]
     straight = train(settings(tmp_path / "straight", *changes))
     interrupted = train(
-        settings(tmp_path / "broken", *changes, "rm.max_num_steps=5", "rm.val_period=0",
-                 "rm.val_at_end=false", "checkpointing.metric_name=null")
-    )  # fmt: skip
+        settings(
+            tmp_path / "broken",
+            *changes,
+            "rm.max_num_steps=5",
+            "rm.val_period=0",
+            "rm.val_at_end=false",
+            "checkpointing.metric_name=null",
+        )
+    )
     assert not interrupted.outcome.metrics
     assert metric_of(tmp_path / "broken" / "saves" / "step_5") is None
     resumed = train(settings(tmp_path / "broken", *changes))

@@ -192,9 +192,24 @@ def test_one_replica_is_always_slow(servers):  # [13]
 )
 @pytest.mark.parametrize(
     "fault",
-    ["500", "429", "NaN", "infinite", "null", "text", "bool", "too few", "too many",
-     "another group", "another request", "another version", "html", "half a body", "nothing"],
-)  # fmt: skip
+    [
+        "500",
+        "429",
+        "NaN",
+        "infinite",
+        "null",
+        "text",
+        "bool",
+        "too few",
+        "too many",
+        "another group",
+        "another request",
+        "another version",
+        "html",
+        "half a body",
+        "nothing",
+    ],
+)
 def test_a_replica_answers_wrongly(servers, fault):  # [3, 5, 6, 7, 8, 10, 11]
     two = servers({"fault": fault, "share": 1.0}, {})
     streamed = Streamed(two)

@@ -46,9 +46,12 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def judged_by(judge: Path, *changes: str) -> tuple[str, ...]:
     return (
-        "env.reward_model.enabled=true", f"env.reward_model.model_name={judge}",
-        "env.reward_model.precision=float32", "data.env_name=reward_model", *changes,
-    )  # fmt: skip
+        "env.reward_model.enabled=true",
+        f"env.reward_model.model_name={judge}",
+        "env.reward_model.precision=float32",
+        "data.env_name=reward_model",
+        *changes,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +79,10 @@ WAYS = {
     "at the end": ("env.reward_model.use_reward_loop=false",),
     "at the end, as verl says it": ("reward_model.use_reward_loop=false",),
     "two replicas and a worker": (
-        "env.reward_model.num_replicas=2", "env.reward_model.num_workers=1"
+        "env.reward_model.num_replicas=2",
+        "env.reward_model.num_workers=1",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow_parameters("two replicas and a worker")
@@ -122,8 +126,10 @@ def flaky(judge: Path, *changes: str) -> tuple[str, ...]:
         "data.env_name=flaky",
         f"+env.custom.flaky={{name: reward_loop_fakes.FlakyEnvironment, "
         f"kwargs: {{model_name: {judge}}}}}",
-        "grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=24", *changes,
-    )  # fmt: skip
+        "grpo.num_generations_per_prompt=8",
+        "policy.train_global_batch_size=24",
+        *changes,
+    )
 
 
 @pytest.mark.slow
@@ -185,9 +191,10 @@ def test_when_nobody_is_left_who_renders_the_run_ends_and_says_why(
 # ---------------------------------------------------------------------------------------------- Ray
 
 ON_RAY = (
-    "cluster.gpus_per_node=3", "env.reward_model.resources.gpus_per_node=2",
+    "cluster.gpus_per_node=3",
+    "env.reward_model.resources.gpus_per_node=2",
     "env.reward_model.batch_timeout=10",
-)  # fmt: skip
+)
 
 
 @pytest.mark.slow

@@ -76,8 +76,10 @@ def test_d29_rewards_are_the_scores_to_the_last_bit(directories, form, key, tmp_
 def test_the_statistics_that_training_saved_normalise_its_scores(directories):
     checkpoint = Path(find_model(str(directories["run"])).name)
     contract = json.loads((checkpoint / "scoring.json").read_text(encoding="utf-8"))
-    logs = [[{"role": "user", "content": "question?"}, {"role": "assistant", "content": answer}]
-            for answer in ANSWERS]  # fmt: skip
+    logs = [
+        [{"role": "user", "content": "question?"}, {"role": "assistant", "content": answer}]
+        for answer in ANSWERS
+    ]
     place = str(directories["run"])
     raw = judged(logs, model_name=place)
     normalised = judged(logs, model_name=place, transform={"normalize": "stored"})

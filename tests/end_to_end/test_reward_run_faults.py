@@ -31,10 +31,15 @@ from serve_processes import KEY, Serving
 NUM_STEPS = 8
 QUIET = ("--access-log", "none")
 LENGTH = (
-    f"grpo.max_num_steps={NUM_STEPS}", "grpo.max_num_epochs=99", "grpo.val_period=0",
-    "grpo.val_at_end=false", "checkpointing.save_period=2", "data.env_name=reward_model",
-    "env.reward_model.enabled=true", "env.reward_model.api_key_env=KEY_OF_THE_TEST",
-)  # fmt: skip
+    f"grpo.max_num_steps={NUM_STEPS}",
+    "grpo.max_num_epochs=99",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "checkpointing.save_period=2",
+    "data.env_name=reward_model",
+    "env.reward_model.enabled=true",
+    "env.reward_model.api_key_env=KEY_OF_THE_TEST",
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +97,10 @@ def running(overrides: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command(overrides, program=("-m", "laurel.cli.main", "grpo")),
-            stdout=output, stderr=subprocess.STDOUT, env=environment(),
-        )  # fmt: skip
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+        )
     try:
         yield process
     finally:

@@ -28,12 +28,23 @@ from runs import (
 )
 
 TRAIN_NAMES = (
-    "loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "num_valid_samples",
-    "grad_norm", "lr", "global_valid_seqs", "global_valid_toks",
-)  # fmt: skip
+    "loss",
+    "accuracy",
+    "rewards_chosen_mean",
+    "rewards_rejected_mean",
+    "num_valid_samples",
+    "grad_norm",
+    "lr",
+    "global_valid_seqs",
+    "global_valid_toks",
+)
 VALIDATION_NAMES = (
-    "loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "num_valid_samples",
-)  # fmt: skip
+    "loss",
+    "accuracy",
+    "rewards_chosen_mean",
+    "rewards_rejected_mean",
+    "num_valid_samples",
+)
 
 # --------------------------------------------------------------------------------- names of figures
 
@@ -45,9 +56,11 @@ def two_sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     easy = write_rows(directory / "easy.jsonl", pairs(10, seed=1))
     lists = write_rows(
         directory / "lists.jsonl",
-        [ranked(f"list {i}?", {f"{word} {i}": rank for rank, word in enumerate(GOOD)})
-         for i in range(6)],
-    )  # fmt: skip
+        [
+            ranked(f"list {i}?", {f"{word} {i}": rank for rank, word in enumerate(GOOD)})
+            for i in range(6)
+        ],
+    )
     rows = write_rows(directory / "train.jsonl", pairs(40))
     named = f"{{Easy: {easy}, Lists: {{dataset_name: PreferenceDataset, data_path: {lists}}}}}"
     changes = [
@@ -144,9 +157,10 @@ def test_every_form_of_metric_name(
     )
     changes = ["data.split_validation_size=0", f"data.val_data_paths={named}", "rm.val_period=3"]
     done = train(
-        settings(tmp_path, *changes, "checkpointing.save_period=2", change,
-                 rows=two_sets / "train.jsonl")
-    )  # fmt: skip
+        settings(
+            tmp_path, *changes, "checkpointing.save_period=2", change, rows=two_sets / "train.jsonl"
+        )
+    )
     for step in (2, 4, 5):
         manifest = verify(tmp_path / "saves" / f"step_{step}")
         assert manifest.metric_name == key
@@ -162,8 +176,12 @@ def test_every_form_of_metric_name(
 
 
 def test_the_best_and_the_latest_are_kept(tmp_path: Path) -> None:
-    changes = ["checkpointing.higher_is_better=true", "checkpointing.keep_top_k=1",
-               "checkpointing.save_period=1", "rm.max_num_epochs=2"]  # fmt: skip
+    changes = [
+        "checkpointing.higher_is_better=true",
+        "checkpointing.keep_top_k=1",
+        "checkpointing.save_period=1",
+        "rm.max_num_epochs=2",
+    ]
     done = train(settings(tmp_path, *changes))
     losses = series(tmp_path, "validation-default/loss")
     highest = max(losses, key=lambda step: losses[step])
@@ -188,11 +206,12 @@ WAYS = {
     "small budget": ["policy.sequence_packing.train_mb_tokens=60"],
     "padded, fixed": ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3"],
     "padded, dynamic": [
-        "policy.sequence_packing.enabled=false", "policy.dynamic_batching.enabled=true",
+        "policy.sequence_packing.enabled=false",
+        "policy.dynamic_batching.enabled=true",
         "policy.dynamic_batching.train_mb_tokens=300",
     ],
     "activations recomputed": ["policy.dtensor_cfg.activation_checkpointing=true"],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +253,10 @@ def test_it_learns_a_rule_and_hugging_face_agrees_on_every_score(tmp_path: Path)
     chosen, rejected = [], []
     for row in pairs(30, seed=9):
         for side, scores in (("chosen", chosen), ("rejected", rejected)):
-            messages = [{"role": "user", "content": row["prompt"]},
-                        {"role": "assistant", "content": row[side]}]  # fmt: skip
+            messages = [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row[side]},
+            ]
             text = tokenizer.apply_chat_template(messages, tokenize=False)
             batch = tokenizer(text, add_special_tokens=False, return_tensors="pt")
             with torch.no_grad():
@@ -248,8 +269,9 @@ def test_it_learns_a_rule_and_hugging_face_agrees_on_every_score(tmp_path: Path)
     assert accuracy == series(tmp_path, "validation-default/accuracy")[step]
     for golden in json.loads((best / "scoring.json").read_text(encoding="utf-8"))["golden"]:
         text = tokenizer.apply_chat_template(golden["messages"], tokenize=False)
-        batch = tokenizer([text, text + " and more"], padding=True, return_tensors="pt",
-                          add_special_tokens=False)  # fmt: skip
+        batch = tokenizer(
+            [text, text + " and more"], padding=True, return_tensors="pt", add_special_tokens=False
+        )
         with torch.no_grad():
             score = float(model(**batch).logits[0, 0])
         assert score == pytest.approx(golden["values_K"][0], abs=1e-5)
@@ -282,8 +304,11 @@ def test_lists_of_four_are_learned_from(tmp_path: Path) -> None:
         for i in range(60)
     ]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    changes = ["data.dataset_name=PreferenceDataset", "rm.loss.type=plackett_luce",
-               "rm.max_num_epochs=4"]  # fmt: skip
+    changes = [
+        "data.dataset_name=PreferenceDataset",
+        "rm.loss.type=plackett_luce",
+        "rm.max_num_epochs=4",
+    ]
     train(settings(tmp_path, *changes, rows=path))
     assert last(tmp_path, "validation-default/accuracy") >= 0.9
     assert last(tmp_path, "validation-default/top1") >= 0.9
@@ -303,12 +328,15 @@ def test_a_regression_head_learns_ratings(tmp_path: Path) -> None:
     ]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     changes = [
-        "data.dataset_name=PreferenceDataset", "rm.loss.type=regression", "rm.max_num_epochs=10",
+        "data.dataset_name=PreferenceDataset",
+        "rm.loss.type=regression",
+        "rm.max_num_epochs=10",
         "policy.reward_model_cfg.reward_model_type=regression",
         "policy.reward_model_cfg.attributes=[help, tone]",
         "policy.reward_model_cfg.attribute_weights=[1.0, 0.0]",
-        "checkpointing.metric_name=validation-default_mse/help", "policy.optimizer.kwargs.lr=2e-2",
-    ]  # fmt: skip
+        "checkpointing.metric_name=validation-default_mse/help",
+        "policy.optimizer.kwargs.lr=2e-2",
+    ]
     done = train(settings(tmp_path, *changes, rows=path))
     assert last(tmp_path, "validation-default/mse/help") < 0.3
     assert last(tmp_path, "validation-default/pearson/tone") > 0.9
@@ -324,8 +352,11 @@ def rated(text: str, rank: int, ratings: dict[str, float]) -> dict[str, Any]:
 
 
 def test_lora_trains_the_adapters_and_the_head_alone(tmp_path: Path) -> None:
-    changes = ["policy.dtensor_cfg.lora_cfg.enabled=true", "rm.max_num_epochs=3",
-               "checkpointing.keep_top_k=null"]  # fmt: skip
+    changes = [
+        "policy.dtensor_cfg.lora_cfg.enabled=true",
+        "rm.max_num_epochs=3",
+        "checkpointing.keep_top_k=null",
+    ]
     train(settings(tmp_path, *changes))
     early, late = (
         load_file(tmp_path / "saves" / f"step_{s}" / "model.safetensors") for s in (5, 12)
@@ -373,16 +404,23 @@ def test_the_form_of_the_seeds(tmp_path: Path) -> None:
         "logger: {log_dir: logs, tensorboard_enabled: false, monitor_gpus: false}\n",
         encoding="utf-8",
     )
-    overrides = ["--config", str(tmp_path / "rm.yaml"), "policy.train_global_batch_size=8",
-                 "++rm.seed=7", "cluster.cpu_threads=1"]  # fmt: skip
+    overrides = [
+        "--config",
+        str(tmp_path / "rm.yaml"),
+        "policy.train_global_batch_size=8",
+        "++rm.seed=7",
+        "cluster.cpu_threads=1",
+    ]
     done = run(overrides, program=[str(ROOT / "examples" / "run_rm.py")], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "warning: these keys mean nothing here" in done.stdout
     assert "policy.megatron_cfg" in done.stdout
     assert "finished after step 5" in done.stdout
     assert sorted(p.name for p in (tmp_path / "results").glob("step_*")) == [
-        "step_2", "step_4", "step_5",
-    ]  # fmt: skip
+        "step_2",
+        "step_4",
+        "step_5",
+    ]
     resolved = (tmp_path / "logs" / "exp_001" / "config.yaml").read_text(encoding="utf-8")
     assert "seed: 7" in resolved
     assert (tmp_path / "results" / "step_5" / "config.yaml").read_text(encoding="utf-8") == resolved

@@ -19,8 +19,12 @@ from policy_runs import completions_of, grpo, grpo_settings, metrics_of, warm_st
 from reward_models import small_model, write_model
 from reward_servers import Answer, RewardServer
 
-TWO_STEPS = ("grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_end=false",
-             "checkpointing.save_period=2")  # fmt: skip
+TWO_STEPS = (
+    "grpo.max_num_steps=2",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "checkpointing.save_period=2",
+)
 FIGURE = "env/reward_model/"
 
 
@@ -175,8 +179,13 @@ def test_a_judge_gives_the_rewards(tmp_path: Path, model: Path) -> None:
         return f"Score: {10 if f'{{{known}}}' in response else 2}"
 
     with judge_server(say) as server:
-        judge = {"urls": [server.url], "model": "judge", "num_samples": 2, "temperature": 0.5,
-                 "template": "{{ response }}|known:{{ ground_truth }}"}  # fmt: skip
+        judge = {
+            "urls": [server.url],
+            "model": "judge",
+            "num_samples": 2,
+            "temperature": 0.5,
+            "template": "{{ response }}|known:{{ ground_truth }}",
+        }
         done = run(tmp_path, model, {"judge": judge, "transform": {"scale": 0.1}})
         assert len(server.asked) <= 2 + 2 * 2 * 12
     assert done.outcome.ended == "finished"
@@ -199,8 +208,12 @@ def test_two_models_give_the_rewards(
         {"name": "kind", "model_name": reward_models["first"], "precision": "float32"},
         {"name": "wise", "model_name": reward_models["second"], "precision": "float32"},
     ]
-    rewards = {"models": parts, "combine": "mean_minus_std", "uncertainty_penalty": 0.5,
-               "use_reward_loop": loop}  # fmt: skip
+    rewards = {
+        "models": parts,
+        "combine": "mean_minus_std",
+        "uncertainty_penalty": 0.5,
+        "use_reward_loop": loop,
+    }
     done = run(tmp_path, model, rewards)
     assert done.outcome.ended == "finished"
     figures = metrics_of(tmp_path)[1]
@@ -221,12 +234,16 @@ def test_two_models_give_the_rewards(
         ({"urls": ["http://127.0.0.1:1"], "api_key_env": "NO_KEY"}, "NO_KEY: there is no such"),
         ({"function": {"path": "no_such_module:f"}}, "there is no module 'no_such_module'"),
         ({"function": {"path": "os.path:jion"}}, "did you mean 'join'"),
-        ({"judge": {"urls": ["http://127.0.0.1:1"], "model": "m", "template": "{{ x }}"}},
-         "env.reward_model.judge.template: there is no 'x'"),
-        ({"models": [{"name": n, "model_name": f"/none/{n}"} for n in "ab"]},
-         "env.reward_model.models[0].model_name=/none/a: there is no such directory"),
+        (
+            {"judge": {"urls": ["http://127.0.0.1:1"], "model": "m", "template": "{{ x }}"}},
+            "env.reward_model.judge.template: there is no 'x'",
+        ),
+        (
+            {"models": [{"name": n, "model_name": f"/none/{n}"} for n in "ab"]},
+            "env.reward_model.models[0].model_name=/none/a: there is no such directory",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_settings_are_told_before_the_policy_is_loaded(
     tmp_path: Path, rewards: dict[str, Any], message: str
 ) -> None:

@@ -13,23 +13,30 @@ from runs import settings, train
 ray = pytest.importorskip("ray")
 
 FOUR_HEADS = (
-    "policy.scratch.num_heads=4", "policy.scratch.hidden_size=32",
+    "policy.scratch.num_heads=4",
+    "policy.scratch.hidden_size=32",
     "+policy.scratch.config_overrides.num_key_value_heads=4",
-)  # fmt: skip
+)
 JUDGED = (
-    "env.reward_model.enabled=true", "env.reward_model.precision=float32",
-    "env.reward_model.batch_size=32", "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
-    "policy.dtensor_cfg.tensor_parallel_size=2", "data.env_name=reward_model",
-    "cluster.gpus_per_node=8", "grpo.max_num_steps=1", "grpo.val_period=0",
+    "env.reward_model.enabled=true",
+    "env.reward_model.precision=float32",
+    "env.reward_model.batch_size=32",
+    "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
+    "policy.dtensor_cfg.tensor_parallel_size=2",
+    "data.env_name=reward_model",
+    "cluster.gpus_per_node=8",
+    "grpo.max_num_steps=1",
+    "grpo.val_period=0",
     "grpo.val_at_end=false",
-)  # fmt: skip
+)
 COLOCATED = ("env.reward_model.resources.gpus_per_node=4",)
 NON_COLOCATED = (
-    "cluster.num_nodes=2", "env.reward_model.resources.gpus_per_node=8",
+    "cluster.num_nodes=2",
+    "env.reward_model.resources.gpus_per_node=8",
     "policy.generation.colocated.enabled=false",
     "policy.generation.colocated.resources.gpus_per_node=4",
     "policy.generation.colocated.resources.num_nodes=1",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +74,13 @@ def test_not_colocated_on_two_nodes(
 
     nodes = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 8, "num_gpus": 0, "include_dashboard": False,
-                        "object_store_memory": 80 * 2**20},
-    )  # fmt: skip
+        head_node_args={
+            "num_cpus": 8,
+            "num_gpus": 0,
+            "include_dashboard": False,
+            "object_store_memory": 80 * 2**20,
+        },
+    )
     try:
         nodes.add_node(num_cpus=8, num_gpus=0, object_store_memory=80 * 2**20)
         text = run(tmp_path, models, *NON_COLOCATED, f"cluster.address={nodes.address}")

@@ -34,8 +34,10 @@ class ServedProcess:
         command = [sys.executable, "-m", "laurel", "serve", "--null", "--access-log", "none"]
         self.process = subprocess.Popen(
             [*command, *self.arguments, "--port", str(self.port)],
-            env={**os.environ, "LAUREL_API_KEY": KEY}, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env={**os.environ, "LAUREL_API_KEY": KEY},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stderr is not None
         said = []
         for line in self.process.stderr:

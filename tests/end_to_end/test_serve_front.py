@@ -219,8 +219,9 @@ def test_the_admin_key_and_what_other_processes_know_of_keys(tmp_path):
             assert (status, reply["error"]["code"]) == (403, "admin")
         assert server.ask("/admin/sleep", {}, key="x" * 40)[0] == 401
         assert server.ask("/admin/sleep", {}, key=ADMIN_KEY) == (
-            200, {"state": "asleep", "model": "null", "model_version": "null"}
-        )  # fmt: skip
+            200,
+            {"state": "asleep", "model": "null", "model_version": "null"},
+        )
         assert server.ask("/admin/wake", {}, key=ADMIN_KEY)[0] == 200
         assert server.score("a")[0] == 200
         replicas = server.family()

@@ -10,9 +10,13 @@ schemathesis = pytest.importorskip("schemathesis")
 pytest.importorskip("schemathesis.specs.openapi.checks")  # importing it makes its checks known
 
 CHECKS = schemathesis.checks.CHECKS.get_by_names(
-    ["not_a_server_error", "status_code_conformance", "content_type_conformance",
-     "response_schema_conformance"]
-)  # fmt: skip
+    [
+        "not_a_server_error",
+        "status_code_conformance",
+        "content_type_conformance",
+        "response_schema_conformance",
+    ]
+)
 EXAMPLES = 60
 """Of each endpoint: some seconds in all."""
 
@@ -55,9 +59,12 @@ def test_no_request_makes_the_server_fail(running, description, path, method, mo
     operation = description[path][method]
 
     @settings(
-        max_examples=EXAMPLES, deadline=None, phases=[Phase.generate], database=None,
+        max_examples=EXAMPLES,
+        deadline=None,
+        phases=[Phase.generate],
+        database=None,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(case=operation.as_strategy(generation_mode=modes(mode)))
     def ask(case):
         headers = {"Authorization": f"Bearer {KEY}"}

@@ -13,8 +13,10 @@ from policy_runs import metrics_of, sft, sft_settings
 from runs import write_rows
 
 ANSWERS = ("red", "blue", "green")
-ROWS = [{"input": f"Colour of {word}?", "output": ANSWERS[i % 3]}
-        for i, word in enumerate(("blood", "sky", "grass", "wine", "sea", "leaf"))]  # fmt: skip
+ROWS = [
+    {"input": f"Colour of {word}?", "output": ANSWERS[i % 3]}
+    for i, word in enumerate(("blood", "sky", "grass", "wine", "sea", "leaf"))
+]
 
 
 def answer(directory: Path, question: str) -> str:
@@ -37,10 +39,12 @@ def test_it_learns_to_answer_and_to_stop(tmp_path: Path, lora: bool) -> None:
     write_rows(tmp_path / "demonstrations.jsonl", ROWS * 4)
     first = sft(
         sft_settings(
-            tmp_path / "first", f"data.train_data_path={tmp_path}/demonstrations.jsonl",
-            "sft.max_num_epochs=60", "data.split_validation_size=0",
+            tmp_path / "first",
+            f"data.train_data_path={tmp_path}/demonstrations.jsonl",
+            "sft.max_num_epochs=60",
+            "data.split_validation_size=0",
         )
-    )  # fmt: skip
+    )
     saved = first.outcome.latest
     assert saved is not None
     assert [answer(saved, row["input"]) for row in ROWS] == [row["output"] for row in ROWS]
@@ -55,25 +59,46 @@ def test_it_learns_to_answer_and_to_stop(tmp_path: Path, lora: bool) -> None:
     changes = ["policy.dtensor_cfg.lora_cfg.enabled=true"] if lora else []
     second = sft(
         sft_settings(
-            tmp_path / "second", f"data.train_data_path={tmp_path}/others.jsonl", *changes,
-            "sft.max_num_epochs=60", "data.split_validation_size=0", model=saved,
+            tmp_path / "second",
+            f"data.train_data_path={tmp_path}/others.jsonl",
+            *changes,
+            "sft.max_num_epochs=60",
+            "data.split_validation_size=0",
+            model=saved,
         )
-    ).outcome.latest  # fmt: skip
+    ).outcome.latest
     assert second is not None
     assert [answer(second, row["input"]) for row in others] == [row["output"] for row in others]
 
 
 def test_what_is_measured_and_what_is_left_out(tmp_path: Path) -> None:
     rows = [
-        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "yes"},
-                      {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"q{i}"},
+                {"role": "assistant", "content": "yes"},
+                {"role": "user", "content": "more"},
+                {"role": "assistant", "content": "no"},
+            ]
+        }
         for i in range(16)
-    ]  # fmt: skip
-    rows.append({"messages": [{"role": "user", "content": "long " * 200},
-                              {"role": "assistant", "content": "never seen"}]})  # fmt: skip
+    ]
+    rows.append(
+        {
+            "messages": [
+                {"role": "user", "content": "long " * 200},
+                {"role": "assistant", "content": "never seen"},
+            ]
+        }
+    )
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    common = ["data.dataset_name=openai_format", f"data.train_data_path={path}",
-              f"data.val_data_path={path}", "sft.val_period=1", "sft.max_num_epochs=1"]  # fmt: skip
+    common = [
+        "data.dataset_name=openai_format",
+        f"data.train_data_path={path}",
+        f"data.val_data_path={path}",
+        "sft.val_period=1",
+        "sft.max_num_epochs=1",
+    ]
     done = sft(sft_settings(tmp_path / "all", *common))
     figures = metrics_of(tmp_path / "all")[1]
     assert {"train/loss", "train/grad_norm", "train/lr", "train/epoch"} <= set(figures)

@@ -30,9 +30,14 @@ def rows_with_margins(path: Path, *poisoned: int, count: int = 40) -> Path:
     return write_rows(path, rows)
 
 
-BY_MARGIN = ("rm.loss.use_margin=true", "data.margin_key=margin", "data.shuffle=false",
-             "data.split_validation_size=0", "checkpointing.save_period=1",
-             "checkpointing.keep_top_k=null")  # fmt: skip
+BY_MARGIN = (
+    "rm.loss.use_margin=true",
+    "data.margin_key=margin",
+    "data.shuffle=false",
+    "data.split_validation_size=0",
+    "checkpointing.save_period=1",
+    "checkpointing.keep_top_k=null",
+)
 
 
 @pytest.mark.slow
@@ -88,9 +93,11 @@ def test_what_is_not_finite_is_never_the_best_nor_saved(tmp_path: Path) -> None:
         "policy.scheduler=[{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1e-33, "
         "total_iters: 9}}, {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}, "
         "{milestones: [2]}]",
-        "rm.val_period=1", "checkpointing.save_period=1", "checkpointing.keep_top_k=null",
+        "rm.val_period=1",
+        "checkpointing.save_period=1",
+        "checkpointing.keep_top_k=null",
         "rm.max_bad_steps=99",
-    ]  # fmt: skip
+    ]
     with pytest.raises(
         CheckpointError, match="of step 4, could not be saved; the newest is"
     ) as end:
@@ -128,8 +135,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = shutil.which("mount")
     made = mount and subprocess.run(
         [mount, "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(place)],
-        capture_output=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        check=False,
+    )
     if not made or made.returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield place

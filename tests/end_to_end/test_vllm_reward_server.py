@@ -73,11 +73,29 @@ def server(model, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [
-        sys.executable, "-c", COMMAND, "serve", str(directory),
-        "--runner", "pooling", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager",
-        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "laurel-test",
-        "--kv-cache-memory-bytes", str(1 << 28), "--block-size", "32",
-    ]  # fmt: skip
+        sys.executable,
+        "-c",
+        COMMAND,
+        "serve",
+        str(directory),
+        "--runner",
+        "pooling",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+        "--enforce-eager",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--served-model-name",
+        "laurel-test",
+        "--kv-cache-memory-bytes",
+        str(1 << 28),
+        "--block-size",
+        "32",
+    ]
     environment = {**os.environ, **ENVIRONMENT, **EAGER_ENVIRONMENT}
     with (
         log.open("w") as out,

@@ -106,9 +106,14 @@ def test_it_is_held_as_another_account(like_docker):
     environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
         [LIKE_SYSTEM, "-S", str(SUITE), *(["--like-docker"] if like_docker else [])],
-        user=ACCOUNT, group=ACCOUNT, extra_groups=[], cwd="/", env=environment,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        user=ACCOUNT,
+        group=ACCOUNT,
+        extra_groups=[],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     if "Permission denied" in done.stderr or "requires a different Python" in done.stderr:
         pytest.skip("another account cannot read this checkout")
     assert done.returncode == 0, done.stderr

@@ -48,10 +48,50 @@ from laurel.types import Preference, group_of
 
 GOLDEN = Path(__file__).with_name("losses.json")
 
-BETTER = (0.0, 1.0, -1.0, 0.3, 2.71828, -0.0625, 11.5, -7.25, 1e-6, 88.0, -103.0, 1e4, -1e4,
-          3.14159, -2.5, 0.7, 19.99, -20.01, 0.1, 5.0)  # fmt: skip
-WORSE = (0.0, 0.0, 2.0, 0.9, -1.41421, 0.0625, -3.5, 7.5, -1e-6, -1.0, 4.0, -1e4, 1e4,
-         3.14158, 2.25, -0.6, 0.0, 0.0, 0.1, -15.5)  # fmt: skip
+BETTER = (
+    0.0,
+    1.0,
+    -1.0,
+    0.3,
+    2.71828,
+    -0.0625,
+    11.5,
+    -7.25,
+    1e-6,
+    88.0,
+    -103.0,
+    1e4,
+    -1e4,
+    3.14159,
+    -2.5,
+    0.7,
+    19.99,
+    -20.01,
+    0.1,
+    5.0,
+)
+WORSE = (
+    0.0,
+    0.0,
+    2.0,
+    0.9,
+    -1.41421,
+    0.0625,
+    -3.5,
+    7.5,
+    -1e-6,
+    -1.0,
+    4.0,
+    -1e4,
+    1e4,
+    3.14158,
+    2.25,
+    -0.6,
+    0.0,
+    0.0,
+    0.1,
+    -15.5,
+)
 MARGIN = (0.0, 0.5, 1.0, 2.0, 3.0) * 4
 TARGET = (1.0, 0.9, 0.75, 0.6, 0.5) * 4
 IS_TIE = (True, False, False, True) * 5
@@ -107,8 +147,10 @@ def policy_batch() -> list[PolicyLabels]:
         "reference": current + np.cos(place),
     }
     # Rounded, so that the labels do not hang on the bits of numpy's sine.
-    cut = {name: np.split(np.round(v, 3).astype(np.float32), np.cumsum(LENGTHS)[:-1])
-           for name, v in streams.items()}  # fmt: skip
+    cut = {
+        name: np.split(np.round(v, 3).astype(np.float32), np.cumsum(LENGTHS)[:-1])
+        for name, v in streams.items()
+    }
     masks = np.split(place % 4 != 1, np.cumsum(LENGTHS)[:-1])
     return [
         PolicyLabels(
@@ -172,9 +214,14 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rm.loss regression": partial(whole_loss, type="regression"),
     "loss_fn ppo": policy_loss,
     "loss_fn ppo with everything": partial(
-        policy_loss, ratio_clip_max=0.28, ratio_clip_c=1.5, positive_example_nll_weight=0.1,
-        use_importance_sampling_correction=True, truncated_importance_sampling_type="tis",
-        truncated_importance_sampling_ratio=1.2, use_on_policy_kl_approximation=True,
+        policy_loss,
+        ratio_clip_max=0.28,
+        ratio_clip_c=1.5,
+        positive_example_nll_weight=0.1,
+        use_importance_sampling_correction=True,
+        truncated_importance_sampling_type="tis",
+        truncated_importance_sampling_ratio=1.2,
+        use_on_policy_kl_approximation=True,
     ),
     "loss_fn cispo": partial(policy_loss, use_cispo=True, reference_policy_kl_type="k1"),
     "loss_fn reinforce": partial(
@@ -185,12 +232,14 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "loss_fn dr grpo": partial(policy_loss, normalizer="max_length"),
     "loss_fn icepop": partial(
-        policy_loss, use_importance_sampling_correction=True,
-        truncated_importance_sampling_type="icepop", truncated_importance_sampling_ratio=1.2,
+        policy_loss,
+        use_importance_sampling_correction=True,
+        truncated_importance_sampling_type="icepop",
+        truncated_importance_sampling_ratio=1.2,
         truncated_importance_sampling_ratio_min=0.8,
     ),
     "sft": demonstration_loss,
-}  # fmt: skip
+}
 
 
 def measure(function: Callable[[Tensor, Tensor], Tensor]) -> dict[str, list[float]]:

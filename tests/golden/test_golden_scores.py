@@ -32,8 +32,18 @@ from laurel.data.forest import plant  # noqa: E402
 from laurel.models.forest.reward_model import RewardModel  # noqa: E402
 from laurel.types import TokenGroup  # noqa: E402
 
-NAMES = ("qwen2-sliding", "qwen3", "llama", "mistral-sliding", "gemma2", "gemma3", "phi", "phi3",
-         "olmo2", "gpt-oss")  # fmt: skip
+NAMES = (
+    "qwen2-sliding",
+    "qwen3",
+    "llama",
+    "mistral-sliding",
+    "gemma2",
+    "gemma3",
+    "phi",
+    "phi3",
+    "olmo2",
+    "gpt-oss",
+)
 SHAPES = ((31, (4, 1, 22)), (0, (9,)), (2, (3, 3)))
 
 

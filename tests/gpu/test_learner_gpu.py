@@ -22,9 +22,12 @@ def learner(request, tmp_path):
     policy = work.section("policy", directory, optimizer=ADAM)
     load = work.loader("policy", policy)
     settings = {
-        "policy": policy, "cluster": ClusterConfig(device="cuda"), "seed": 1,
-        "load_reference": load, "shape": ParallelShape(),
-    }  # fmt: skip
+        "policy": policy,
+        "cluster": ClusterConfig(device="cuda"),
+        "seed": 1,
+        "load_reference": load,
+        "shape": ParallelShape(),
+    }
     if request.param == "alone":
         yield LearnerWorker(Place(role="policy"), load, **settings).learner
         return

@@ -49,8 +49,12 @@ def test_a_file_comes_before_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "rm.yaml"
     file.write_text("policy: {model_name: ./not-there}\n", encoding="utf-8")
     with pytest.raises(ModelError, match="nor-there: there is no such directory"):
-        api.train("rm", {"policy.model_name": "./nor-there", "data.train_data_path": "x"},
-                  config=file, quiet=True)  # fmt: skip
+        api.train(
+            "rm",
+            {"policy.model_name": "./nor-there", "data.train_data_path": "x"},
+            config=file,
+            quiet=True,
+        )
 
 
 def test_a_row_that_cannot_be_scored_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:

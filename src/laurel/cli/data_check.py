@@ -134,9 +134,12 @@ def look_at(path: str) -> RawRows:
             f"the first: {said[0]}"
         )
     return RawRows(
-        path=path, num_rows=num_rows + unreadable.count, unreadable=unreadable,
-        first=first[1], first_source=first[0],
-    )  # fmt: skip
+        path=path,
+        num_rows=num_rows + unreadable.count,
+        unreadable=unreadable,
+        first=first[1],
+        first_source=first[0],
+    )
 
 
 def configured(
@@ -210,17 +213,23 @@ def read_as(trainer: Trainer, config: Section, settings: tuple[str, ...] = ()) -
 def _read_preferences(config: RewardTrainingRun, settings: tuple[str, ...]) -> Reading:
     data = load_data(config)
     return Reading(
-        trainer="rm", config=config, settings=settings, report=data.reports["train"],
+        trainer="rm",
+        config=config,
+        settings=settings,
+        report=data.reports["train"],
         first=data.train[0],
-    )  # fmt: skip
+    )
 
 
 def _read_demonstrations(config: SFTRun, settings: tuple[str, ...]) -> Reading:
     data = load_demonstration_data(config.data)
     return Reading(
-        trainer="sft", config=config, settings=settings, report=data.reports["train"],
+        trainer="sft",
+        config=config,
+        settings=settings,
+        report=data.reports["train"],
         first=data.train[0],
-    )  # fmt: skip
+    )
 
 
 def _read_tasks(config: GRPORun, settings: tuple[str, ...]) -> Reading:
@@ -233,9 +242,14 @@ def _read_tasks(config: GRPORun, settings: tuple[str, ...]) -> Reading:
     )
     check_tests(data, config)
     return Reading(
-        trainer="grpo", config=config, settings=settings, report=data.reports["train"],
-        first=data.train[0], environments=_environments_of(data.train), tasks=data.train,
-    )  # fmt: skip
+        trainer="grpo",
+        config=config,
+        settings=settings,
+        report=data.reports["train"],
+        first=data.train[0],
+        environments=_environments_of(data.train),
+        tasks=data.train,
+    )
 
 
 def _environments_of(tasks: Sequence[Task]) -> dict[str, int]:
@@ -387,9 +401,12 @@ def examine(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -
     is_clear = known is not None and (known.name != "prompts" or is_said)
     near = [] if is_clear else suggestions(raw.first)
     return Findings(
-        raw=raw, known=known, readings=readings, others=others,
+        raw=raw,
+        known=known,
+        readings=readings,
+        others=others,
         near=[one for one in near if trainer is None or one.trainer in (None, trainer)],
-    )  # fmt: skip
+    )
 
 
 def _other_uses(
@@ -407,11 +424,13 @@ def _other_uses(
         num_again = 0 if again is None else again.count
         uses.append(
             OtherUse(
-                command="eval pairs", num_rows=judged.num_kept + num_again,
+                command="eval pairs",
+                num_rows=judged.num_kept + num_again,
                 remark=f"; it keeps the {counted(num_again, 'duplicate')} that rm leaves out"
-                if num_again else "",
+                if num_again
+                else "",
             )
-        )  # fmt: skip
+        )
     elif benchmark is not None and benchmark != "pairs":
         form = {**ON_HUB, "best-of-n": BEST_OF_N}[benchmark]
         try:
@@ -664,7 +683,8 @@ def _as_facts(
         "file": raw.path,
         "rows": raw.num_rows,
         "rows_unreadable": {
-            "count": raw.unreadable.count, "examples": list(raw.unreadable.examples)
+            "count": raw.unreadable.count,
+            "examples": list(raw.unreadable.examples),
         },
         "columns": raw.columns,
         "format": None if known is None else {"name": known.name, "says": known.says},
@@ -677,14 +697,16 @@ def _as_facts(
             {"says": one.says, "command": one.trainer, "settings": list(one.settings)}
             for one in findings.near
         ],
-        "references": None if references is None else {
+        "references": None
+        if references is None
+        else {
             "found": references.num_found,
             "run": references.num_run,
             "failed": list(references.failed),
             "problem": references.problem or None,
         },
         "first_row": None if row is None else row_as_facts(row),
-    }  # fmt: skip
+    }
 
 
 def _reading_facts(reading: Reading) -> dict[str, Any]:
@@ -753,11 +775,13 @@ def pieces_of(
         end = token + len(ids)
         pieces.append(
             Piece(
-                ids=ids, text=part, role=role,
+                ids=ids,
+                text=part,
+                role=role,
                 is_learned=learned_L is not None and bool(learned_L[token:end].any()),
                 is_pooled=pools_last and end == len(ids_L),
             )
-        )  # fmt: skip
+        )
         token, character = end, character + len(part)
     return pieces
 
@@ -784,10 +808,8 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
     if not ids:
         return ""
     return str(
-        tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-    )  # fmt: skip
+        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
 
 
 # ------------------------------------------------------------------------------------------- roles
@@ -955,9 +977,12 @@ def _scored(row: Preference, config: Any, model: str) -> FirstRow:
     for index, branch in enumerate(tokens.branches_ids_G):
         ids_L = np.concatenate((tokens.trunk_ids, branch))
         pieces = pieces_of(
-            contract.tokenizer, ids_L, row.group.conversation(index), contract.render,
+            contract.tokenizer,
+            ids_L,
+            row.group.conversation(index),
+            contract.render,
             pools_last=pools_last,
-        )  # fmt: skip
+        )
         shared, own = _split(pieces, num_shared)
         if index == 0 and shared:
             title = "prompt, computed once for all answers"
@@ -989,9 +1014,11 @@ def _imitated(row: Dialogue, config: SFTRun, model: str) -> FirstRow:
     chat = _chat(config, model)
     longest = config.data.max_input_seq_length or config.policy.max_total_sequence_length
     learned = chat.demonstration(
-        row.messages, demonstration_id=row.source, max_length=longest,
+        row.messages,
+        demonstration_id=row.source,
+        max_length=longest,
         only_final=config.sft.only_unmask_final,
-    )  # fmt: skip
+    )
     if learned is None:
         raise DataError(
             f"{row.source}: nothing of the answer is within {longest} tokens; raise "
@@ -1000,9 +1027,12 @@ def _imitated(row: Dialogue, config: SFTRun, model: str) -> FirstRow:
     (branch,) = learned.tokens.branches_ids_G
     trunk = learned.tokens.trunk_ids
     pieces = pieces_of(
-        chat.tokenizer, np.concatenate((trunk, branch)), row.messages, chat.render,
+        chat.tokenizer,
+        np.concatenate((trunk, branch)),
+        row.messages,
+        chat.render,
         learned_L=np.concatenate((np.zeros(len(trunk), dtype=bool), learned.mask_L)),
-    )  # fmt: skip
+    )
     part = Part(
         title="conversation", messages=row.messages, pieces=tuple(pieces), was_cut=learned.truncated
     )
@@ -1029,8 +1059,11 @@ def _about_task(row: Task) -> tuple[str, ...]:
     said = []
     if "ground_truth" in row.metadata:
         said.append(f"the known answer is {str(row.metadata['ground_truth'])!r:.200}")
-    tests = [key for key in ("test_code", "test_list", "stdio_tests", "call_tests")
-             if key in row.metadata]  # fmt: skip
+    tests = [
+        key
+        for key in ("test_code", "test_list", "stdio_tests", "call_tests")
+        if key in row.metadata
+    ]
     if tests:
         by = row.metadata.get("comparison")
         compared = f", compared as {by}" if by is not None else ""
@@ -1044,9 +1077,11 @@ def _chat(config: SFTRun | GRPORun, model: str) -> ChatFormat:
 
     policy = config.policy
     tokenizer = load_tokenizer(
-        policy.tokenizer, model_name=model, trust_remote_code=policy.trust_remote_code,
+        policy.tokenizer,
+        model_name=model,
+        trust_remote_code=policy.trust_remote_code,
         pad_may_end=True,
-    )  # fmt: skip
+    )
     return ChatFormat(tokenizer, policy.tokenizer.chat_template_kwargs)
 
 

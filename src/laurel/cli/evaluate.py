@@ -36,32 +36,39 @@ if TYPE_CHECKING:
 EnvironmentOption = Annotated[
     str,
     typer.Option(
-        "--environment", "-e", autocompletion=offer_environments,
+        "--environment",
+        "-e",
+        autocompletion=offer_environments,
         help="Who judges; default: as the data says.",
     ),
-]  # fmt: skip
+]
 TasksOption = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", autocompletion=offer_tasks,
+        metavar="NAME",
+        autocompletion=offer_tasks,
         help="Tasks, such as GSM8K, HumanEval or MBPP.",
     ),
-]  # fmt: skip
+]
 
 RewardModelOption = Annotated[
     str,
     typer.Option(
-        "--model", "-m", metavar="MODEL",
+        "--model",
+        "-m",
+        metavar="MODEL",
         help="A directory, a hub name, or the http:// address of a running laurel serve.",
     ),
-]  # fmt: skip
+]
 DataOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--data", "-d", metavar="FILE",
+        "--data",
+        "-d",
+        metavar="FILE",
         help="Rows: a file or a hub name; may be repeated. Default: the benchmark on the hub.",
     ),
-]  # fmt: skip
+]
 NeededDataOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -79,10 +86,11 @@ OutputDirectoryOption = Annotated[
 CompareOption = Annotated[
     tuple[Path, Path] | None,
     typer.Option(
-        "--compare", metavar="A.json B.json",
+        "--compare",
+        metavar="A.json B.json",
         help="Score nothing: show two results of --output side by side, with significance.",
     ),
-]  # fmt: skip
+]
 SettingsOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A key of the policy section."),
@@ -260,10 +268,18 @@ def eval_policy(
     from laurel.run.evaluation.policy import EvalOptions, run_eval
 
     options = EvalOptions(
-        model=model, environment=environment, dataset=dataset, data_path=data_path,
-        num_generations=num_generations, temperature=temperature, max_samples=max_samples,
-        max_new_tokens=max_new_tokens, output=output, samples=samples, as_json=as_json,
-    )  # fmt: skip
+        model=model,
+        environment=environment,
+        dataset=dataset,
+        data_path=data_path,
+        num_generations=num_generations,
+        temperature=temperature,
+        max_samples=max_samples,
+        max_new_tokens=max_new_tokens,
+        output=output,
+        samples=samples,
+        as_json=as_json,
+    )
     if exit_code := run_eval(config, overrides or [], options):
         raise typer.Exit(exit_code)
 
@@ -347,11 +363,18 @@ def eval_pairs(
     from laurel.config.overrides import columns_of
 
     _run(
-        "pairs", rows, how, dataset=dataset, column_keys=columns_of(overrides or []),
-        diagnostics=also.diagnostics, margin_key=also.margin_key,
-        train_data=tuple(also.train_data or ()), sensitivity=also.sensitivity,
-        other_language=also.other_language, members=tuple(also.member or ()),
-    )  # fmt: skip
+        "pairs",
+        rows,
+        how,
+        dataset=dataset,
+        column_keys=columns_of(overrides or []),
+        diagnostics=also.diagnostics,
+        margin_key=also.margin_key,
+        train_data=tuple(also.train_data or ()),
+        sensitivity=also.sensitivity,
+        other_language=also.other_language,
+        members=tuple(also.member or ()),
+    )
 
 
 @eval_app.command("best-of-n")
@@ -423,13 +446,22 @@ def _request(
     scorer = EvalScorer(
         model=rows.model,
         options=ScorerOptions(
-            max_length=how.max_length, batch_tokens=how.batch_tokens, precision=how.precision,
+            max_length=how.max_length,
+            batch_tokens=how.batch_tokens,
+            precision=how.precision,
             device=how.device,
         ),
-        settings=tuple(how.settings or ()), cpu_threads=how.cpu_threads,
-        api_key_env=how.api_key_env, reproduces=form,
-    )  # fmt: skip
+        settings=tuple(how.settings or ()),
+        cpu_threads=how.cpu_threads,
+        api_key_env=how.api_key_env,
+        reproduces=form,
+    )
     return Request(
-        scorer=scorer, data=tuple(rows.data or ()), split=rows.split, max_samples=how.max_samples,
-        output=how.output, as_json=how.as_json, **said,
-    )  # fmt: skip
+        scorer=scorer,
+        data=tuple(rows.data or ()),
+        split=rows.split,
+        max_samples=how.max_samples,
+        output=how.output,
+        as_json=how.as_json,
+        **said,
+    )

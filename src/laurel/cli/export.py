@@ -65,9 +65,19 @@ def export(
     from laurel.export.export import ExportOptions, run_export
 
     options = ExportOptions(
-        model=model, output=output, step=step, dtype=dtype, overwrite=overwrite,
-        evaluations=evaluations or (), without_conversations=without_conversations,
-        push_to_hub=push_to_hub, private=private, max_length=max_length, device=device,
-        cpu_threads=cpu_threads, settings=settings or (), as_json=as_json,
-    )  # fmt: skip
+        model=model,
+        output=output,
+        step=step,
+        dtype=dtype,
+        overwrite=overwrite,
+        evaluations=evaluations or (),
+        without_conversations=without_conversations,
+        push_to_hub=push_to_hub,
+        private=private,
+        max_length=max_length,
+        device=device,
+        cpu_threads=cpu_threads,
+        settings=settings or (),
+        as_json=as_json,
+    )
     run_export(options)

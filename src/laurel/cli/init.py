@@ -61,12 +61,18 @@ def init(
     does.
 
     Example: laurel init --task rm --model Qwen/Qwen3-0.6B --data pairs.jsonl
-    """  # fmt: skip
+    """
     from laurel.cli.starter import InitOptions, run_init
 
     run_init(
         InitOptions(
-            task=task, model=model, scratch=scratch, data=data, reward_model=reward_model,
-            output=output, force=force, as_json=as_json,
+            task=task,
+            model=model,
+            scratch=scratch,
+            data=data,
+            reward_model=reward_model,
+            output=output,
+            force=force,
+            as_json=as_json,
         )
-    )  # fmt: skip
+    )

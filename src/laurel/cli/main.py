@@ -154,9 +154,14 @@ def plan(
     from laurel.cli.plan import PlanOptions, run_plan
 
     options = PlanOptions(
-        kind=kind, num_nodes=nodes, slots_per_node=gpus_per_node, device_memory=device_memory,
-        policy_shape=policy_shape, reward_shape=reward_shape, as_json=as_json,
-    )  # fmt: skip
+        kind=kind,
+        num_nodes=nodes,
+        slots_per_node=gpus_per_node,
+        device_memory=device_memory,
+        policy_shape=policy_shape,
+        reward_shape=reward_shape,
+        as_json=as_json,
+    )
     if not run_plan(config, overrides or [], options):
         raise typer.Exit(2)
 
@@ -195,9 +200,15 @@ def score(
         max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device
     )
     exit_code = run_score(
-        file, model=model, columns=columns_of(overrides or []), output=output, as_json=as_json,
-        options=options, settings=settings or (), cpu_threads=cpu_threads,
-    )  # fmt: skip
+        file,
+        model=model,
+        columns=columns_of(overrides or []),
+        output=output,
+        as_json=as_json,
+        options=options,
+        settings=settings or (),
+        cpu_threads=cpu_threads,
+    )
     if exit_code:
         raise typer.Exit(exit_code)
 
@@ -265,13 +276,28 @@ def serve(
     from laurel.cli.serve import ServeOptions, run_serve
 
     options = ServeOptions(
-        model=model, null=null, replicas=replicas, host=host, port=port, engine=engine,
-        api_key_env=api_key_env, admin_key_env=admin_key_env, no_api_key=no_api_key,
-        allow_from=tuple(allow_from or ()), precision=precision, device=device,
-        cpu_threads=cpu_threads, max_length=max_length,
-        batch_tokens=batch_tokens, max_waiting=max_waiting, request_seconds=request_seconds,
-        drain_seconds=drain_seconds, access_log=access_log, log_texts=log_texts, as_json=as_json,
-    )  # fmt: skip
+        model=model,
+        null=null,
+        replicas=replicas,
+        host=host,
+        port=port,
+        engine=engine,
+        api_key_env=api_key_env,
+        admin_key_env=admin_key_env,
+        no_api_key=no_api_key,
+        allow_from=tuple(allow_from or ()),
+        precision=precision,
+        device=device,
+        cpu_threads=cpu_threads,
+        max_length=max_length,
+        batch_tokens=batch_tokens,
+        max_waiting=max_waiting,
+        request_seconds=request_seconds,
+        drain_seconds=drain_seconds,
+        access_log=access_log,
+        log_texts=log_texts,
+        as_json=as_json,
+    )
     run_serve(options)
 
 

@@ -258,13 +258,19 @@ def _says(wanted: Verbosity) -> Callable[[typer.Context, bool], bool]:
 
 def _options(*, is_hidden: bool) -> tuple[Any, Any]:
     quiet = typer.Option(
-        "--quiet", "-q", callback=_says("quiet"), hidden=is_hidden,
+        "--quiet",
+        "-q",
+        callback=_says("quiet"),
+        hidden=is_hidden,
         help="Only errors, warnings and results. May stand anywhere.",
-    )  # fmt: skip
+    )
     verbose = typer.Option(
-        "--verbose", "-v", callback=_says("verbose"), hidden=is_hidden,
+        "--verbose",
+        "-v",
+        callback=_says("verbose"),
+        hidden=is_hidden,
         help="Also debug messages, and where in the code an error is from. May stand anywhere.",
-    )  # fmt: skip
+    )
     return Annotated[bool, quiet], Annotated[bool, verbose]
 
 
@@ -411,11 +417,9 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
         groups[parameter.name] = kind
         types = get_type_hints(kind, include_extras=True)
         parameters += [
-            inspect.Parameter(
-                one.name, _BY_NAME, default=one.default, annotation=types[one.name]
-            )
+            inspect.Parameter(one.name, _BY_NAME, default=one.default, annotation=types[one.name])
             for one in fields(kind)
-        ]  # fmt: skip
+        ]
 
     @functools.wraps(command)
     def grouped(**said: Any) -> None:

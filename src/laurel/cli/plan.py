@@ -107,11 +107,14 @@ def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -
     scratch = policy.scratch
     if scratch is not None:
         shape = decoder_shape(
-            hidden_size=scratch.hidden_size, num_layers=scratch.num_layers,
+            hidden_size=scratch.hidden_size,
+            num_layers=scratch.num_layers,
             intermediate_size=scratch.intermediate_size or 4 * scratch.hidden_size,
-            num_heads=scratch.num_heads, num_kv_heads=scratch.num_kv_heads,
-            vocab_size=scratch.vocab_size, has_language_head=has_head,
-        )  # fmt: skip
+            num_heads=scratch.num_heads,
+            num_kv_heads=scratch.num_kv_heads,
+            vocab_size=scratch.vocab_size,
+            has_language_head=has_head,
+        )
         return replace(shape, normalises_heads=scratch.architecture == "qwen3")
     from laurel.run.model import found_name
 
@@ -318,9 +321,12 @@ def _arithmetic(config: Run, plan: Plan, shapes: Shapes) -> Iterator[str]:
             f"policy        {_count(count)} parameters x {MASTER_BYTES} bytes / {ranks} ranks = "
             f"{_gib(each)} GiB of weights (float32), the same of gradients, twice that of AdamW's "
             "states"
-            + ("; LoRA: gradients and states of adapters only"
-               if config.policy.dtensor_cfg.lora_cfg.enabled else "")
-        )  # fmt: skip
+            + (
+                "; LoRA: gradients and states of adapters only"
+                if config.policy.dtensor_cfg.lora_cfg.enabled
+                else ""
+            )
+        )
         how = "recomputed: each layer's input, and one layer whole"
         if not config.policy.dtensor_cfg.activation_checkpointing:
             how = "every layer whole"

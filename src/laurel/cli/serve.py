@@ -77,10 +77,15 @@ class ServeOptions:
     def settings(self) -> ModelSettings:
         """Of the model."""
         return ModelSettings(
-            model=self.model, engine=self.engine, precision=self.precision, device=self.device,
-            max_length=self.max_length, batch_tokens=self.batch_tokens,
-            max_waiting=self.max_waiting, cpu_threads=self.cpu_threads,
-        )  # fmt: skip
+            model=self.model,
+            engine=self.engine,
+            precision=self.precision,
+            device=self.device,
+            max_length=self.max_length,
+            batch_tokens=self.batch_tokens,
+            max_waiting=self.max_waiting,
+            cpu_threads=self.cpu_threads,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +145,12 @@ def run_serve(options: ServeOptions) -> None:
         _greet(served, url, key, admin_key, options.allow_from)
         if options.as_json:
             ready = {
-                "url": url, "model": served.name, "version": served.version, "key": key.place,
+                "url": url,
+                "model": served.name,
+                "version": served.version,
+                "key": key.place,
                 "allow_from": list(options.allow_from),
-            }  # fmt: skip
+            }
             write_json(ready, indent=None)
 
     run = ServerRun(app, service, listener, drain_seconds=options.drain_seconds)

@@ -70,19 +70,33 @@ class StarterTask:
 
 _RM_KEYS = ("rm.max_num_epochs", "rm.max_num_steps", "rm.val_period", "rm.seed")
 _GRPO_KEYS = (
-    "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "grpo.max_num_steps",
-    "grpo.val_period", "grpo.max_val_samples", "grpo.seed",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "grpo.max_num_steps",
+    "grpo.val_period",
+    "grpo.max_val_samples",
+    "grpo.seed",
     "loss_fn.reference_policy_kl_penalty",
-    "policy.generation.max_new_tokens", "policy.generation.temperature",
-    "data.env_name", "data.prompt_file",
-)  # fmt: skip
+    "policy.generation.max_new_tokens",
+    "policy.generation.temperature",
+    "data.env_name",
+    "data.prompt_file",
+)
 _COMMON_KEYS = (
-    "policy.model_name", "policy.train_global_batch_size", "policy.max_total_sequence_length",
-    "policy.precision", "policy.optimizer",
-    "data.split_validation_size", "data.on_bad_row",
-    "checkpointing.checkpoint_dir", "checkpointing.save_period", "checkpointing.keep_top_k",
-    "logger.log_dir", "logger.wandb_enabled", "cluster.gpus_per_node",
-)  # fmt: skip
+    "policy.model_name",
+    "policy.train_global_batch_size",
+    "policy.max_total_sequence_length",
+    "policy.precision",
+    "policy.optimizer",
+    "data.split_validation_size",
+    "data.on_bad_row",
+    "checkpointing.checkpoint_dir",
+    "checkpointing.save_period",
+    "checkpointing.keep_top_k",
+    "logger.log_dir",
+    "logger.wandb_enabled",
+    "cluster.gpus_per_node",
+)
 HELD_OUT = 0.05
 """Share of the rows that is validated on, where there are enough of them."""
 FEW_ROWS = 20
@@ -90,13 +104,20 @@ FEW_ROWS = 20
 SCRATCH = "scratch"
 """What is said instead of a model to have a new one."""
 _SCRATCH_ON_CPU = (
-    "policy.scratch.hidden_size=128", "policy.scratch.num_layers=2", "policy.scratch.num_heads=4",
-    "policy.scratch.vocab_size=2048", "policy.optimizer.kwargs.lr=1e-3", "cluster.cpu_threads=1",
-)  # fmt: skip
+    "policy.scratch.hidden_size=128",
+    "policy.scratch.num_layers=2",
+    "policy.scratch.num_heads=4",
+    "policy.scratch.vocab_size=2048",
+    "policy.optimizer.kwargs.lr=1e-3",
+    "cluster.cpu_threads=1",
+)
 _SCRATCH_ON_GPU = (
-    "policy.scratch.hidden_size=512", "policy.scratch.num_layers=8", "policy.scratch.num_heads=8",
-    "policy.scratch.vocab_size=16384", "policy.optimizer.kwargs.lr=3e-4",
-)  # fmt: skip
+    "policy.scratch.hidden_size=512",
+    "policy.scratch.num_layers=8",
+    "policy.scratch.num_heads=8",
+    "policy.scratch.vocab_size=16384",
+    "policy.optimizer.kwargs.lr=3e-4",
+)
 _ABOUT_SCRATCH = {
     "policy.model_name": "The model is made here, by policy.scratch. To begin from a pretrained "
     "one instead, name it here, take policy.scratch out, and take a much lower learning rate.",
@@ -108,41 +129,64 @@ _ABOUT_SCRATCH = {
     "every answer has so many tokens at first, and that is most of a step's time.",
 }
 _GRPO_ON_CPU = (
-    "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=8",
-    "policy.train_global_batch_size=32", "policy.max_total_sequence_length=512",
-    "grpo.max_num_steps=100", "grpo.max_val_samples=32",
-)  # fmt: skip
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=8",
+    "policy.train_global_batch_size=32",
+    "policy.max_total_sequence_length=512",
+    "grpo.max_num_steps=100",
+    "grpo.max_val_samples=32",
+)
 _GRPO_FROM_SCRATCH = ("policy.generation.max_new_tokens=64",)
 _GRPO_ON_GPU = ("policy.max_total_sequence_length=1024", "grpo.max_num_steps=500")
 
 TASKS: Mapping[TaskName, StarterTask] = {
     "rm": StarterTask(
-        trainer="rm", about="a reward model, from preferences", data="HelpSteer3",
-        settings=(), keys=_RM_KEYS, from_scratch=("rm.max_num_epochs=10", "rm.max_num_steps=1000"),
+        trainer="rm",
+        about="a reward model, from preferences",
+        data="HelpSteer3",
+        settings=(),
+        keys=_RM_KEYS,
+        from_scratch=("rm.max_num_epochs=10", "rm.max_num_steps=1000"),
         on_cpu=("policy.train_global_batch_size=32", "policy.max_total_sequence_length=1024"),
         on_gpu=("policy.max_total_sequence_length=4096",),
     ),
     "grpo-math": StarterTask(
-        trainer="grpo", about="a policy, against known answers to mathematics", data="GSM8K",
-        settings=("data.env_name=math",), keys=_GRPO_KEYS,
-        on_cpu=_GRPO_ON_CPU, on_gpu=_GRPO_ON_GPU, from_scratch=_GRPO_FROM_SCRATCH,
+        trainer="grpo",
+        about="a policy, against known answers to mathematics",
+        data="GSM8K",
+        settings=("data.env_name=math",),
+        keys=_GRPO_KEYS,
+        on_cpu=_GRPO_ON_CPU,
+        on_gpu=_GRPO_ON_GPU,
+        from_scratch=_GRPO_FROM_SCRATCH,
     ),
     "grpo-rm": StarterTask(
-        trainer="grpo", about="a policy, against a reward model", data="HelpSteer3",
+        trainer="grpo",
+        about="a policy, against a reward model",
+        data="HelpSteer3",
         settings=("data.env_name=reward_model", "env.reward_model.enabled=true"),
-        keys=(*_GRPO_KEYS, "env.reward_model.enabled", "env.reward_model.model_name",
-              "env.reward_model.precision"),
-        on_cpu=_GRPO_ON_CPU, on_gpu=_GRPO_ON_GPU, from_scratch=_GRPO_FROM_SCRATCH,
+        keys=(
+            *_GRPO_KEYS,
+            "env.reward_model.enabled",
+            "env.reward_model.model_name",
+            "env.reward_model.precision",
+        ),
+        on_cpu=_GRPO_ON_CPU,
+        on_gpu=_GRPO_ON_GPU,
+        from_scratch=_GRPO_FROM_SCRATCH,
     ),
     "grpo-code": StarterTask(
-        trainer="grpo", about="a policy, against tests of the programs that it writes",
+        trainer="grpo",
+        about="a policy, against tests of the programs that it writes",
         data="MBPP",
         # Where every task has tests, nothing ends with </code>.
         settings=("data.env_name=code", "env.code.stop_strings=null"),
         keys=(*_GRPO_KEYS, "env.code.num_workers", "env.code.reward", "env.code.stop_strings"),
-        on_cpu=_GRPO_ON_CPU, on_gpu=_GRPO_ON_GPU, from_scratch=_GRPO_FROM_SCRATCH,
+        on_cpu=_GRPO_ON_CPU,
+        on_gpu=_GRPO_ON_GPU,
+        from_scratch=_GRPO_FROM_SCRATCH,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,22 +331,36 @@ def run_init(
     output = options.output or Path(f"{task_name}.yaml")
     _check_free(output, force=options.force)
     model = _answered(
-        SCRATCH if options.scratch else options.model, "--model",
+        SCRATCH if options.scratch else options.model,
+        "--model",
         "Model to begin with: a directory, a hub name, or scratch for a small new one [{}]",
-        DEFAULT_MODEL, lambda said: choose_model(said, task), ask, say,
-    )  # fmt: skip
+        DEFAULT_MODEL,
+        lambda said: choose_model(said, task),
+        ask,
+        say,
+    )
     data = _answered(
-        options.data, "--data", "Training rows: a file, a data set's name or a hub name [{}]",
-        task.data, lambda said: choose_data(said, task), ask, say,
-    )  # fmt: skip
+        options.data,
+        "--data",
+        "Training rows: a file, a data set's name or a hub name [{}]",
+        task.data,
+        lambda said: choose_data(said, task),
+        ask,
+        say,
+    )
     with console.status("looking at the machine"):
         machine = machine or look_at_machine()
     answers = Answers(
-        task=task_name, model=model.name, data=data.settings, machine=machine,
-        reward_model=options.reward_model or DEFAULT_REWARD_MODEL, name=output.stem,
-        num_positions=model.num_positions, model_settings=model.settings,
+        task=task_name,
+        model=model.name,
+        data=data.settings,
+        machine=machine,
+        reward_model=options.reward_model or DEFAULT_REWARD_MODEL,
+        name=output.stem,
+        num_positions=model.num_positions,
+        model_settings=model.settings,
         held_out=data.held_out,
-    )  # fmt: skip
+    )
     _write(output, answers, unnamed=data.unnamed)
     say(f"wrote    {output}, made for {machine.device}; it fits the schema")
     for note in (*model.notes, *data.notes, *_about_judge(answers)):
@@ -312,9 +370,16 @@ def run_init(
     if options.as_json:
         notes = [*model.notes, *data.notes, *_about_judge(answers)]
         write_json(
-            {"output": output, "task": task_name, "model": model.name, "data": data.settings,
-             "device": machine.device, "notes": notes, "misfit": data.misfit or None}
-        )  # fmt: skip
+            {
+                "output": output,
+                "task": task_name,
+                "model": model.name,
+                "data": data.settings,
+                "device": machine.device,
+                "notes": notes,
+                "misfit": data.misfit or None,
+            }
+        )
     else:
         _show_next(make_console(), output, task, model, data)
 
@@ -549,9 +614,11 @@ def _tokenizer_needs(
     from laurel.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(
-        TokenizerConfig(chat_template=None), model_name=name, trust_remote_code=False,
+        TokenizerConfig(chat_template=None),
+        model_name=name,
+        trust_remote_code=False,
         pad_may_end=True,
-    )  # fmt: skip
+    )
     settings: list[str] = []
     notes: list[str] = []
     try:

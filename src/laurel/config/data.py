@@ -152,8 +152,10 @@ BenchmarkName = Literal[
 ]
 """As the commands of `laurel eval` are called."""
 _ONLY_FOR: dict[str, BenchmarkName] = {
-    "dataset_name": "pairs", "prior": "reward-bench", "zero_spread": "reward-bench-2"
-}  # fmt: skip
+    "dataset_name": "pairs",
+    "prior": "reward-bench",
+    "zero_spread": "reward-bench-2",
+}
 
 
 class BenchmarkSetConfig(Section):
@@ -228,9 +230,16 @@ class DataConfig(SetsConfig):
     """Where preferences come from. Either the flat keys or the `train`/`validation` blocks."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"add_bos", "add_eos", "add_generation_prompt", "use_multiple_dataloader",
-         "num_prompts_per_dataloader", "custom_dataloader", "num_workers"}
-    )  # fmt: skip
+        {
+            "add_bos",
+            "add_eos",
+            "add_generation_prompt",
+            "use_multiple_dataloader",
+            "num_prompts_per_dataloader",
+            "custom_dataloader",
+            "num_workers",
+        }
+    )
 
     dataset_name: str | None = None
     """See `data.train.dataset_name`; for training and, where no other is said, validation. Null
@@ -362,9 +371,14 @@ class TaskSetConfig(TextSetConfig):
     """One set of tasks: which class reads it, from where, and who judges the answers."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"download_dir", "filter_dataset", "video_maintain_aspect_ratio",
-         "video_target_num_patches", "allowed_problem_types"}
-    )  # fmt: skip
+        {
+            "download_dir",
+            "filter_dataset",
+            "video_maintain_aspect_ratio",
+            "video_target_num_patches",
+            "allowed_problem_types",
+        }
+    )
 
     dataset_name: str | None = None
     """OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K, DAPOMathAIME2024,
@@ -388,13 +402,23 @@ class TaskDataConfig(TextDataConfig):
     """Where tasks come from. Either the flat keys or the `train`/`validation` blocks."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"num_workers", "use_multiple_dataloader", "num_prompts_per_dataloader",
-         "custom_dataloader", "add_bos", "add_eos", "add_generation_prompt", "add_system_prompt"}
-    )  # fmt: skip
+        {
+            "num_workers",
+            "use_multiple_dataloader",
+            "num_prompts_per_dataloader",
+            "custom_dataloader",
+            "add_bos",
+            "add_eos",
+            "add_generation_prompt",
+            "add_system_prompt",
+        }
+    )
 
     fills_blocks: ClassVar[tuple[str, ...]] = (
-        *TextDataConfig.fills_blocks, "processor", "env_name"
-    )  # fmt: skip
+        *TextDataConfig.fills_blocks,
+        "processor",
+        "env_name",
+    )
 
     dataset_name: str | None = None
     """See `data.train.dataset_name`; null with no path is OpenMathInstruct-2."""

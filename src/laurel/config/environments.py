@@ -666,9 +666,16 @@ class RewardModelEnvironmentConfig(ScorerSource):
     """Conversations judged by a reward model, by several, or by what stands in for one."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"processor", "offload_optimizer_for_logprob", "logprob_batch_size", "max_grad_norm",
-         "optimizer", "scheduler", "make_sequence_length_divisible_by"}
-    )  # fmt: skip
+        {
+            "processor",
+            "offload_optimizer_for_logprob",
+            "logprob_batch_size",
+            "max_grad_norm",
+            "optimizer",
+            "scheduler",
+            "make_sequence_length_divisible_by",
+        }
+    )
 
     enabled: bool = False
     """Judge with this environment where `data.env_name` names none."""
@@ -829,11 +836,25 @@ class EnvironmentsConfig(Section):
     """The environments by the name that `data.env_name` calls them."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples",
-         "nemo_gym", "vlm", "dapo", "math_default", "math_multi_reward", "sliding_puzzle_game",
-         "code_jaccard", "code_gym", "retriever", "clevr-cogent", "refcoco", "geometry3k",
-         "mmpr-tiny"}
-    )  # fmt: skip
+        {
+            "should_use_nemo_gym",
+            "should_log_nemo_gym_responses",
+            "should_mask_flagged_samples",
+            "nemo_gym",
+            "vlm",
+            "dapo",
+            "math_default",
+            "math_multi_reward",
+            "sliding_puzzle_game",
+            "code_jaccard",
+            "code_gym",
+            "retriever",
+            "clevr-cogent",
+            "refcoco",
+            "geometry3k",
+            "mmpr-tiny",
+        }
+    )
     """Environments of NeMo RL; its files describe several, and use those that `env_name` names."""
 
     math: MathEnvironmentConfig = MathEnvironmentConfig()

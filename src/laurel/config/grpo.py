@@ -65,11 +65,24 @@ class GenerationConfig(Section):
     """How completions are drawn."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"refit_transport", "refit_cfg", "mcore_generation_config", "sglang_cfg", "trtllm_cfg",
-         "trtllm_kwargs", "dynamo_cfg", "port_range_low", "port_range_high", "bad_words",
-         "use_async_rollouts", "real_quant", "real_quant_ignore", "real_quant_export_cpu_offload",
-         "quant_cfg"}
-    )  # fmt: skip
+        {
+            "refit_transport",
+            "refit_cfg",
+            "mcore_generation_config",
+            "sglang_cfg",
+            "trtllm_cfg",
+            "trtllm_kwargs",
+            "dynamo_cfg",
+            "port_range_low",
+            "port_range_high",
+            "bad_words",
+            "use_async_rollouts",
+            "real_quant",
+            "real_quant_ignore",
+            "real_quant_export_cpu_offload",
+            "quant_cfg",
+        }
+    )
 
     backend: Literal["auto", "transformers", "vllm"] = "auto"
     """`transformers`: in this process, with the learner's own weights; `vllm`: an engine of its own
@@ -454,8 +467,10 @@ class GRPOPolicyConfig(PolicyConfig):
     """The policy: the model that is trained and draws the completions."""
 
     foreign_keys: ClassVar[frozenset[str]] = PolicyConfig.foreign_keys - {
-        "generation", "logprob_batch_size", "logprob_chunk_size"
-    }  # fmt: skip
+        "generation",
+        "logprob_batch_size",
+        "logprob_chunk_size",
+    }
 
     model_name: str | None = "Qwen/Qwen2.5-1.5B"
     """Hub name or directory of a causal language model. Null with `policy.scratch`. Default: a
@@ -498,13 +513,24 @@ class GRPOConfig(Section):
     """What is drawn and learned from in a step, how rewards are compared, when it is validated."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"invalid_tool_call_advantage", "malformed_thinking_advantage", "reward_penalties",
-         "on_policy_distillation", "seq_logprob_error_threshold", "calculate_advantages_on_gpu",
-         "skip_reference_policy_logprobs_calculation", "async_grpo", "val_start_at",
-         "invalid_tool_call_strategy", "penalize_invalid_tool_call",
-         "penalize_malformed_thinking", "zero_variance_prompt_filtering",
-         "deduplicate_multimodal_data", "debug_payload_metrics"}
-    )  # fmt: skip
+        {
+            "invalid_tool_call_advantage",
+            "malformed_thinking_advantage",
+            "reward_penalties",
+            "on_policy_distillation",
+            "seq_logprob_error_threshold",
+            "calculate_advantages_on_gpu",
+            "skip_reference_policy_logprobs_calculation",
+            "async_grpo",
+            "val_start_at",
+            "invalid_tool_call_strategy",
+            "penalize_invalid_tool_call",
+            "penalize_malformed_thinking",
+            "zero_variance_prompt_filtering",
+            "deduplicate_multimodal_data",
+            "debug_payload_metrics",
+        }
+    )
 
     num_prompts_per_step: int = Field(default=32, ge=1)
     """Tasks of one step. Default: with 16 completions each, one update of 512."""

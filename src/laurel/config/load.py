@@ -331,9 +331,15 @@ class Checker:
 
 
 _TOLD_BY_KIND = (
-    "_type", "_parsing", "_from_float", "literal_error", "greater_than", "greater_than_equal",
-    "less_than", "less_than_equal",
-)  # fmt: skip
+    "_type",
+    "_parsing",
+    "_from_float",
+    "literal_error",
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+)
 """pydantic's errors for which the description of the key says all there is to say."""
 
 

@@ -37,52 +37,131 @@ from laurel.errors import ConfigError
 
 UNNEEDED: dict[str, tuple[str, ...]] = {
     "of other commands": (
-        "rm", "sft", "grpo", "loss_fn", "env", "dpo", "distillation", "ppo", "value",
-        "value_loss_fn", "teacher", "teachers",
+        "rm",
+        "sft",
+        "grpo",
+        "loss_fn",
+        "env",
+        "dpo",
+        "distillation",
+        "ppo",
+        "value",
+        "value_loss_fn",
+        "teacher",
+        "teachers",
     ),
     "of other backends": (
-        "megatron_cfg", "_v2", "automodel_kwargs", "env_vars", "dp_replicate_size", "sglang_cfg",
-        "trtllm_cfg", "trtllm_kwargs", "dynamo_cfg", "mcore_generation_config", "use_deep_gemm",
-        "use_triton", "num_last_layers_in_bf16", "num_first_layers_in_bf16", "async_rl",
-        "real_quant_export_cpu_offload", "model_save_format", "save_consolidated",
-        "model_cache_dir", "model_repo_id", "is_peft", "peft_config", "data_plane",
-        "moe_parallelizer", "is_mx", "quantization_ignored_layer_kws", "use_async_rollouts",
+        "megatron_cfg",
+        "_v2",
+        "automodel_kwargs",
+        "env_vars",
+        "dp_replicate_size",
+        "sglang_cfg",
+        "trtllm_cfg",
+        "trtllm_kwargs",
+        "dynamo_cfg",
+        "mcore_generation_config",
+        "use_deep_gemm",
+        "use_triton",
+        "num_last_layers_in_bf16",
+        "num_first_layers_in_bf16",
+        "async_rl",
+        "real_quant_export_cpu_offload",
+        "model_save_format",
+        "save_consolidated",
+        "model_cache_dir",
+        "model_repo_id",
+        "is_peft",
+        "peft_config",
+        "data_plane",
+        "moe_parallelizer",
+        "is_mx",
+        "quantization_ignored_layer_kws",
+        "use_async_rollouts",
     ),
     "Laurel moves weights into the engine itself": (
-        "refit_buffer_size_gb", "refit_transport", "refit_cfg", "http_refit_api_key_env_var",
-        "http_refit_server_port", "zmq_refit_server_port",
+        "refit_buffer_size_gb",
+        "refit_transport",
+        "refit_cfg",
+        "http_refit_api_key_env_var",
+        "http_refit_server_port",
+        "zmq_refit_server_port",
         "reset_encoder_cache_after_weight_update",
     ),
     "settings of a logger that is switched elsewhere": ("swanlab",),
     "only speed or memory": (
-        "use_fastokens", "clear_cache_every_n_steps", "offload_optimizer_for_logprob",
-        "logprob_batch_size", "logprob_chunk_size", "logprob_mb_tokens", "generation_batch_size",
-        "make_sequence_length_divisible_by", "sequence_length_round", "microbatch_order",
-        "algorithm", "calculate_advantages_on_gpu", "async_engine", "use_tqdm", "fuse_loss",
-        "skip_reference_policy_logprobs_calculation", "enable_prefix_caching",
-        "deduplicate_multimodal_data", "debug_payload_metrics", "num_workers",
+        "use_fastokens",
+        "clear_cache_every_n_steps",
+        "offload_optimizer_for_logprob",
+        "logprob_batch_size",
+        "logprob_chunk_size",
+        "logprob_mb_tokens",
+        "generation_batch_size",
+        "make_sequence_length_divisible_by",
+        "sequence_length_round",
+        "microbatch_order",
+        "algorithm",
+        "calculate_advantages_on_gpu",
+        "async_engine",
+        "use_tqdm",
+        "fuse_loss",
+        "skip_reference_policy_logprobs_calculation",
+        "enable_prefix_caching",
+        "deduplicate_multimodal_data",
+        "debug_payload_metrics",
+        "num_workers",
     ),
     "one place says it: policy.dtensor_cfg.activation_checkpointing": (
         "activation_checkpointing_enabled",
     ),
     "Laurel reads and renders rows itself; the scoring contract settles special tokens": (
-        "add_bos", "add_eos", "add_generation_prompt", "add_system_prompt", "processor",
-        "env_name", "task_name", "download_dir", "output_dir", "skip_tokenizer_init",
+        "add_bos",
+        "add_eos",
+        "add_generation_prompt",
+        "add_system_prompt",
+        "processor",
+        "env_name",
+        "task_name",
+        "download_dir",
+        "output_dir",
+        "skip_tokenizer_init",
     ),
     "the reward model that judges is not trained and draws nothing": (
-        "optimizer", "scheduler", "max_grad_norm", "generation", "max_new_tokens", "temperature",
-        "top_p", "top_k", "stop_strings", "stop_token_ids", "vllm_kwargs", "colocated",
+        "optimizer",
+        "scheduler",
+        "max_grad_norm",
+        "generation",
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop_strings",
+        "stop_token_ids",
+        "vllm_kwargs",
+        "colocated",
     ),
     "vLLM scores with the reward model's own precision and lengths, on tensor_parallel_size GPUs": (
-        "precision", "max_model_len", "load_format", "enforce_eager", "pipeline_parallel_size",
+        "precision",
+        "max_model_len",
+        "load_format",
+        "enforce_eager",
+        "pipeline_parallel_size",
     ),
     "Laurel's engines and processes find their own ports and figures": (
-        "port_range_low", "port_range_high", "master_port_range_low", "master_port_range_high",
-        "enable_vllm_metrics_logger", "vllm_metrics_logger_interval", "monitor_gpus",
-        "gpu_monitoring", "log_nemo_gym_full_result_tables", "logprobs_mode", "segment_size",
+        "port_range_low",
+        "port_range_high",
+        "master_port_range_low",
+        "master_port_range_high",
+        "enable_vllm_metrics_logger",
+        "vllm_metrics_logger_interval",
+        "monitor_gpus",
+        "gpu_monitoring",
+        "log_nemo_gym_full_result_tables",
+        "logprobs_mode",
+        "segment_size",
         "should_log_nemo_gym_responses",
     ),
-}  # fmt: skip
+}
 """Why a key is not needed, and the last parts of such keys."""
 
 LOST: dict[str, str] = {
@@ -182,33 +261,69 @@ LOST: dict[str, str] = {
 
 _MEGATRON_ONLY = "Megatron's kernels, checkpoints and communication"
 _SAME_HERE = {
-    "lora_A_init_method": (), "lora_B_init_method": ("zero",), "lora_dtype": ("None",),
-    "math_verify_impl": ("hf_math_verify",), "kv_cache_dtype": ("auto",),
-    "params_dtype": ("float32",), "recompute_granularity": ("full",),
-    "moe_router_load_balancing_type": ("none",), "val_start_at": (-1,),
-    "expert_parallel_size": (1,), "pipeline_model_parallel_size": (1,),
-    "use_distributed_optimizer": (True,), "dropout_position": ("pre",),
+    "lora_A_init_method": (),
+    "lora_B_init_method": ("zero",),
+    "lora_dtype": ("None",),
+    "math_verify_impl": ("hf_math_verify",),
+    "kv_cache_dtype": ("auto",),
+    "params_dtype": ("float32",),
+    "recompute_granularity": ("full",),
+    "moe_router_load_balancing_type": ("none",),
+    "val_start_at": (-1,),
+    "expert_parallel_size": (1,),
+    "pipeline_model_parallel_size": (1,),
+    "use_distributed_optimizer": (True,),
+    "dropout_position": ("pre",),
     "enable_expert_parallel": (False,),
-}  # fmt: skip
+}
 """Values of lost keys that say what Laurel does anyway."""
 
 _OFF: tuple[Any, ...] = (None, False, -1, 0, [], {})
 
 
 _CARRIED = frozenset(
-    {f"policy.megatron_cfg.{key}" for key in (
-        "enabled", "tensor_model_parallel_size", "context_parallel_size", "sequence_parallel",
-        "activation_checkpointing")}
-    | {f"policy.megatron_cfg.optimizer.{key}" for key in (
-        "optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
-        "sgd_momentum", "clip_grad", "bf16")}
-    | {f"policy.megatron_cfg.scheduler.{key}" for key in (
-        "start_weight_decay", "end_weight_decay", "lr_decay_style", "lr_decay_iters",
-        "lr_warmup_iters", "lr_warmup_init")}
-    | {f"policy.megatron_cfg.peft.{key}" for key in (
-        "enabled", "target_modules", "exclude_modules", "dim", "alpha", "dropout")}
+    {
+        f"policy.megatron_cfg.{key}"
+        for key in (
+            "enabled",
+            "tensor_model_parallel_size",
+            "context_parallel_size",
+            "sequence_parallel",
+            "activation_checkpointing",
+        )
+    }
+    | {
+        f"policy.megatron_cfg.optimizer.{key}"
+        for key in (
+            "optimizer",
+            "lr",
+            "min_lr",
+            "weight_decay",
+            "adam_beta1",
+            "adam_beta2",
+            "adam_eps",
+            "sgd_momentum",
+            "clip_grad",
+            "bf16",
+        )
+    }
+    | {
+        f"policy.megatron_cfg.scheduler.{key}"
+        for key in (
+            "start_weight_decay",
+            "end_weight_decay",
+            "lr_decay_style",
+            "lr_decay_iters",
+            "lr_warmup_iters",
+            "lr_warmup_init",
+        )
+    }
+    | {
+        f"policy.megatron_cfg.peft.{key}"
+        for key in ("enabled", "target_modules", "exclude_modules", "dim", "alpha", "dropout")
+    }
     | {"grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"}
-)  # fmt: skip
+)
 
 
 def reason(key: str) -> tuple[str, bool] | None:
@@ -301,9 +416,20 @@ def _is_off(value: Any, same: Sequence[Any] = ()) -> bool:
 # ---------------------------------------------------------------------- features that there are not
 
 _IMAGES = frozenset(
-    {"clevr-cogent", "clevr_cogent", "refcoco", "geometry3k", "mmpr-tiny", "vlm", "audiomcq",
-     "avqa", "daily-omni", "intent-train", "intent-bench"}
-)  # fmt: skip
+    {
+        "clevr-cogent",
+        "clevr_cogent",
+        "refcoco",
+        "geometry3k",
+        "mmpr-tiny",
+        "vlm",
+        "audiomcq",
+        "avqa",
+        "daily-omni",
+        "intent-train",
+        "intent-bench",
+    }
+)
 
 
 def _above_one(value: Any) -> bool:
@@ -336,53 +462,116 @@ class Feature:
 
 _MEGATRON = "policy.megatron_cfg."
 FEATURES: tuple[Feature, ...] = (
-    Feature("direct preference optimisation (DPO)", ("dpo",), lambda _: True,
-            "laurel rm learns a reward model from the same pairs"),
-    Feature("distillation", ("distillation", "teacher", "teachers", "_teachers",
-            "on_policy_distillation")),
+    Feature(
+        "direct preference optimisation (DPO)",
+        ("dpo",),
+        lambda _: True,
+        "laurel rm learns a reward model from the same pairs",
+    ),
+    Feature(
+        "distillation",
+        ("distillation", "teacher", "teachers", "_teachers", "on_policy_distillation"),
+    ),
     Feature("distillation", ("grpo.adv_estimator.name",), _one_of("opd")),
-    Feature("PPO with a critic", ("ppo", "value", "value_loss_fn"), _on,
-            "laurel grpo compares completions of one prompt instead"),
+    Feature(
+        "PPO with a critic",
+        ("ppo", "value", "value_loss_fn"),
+        _on,
+        "laurel grpo compares completions of one prompt instead",
+    ),
     Feature("NeMo Gym", ("env.should_use_nemo_gym",), _on, "write an environment: env.custom"),
     Feature("single controller (async_rl)", ("async_rl",), _on, "grpo.max_staleness"),
-    Feature("multimodal data", ("data.dataset_name", "data.*.dataset_name"),
-            lambda value: str(value) in _IMAGES),
-    Feature("multimodal models", ("policy.is_vlm", "policy.tokenizer.video",
-            "policy.tokenizer.audio", "policy.generation.vllm_cfg.limit_mm_per_prompt")),
-    Feature("environment sliding_puzzle_game", ("env.sliding_puzzle_game",), lambda _: True,
-            "write an environment: env.custom"),
-    Feature("generation with SGLang", ("policy.generation.backend",), _one_of("sglang"),
-            "policy.generation.backend=vllm"),
-    Feature("generation with TensorRT-LLM", ("policy.generation.backend",), _one_of("trtllm"),
-            "policy.generation.backend=vllm"),
-    Feature("generation with Dynamo", ("policy.generation.backend",), _one_of("dynamo"),
-            "policy.generation.backend=vllm"),
-    Feature("generation with Megatron", ("policy.generation.backend",), _one_of("megatron"),
-            "policy.generation.backend=vllm"),
-    Feature("FP8 generation", ("policy.generation.vllm_cfg.precision",
-            "policy.generation.vllm_cfg.kv_cache_dtype"), _begins("fp8"),
-            "policy.generation.vllm_cfg.precision=bfloat16"),
-    Feature("expert parallelism", ("policy.dtensor_cfg.expert_parallel_size",), _above_one,
-            "models that fit without it are spread by policy.dtensor_cfg.tensor_parallel_size"),
-    Feature("quantisation-aware training", ("policy.quant_cfg", "policy.generation.quant_cfg",
-            "policy.generation.real_quant")),
+    Feature(
+        "multimodal data",
+        ("data.dataset_name", "data.*.dataset_name"),
+        lambda value: str(value) in _IMAGES,
+    ),
+    Feature(
+        "multimodal models",
+        (
+            "policy.is_vlm",
+            "policy.tokenizer.video",
+            "policy.tokenizer.audio",
+            "policy.generation.vllm_cfg.limit_mm_per_prompt",
+        ),
+    ),
+    Feature(
+        "environment sliding_puzzle_game",
+        ("env.sliding_puzzle_game",),
+        lambda _: True,
+        "write an environment: env.custom",
+    ),
+    Feature(
+        "generation with SGLang",
+        ("policy.generation.backend",),
+        _one_of("sglang"),
+        "policy.generation.backend=vllm",
+    ),
+    Feature(
+        "generation with TensorRT-LLM",
+        ("policy.generation.backend",),
+        _one_of("trtllm"),
+        "policy.generation.backend=vllm",
+    ),
+    Feature(
+        "generation with Dynamo",
+        ("policy.generation.backend",),
+        _one_of("dynamo"),
+        "policy.generation.backend=vllm",
+    ),
+    Feature(
+        "generation with Megatron",
+        ("policy.generation.backend",),
+        _one_of("megatron"),
+        "policy.generation.backend=vllm",
+    ),
+    Feature(
+        "FP8 generation",
+        ("policy.generation.vllm_cfg.precision", "policy.generation.vllm_cfg.kv_cache_dtype"),
+        _begins("fp8"),
+        "policy.generation.vllm_cfg.precision=bfloat16",
+    ),
+    Feature(
+        "expert parallelism",
+        ("policy.dtensor_cfg.expert_parallel_size",),
+        _above_one,
+        "models that fit without it are spread by policy.dtensor_cfg.tensor_parallel_size",
+    ),
+    Feature(
+        "quantisation-aware training",
+        ("policy.quant_cfg", "policy.generation.quant_cfg", "policy.generation.real_quant"),
+    ),
     Feature("training of a draft model", ("policy.draft",)),
     Feature("replay of experts' routes", ("policy.router_replay",)),
-    Feature("Transformer Engine optimizer", ("policy.optimizer.name",),
-            _begins("transformer_engine"), "policy.optimizer.name=torch.optim.AdamW"),
-)  # fmt: skip
+    Feature(
+        "Transformer Engine optimizer",
+        ("policy.optimizer.name",),
+        _begins("transformer_engine"),
+        "policy.optimizer.name=torch.optim.AdamW",
+    ),
+)
 MEGATRON_FEATURES: tuple[Feature, ...] = (
-    Feature("expert parallelism", (_MEGATRON + "expert_model_parallel_size",
-            _MEGATRON + "expert_tensor_parallel_size"), _above_one,
-            "a model whose experts have to be divided does not fit here"),
+    Feature(
+        "expert parallelism",
+        (_MEGATRON + "expert_model_parallel_size", _MEGATRON + "expert_tensor_parallel_size"),
+        _above_one,
+        "a model whose experts have to be divided does not fit here",
+    ),
     Feature("FP8 training", (_MEGATRON + "fp8_cfg",)),
     Feature("float16 training", (_MEGATRON + "optimizer.fp16",), _on, "policy.precision=bfloat16"),
     Feature("multi-token prediction", (_MEGATRON + "mtp_num_layers",)),
     Feature("balancing loss of experts", (_MEGATRON + "moe_aux_loss_coeff",)),
-    Feature("freezing of parts of a multimodal model", (_MEGATRON + "freeze_config",
-            _MEGATRON + "freeze_vision_model", _MEGATRON + "freeze_vision_projection",
-            _MEGATRON + "freeze_sound_encoder", _MEGATRON + "freeze_sound_projection")),
-)  # fmt: skip
+    Feature(
+        "freezing of parts of a multimodal model",
+        (
+            _MEGATRON + "freeze_config",
+            _MEGATRON + "freeze_vision_model",
+            _MEGATRON + "freeze_vision_projection",
+            _MEGATRON + "freeze_sound_encoder",
+            _MEGATRON + "freeze_sound_projection",
+        ),
+    ),
+)
 """Those that only a Megatron policy asks for."""
 
 
@@ -621,9 +810,11 @@ def _set_optimizer(work: Adapted, values: _Values) -> None:
     if name == "adam":
         betas = [_number(values, at + "adam_beta1", 0.9), _number(values, at + "adam_beta2", 0.999)]
         kwargs: dict[str, Any] = {
-            "lr": lr, "weight_decay": decay, "betas": betas,
+            "lr": lr,
+            "weight_decay": decay,
+            "betas": betas,
             "eps": _number(values, at + "adam_eps", 1e-8),
-        }  # fmt: skip
+        }
         call = {"name": "torch.optim.AdamW", "kwargs": kwargs}
     elif name == "sgd":
         momentum = _number(values, at + "sgd_momentum", 0.9)
@@ -647,9 +838,9 @@ def _set_schedule(work: Adapted, values: _Values) -> None:
     start, end = (values.get(at + f"{word}_weight_decay") for word in ("start", "end"))
     if start != end:
         raise _UntranslatableError(
-            at + "end_weight_decay", f"the weight decay changes from {start} to {end}; here it "
-            "stays the same"
-        )  # fmt: skip
+            at + "end_weight_decay",
+            f"the weight decay changes from {start} to {end}; here it stays the same",
+        )
     if start is not None:  # Megatron's schedule sets it, whatever its optimizer was made with
         kwargs = dict(plain(_at(work.tree, "policy.optimizer.kwargs")))  # type: ignore[arg-type]
         kwargs["weight_decay"] = _number(values, at + "start_weight_decay")
@@ -665,8 +856,9 @@ def _set_schedule(work: Adapted, values: _Values) -> None:
             at + "lr_warmup_init", f"{begin} is above the learning rate {lr}: no warm-up begins so"
         )
     if style == "constant":
-        stages.append({"name": _SCHEDULERS + "ConstantLR",
-                       "kwargs": {"factor": 1.0, "total_iters": _FOREVER}})  # fmt: skip
+        stages.append(
+            {"name": _SCHEDULERS + "ConstantLR", "kwargs": {"factor": 1.0, "total_iters": _FOREVER}}
+        )
     else:
         stages += _decay(values, at, style, warmup=warmup, lr=lr, least=least, ends=milestones)
     call: Any = stages[0] if len(stages) == 1 else [*stages, {"milestones": milestones}]
@@ -678,8 +870,9 @@ def _decay(
 ) -> list[dict[str, Any]]:
     """What comes after the warm-up: down to the least rate, and on with it."""
     if style not in ("linear", "cosine"):
-        raise _UntranslatableError(at + "lr_decay_style", f"{style} is none of constant, linear "
-                                   "and cosine")  # fmt: skip
+        raise _UntranslatableError(
+            at + "lr_decay_style", f"{style} is none of constant, linear and cosine"
+        )
     until = values.get(at + "lr_decay_iters") or values.get(_MEGATRON + "train_iters")
     if not isinstance(until, int) or until <= warmup:
         raise _UntranslatableError(
@@ -690,10 +883,14 @@ def _decay(
     if style == "linear":
         down = _linear(1.0, least / lr, rest)
     else:
-        down = {"name": _SCHEDULERS + "CosineAnnealingLR",
-                "kwargs": {"T_max": rest, "eta_min": least}}  # fmt: skip
-    after = {"name": _SCHEDULERS + "ConstantLR",
-             "kwargs": {"factor": least / lr, "total_iters": _FOREVER}}  # fmt: skip
+        down = {
+            "name": _SCHEDULERS + "CosineAnnealingLR",
+            "kwargs": {"T_max": rest, "eta_min": least},
+        }
+    after = {
+        "name": _SCHEDULERS + "ConstantLR",
+        "kwargs": {"factor": least / lr, "total_iters": _FOREVER},
+    }
     return [down, after]
 
 
@@ -718,9 +915,10 @@ def _set_adapters(work: Adapted, values: _Values) -> None:
         for name in values.get(at + key) or []:
             if name not in _LAYERS:
                 raise _UntranslatableError(
-                    at + key, f"'{name}' is none of Megatron's layers that Laurel knows: "
-                    f"{', '.join(_LAYERS)}"
-                )  # fmt: skip
+                    at + key,
+                    f"'{name}' is none of Megatron's layers that Laurel knows: "
+                    f"{', '.join(_LAYERS)}",
+                )
             names += _LAYERS[name]
         found[key] = names
     found["match_all_linear"] = not found["target_modules"]

@@ -35,9 +35,15 @@ class _Call(Protocol):
 Call = TypeVar("Call", bound=_Call)
 _HOME = "torch.optim."
 _OTHER_NAMES = {
-    "learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", "beta1": "betas",
-    "beta2": "betas", "adam_beta1": "betas", "adam_beta2": "betas", "wd": "weight_decay",
-}  # fmt: skip
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "adam_epsilon": "eps",
+    "beta1": "betas",
+    "beta2": "betas",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "wd": "weight_decay",
+}
 """Arguments as other systems spell them, and as torch does."""
 
 _NOT_NEGATIVE = frozenset(
@@ -390,12 +396,28 @@ class PolicyConfig(Section):
     """The model that is trained, how, and with what memory."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"megatron_cfg", "generation_batch_size", "logprob_batch_size", "logprob_chunk_size",
-         "generation", "draft", "offload_optimizer_for_logprob", "activation_checkpointing_enabled",
-         "make_sequence_length_divisible_by", "refit_buffer_size_gb", "router_replay", "is_vlm",
-         "dequantize_base_checkpoint", "quant_cfg", "quant_calib_data", "quant_calib_size",
-         "quant_batch_size", "quant_sequence_length", "disable_modelopt_layer_spec"}
-    )  # fmt: skip
+        {
+            "megatron_cfg",
+            "generation_batch_size",
+            "logprob_batch_size",
+            "logprob_chunk_size",
+            "generation",
+            "draft",
+            "offload_optimizer_for_logprob",
+            "activation_checkpointing_enabled",
+            "make_sequence_length_divisible_by",
+            "refit_buffer_size_gb",
+            "router_replay",
+            "is_vlm",
+            "dequantize_base_checkpoint",
+            "quant_cfg",
+            "quant_calib_data",
+            "quant_calib_size",
+            "quant_batch_size",
+            "quant_sequence_length",
+            "disable_modelopt_layer_spec",
+        }
+    )
 
     model_name: str | None = "meta-llama/Llama-3.2-1B-Instruct"
     """Hub name or directory of a reward model, or of a causal language model that becomes one.
@@ -460,9 +482,17 @@ class CheckpointingConfig(Section):
     """When the run is saved, which saves stay, and how it goes on."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"model_save_format", "save_consolidated", "model_cache_dir", "model_repo_id", "is_peft",
-         "peft_config", "ft_save_period", "ft_keep_latest_k"}
-    )  # fmt: skip
+        {
+            "model_save_format",
+            "save_consolidated",
+            "model_cache_dir",
+            "model_repo_id",
+            "is_peft",
+            "peft_config",
+            "ft_save_period",
+            "ft_keep_latest_k",
+        }
+    )
 
     enabled: bool = True
     """Save at all."""

@@ -25,9 +25,17 @@ class DemonstrationSetConfig(TextSetConfig):
     """One set of conversations to imitate: which class reads it, from where."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"processor", "env_name", "task_name", "download_dir", "tool_key",
-         "use_preserving_dataset", "filter_dataset", "output_dir"}
-    )  # fmt: skip
+        {
+            "processor",
+            "env_name",
+            "task_name",
+            "download_dir",
+            "tool_key",
+            "use_preserving_dataset",
+            "filter_dataset",
+            "output_dir",
+        }
+    )
 
     dataset_name: str | None = None
     """squad, tulu3_sft_mixture, OpenMathInstruct-2, GSM8K, openai_format, ResponseDataset, a class
@@ -45,10 +53,20 @@ class DemonstrationDataConfig(TextDataConfig):
     """Where conversations come from. Either the flat keys or the `train`/`validation` blocks."""
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"num_workers", "use_multiple_dataloader", "num_prompts_per_dataloader",
-         "custom_dataloader", "add_bos", "add_eos", "add_generation_prompt", "processor",
-         "env_name", "tool_key", "use_preserving_dataset"}
-    )  # fmt: skip
+        {
+            "num_workers",
+            "use_multiple_dataloader",
+            "num_prompts_per_dataloader",
+            "custom_dataloader",
+            "add_bos",
+            "add_eos",
+            "add_generation_prompt",
+            "processor",
+            "env_name",
+            "tool_key",
+            "use_preserving_dataset",
+        }
+    )
 
     dataset_name: str | None = None
     """See `DemonstrationSetConfig.dataset_name`; null with no path is squad."""

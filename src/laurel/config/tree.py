@@ -141,16 +141,21 @@ _MISSING_TAG = "!missing"
 # text; but without YAML 1.1's base 60 and its octal numbers, because `1:12:30:00` is a time budget
 # and `0123456` a commit.
 _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
-    ("bool", "yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
-     list("yYnNtTfFoO")),
+    (
+        "bool",
+        "yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
+        list("yYnNtTfFoO"),
+    ),
     ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("int", r"[-+]?(0|[1-9][0-9_]*)|[-+]?0x[0-9a-fA-F_]+|[-+]?0b[01_]+", list("-+0123456789")),
-    ("float",
-     r"[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[-+]?\.[0-9]+([eE][-+]?[0-9]+)?"
-     r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-     list("-+.0123456789")),
+    (
+        "float",
+        r"[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[-+]?\.[0-9]+([eE][-+]?[0-9]+)?"
+        r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
     ("merge", "<<", ["<"]),
-)  # fmt: skip
+)
 
 
 def read_scalars_our_way(yaml_class: Any) -> None:

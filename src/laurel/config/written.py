@@ -74,9 +74,11 @@ def to_yaml(
     """
     schema = type(config)
     writer = _Writer(
-        repeatable=_repeatable(schema), describe=describe,
-        sections={one.__name__: one for one in _sections(schema)}, more=more or {},
-    )  # fmt: skip
+        repeatable=_repeatable(schema),
+        describe=describe,
+        sections={one.__name__: one for one in _sections(schema)},
+        more=more or {},
+    )
     return "".join(writer.lines(config, "", keys))
 
 
@@ -138,9 +140,13 @@ def _comment(about: str, margin: str) -> Iterator[str]:
 def entry(name: str, value: Any) -> str:
     """One key with its plain value, as the lines of a block."""
     return yaml.dump(
-        {name: value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True,
-        default_flow_style=False, width=10**6,
-    )  # fmt: skip
+        {name: value},
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=False,
+        width=10**6,
+    )
 
 
 def literal(value: Any) -> Any:

@@ -287,10 +287,20 @@ DEFAULT_DEMONSTRATIONS = "squad"
 
 _QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input", "context")
 _ANSWER_COLUMNS = ("completion", "response", "answer", "output", "generated_solution", "solution")
-_SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-             "chatgpt": "assistant", "bard": "assistant", "bing": "assistant", "model": "assistant",
-             "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool"
-             }  # fmt: skip
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
 _UNNAMED = DemonstrationSetConfig()
 _PREFERENCES = DatasetConfig()
 

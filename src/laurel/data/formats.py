@@ -129,8 +129,16 @@ def _is_turns(row: Row) -> bool:
 
 
 _QUESTIONS = ("input", "question", "problem", "prompt", "query", "instruction")
-_ANSWERS = ("output", "answer", "expected_answer", "ground_truth", "solution", "completion",
-            "response", "generated_solution")  # fmt: skip
+_ANSWERS = (
+    "output",
+    "answer",
+    "expected_answer",
+    "ground_truth",
+    "solution",
+    "completion",
+    "response",
+    "generated_solution",
+)
 
 
 def _is_answered(row: Row) -> bool:
@@ -153,27 +161,45 @@ FORMATS: tuple[KnownFormat, ...] = (
         name="JudgeBench",
         says="a question, two answers, and which of them is right",
         columns="question, response_A, response_B, label, source",
-        example={"pair_id": "1", "source": "math", "question": "What is 1 + 1?",
-                 "response_A": "2", "response_B": "3", "label": "A>B"},
-        fits=_benchmark_is("judge-bench"), evaluation="judge-bench",
+        example={
+            "pair_id": "1",
+            "source": "math",
+            "question": "What is 1 + 1?",
+            "response_A": "2",
+            "response_B": "3",
+            "label": "A>B",
+        },
+        fits=_benchmark_is("judge-bench"),
+        evaluation="judge-bench",
     ),
     KnownFormat(
         name="RM-Bench",
         says="three right and three wrong answers, in rising order of style",
         columns="prompt, chosen (a list of three), rejected (a list of three), domain (or the "
         "subset of its files of one domain)",
-        example={"id": 1, "domain": "chat", "prompt": "What is 1 + 1?",
-                 "chosen": ["2", "It is 2.", "It is **2**."],
-                 "rejected": ["3", "It is 3.", "It is **3**."]},
-        fits=_benchmark_is("rm-bench"), evaluation="rm-bench",
+        example={
+            "id": 1,
+            "domain": "chat",
+            "prompt": "What is 1 + 1?",
+            "chosen": ["2", "It is 2.", "It is **2**."],
+            "rejected": ["3", "It is 3.", "It is **3**."],
+        },
+        fits=_benchmark_is("rm-bench"),
+        evaluation="rm-bench",
     ),
     KnownFormat(
         name="RewardBench 2",
         says="lists of right and of wrong answers, with a subset",
         columns="prompt, chosen (a list), rejected (a list), subset",
-        example={"id": "1", "subset": "Math", "prompt": "What is 1 + 1?", "chosen": ["2"],
-                 "rejected": ["1", "3", "11"]},
-        fits=_benchmark_is("reward-bench-2"), evaluation="reward-bench-2",
+        example={
+            "id": "1",
+            "subset": "Math",
+            "prompt": "What is 1 + 1?",
+            "chosen": ["2"],
+            "rejected": ["1", "3", "11"],
+        },
+        fits=_benchmark_is("reward-bench-2"),
+        evaluation="reward-bench-2",
     ),
     KnownFormat(
         name="best of n",
@@ -181,54 +207,82 @@ FORMATS: tuple[KnownFormat, ...] = (
         columns="prompt (or question), completions (or responses), correct (or passed), a list; "
         "or prompt, chosen (a list), rejected (a list)",
         example={"prompt": "What is 1 + 1?", "completions": ["2", "3"], "correct": [True, False]},
-        fits=_benchmark_is("best-of-n"), evaluation="best-of-n",
+        fits=_benchmark_is("best-of-n"),
+        evaluation="best-of-n",
     ),
     KnownFormat(
         name="RewardBench",
         says="a prompt, a better and a worse answer, with a subset",
         columns="prompt, chosen, rejected, subset",
-        example={"id": 1, "subset": "math-prm", "prompt": "What is 1 + 1?", "chosen": "2",
-                 "rejected": "3"},
-        fits=_benchmark_is("reward-bench"), evaluation="reward-bench",
-        trainers=_PREFERENCE, uses=_PREFERENCE_USES,
+        example={
+            "id": 1,
+            "subset": "math-prm",
+            "prompt": "What is 1 + 1?",
+            "chosen": "2",
+            "rejected": "3",
+        },
+        fits=_benchmark_is("reward-bench"),
+        evaluation="reward-bench",
+        trainers=_PREFERENCE,
+        uses=_PREFERENCE_USES,
     ),
     KnownFormat(
         name="HelpSteer3",
         says="a conversation, two answers, and how much people prefer which",
         columns="context, response1, response2, overall_preference",
-        example={"context": [_ASKED], "response1": "By the gate.", "response2": "No.",
-                 "overall_preference": -2},
-        fits=_class_is("HelpSteer3"), evaluation="pairs",
-        trainers=_PREFERENCE, uses=_PREFERENCE_USES,
+        example={
+            "context": [_ASKED],
+            "response1": "By the gate.",
+            "response2": "No.",
+            "overall_preference": -2,
+        },
+        fits=_class_is("HelpSteer3"),
+        evaluation="pairs",
+        trainers=_PREFERENCE,
+        uses=_PREFERENCE_USES,
     ),
     KnownFormat(
         name="ranked answers",
         says="a conversation and any number of answers, each with its rank (0 is the best) and "
         "perhaps ratings",
         columns="context, completions (of rank and completion)",
-        example={"context": [_ASKED], "completions": [
-            {"rank": 0, "completion": [_SAID]},
-            {"rank": 1, "completion": [{"role": "assistant", "content": "No."}]}]},
-        fits=_class_is("PreferenceDataset"), evaluation="pairs",
-        trainers=_PREFERENCE, uses=_PREFERENCE_USES,
+        example={
+            "context": [_ASKED],
+            "completions": [
+                {"rank": 0, "completion": [_SAID]},
+                {"rank": 1, "completion": [{"role": "assistant", "content": "No."}]},
+            ],
+        },
+        fits=_class_is("PreferenceDataset"),
+        evaluation="pairs",
+        trainers=_PREFERENCE,
+        uses=_PREFERENCE_USES,
     ),
     KnownFormat(
         name="transcripts",
         says="two transcripts of Human and Assistant that differ in the last answer (HH-RLHF)",
         columns="chosen, rejected (texts that begin with a blank line and 'Human:')",
-        example={"chosen": "\n\nHuman: Where is the laurel?\n\nAssistant: By the gate.",
-                 "rejected": "\n\nHuman: Where is the laurel?\n\nAssistant: No."},
-        fits=_is_transcripts, evaluation="pairs",
-        trainers=_PREFERENCE, uses=_PREFERENCE_USES,
+        example={
+            "chosen": "\n\nHuman: Where is the laurel?\n\nAssistant: By the gate.",
+            "rejected": "\n\nHuman: Where is the laurel?\n\nAssistant: No.",
+        },
+        fits=_is_transcripts,
+        evaluation="pairs",
+        trainers=_PREFERENCE,
+        uses=_PREFERENCE_USES,
     ),
     KnownFormat(
         name="pairs of conversations",
         says="two whole conversations that differ in the answer (Tulu 3)",
         columns="chosen, rejected (lists of messages)",
-        example={"chosen": [_ASKED, _SAID],
-                 "rejected": [_ASKED, {"role": "assistant", "content": "No."}]},
-        fits=_class_is("BinaryPreferenceDataset", whole=True), evaluation="pairs",
-        trainers=_PREFERENCE, uses=_PREFERENCE_USES,
+        example={
+            "chosen": [_ASKED, _SAID],
+            "rejected": [_ASKED, {"role": "assistant", "content": "No."}],
+        },
+        fits=_class_is("BinaryPreferenceDataset", whole=True),
+        evaluation="pairs",
+        trainers=_PREFERENCE,
+        uses=_PREFERENCE_USES,
         keys={"chosen": "data.chosen_key", "rejected": "data.rejected_key"},
     ),
     KnownFormat(
@@ -236,18 +290,27 @@ FORMATS: tuple[KnownFormat, ...] = (
         says="a prompt, a better and a worse answer",
         columns="prompt, chosen, rejected",
         example={"prompt": "Where is the laurel?", "chosen": "By the gate.", "rejected": "No."},
-        fits=_class_is("BinaryPreferenceDataset", whole=False), evaluation="pairs",
-        trainers=_PREFERENCE, uses=_PREFERENCE_USES,
-        keys={"prompt": "data.prompt_key", "chosen": "data.chosen_key",
-              "rejected": "data.rejected_key"},
+        fits=_class_is("BinaryPreferenceDataset", whole=False),
+        evaluation="pairs",
+        trainers=_PREFERENCE,
+        uses=_PREFERENCE_USES,
+        keys={
+            "prompt": "data.prompt_key",
+            "chosen": "data.chosen_key",
+            "rejected": "data.rejected_key",
+        },
     ),
     KnownFormat(
         name="HumanEval",
         says="the head of a function, and a function that checks it",
         columns="prompt, entry_point, test",
-        example={"task_id": "HumanEval/0", "prompt": 'def one():\n    """Return 1."""\n',
-                 "entry_point": "one", "canonical_solution": "    return 1\n",
-                 "test": "def check(candidate):\n    assert candidate() == 1\n"},
+        example={
+            "task_id": "HumanEval/0",
+            "prompt": 'def one():\n    """Return 1."""\n',
+            "entry_point": "one",
+            "canonical_solution": "    return 1\n",
+            "test": "def check(candidate):\n    assert candidate() == 1\n",
+        },
         fits=lambda row: _has("prompt", "entry_point", "test")(row) and _is_python(row["prompt"]),
         trainers={"grpo": ("data.dataset_name=HumanEval", "data.env_name=code")},
     ),
@@ -255,8 +318,12 @@ FORMATS: tuple[KnownFormat, ...] = (
         name="MBPP",
         says="what a function is to do, and asserts",
         columns="text (or prompt), code, test_list",
-        example={"task_id": 1, "text": "Write a function that returns its argument.",
-                 "code": "def same(x):\n    return x", "test_list": ["assert same(1) == 1"]},
+        example={
+            "task_id": 1,
+            "text": "Write a function that returns its argument.",
+            "code": "def same(x):\n    return x",
+            "test_list": ["assert same(1) == 1"],
+        },
         fits=_is_mbpp,
         trainers={"grpo": ("data.dataset_name=MBPP", "data.env_name=code")},
     ),
@@ -266,8 +333,10 @@ FORMATS: tuple[KnownFormat, ...] = (
         "LiveCodeBench or verl",
         columns="prompt, and one of test_list, test_code (with entry, the function's name), "
         "call_tests (with entry), stdio_tests, input_output, public_test_cases",
-        example={"prompt": "Print the sum of two numbers, one a line.",
-                 "stdio_tests": [{"stdin": "1\n2\n", "stdout": "3\n"}]},
+        example={
+            "prompt": "Print the sum of two numbers, one a line.",
+            "stdio_tests": [{"stdin": "1\n2\n", "stdout": "3\n"}],
+        },
         fits=_brings_tests,
         trainers={"grpo": ("data.dataset_name=CodeTasks", "data.env_name=code")},
     ),
@@ -275,8 +344,10 @@ FORMATS: tuple[KnownFormat, ...] = (
         name="DAPO-Math",
         says="a prompt of messages, and the known answer inside reward_model",
         columns="prompt, reward_model (with ground_truth)",
-        example={"prompt": [{"role": "user", "content": "What is 6 times 7?"}],
-                 "reward_model": {"ground_truth": "42"}},
+        example={
+            "prompt": [{"role": "user", "content": "What is 6 times 7?"}],
+            "reward_model": {"ground_truth": "42"},
+        },
         fits=_is_dapo,
         trainers={"grpo": ("data.dataset_name=DAPOMath17K", "data.env_name=math")},
     ),
@@ -284,8 +355,10 @@ FORMATS: tuple[KnownFormat, ...] = (
         name="GSM8K",
         says="a question, and a solution that ends with the answer after ####",
         columns="question, answer",
-        example={"question": "Ann has 2 laurels and buys 3. How many has she?",
-                 "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
+        example={
+            "question": "Ann has 2 laurels and buys 3. How many has she?",
+            "answer": "2 + 3 = <<2+3=5>>5\n#### 5",
+        },
         fits=_is_gsm8k,
         trainers={"sft": ("data.dataset_name=GSM8K",), "grpo": ("data.env_name=math",)},
     ),
@@ -293,8 +366,11 @@ FORMATS: tuple[KnownFormat, ...] = (
         name="SQuAD",
         says="a passage, a question, and answers from the passage",
         columns="context, question, answers (with text)",
-        example={"context": "The laurel stands by the gate.", "question": "Where is the laurel?",
-                 "answers": {"text": ["by the gate"], "answer_start": [18]}},
+        example={
+            "context": "The laurel stands by the gate.",
+            "question": "Where is the laurel?",
+            "answers": {"text": ["by the gate"], "answer_start": [18]},
+        },
         fits=_is_squad,
         trainers={"sft": ("data.dataset_name=squad",)},
     ),
@@ -312,8 +388,12 @@ FORMATS: tuple[KnownFormat, ...] = (
         name="turns",
         says="whole conversations as ShareGPT has them",
         columns="conversations (of from and value)",
-        example={"conversations": [{"from": "human", "value": "Where is the laurel?"},
-                                   {"from": "gpt", "value": "By the gate."}]},
+        example={
+            "conversations": [
+                {"from": "human", "value": "Where is the laurel?"},
+                {"from": "gpt", "value": "By the gate."},
+            ]
+        },
         fits=_is_turns,
         trainers={"sft": ()},
     ),
@@ -336,7 +416,7 @@ FORMATS: tuple[KnownFormat, ...] = (
         trainers={"grpo": _PROMPTS},
         keys={"prompt": "data.input_key"},
     ),
-)  # fmt: skip
+)
 """Every form, the most specific first."""
 
 
@@ -345,15 +425,78 @@ FORMATS: tuple[KnownFormat, ...] = (
 #
 # A mapping is only suggested once the row at hand could be read with it.
 
-_PROMPT_LIKE = frozenset({"prompt", "question", "query", "instruction", "input", "context", "problem",
-                      "task", "user", "human", "request", "q"})  # fmt: skip
-_BETTER = frozenset({"chosen", "better", "preferred", "winner", "win", "won", "accepted", "good",
-                     "positive", "pos", "best", "liked", "correct", "right"})  # fmt: skip
-_WORSE = frozenset({"rejected", "worse", "dispreferred", "loser", "lose", "lost", "refused", "bad",
-                    "negative", "neg", "worst", "disliked", "incorrect", "wrong"})  # fmt: skip
-_ANSWER_LIKE = frozenset({"answer", "output", "solution", "completion", "response", "target", "reply",
-                      "assistant", "expected", "truth", "result", "reference", "gold", "label",
-                      "final", "a"})  # fmt: skip
+_PROMPT_LIKE = frozenset(
+    {
+        "prompt",
+        "question",
+        "query",
+        "instruction",
+        "input",
+        "context",
+        "problem",
+        "task",
+        "user",
+        "human",
+        "request",
+        "q",
+    }
+)
+_BETTER = frozenset(
+    {
+        "chosen",
+        "better",
+        "preferred",
+        "winner",
+        "win",
+        "won",
+        "accepted",
+        "good",
+        "positive",
+        "pos",
+        "best",
+        "liked",
+        "correct",
+        "right",
+    }
+)
+_WORSE = frozenset(
+    {
+        "rejected",
+        "worse",
+        "dispreferred",
+        "loser",
+        "lose",
+        "lost",
+        "refused",
+        "bad",
+        "negative",
+        "neg",
+        "worst",
+        "disliked",
+        "incorrect",
+        "wrong",
+    }
+)
+_ANSWER_LIKE = frozenset(
+    {
+        "answer",
+        "output",
+        "solution",
+        "completion",
+        "response",
+        "target",
+        "reply",
+        "assistant",
+        "expected",
+        "truth",
+        "result",
+        "reference",
+        "gold",
+        "label",
+        "final",
+        "a",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,9 +544,10 @@ def _words(column: str) -> set[str]:
 def _column(row: Row, words: Collection[str], *, but: Collection[str] = ()) -> str | None:
     """The column that is called by one of the words: that alone, or among others."""
     free = [
-        key for key, value in row.items()
+        key
+        for key, value in row.items()
         if isinstance(key, str) and key not in but and isinstance(value, str | list)
-    ]  # fmt: skip
+    ]
     tests: tuple[Callable[[str], bool], ...] = (
         lambda key: key.lower() in words,
         lambda key: bool(_words(key) & set(words)),

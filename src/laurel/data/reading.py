@@ -278,9 +278,16 @@ def _object(row: Any) -> Row:
 # Templates such as ChatML render any role, so that nothing else would tell of `usr`.
 
 USUAL_ROLES = (
-    "system", "user", "assistant", "tool", "developer", "function", "ipython", "environment",
+    "system",
+    "user",
+    "assistant",
+    "tool",
+    "developer",
+    "function",
+    "ipython",
+    "environment",
     "observation",
-)  # fmt: skip
+)
 """Those that chat templates give a meaning of their own."""
 _MOST_NAMED = 3
 

@@ -76,8 +76,12 @@ def required(row: Row, key: str, *, setting: str | None = None) -> Any:
         raise UnusableRow(kind, message)
     near = difflib.get_close_matches(key, keys, n=1)
     hint = f" ('{near[0]}'?)" if near else ""
-    raise UnusableRow(kind, message, remedy=f"Set data.{setting} to the key that holds it{hint}",
-                      lacks_columns=True)  # fmt: skip
+    raise UnusableRow(
+        kind,
+        message,
+        remedy=f"Set data.{setting} to the key that holds it{hint}",
+        lacks_columns=True,
+    )
 
 
 def text(value: Any, *, what: str) -> str:
@@ -595,8 +599,11 @@ def _absent(path: str) -> str:
 
 
 def _directory_rows(path: str, *, subset: str | None, split: str | None) -> Rows:
-    saved = [name for name in ("dataset_dict.json", "state.json")
-             if os.path.exists(os.path.join(path, name))]  # fmt: skip
+    saved = [
+        name
+        for name in ("dataset_dict.json", "state.json")
+        if os.path.exists(os.path.join(path, name))
+    ]
     label = os.path.basename(os.path.normpath(path))
     if not saved:
         if (other := _other_than_data(path)) is not None:
@@ -723,13 +730,32 @@ SetConfig = TypeVar("SetConfig", DatasetConfig, TaskSetConfig, DemonstrationSetC
 
 # Columns are looked up in the rows that the object gives, unless it asks for their names itself.
 _COLUMNS = frozenset(
-    {"prompt_key", "chosen_key", "rejected_key", "margin_key", "target_key", "input_key",
-     "output_key", "chat_key", "system_key"}
-)  # fmt: skip
+    {
+        "prompt_key",
+        "chosen_key",
+        "rejected_key",
+        "margin_key",
+        "target_key",
+        "input_key",
+        "output_key",
+        "chat_key",
+        "system_key",
+    }
+)
 _ACTED_ON_HERE = frozenset(
-    {"split", "prompt_file", "system_prompt_file", "system_prompt", "repeat", "seed",
-     "split_validation_size", "processor", "env_name", "task_name"}
-)  # fmt: skip
+    {
+        "split",
+        "prompt_file",
+        "system_prompt_file",
+        "system_prompt",
+        "repeat",
+        "seed",
+        "split_validation_size",
+        "processor",
+        "env_name",
+        "task_name",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -856,9 +882,10 @@ def _public_names(module: Any) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
-        if callable(value) and not name.startswith("_")
+        if callable(value)
+        and not name.startswith("_")
         and getattr(value, "__module__", None) == getattr(module, "__name__", "")
-    ][:10]  # fmt: skip
+    ][:10]
 
 
 def _split_of(made: Any, path: str, split: str) -> Iterable[Any]:

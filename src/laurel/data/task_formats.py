@@ -31,9 +31,16 @@ from laurel.types import Conversation, Message
 OWN_TESTS = ("test_code", "test_list", "stdio_tests", "call_tests")
 """Keys of metadata that hold tests."""
 _OWN_KEYS = (
-    "entry", "test_setup", "code_prefix", "reference_solution", "test_weights", "strict_types",
-    "float_tolerance", "comparison", "prelude",
-)  # fmt: skip
+    "entry",
+    "test_setup",
+    "code_prefix",
+    "reference_solution",
+    "test_weights",
+    "strict_types",
+    "float_tolerance",
+    "comparison",
+    "prelude",
+)
 _COMPARED_AS_LAUREL = ("strict_types", "float_tolerance")
 """Keys that say how to compare where a benchmark's grader does not."""
 _QUESTIONS = ("prompt", "question", "question_content", "problem", "text", "input", "messages")
@@ -394,8 +401,9 @@ def _function_of_all(metadata: Mapping[str, Any]) -> str | None:
         name
         for name in (called[0] if called else ())
         if all(name in names for names in called)
-        and not hasattr(builtins, name) and name not in own
-    }  # fmt: skip
+        and not hasattr(builtins, name)
+        and name not in own
+    }
     in_all = (in_all & solved) or in_all
     return next(iter(in_all)) if len(in_all) == 1 else None
 

@@ -229,8 +229,9 @@ def multichoice(row: Row, config: TaskSetConfig) -> TaskParts:
 def _options(row: Row) -> dict[str, str]:
     given: Any = row.get("options") if row.get("options") is not None else row.get("choices")
     if given is None:
-        given = {letter: row[letter] for letter in string.ascii_uppercase
-                 if row.get(letter) is not None}  # fmt: skip
+        given = {
+            letter: row[letter] for letter in string.ascii_uppercase if row.get(letter) is not None
+        }
     if isinstance(given, Mapping) and {"label", "text"} <= given.keys():
         given = dict(zip(given["label"], given["text"], strict=False))
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
@@ -239,8 +240,11 @@ def _options(row: Row) -> dict[str, str]:
         raise UnusableRow(
             "options are no list", f"the options are {kind_of(given)} where a list is expected"
         )
-    options = {str(letter).strip(): answer_text(option, what="an option") or ""
-               for letter, option in given.items() if option is not None}  # fmt: skip
+    options = {
+        str(letter).strip(): answer_text(option, what="an option") or ""
+        for letter, option in given.items()
+        if option is not None
+    }
     if len(options) < 2:
         raise UnusableRow(
             "too few options",
@@ -361,9 +365,11 @@ def load_task_data(
         names = data.validation_names()
         validation, reports["validation"] = load(validation_sets, "validation", None)
         return TaskData(
-            train=train, validation=validation, reports=reports,
+            train=train,
+            validation=validation,
+            reports=reports,
             validation_set_of=_names_by_task(validation, names),
-        )  # fmt: skip
+        )
     kept, validation = _hold_out(train, train_sets, data)
     if not validation:
         return TaskData(train=train, validation=[], reports=reports)
@@ -466,9 +472,11 @@ def _hold_out(
     by_draw: dict[tuple[float, int], list[int]] = {}
     for index, config in enumerate(sets):
         said = config.model_fields_set
-        share = config.split_validation_size if "split_validation_size" in said else (
-            data.split_validation_size
-        )  # fmt: skip
+        share = (
+            config.split_validation_size
+            if "split_validation_size" in said
+            else (data.split_validation_size)
+        )
         seed = config.seed if "seed" in said else data.seed
         if share:
             by_draw.setdefault((share, seed), []).append(index)

@@ -11,11 +11,30 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-THINGS = ("apple", "blanket", "candle", "drum", "envelope", "fiddle", "glove", "hammer", "inkwell",
-          "jacket", "kettle", "ladder", "mirror", "needle", "orange", "pillow")  # fmt: skip
+THINGS = (
+    "apple",
+    "blanket",
+    "candle",
+    "drum",
+    "envelope",
+    "fiddle",
+    "glove",
+    "hammer",
+    "inkwell",
+    "jacket",
+    "kettle",
+    "ladder",
+    "mirror",
+    "needle",
+    "orange",
+    "pillow",
+)
 PLACES = ("attic", "barn", "cellar", "garden", "harbour", "kitchen", "library", "market")
-REQUESTS = ("Please bring me the {thing} from the {place}.", "Fetch the {thing} from the {place}.",
-            "I need the {thing}; it is in the {place}.")  # fmt: skip
+REQUESTS = (
+    "Please bring me the {thing} from the {place}.",
+    "Fetch the {thing} from the {place}.",
+    "I need the {thing}; it is in the {place}.",
+)
 GOOD = ("Here is the {thing} from the {place}.", "I went to the {place} and got the {thing}.")
 RUDE = ("Get the {thing} yourself.", "I do not feel like going to the {place}.")
 
@@ -153,9 +172,28 @@ def _function(name: str, word: str, number: int) -> str:
 # right ones are wrong in more ways, since a policy that learns from it will try them.
 
 FIRST, LAST = 100, 999
-UNITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
-         "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
-         "nineteen")  # fmt: skip
+UNITS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+)
 TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 NUMBER_REQUESTS = ("Write {} in digits.", "What is {} in digits?", "{} as a number, please.")
 NUM_HELD_OUT_NUMBERS = 90
@@ -261,6 +299,12 @@ def _wrong_answer(generator: random.Random, number: int) -> str:
         return boxed(generator.choice([n for n in range(FIRST, LAST + 1) if n != number]))
     text = str(number)
     return generator.choice(
-        (text, boxed(text[:2]), boxed(text + generator.choice("0123456789")), f"\\boxed{{{text}",
-         boxed(""), boxed(text) + boxed(_one_digit_off(generator, number)))
-    )  # fmt: skip
+        (
+            text,
+            boxed(text[:2]),
+            boxed(text + generator.choice("0123456789")),
+            f"\\boxed{{{text}",
+            boxed(""),
+            boxed(text) + boxed(_one_digit_off(generator, number)),
+        )
+    )

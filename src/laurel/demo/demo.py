@@ -74,15 +74,23 @@ class Result:
         return [
             text
             for text, is_missed in (
-                (f"the warm-up reached {self.rate_before:.1%} and should reach at most "
-                 f"{MOST_BEFORE:.0%}", self.rate_before > MOST_BEFORE),
-                (f"the reward model is right on {self.reward_accuracy:.1%} of held-out pairs and "
-                 f"should be on {LEAST_ACCURACY:.0%}", self.reward_accuracy < LEAST_ACCURACY),
-                (f"GRPO reached {self.rate_after:.1%} and should reach {LEAST_AFTER:.0%}",
-                 self.rate_after < LEAST_AFTER),
+                (
+                    f"the warm-up reached {self.rate_before:.1%} and should reach at most "
+                    f"{MOST_BEFORE:.0%}",
+                    self.rate_before > MOST_BEFORE,
+                ),
+                (
+                    f"the reward model is right on {self.reward_accuracy:.1%} of held-out pairs and "
+                    f"should be on {LEAST_ACCURACY:.0%}",
+                    self.reward_accuracy < LEAST_ACCURACY,
+                ),
+                (
+                    f"GRPO reached {self.rate_after:.1%} and should reach {LEAST_AFTER:.0%}",
+                    self.rate_after < LEAST_AFTER,
+                ),
             )
             if is_missed
-        ]  # fmt: skip
+        ]
 
 
 def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> Result:
@@ -108,9 +116,11 @@ def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> Result
         "The task: numbers in words, to be written in digits inside \\boxed{}.\n"
         f"{NUM_DEMONSTRATIONS:,} demonstrations, {SHARE_WRONG:.0%} of them with a wrong digit; "
         f"{NUM_PREFERENCES:,} preference pairs; {NUM_PROMPTS:,} prompts.\n"
-        f"{NUM_HELD_OUT_NUMBERS} numbers are in no training row: everything below is measured on them.",
-        markup=False, highlight=False,
-    )  # fmt: skip
+        f"{NUM_HELD_OUT_NUMBERS} numbers are in no training row: everything below is measured on "
+        "them.",
+        markup=False,
+        highlight=False,
+    )
     _stage(console, 2, "Warm-up: fine-tuning a new model on the noisy demonstrations")
     fine_tuned = _finished(fine_tune(sft_run(files, seed), console=console), console)
     before = measure_policy(measuring_run(files, seed, fine_tuned), console=console)
@@ -134,9 +144,15 @@ def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> Result
     )
     _report(files, result, comparisons)
     _conclude(
-        last, files, policy=trained, reward_model=reward_model, rewarding=rewarding,
-        learning=learning, rates=(before, after), seconds=time.monotonic() - started,
-    )  # fmt: skip
+        last,
+        files,
+        policy=trained,
+        reward_model=reward_model,
+        rewarding=rewarding,
+        learning=learning,
+        rates=(before, after),
+        seconds=time.monotonic() - started,
+    )
     if as_json:
         write_json({**asdict(result), "report": files.report})
     if missed := result.missed():
@@ -271,14 +287,20 @@ def _report(files: Files, result: Result, comparisons: list[Comparison]) -> None
         runs,
         title="Laurel demo: numbers in words, written in digits",
         facts=[
-            Fact("True success before GRPO", f"{result.rate_before:.1%}",
-                 "held-out numbers, sampled at temperature 1, judged by the math environment"),
-            Fact("True success after GRPO", f"{result.rate_after:.1%}",
-                 "the same tasks; the policy was rewarded by the reward model only"),
+            Fact(
+                "True success before GRPO",
+                f"{result.rate_before:.1%}",
+                "held-out numbers, sampled at temperature 1, judged by the math environment",
+            ),
+            Fact(
+                "True success after GRPO",
+                f"{result.rate_after:.1%}",
+                "the same tasks; the policy was rewarded by the reward model only",
+            ),
             Fact("Reward model", f"{result.reward_accuracy:.1%}", "of held-out pairs right"),
         ],
-        comparisons=comparisons[:NUM_SHOWN * 3],
-    )  # fmt: skip
+        comparisons=comparisons[: NUM_SHOWN * 3],
+    )
 
 
 # ---------------------------------------------------------------------------------- what is said
@@ -438,36 +460,53 @@ class Files:
 def sft_run(files: Files, seed: int) -> SFTRun:
     """Fine-tuning a model from nothing on noisy demonstrations."""
     return _load(
-        SFTRun, files, "sft", *_SFT, _decay(SFT_STEPS), f"sft.seed={seed}",
+        SFTRun,
+        files,
+        "sft",
+        *_SFT,
+        _decay(SFT_STEPS),
+        f"sft.seed={seed}",
         f"data.train_data_path={_text(files.data('demonstrations'))}",
-    )  # fmt: skip
+    )
 
 
 def rm_run(files: Files, seed: int, policy: Path) -> RewardTrainingRun:
     """A reward model, begun from the fine-tuned policy."""
     return _load(
-        RewardTrainingRun, files, "rm", *_RM, _decay(RM_STEPS), f"rm.seed={seed}",
+        RewardTrainingRun,
+        files,
+        "rm",
+        *_RM,
+        _decay(RM_STEPS),
+        f"rm.seed={seed}",
         f"policy.model_name={_text(policy)}",
         f"data.train_data_path={_text(files.data('preferences'))}",
         f"data.val_data_paths={{held-out: {_text(files.data('held-out-preferences'))}}}",
-    )  # fmt: skip
+    )
 
 
 def grpo_run(files: Files, seed: int, policy: Path, reward_model: Path) -> GRPORun:
     """GRPO against the reward model; the truth is only measured, on held-out tasks."""
     return _load(
-        GRPORun, files, "grpo", *_GRPO, _decay(GRPO_STEPS * UPDATES), f"grpo.seed={seed}",
+        GRPORun,
+        files,
+        "grpo",
+        *_GRPO,
+        _decay(GRPO_STEPS * UPDATES),
+        f"grpo.seed={seed}",
         f"policy.model_name={_text(policy)}",
         f"env.reward_model.model_name={_text(reward_model)}",
         _tasks("train", files.data("prompts"), "reward_model"),
         _tasks("validation", files.data("held-out-tasks"), "math"),
-    )  # fmt: skip
+    )
 
 
 def measuring_run(files: Files, seed: int, policy: Path) -> GRPORun:
     """The held-out tasks, answered twice each at temperature 1 and judged by the truth."""
     return _load(
-        GRPORun, files, "measure",
+        GRPORun,
+        files,
+        "measure",
         f"policy.model_name={_text(policy)}",
         "policy.generation.max_new_tokens=16",
         f"grpo.seed={seed}",
@@ -476,7 +515,7 @@ def measuring_run(files: Files, seed: int, policy: Path) -> GRPORun:
         "env.math.num_workers=1",
         _tasks("train", files.data("held-out-tasks"), "math"),
         _tasks("validation", files.data("held-out-tasks"), "math"),
-    )  # fmt: skip
+    )
 
 
 def _load(schema: type[S], files: Files, stage: str, *settings: str) -> S:

@@ -203,9 +203,12 @@ class CodeEnvironment(EnvironmentInterface):
             reward=verdict.reward - before,
             is_over=is_over,
             answer=verdict.status,
-            note={"verdict": verdict.status, "passed_share": verdict.passed_share,
-                  "attempts": attempt},
-        )  # fmt: skip
+            note={
+                "verdict": verdict.status,
+                "passed_share": verdict.passed_share,
+                "attempts": attempt,
+            },
+        )
 
     # -------------------------------------------------------------------------------------- tool
 

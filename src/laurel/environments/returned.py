@@ -57,9 +57,11 @@ def checked_return(step: Callable[..., Any], returned: Any, size: int) -> Enviro
         if given is None and name in MAY_MISS:
             continue
         if not isinstance(given, Sized) or len(given) != size:
-            count = f"{len(given)} {name}" if isinstance(given, Sized) else (
-                f"{kind_of(given)} as {name}"
-            )  # fmt: skip
+            count = (
+                f"{len(given)} {name}"
+                if isinstance(given, Sized)
+                else (f"{kind_of(given)} as {name}")
+            )
             raise unfit(step, count, f"a list, {of_each}")
     for name, values in columns_of(returned).items():
         column_of(step, values, size, name)
@@ -100,9 +102,11 @@ def kind_of(value: Any) -> str:
     if value is None:
         return "None"
     kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else (
-        f"{kind.__module__}.{kind.__qualname__}"
-    )  # fmt: skip
+    name = (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else (f"{kind.__module__}.{kind.__qualname__}")
+    )
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"a {name} of {len(value)}"
     return f"a {name}"

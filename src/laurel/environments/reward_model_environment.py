@@ -851,10 +851,13 @@ def _of_company(
 def _of_rounding(rounded: Sequence[tuple[Score, ...]], exact: Sequence[tuple[Score, ...]]) -> float:
     """Deviation of the errors within groups, pooled; over all where every group has only one."""
     errors_BG = [
-        [a.value - b.value for a, b in zip(one, other, strict=True)
-         if a.value is not None and b.value is not None]
+        [
+            a.value - b.value
+            for a, b in zip(one, other, strict=True)
+            if a.value is not None and b.value is not None
+        ]
         for one, other in zip(rounded, exact, strict=True)
-    ]  # fmt: skip
+    ]
     several = [errors_G for errors_G in errors_BG if len(errors_G) > 1]
     if not several:
         several = [[error for errors_G in errors_BG for error in errors_G]]

@@ -178,13 +178,21 @@ def _preferences(
     asked: Asked, path: str | None, *, on_bad_row: Literal["error", "skip"]
 ) -> tuple[list[Preference], DataReport]:
     config = DatasetConfig(
-        dataset_name=asked.dataset, data_path=path, split=asked.split,
-        margin_key=asked.margin_key, **asked.column_keys,
-    )  # fmt: skip
+        dataset_name=asked.dataset,
+        data_path=path,
+        split=asked.split,
+        margin_key=asked.margin_key,
+        **asked.column_keys,
+    )
     return load_preferences(
-        config, name=path or asked.dataset or "", ties="drop", duplicates="keep",
-        on_bad_row=on_bad_row, max_samples=asked.max_samples, remedy=_remedy,
-    )  # fmt: skip
+        config,
+        name=path or asked.dataset or "",
+        ties="drop",
+        duplicates="keep",
+        on_bad_row=on_bad_row,
+        max_samples=asked.max_samples,
+        remedy=_remedy,
+    )
 
 
 def _left_out(report: DataReport) -> list[str]:
@@ -431,9 +439,12 @@ class BenchmarkSet:
             DataError: A file or a row that cannot be used, or nothing that could be compared.
         """
         asked = AskedBenchmark(
-            data=config.paths, split=config.split, dataset=config.dataset_name, prior=config.prior,
+            data=config.paths,
+            split=config.split,
+            dataset=config.dataset_name,
+            prior=config.prior,
             zero_spread=config.zero_spread,
-        )  # fmt: skip
+        )
         try:
             told: list[str] = []
             read = BENCHMARKS[config.benchmark].read(asked, told.append)
@@ -441,10 +452,13 @@ class BenchmarkSet:
                 where = ", ".join(config.paths) or "its own place on the hub"
                 raise DataError(f"there is no row in {where}")
             chosen = cls(
-                name=name, benchmark=config.benchmark, asked=asked, num_read=len(read),
+                name=name,
+                benchmark=config.benchmark,
+                asked=asked,
+                num_read=len(read),
                 told=tuple(told),
                 rows=read if config.max_samples is None else spread(read, config.max_samples),
-            )  # fmt: skip
+            )
             if not chosen.rows:
                 raise DataError(
                     f"max_samples={config.max_samples} leaves none of its rows; raise it"
@@ -499,8 +513,9 @@ class BenchmarkSet:
         ]
         known = {key: value for key, value in named if value is not None}
         return known | {
-            "num_rows": float(every.num_rows), "num_failures": float(every.num_failures)
-        }  # fmt: skip
+            "num_rows": float(every.num_rows),
+            "num_failures": float(every.num_failures),
+        }
 
     def possible(self) -> list[str]:
         """The figures that these rows give a model, and that a checkpoint may be the best by."""

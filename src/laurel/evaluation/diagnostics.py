@@ -90,10 +90,14 @@ def length_controlled_accuracy(
         return None
     # Other seeds for the halves: with one, both would be high in the same draws.
     draws = [
-        draw_shares(round(half.value * half.num_pairs), half.num_pairs,
-                    seed=2 * seed + place, num_draws=num_draws)
+        draw_shares(
+            round(half.value * half.num_pairs),
+            half.num_pairs,
+            seed=2 * seed + place,
+            num_draws=num_draws,
+        )
         for place, half in enumerate((longer, shorter))
-    ]  # fmt: skip
+    ]
     outside = (1 - check_confidence(confidence)) / 2
     low, high = np.quantile((draws[0] + draws[1]) / 2, [outside, 1 - outside])
     return LengthControlled(
@@ -200,9 +204,7 @@ def score_distribution(pairs: Iterable[ScoredPair]) -> ScoreDistribution | None:
     for prompt, text, score in answers:
         by_answer[prompt, text].append(score)
     owners = Counter(score for found in by_answer.values() for score in set(found))
-    num_identical = sum(
-        any(owners[score] > 1 for score in found) for found in by_answer.values()
-    )  # fmt: skip
+    num_identical = sum(any(owners[score] > 1 for score in found) for found in by_answer.values())
     repeats = [max(found) - min(found) for found in by_answer.values() if len(found) > 1]
     least, greatest = float(scores[0]), float(scores[-1])
     edge = _EDGE * (greatest - least)
@@ -256,9 +258,12 @@ def agreements(columns: Mapping[str, Column]) -> list[Agreement]:
         rows = [
             (a, b, c, d)
             for (a, b), (c, d) in zip(column, other, strict=True)
-            if a is not None and b is not None and c is not None and d is not None
+            if a is not None
+            and b is not None
+            and c is not None
+            and d is not None
             and all(math.isfinite(score) for score in (a, b, c, d))
-        ]  # fmt: skip
+        ]
         if rows:
             found.append(
                 Agreement(
@@ -751,9 +756,7 @@ def sensitivity(
     Raises:
         ProtocolError: The scorer returned another number of scores than it was given answers.
     """
-    forms = [
-        [_forms(text, variants) for text in (pair.chosen, pair.rejected)] for pair in pairs
-    ]  # fmt: skip
+    forms = [[_forms(text, variants) for text in (pair.chosen, pair.rejected)] for pair in pairs]
     groups = [
         group_of(
             pair.prompt,
@@ -847,10 +850,11 @@ def _compare(name: str, pairs: Sequence[Sequence[_Answer]]) -> Sensitivity:
     quadruples = [
         (chosen.score, rejected.score, changed_chosen, changed_rejected)
         for chosen, rejected in pairs
-        if chosen.score is not None and rejected.score is not None
+        if chosen.score is not None
+        and rejected.score is not None
         and (changed_chosen := chosen.variants.get(name)) is not None
         and (changed_rejected := rejected.variants.get(name)) is not None
-    ]  # fmt: skip
+    ]
 
     def flips(verdicts: Sequence[tuple[bool, bool]]) -> float | None:
         return fmean(before != after for before, after in verdicts) if verdicts else None

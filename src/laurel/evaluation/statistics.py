@@ -534,8 +534,9 @@ class BagOfWords:
 
     def credits(self, pairs: Iterable[ScoredPair]) -> dict[str, float]:
         """What it gets of each pair; half where it sees no difference."""
-        return {pair.id: _credit(self.score(pair.chosen) - self.score(pair.rejected))
-                for pair in pairs}  # fmt: skip
+        return {
+            pair.id: _credit(self.score(pair.chosen) - self.score(pair.rejected)) for pair in pairs
+        }
 
 
 def _bag(text: str) -> dict[str, float]:

@@ -270,9 +270,11 @@ def _over_batch(compared: _Compared, std: float, rule: AdvantageRule) -> _Compar
         compared,
         values=[values / divisors[0] for values in compared.values],
         noise=[values / divisors[0] for values in compared.noise],
-        at_floor=[a or (is_floor and len(a_values) > 0)
-                  for a, a_values in zip(compared.at_floor, compared.values, strict=True)],
-    )  # fmt: skip
+        at_floor=[
+            a or (is_floor and len(a_values) > 0)
+            for a, a_values in zip(compared.at_floor, compared.values, strict=True)
+        ],
+    )
 
 
 def _divisors(stds: Floats, rule: AdvantageRule, noise: float) -> tuple[Floats, bool]:

@@ -178,9 +178,11 @@ class GRPO(TrainingLoop):
         noises = {name: by_reward * self.parts.noise_of(name) for name in asked}
         noise_B = [noises[group.task.environment] for group in groups]
         advantages = compute_advantages(
-            rewards_BG, config.grpo, noise=noise_B,
+            rewards_BG,
+            config.grpo,
+            noise=noise_B,
             components_BG=[[r.components for r in g.rollouts_G] for g in groups],
-        )  # fmt: skip
+        )
         labels = [
             PolicyLabels(
                 masks_GL=tuple(r.mask_L for r in group.rollouts_G),
@@ -322,9 +324,9 @@ class GRPO(TrainingLoop):
         train["optimizer_steps"] = float(sum(u.failure is None for u in updates))
         train["optimizer_steps_not_applied"] = len(updates) - train["optimizer_steps"]
         train["scorer_noise"] = self.parts.noise
-        train["staleness"] = float(max(
-            (position.step - r.weight_version for g in groups for r in g.rollouts_G), default=0
-        ))  # fmt: skip
+        train["staleness"] = float(
+            max((position.step - r.weight_version for g in groups for r in g.rollouts_G), default=0)
+        )
         train["groups_replaced"] = float(batch.num_replaced)
         if self.config.grpo.use_dynamic_sampling:
             train["dynamic_sampling_num_gen_batches"] = float(batch.num_batches)

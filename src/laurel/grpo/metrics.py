@@ -229,12 +229,10 @@ def batch_of(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
             for name in names
         },
         "is_end": torch.tensor([not r.truncated for _, r in judged], dtype=torch.bool),
-        "prompt_lengths": torch.tensor(
-            [len(g.prompt_ids) for g, _ in judged], dtype=torch.int64
-        ),
+        "prompt_lengths": torch.tensor([len(g.prompt_ids) for g, _ in judged], dtype=torch.int64),
         "generation_lengths": torch.tensor(
             [int(r.mask_L.sum()) for _, r in judged], dtype=torch.int64
         ),
         "answers": [r.answer for _, r in judged],
         "num_failures": len(pairs) - len(judged),
-    }  # fmt: skip
+    }

@@ -363,10 +363,13 @@ class RolloutSource:
         with self.forgetting_what_is_given_up():
             future = self._begin(
                 self._rollouts.play(
-                    tasks, num_generations=num_generations, sampling=sampling,
-                    batch=(VALIDATION, *batch), on_group=self._count,
+                    tasks,
+                    num_generations=num_generations,
+                    sampling=sampling,
+                    batch=(VALIDATION, *batch),
+                    on_group=self._count,
                 )
-            )  # fmt: skip
+            )
             try:
                 return self._wait(future, while_waiting)
             except BaseException:

@@ -30,15 +30,34 @@ PLAIN = (
 CONCATENATION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TEMPLATES = {"chatml": CHATML, "plain": PLAIN}
 
-PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|padding|>",
-                  "<|endoftext|>", "<unk>")  # fmt: skip
+PAD_CANDIDATES = (
+    "<|finetune_right_pad_id|>",
+    "<|pad|>",
+    "<pad>",
+    "[PAD]",
+    "<|padding|>",
+    "<|endoftext|>",
+    "<unk>",
+)
 """Tokens that models reserve for padding, or that no text of a conversation contains."""
 
 RESERVED = frozenset(
-    {"messages", "conversation", "chat_template", "add_generation_prompt", "tokenize", "padding",
-     "truncation", "max_length", "return_tensors", "return_dict", "continue_final_message",
-     "return_assistant_tokens_mask", "tokenizer_kwargs"}
-)  # fmt: skip
+    {
+        "messages",
+        "conversation",
+        "chat_template",
+        "add_generation_prompt",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 """Names that Hugging Face's rendering of templates keeps for itself."""
 
 _CLOCK = re.compile(r"strftime_now\s*\(")

@@ -96,10 +96,14 @@ class _Screen(Console):
         stream = sys.stderr if stderr else sys.stdout
         is_notebook = type(stream).__module__.startswith("ipykernel.")
         super().__init__(
-            stderr=stderr, markup=False, emoji=False, highlight=False, force_jupyter=False,
+            stderr=stderr,
+            markup=False,
+            emoji=False,
+            highlight=False,
+            force_jupyter=False,
             force_terminal=False if is_notebook else None,
             width=_NOTEBOOK_WIDTH if is_notebook and "COLUMNS" not in os.environ else None,
-        )  # fmt: skip
+        )
         self._is_notebook = is_notebook
         self._is_quiet = is_quiet
         self.is_interactive = self.is_interactive and self.file.isatty() and not is_quiet

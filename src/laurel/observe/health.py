@@ -31,9 +31,17 @@ TRUNCATION = "train/truncation_rate"
 ZERO_SPREAD = "train/frac_reward_zero_std"
 FAILURES = "train/completions/failure_share"
 READ = frozenset(
-    {REWARD, *DIVERGENCES, LENGTH, LENGTH_CORRELATION, REPETITION, TRUNCATION, ZERO_SPREAD,
-     FAILURES}
-)  # fmt: skip
+    {
+        REWARD,
+        *DIVERGENCES,
+        LENGTH,
+        LENGTH_CORRELATION,
+        REPETITION,
+        TRUNCATION,
+        ZERO_SPREAD,
+        FAILURES,
+    }
+)
 """Metrics that the rules read, besides those that the configuration names."""
 
 WINDOWS_KEPT = 5
@@ -570,10 +578,14 @@ def keeps_format(history: History) -> Finding | None:
         return None
     threshold = baseline.median - max(config.format_drop, config.num_spreads * baseline.spread)
     return Finding(
-        is_bad=now <= threshold, metric=name, value=now, threshold=threshold,
-        baseline=baseline.median, evidence="worst",
+        is_bad=now <= threshold,
+        metric=name,
+        value=now,
+        threshold=threshold,
+        baseline=baseline.median,
+        evidence="worst",
         text=f"{name} was {_of(baseline.median)} in the first steps and is {_of(now)} now",
-    )  # fmt: skip
+    )
 
 
 def _too_large(
@@ -584,9 +596,13 @@ def _too_large(
     if now is None or not history.is_fresh(name):
         return None
     return Finding(
-        is_bad=now >= share, metric=name, value=now, threshold=share,
-        text=f"{what}: {_of(now)}", evidence=evidence,
-    )  # fmt: skip
+        is_bad=now >= share,
+        metric=name,
+        value=now,
+        threshold=share,
+        text=f"{what}: {_of(now)}",
+        evidence=evidence,
+    )
 
 
 def zero_spread_groups(history: History) -> Finding | None:
@@ -644,63 +660,65 @@ def _of(value: float) -> str:
     return format_number(value)
 
 
-RULES: Mapping[Alarm, Rule] = MappingProxyType({
-    "overoptimisation": Rule(
-        judge=overoptimisation,
-        advice="go back to the checkpoint at the peak; weigh the divergence from the reference "
-        "more (loss_fn.reference_policy_kl_penalty) or learn more slowly; train the reward model "
-        "on completions of this policy; put the rule into the reward (env.composite)",
-    ),
-    "kl_jump": Rule(
-        judge=kl_jump,
-        advice="read the samples of this step beside earlier ones; lower the learning rate, clip "
-        "gradients (policy.max_grad_norm), or weigh the divergence more "
-        "(loss_fn.reference_policy_kl_penalty)",
-    ),
-    "length": Rule(
-        judge=length,
-        advice="read the longest and the shortest with their rewards. If length itself is paid "
-        "for: grpo.reward_shaping against overlong completions, a reward model trained on pairs "
-        "of equal length, a rule beside it. If thinking longer is the aim: "
-        "grpo.health.ignore=[length]",
-    ),
-    "length_bias": Rule(
-        judge=length_bias,
-        advice="measure the reward model's preference for length (laurel eval pairs "
-        "--diagnostics); shape the reward (grpo.reward_shaping); use "
-        "loss_fn.normalizer=max_length, so that the loss itself does not favour lengths",
-    ),
-    "repetition": Rule(
-        judge=repetition,
-        advice="read the samples; lower policy.generation.max_new_tokens or penalise overlong "
-        "completions; weigh the divergence more; show the reward model such texts as rejected",
-    ),
-    "truncation": Rule(
-        judge=truncation,
-        advice="raise policy.generation.max_new_tokens if the answers are good but unfinished; "
-        "else grpo.reward_shaping.stop_properly_penalty_coef, or grpo.overlong_filtering",
-    ),
-    "format": Rule(
-        judge=keeps_format,
-        advice="make the form a part of the reward, or its gate (env.composite); show it in the "
-        "prompt; warm up on demonstrations that have it (laurel sft)",
-    ),
-    "zero_spread_groups": Rule(
-        judge=zero_spread_groups,
-        advice="if all are right, use harder tasks; if none is, easier ones or a warm-up; draw "
-        "more completions of each; grpo.use_dynamic_sampling leaves such groups out",
-    ),
-    "ensemble": Rule(
-        judge=ensemble,
-        advice="combine warily (env.reward_model.combine=mean_minus_std or min); read what the one "
-        "likes and the other does not, and have pairs of it judged",
-    ),
-    "failures": Rule(
-        judge=failures,
-        advice="see train/reward/failed_* for the reasons and completions/ for the texts; a reward "
-        "model that fails on certain texts is not measured on them",
-    ),
-})  # fmt: skip
+RULES: Mapping[Alarm, Rule] = MappingProxyType(
+    {
+        "overoptimisation": Rule(
+            judge=overoptimisation,
+            advice="go back to the checkpoint at the peak; weigh the divergence from the reference "
+            "more (loss_fn.reference_policy_kl_penalty) or learn more slowly; train the reward model "
+            "on completions of this policy; put the rule into the reward (env.composite)",
+        ),
+        "kl_jump": Rule(
+            judge=kl_jump,
+            advice="read the samples of this step beside earlier ones; lower the learning rate, clip "
+            "gradients (policy.max_grad_norm), or weigh the divergence more "
+            "(loss_fn.reference_policy_kl_penalty)",
+        ),
+        "length": Rule(
+            judge=length,
+            advice="read the longest and the shortest with their rewards. If length itself is paid "
+            "for: grpo.reward_shaping against overlong completions, a reward model trained on pairs "
+            "of equal length, a rule beside it. If thinking longer is the aim: "
+            "grpo.health.ignore=[length]",
+        ),
+        "length_bias": Rule(
+            judge=length_bias,
+            advice="measure the reward model's preference for length (laurel eval pairs "
+            "--diagnostics); shape the reward (grpo.reward_shaping); use "
+            "loss_fn.normalizer=max_length, so that the loss itself does not favour lengths",
+        ),
+        "repetition": Rule(
+            judge=repetition,
+            advice="read the samples; lower policy.generation.max_new_tokens or penalise overlong "
+            "completions; weigh the divergence more; show the reward model such texts as rejected",
+        ),
+        "truncation": Rule(
+            judge=truncation,
+            advice="raise policy.generation.max_new_tokens if the answers are good but unfinished; "
+            "else grpo.reward_shaping.stop_properly_penalty_coef, or grpo.overlong_filtering",
+        ),
+        "format": Rule(
+            judge=keeps_format,
+            advice="make the form a part of the reward, or its gate (env.composite); show it in the "
+            "prompt; warm up on demonstrations that have it (laurel sft)",
+        ),
+        "zero_spread_groups": Rule(
+            judge=zero_spread_groups,
+            advice="if all are right, use harder tasks; if none is, easier ones or a warm-up; draw "
+            "more completions of each; grpo.use_dynamic_sampling leaves such groups out",
+        ),
+        "ensemble": Rule(
+            judge=ensemble,
+            advice="combine warily (env.reward_model.combine=mean_minus_std or min); read what the one "
+            "likes and the other does not, and have pairs of it judged",
+        ),
+        "failures": Rule(
+            judge=failures,
+            advice="see train/reward/failed_* for the reasons and completions/ for the texts; a reward "
+            "model that fails on certain texts is not measured on them",
+        ),
+    }
+)
 """Every alarm, in the order in which they are told."""
 
 

@@ -27,8 +27,13 @@ from rich.text import Text
 
 from laurel.observe.console import format_number, print_urgent, visible
 
-_SHOWN = {"loss": "loss", "reward": "reward", "accuracy": "accuracy", "lr": "lr",
-          "grad_norm": "grad norm"}  # fmt: skip
+_SHOWN = {
+    "loss": "loss",
+    "reward": "reward",
+    "accuracy": "accuracy",
+    "lr": "lr",
+    "grad_norm": "grad norm",
+}
 """Metrics on display, by the last part of their name, with what they are called there."""
 _RATE_STEPS = 20
 """Steps that the rate is the average of."""

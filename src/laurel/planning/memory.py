@@ -63,10 +63,14 @@ class ModelShape:
         hidden, wide = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
-            "q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys),
-            "o_proj": (queries, hidden), "gate_proj": (hidden, wide), "up_proj": (hidden, wide),
+            "q_proj": (hidden, queries),
+            "k_proj": (hidden, keys),
+            "v_proj": (hidden, keys),
+            "o_proj": (queries, hidden),
+            "gate_proj": (hidden, wide),
+            "up_proj": (hidden, wide),
             "down_proj": (wide, hidden),
-        }  # fmt: skip
+        }
 
 
 def decoder_shape(
@@ -102,10 +106,16 @@ def decoder_shape(
     head = embeddings if has_language_head else hidden_size
     counted = num_layers * layer + embeddings + hidden_size + head
     return ModelShape(
-        hidden_size=hidden_size, num_layers=num_layers, intermediate_size=intermediate_size,
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, vocab_size=vocab_size,
-        num_parameters=num_parameters or counted, layer_parameters=layer,
-    )  # fmt: skip
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        intermediate_size=intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        num_parameters=num_parameters or counted,
+        layer_parameters=layer,
+    )
 
 
 def parse_shape(text: str, *, has_language_head: bool) -> ModelShape:
@@ -149,8 +159,16 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigError: It is none, or not above 0.
     """
-    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
-             "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
+    units = {
+        "KiB": 2**10,
+        "MiB": 2**20,
+        "GiB": 2**30,
+        "TiB": 2**40,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+    }
     for unit, size in units.items():
         if text.strip().lower().endswith(unit.lower()):
             return _bytes(text, text.strip()[: -len(unit)], size)
@@ -251,11 +269,14 @@ def _of_policy(
         return
     keeps_reference = isinstance(config, GRPORun) and config.loss_fn.reference_policy_kl_penalty > 0
     own = training_memory(
-        config.policy, shape, role.mesh, tokens=plan.batch("policy").tokens,
+        config.policy,
+        shape,
+        role.mesh,
+        tokens=plan.batch("policy").tokens,
         keeps_reference=keeps_reference,
         has_logits=not config.policy.reward_model_cfg.enabled,
         chunk_tokens=getattr(config.policy, "logprob_chunk_size", None),
-    )  # fmt: skip
+    )
     if not isinstance(config, GRPORun):
         yield Phase(name="training", slots_of="policy", parts=own)
         return
@@ -370,10 +391,14 @@ def judging_memory(
     return {
         "weights": weights,
         "activations": _layer_bytes(
-            shape, tokens=-(-tokens // mesh.cp), tp=mesh.tp, compute_bytes=width,
-            keeps_stream_in_float32=False, sequence_parallel=False,
+            shape,
+            tokens=-(-tokens // mesh.cp),
+            tp=mesh.tp,
+            compute_bytes=width,
+            keeps_stream_in_float32=False,
+            sequence_parallel=False,
         ),
-    }  # fmt: skip
+    }
 
 
 def _judging(
@@ -474,9 +499,13 @@ def activation_bytes(
     With recomputation: the input of each layer, and one layer in full.
     """
     layer = _layer_bytes(
-        shape, tokens=tokens, tp=tp, compute_bytes=compute_bytes,
-        keeps_stream_in_float32=keeps_stream_in_float32, sequence_parallel=sequence_parallel,
-    )  # fmt: skip
+        shape,
+        tokens=tokens,
+        tp=tp,
+        compute_bytes=compute_bytes,
+        keeps_stream_in_float32=keeps_stream_in_float32,
+        sequence_parallel=sequence_parallel,
+    )
     if not recomputes:
         return shape.num_layers * layer
     width = 4 if keeps_stream_in_float32 else compute_bytes

@@ -295,8 +295,10 @@ def turns(name: RoleName, wish: RolePlacement) -> Iterator[Change]:
     """Share the slots of another role, instead of having some."""
     key = key_of(name)
     owners: dict[RoleName, tuple[RoleName, ...]] = {
-        "policy": (), "generation": ("policy",), "reward_model": ("policy", "generation")
-    }  # fmt: skip
+        "policy": (),
+        "generation": ("policy",),
+        "reward_model": ("policy", "generation"),
+    }
     whole = {f"{key}.fraction": 1.0} if wish.fraction < 1 else {}
     said = {"nodes": wish.nodes, "slots": wish.slots}
     open_again: dict[str, Any] = {f"{key}.{name}": None for name, value in said.items() if value}

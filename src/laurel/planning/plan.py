@@ -106,18 +106,26 @@ def _section(config: Run) -> RewardTrainingConfig | SFTConfig | GRPOConfig:
 def _training(config: Run, dp: int) -> BatchPlan:
     policy = config.policy
     return BatchPlan(
-        role="policy", unit=_unit(config), size=policy.train_global_batch_size, num_shares=dp,
-        longest=_longest(config), tokens=_budget(config, policy.train_micro_batch_size),
+        role="policy",
+        unit=_unit(config),
+        size=policy.train_global_batch_size,
+        num_shares=dp,
+        longest=_longest(config),
+        tokens=_budget(config, policy.train_micro_batch_size),
         updates=config.updates_per_rollout if isinstance(config, GRPORun) else 1,
-    )  # fmt: skip
+    )
 
 
 def _validation(config: RewardTrainingRun | SFTRun, dp: int) -> BatchPlan:
     section = config.rm if isinstance(config, RewardTrainingRun) else config.sft
     return BatchPlan(
-        role="policy", unit=_unit(config), size=section.val_global_batch_size, num_shares=dp,
-        longest=_longest(config), tokens=_budget(config, section.val_micro_batch_size),
-    )  # fmt: skip
+        role="policy",
+        unit=_unit(config),
+        size=section.val_global_batch_size,
+        num_shares=dp,
+        longest=_longest(config),
+        tokens=_budget(config, section.val_micro_batch_size),
+    )
 
 
 def _unit(config: Run) -> str:
@@ -155,18 +163,26 @@ def _drawing(config: GRPORun, replicas: int, size: int) -> BatchPlan:
     longest = config.policy.max_total_sequence_length
     side_by_side = min(config.policy.generation.max_concurrent, -(-size // replicas))
     return BatchPlan(
-        role="generation", unit="completions", size=size, num_shares=replicas,
-        longest=longest, tokens=side_by_side * longest,
-    )  # fmt: skip
+        role="generation",
+        unit="completions",
+        size=size,
+        num_shares=replicas,
+        longest=longest,
+        tokens=side_by_side * longest,
+    )
 
 
 def _judging(config: GRPORun, replicas: int, size: int) -> BatchPlan:
     """Of several models what the largest passes are."""
     passes = [_judged_at_once(judge) for judge in config.env.reward_model.loaded]
     return BatchPlan(
-        role="reward_model", unit="completions", size=size, num_shares=replicas,
-        longest=max(longest for longest, _ in passes), tokens=max(tokens for _, tokens in passes),
-    )  # fmt: skip
+        role="reward_model",
+        unit="completions",
+        size=size,
+        num_shares=replicas,
+        longest=max(longest for longest, _ in passes),
+        tokens=max(tokens for _, tokens in passes),
+    )
 
 
 def _judged_at_once(judge: ScorerSource) -> tuple[int, int]:
@@ -417,9 +433,11 @@ def _check_generation_on_one_node(config: GRPORun, judging: int, misfits: list[M
     if own.gpus_per_node is None:
         available = config.cluster.gpus_per_node - judging
         half = _fewer(
-            available // 2 + 1, available, least=_group(config, "policy"),
+            available // 2 + 1,
+            available,
+            least=_group(config, "policy"),
             group=_group(config, "generation"),
-        )  # fmt: skip
+        )
         mends = [f"{GENERATION}.gpus_per_node={half}"] if half else []
         misfits.append(
             Misfit(

@@ -136,9 +136,12 @@ def place(claim: Claim, misfits: list[Misfit]) -> RolePlan | None:
             return None
     mesh = Mesh(dp=num_slots // each, pp=claim.pp, cp=claim.cp, tp=claim.tp)
     return RolePlan(
-        name=claim.name, slots=claim.slots, mesh=mesh, shares_with=claim.shares_with,
+        name=claim.name,
+        slots=claim.slots,
+        mesh=mesh,
+        shares_with=claim.shares_with,
         fraction=claim.fraction,
-    )  # fmt: skip
+    )
 
 
 def _over_nodes(claim: Claim, group: str, counts: Collection[int]) -> Misfit:
@@ -179,10 +182,11 @@ def where(slots: Iterable[Slot]) -> str:
         slots_of_node = f"slot{'s' if len(found) > 1 else ''} {as_ranges(found)}"
         alike.setdefault(slots_of_node, []).append(node)
     return "; ".join(
-        f"node {nodes[0]}, {said}" if len(nodes) == 1
+        f"node {nodes[0]}, {said}"
+        if len(nodes) == 1
         else f"nodes {as_ranges(nodes)}, {said} of each"
         for said, nodes in alike.items()
-    )  # fmt: skip
+    )
 
 
 def as_ranges(numbers: Iterable[int]) -> str:
@@ -256,9 +260,16 @@ def claim_of(
             parallel = config.env.reward_model.dtensor_cfg
         tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
     return Claim(
-        name=name, slots=slots, keys=PARALLEL_KEYS[name], pp=pp, cp=cp, tp=tp,
-        shares_with=shares_with, fraction=fraction, is_placed=is_placed,
-    )  # fmt: skip
+        name=name,
+        slots=slots,
+        keys=PARALLEL_KEYS[name],
+        pp=pp,
+        cp=cp,
+        tp=tp,
+        shares_with=shares_with,
+        fraction=fraction,
+        is_placed=is_placed,
+    )
 
 
 def draws_with_vllm(config: GRPORun) -> bool:

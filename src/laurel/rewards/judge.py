@@ -233,8 +233,15 @@ Score: N{% endif %}
 where N is a number from {{ lowest }} (useless) to {{ highest }} (it could not be better).
 """
 VARIABLES = (
-    "prompt", "response", "conversation", "ground_truth", "mark", "lowest", "highest", "score_key",
-)  # fmt: skip
+    "prompt",
+    "response",
+    "conversation",
+    "ground_truth",
+    "mark",
+    "lowest",
+    "highest",
+    "score_key",
+)
 _LONGEST_REPLY = 50_000
 """Letters that are looked through: those at the end, where the verdict is."""
 

@@ -141,8 +141,9 @@ def _ended(why: str) -> WorkerError:
     return WorkerError(
         f"{why}. Processes that render are ended most often for want of memory: lower num_workers, "
         "or set it to 0 and let the run itself render",
-        role=WORKER, exit_code=WorkerError.LOST_EXIT_CODE,
-    )  # fmt: skip
+        role=WORKER,
+        exit_code=WorkerError.LOST_EXIT_CODE,
+    )
 
 
 # --------------------------------------------------------------------------------------------------

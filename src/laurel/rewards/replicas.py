@@ -243,9 +243,10 @@ class ScoringCrew:
             return True
         self._say(str(loss))
         last = WorkerError(
-            f"{loss}; no other replica is left", role=self.role,
+            f"{loss}; no other replica is left",
+            role=self.role,
             exit_code=WorkerError.LOST_EXIT_CODE,
-        )  # fmt: skip
+        )
         last.__cause__ = failure
         self._last_loss = last
         return False
@@ -298,8 +299,10 @@ class CrewReplica:
         self.scorer = scorer
         self._batcher = BatchingScorer(
             _Watched(scorer, self),
-            model_version="", limits=limits_of(scorer), is_asleep=is_asleep,
-        )  # fmt: skip
+            model_version="",
+            limits=limits_of(scorer),
+            is_asleep=is_asleep,
+        )
         self._merged = ScorerReplica(self._batcher, self.name)
         self.is_up.set()
 

@@ -109,9 +109,11 @@ def check_early(config: GRPORun) -> Selection:
     }
     policy_goal(config.grpo, **measured)
     return select_policy_by(
-        config.checkpointing.metric_name, config.checkpointing.higher_is_better,
-        sets=config.data.validation_names(), **measured,
-    )  # fmt: skip
+        config.checkpointing.metric_name,
+        config.checkpointing.higher_is_better,
+        sets=config.data.validation_names(),
+        **measured,
+    )
 
 
 def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
@@ -158,12 +160,19 @@ def playable(
     # Before any prompt is left out for its length, which takes a tokenizer.
     texts = texts_of(data) if config.policy.scratch is not None else []
     model = load_policy_to_train(
-        config.policy, config.cluster, places, seed=config.grpo.seed, texts=texts,
-        identity=settings_of(config), resume_from=resume_from, console=console,
+        config.policy,
+        config.cluster,
+        places,
+        seed=config.grpo.seed,
+        texts=texts,
+        identity=settings_of(config),
+        resume_from=resume_from,
+        console=console,
         temperature=config.policy.generation.temperature,
         needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        draws_from_copy=config.grpo.max_staleness > 0, with_entropy=config.loss_fn.entropy,
-    )  # fmt: skip
+        draws_from_copy=config.grpo.max_staleness > 0,
+        with_entropy=config.loss_fn.entropy,
+    )
     chat = chat_of(config, model.facts)
     fit_prompts(data, chat, config)
     num_steps = total_steps(config, len(data.train))
@@ -198,15 +207,19 @@ def _with_policy(
     model, parts = found.model, found.parts
     run_dir = choose_run_dir(config.logger, resume_from, console)
     state = GRPORunState(
-        parts.learner, source=parts.source, identity=settings_of(config),
+        parts.learner,
+        source=parts.source,
+        identity=settings_of(config),
         alarms=Alarms(
             config.grpo.health, members=members_of(config.env), settings=config.model_dump()
         ),
-        data_fingerprint=fingerprint_of_tasks(data.train), config_yaml=to_yaml(config),
+        data_fingerprint=fingerprint_of_tasks(data.train),
+        config_yaml=to_yaml(config),
         card=facts_of_policy(config.policy, model.facts, data.reports, method="GRPO"),
-        run_dir=run_dir, save_optimizer=config.checkpointing.save_optimizer,
+        run_dir=run_dir,
+        save_optimizer=config.checkpointing.save_optimizer,
         saves_in_background=config.checkpointing.saves_in_background(model.facts.device),
-    )  # fmt: skip
+    )
     position = state.restore(resume_from) if resume_from else Position()
     describe_policy(
         config.policy, model.facts, data.reports, run_dir, config.checkpointing, places, console
@@ -215,11 +228,20 @@ def _with_policy(
     if resume_from:
         console.print(f"going on from {resume_from}, after step {position.step}")
     surroundings = surround(
-        config, state=state, position=position, total_steps=found.num_steps,
-        facts=model.facts, store=store, selection=selection, deadline=deadline,
-        is_resumed=resume_from is not None, reports=data.reports, stack=stack, console=console,
+        config,
+        state=state,
+        position=position,
+        total_steps=found.num_steps,
+        facts=model.facts,
+        store=store,
+        selection=selection,
+        deadline=deadline,
+        is_resumed=resume_from is not None,
+        reports=data.reports,
+        stack=stack,
+        console=console,
         unit="completions",
-    )  # fmt: skip
+    )
     return GRPO(config, surroundings, parts, total_steps=found.num_steps), position
 
 
@@ -261,22 +283,49 @@ def total_steps(config: GRPORun, num_tasks: int) -> int:
 
 
 _WHAT_CODE_IS_WORTH: dict[str, Any] = dict.fromkeys(
-    ("terminate_on_evaluation", "terminate_without_code", "stop_strings", "reward", "max_attempts",
-     "strict_types", "float_tolerance", "comparison", "max_observation_chars"), True
+    (
+        "terminate_on_evaluation",
+        "terminate_without_code",
+        "stop_strings",
+        "reward",
+        "max_attempts",
+        "strict_types",
+        "float_tolerance",
+        "comparison",
+        "max_observation_chars",
+    ),
+    True,
 ) | {
-    "sandbox": {"cpu_seconds", "wall_seconds", "total_wall_seconds", "memory_mb", "disk_mb",
-                "stdout_kb", "stderr_kb", "result_kb"}
-}  # fmt: skip
+    "sandbox": {
+        "cpu_seconds",
+        "wall_seconds",
+        "total_wall_seconds",
+        "memory_mb",
+        "disk_mb",
+        "stdout_kb",
+        "stderr_kb",
+        "result_kb",
+    }
+}
 
 
 def settings_of(config: GRPORun) -> dict[str, object]:
     """What must be the same when a run goes on, by dotted name, or it would be another run."""
     left_out = {
-        "max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end",
-        "max_val_samples", "val_batch_size", "val_num_generations_per_prompt", "max_bad_steps",
-        "stop_at_validation_metric", "stop_at_validation_threshold", "stop_patience_seconds",
+        "max_num_epochs",
+        "max_num_steps",
+        "val_period",
+        "val_at_start",
+        "val_at_end",
+        "max_val_samples",
+        "val_batch_size",
+        "val_num_generations_per_prompt",
+        "max_bad_steps",
+        "stop_at_validation_metric",
+        "stop_at_validation_threshold",
+        "stop_patience_seconds",
         "health",
-    }  # fmt: skip
+    }
     sampled = {"temperature", "top_p", "top_k", "max_new_tokens", "stop_strings", "stop_token_ids"}
     rewarding: dict[str, Any] = {
         "math": {"verifier_type", "stop_strings", "forbid_unevaluated"},
@@ -337,16 +386,24 @@ def _parts(
     rollouts = rollouts_of(config, generator, environments, chat)
     parts: list[PolicyParts] = []
     source = RolloutSource(
-        rollouts, data.train, grpo, sampling_of(config), shuffle=config.data.shuffle,
-        total_steps=num_steps, noise=lambda name: parts[0].noise_of(name),
-    )  # fmt: skip
+        rollouts,
+        data.train,
+        grpo,
+        sampling_of(config),
+        shuffle=config.data.shuffle,
+        total_steps=num_steps,
+        noise=lambda name: parts[0].noise_of(name),
+    )
     stack.callback(source.close)
     validation = None
     if data.validation:
         validation = PolicyValidation(
-            tasks=data.validation, config=grpo, environments=environments,
-            sampling=sampling_of(config, is_validation=True), set_of=data.validation_set_of,
-        )  # fmt: skip
+            tasks=data.validation,
+            config=grpo,
+            environments=environments,
+            sampling=sampling_of(config, is_validation=True),
+            set_of=data.validation_set_of,
+        )
     pad_id = model.facts.tokenizer.pad_token_id or 0
     take_turns = _take_turns(config, places, generator)
     parts.append(
@@ -380,15 +437,18 @@ def rollouts_of(
     from laurel.grpo.rollouts import Rollouts
 
     return Rollouts(
-        generator, environments, chat,
+        generator,
+        environments,
+        chat,
         max_turns=config.grpo.max_rollout_turns,
         max_length=config.policy.max_total_sequence_length,
-        seed=config.grpo.seed, environment_timeout=config.env.timeout_seconds,
+        seed=config.grpo.seed,
+        environment_timeout=config.env.timeout_seconds,
         generation_timeout=config.policy.generation.timeout_seconds,
         max_failed_share=config.env.max_failed_share,
         # Whoever takes completions one by one can merge only what it is asked at the same time.
         num_threads=64 if any(judged_by(e) == "completion" for e in environments.values()) else 16,
-    )  # fmt: skip
+    )
 
 
 def _take_turns(config: GRPORun, places: Places, generator: Generator) -> bool:
@@ -472,10 +532,16 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
             environments = environments_of(data, config, stack, places, console)
         check_answers(data, environments, console)
         model = load_policy_to_train(
-            config.policy, config.cluster, places, seed=config.grpo.seed, texts=texts,
-            identity={}, resume_from=None, console=console,
+            config.policy,
+            config.cluster,
+            places,
+            seed=config.grpo.seed,
+            texts=texts,
+            identity={},
+            resume_from=None,
+            console=console,
             temperature=config.policy.generation.temperature,
-        )  # fmt: skip
+        )
         from laurel.grpo.source import RolloutSource
         from laurel.grpo.validation import PolicyValidation, validation_metrics
 

@@ -75,9 +75,12 @@ def load_trained_model(
             check_same_run(resume_from, identity)
         check_optimizer(policy, nn.Linear(1, 1))
         settings: dict[str, Any] = {
-            "policy": policy, "cluster": cluster, "seed": seed,
-            "load_reference": load_reference, "with_entropy": with_entropy,
-        }  # fmt: skip
+            "policy": policy,
+            "cluster": cluster,
+            "seed": seed,
+            "load_reference": load_reference,
+            "with_entropy": with_entropy,
+        }
         if not places.are_remote:
             from laurel.models.parallel.mesh import ParallelShape
 

@@ -317,6 +317,11 @@ def _open_in_slots(
         return partial(group, ranks=range(index * shape.tp, (index + 1) * shape.tp))
 
     return open_crew(
-        found, group_of, shape.dp_replicate, tp=shape.tp, make_worker=make_worker, say=say,
+        found,
+        group_of,
+        shape.dp_replicate,
+        tp=shape.tp,
+        make_worker=make_worker,
+        say=say,
         role=role,
-    )  # fmt: skip
+    )

@@ -56,18 +56,30 @@ def load_policy_to_train(
     with console.status("loading torch"):
         from laurel.models.loading.policy import load_policy
     load = partial(
-        load_policy, policy, seed=seed, max_length=policy.max_total_sequence_length,
-        texts=tuple(texts) if policy.scratch is not None else (), temperature=temperature,
-    )  # fmt: skip
+        load_policy,
+        policy,
+        seed=seed,
+        max_length=policy.max_total_sequence_length,
+        texts=tuple(texts) if policy.scratch is not None else (),
+        temperature=temperature,
+    )
     resumed = partial(load, resume_from=resume_from) if resume_from else load
     check_room = partial(
         check_memory, policy, needs_reference=needs_reference, draws_from_copy=draws_from_copy
     )
     return load_trained_model(
-        policy, cluster, places, load=resumed, seed=seed, identity=identity,
-        resume_from=resume_from, console=console, check_room=check_room,
-        load_reference=load if needs_reference else None, with_entropy=with_entropy,
-    )  # fmt: skip
+        policy,
+        cluster,
+        places,
+        load=resumed,
+        seed=seed,
+        identity=identity,
+        resume_from=resume_from,
+        console=console,
+        check_room=check_room,
+        load_reference=load if needs_reference else None,
+        with_entropy=with_entropy,
+    )
 
 
 def policy_settings(policy: PolicyConfig, **sections: Mapping[str, Any]) -> dict[str, object]:
@@ -75,9 +87,16 @@ def policy_settings(policy: PolicyConfig, **sections: Mapping[str, Any]) -> dict
     from laurel.training.state import leaves
 
     names = {
-        "model_name", "scratch", "hf_config_overrides", "tokenizer", "train_global_batch_size",
-        "precision", "optimizer", "scheduler", "max_total_sequence_length",
-    }  # fmt: skip
+        "model_name",
+        "scratch",
+        "hf_config_overrides",
+        "tokenizer",
+        "train_global_batch_size",
+        "precision",
+        "optimizer",
+        "scheduler",
+        "max_total_sequence_length",
+    }
     chosen = policy.model_dump(mode="json", include=names)
     chosen["dtensor_cfg"] = {"lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}
     return dict(leaves("", {"policy": chosen, **sections}))

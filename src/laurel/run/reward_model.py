@@ -143,19 +143,32 @@ def _train(
     if resume_from:
         console.print(f"going on from {resume_from}, after step {position.step}")
     surroundings = surround(
-        config, state=state, position=position, facts=model.facts,
-        total_steps=total_steps(config, len(train)), store=store, selection=selection,
-        deadline=deadline, is_resumed=resume_from is not None, reports=data.all_reports,
-        stack=stack, console=console,
-    )  # fmt: skip
+        config,
+        state=state,
+        position=position,
+        facts=model.facts,
+        total_steps=total_steps(config, len(train)),
+        store=store,
+        selection=selection,
+        deadline=deadline,
+        is_resumed=resume_from is not None,
+        reports=data.all_reports,
+        stack=stack,
+        console=console,
+    )
     batcher = Batcher(
-        model.facts.path, config.policy, pad_id=contract.rules.pad_id or 0,
+        model.facts.path,
+        config.policy,
+        pad_id=contract.rules.pad_id or 0,
         places=model.learner.num_places,
-    )  # fmt: skip
+    )
     parts = EpochParts(
-        learner=model.learner, batcher=batcher, train=train, validation=validation,
+        learner=model.learner,
+        batcher=batcher,
+        train=train,
+        validation=validation,
         benchmarks=data.benchmarks,
-    )  # fmt: skip
+    )
     training = RewardTraining(config, surroundings, parts, loss=loss, contract=contract)
     return training.run(position)
 
@@ -208,9 +221,15 @@ def _load_model(
         resume_from=resume_from,
     )
     return load_trained_model(
-        config.policy, config.cluster, places, load=load, seed=config.rm.seed,
-        identity=settings_of(config), resume_from=resume_from, console=console,
-    )  # fmt: skip
+        config.policy,
+        config.cluster,
+        places,
+        load=load,
+        seed=config.rm.seed,
+        identity=settings_of(config),
+        resume_from=resume_from,
+        console=console,
+    )
 
 
 def _describe(
@@ -275,9 +294,9 @@ def load_data(config: RewardTrainingRun) -> PreferenceData:
     loaded = PreferenceData(train=train, validation={}, reports={})
     for name, benchmark in data.benchmark_sets().items():
         loaded.benchmarks[name] = BenchmarkSet.load(name, benchmark)
-    loaded.reports["train"] = reports[0] if len(reports) == 1 else DataReport.merge(
-        reports, name="train"
-    )  # fmt: skip
+    loaded.reports["train"] = (
+        reports[0] if len(reports) == 1 else DataReport.merge(reports, name="train")
+    )
     _check_margins(config, loaded)
     for name, dataset in data.validation_sets().items():
         loaded.validation[name], loaded.reports[f"validation-{name}"] = _load(

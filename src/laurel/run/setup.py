@@ -211,9 +211,14 @@ def surround(
         StopRequest(lambda name: progress.message(f"{name}: saving after this step, then ending"))
     )
     return Surroundings(
-        state=state, store=store, selection=selection, logger=logger, progress=progress,
-        stop=stop, deadline=deadline,
-    )  # fmt: skip
+        state=state,
+        store=store,
+        selection=selection,
+        logger=logger,
+        progress=progress,
+        stop=stop,
+        deadline=deadline,
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,8 +280,9 @@ def judge_figures(
         if failures:
             _say(
                 f"warning: {name}: {counted(len(failures), 'completion')} without a score; the "
-                f"first: {failures[0]}", console,
-            )  # fmt: skip
+                f"first: {failures[0]}",
+                console,
+            )
         figures |= {f"{name}_{key}": value for key, value in found.items()}
     return figures
 

@@ -46,9 +46,15 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         data = load_demonstration_data(config.data)
         places = open_places(planned, stack, console)
         model = load_policy_to_train(
-            config.policy, config.cluster, places, seed=config.sft.seed, texts=_texts(data),
-            identity=_settings(config), resume_from=resume_from, console=console,
-        )  # fmt: skip
+            config.policy,
+            config.cluster,
+            places,
+            seed=config.sft.seed,
+            texts=_texts(data),
+            identity=_settings(config),
+            resume_from=resume_from,
+            console=console,
+        )
         facts = model.facts
         from laurel.models.chat import ChatFormat
         from laurel.training.batches import Batcher
@@ -62,13 +68,15 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         validation = {name: rows for name, rows in validation.items() if rows}
         run_dir = choose_run_dir(config.logger, resume_from, console)
         state = PolicyRunState(
-            model.learner, identity=_settings(config),
+            model.learner,
+            identity=_settings(config),
             data_fingerprint=fingerprint_of_tokens([row.tokens for row in train]),
             config_yaml=to_yaml(config),
             card=facts_of_policy(config.policy, facts, data.reports, method="fine-tuning"),
-            run_dir=run_dir, save_optimizer=config.checkpointing.save_optimizer,
+            run_dir=run_dir,
+            save_optimizer=config.checkpointing.save_optimizer,
             saves_in_background=config.checkpointing.saves_in_background(facts.device),
-        )  # fmt: skip
+        )
         position = state.restore(resume_from) if resume_from else Position()
         describe_policy(
             config.policy, facts, data.reports, run_dir, config.checkpointing, places, console
@@ -76,11 +84,20 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         if resume_from:
             console.print(f"going on from {resume_from}, after step {position.step}")
         surroundings = surround(
-            config, state=state, position=position, facts=facts,
-            total_steps=total_steps(config, len(train)), store=store, selection=selection,
-            deadline=deadline, is_resumed=resume_from is not None, reports=data.reports,
-            stack=stack, console=console, unit="rows",
-        )  # fmt: skip
+            config,
+            state=state,
+            position=position,
+            facts=facts,
+            total_steps=total_steps(config, len(train)),
+            store=store,
+            selection=selection,
+            deadline=deadline,
+            is_resumed=resume_from is not None,
+            reports=data.reports,
+            stack=stack,
+            console=console,
+            unit="rows",
+        )
         learner, pad_id = model.learner, facts.tokenizer.pad_token_id or 0
         batcher = Batcher(facts.path, config.policy, pad_id=pad_id, places=learner.num_places)
         parts = EpochParts(learner=learner, batcher=batcher, train=train, validation=validation)
@@ -115,9 +132,11 @@ def _encode(
     with console.status(f"tokenising {name}"):
         for dialogue in dialogues:
             row = chat.demonstration(
-                dialogue.messages, demonstration_id=dialogue.source, max_length=longest,
+                dialogue.messages,
+                demonstration_id=dialogue.source,
+                max_length=longest,
                 only_final=config.sft.only_unmask_final,
-            )  # fmt: skip
+            )
             if row is None:
                 report.drop("nothing to learn", dialogue.source)
             else:

@@ -55,9 +55,13 @@ def environments_of(
     names = sorted({task.environment for task in (*data.train, *data.validation)})
     opening = opening_on(places, config, say) if places.are_remote else None
     environments = create_environments(
-        names, config.env, device=config.cluster.device, opening=opening, nodes=nodes_of(places),
+        names,
+        config.env,
+        device=config.cluster.device,
+        opening=opening,
+        nodes=nodes_of(places),
         say=say,
-    )  # fmt: skip
+    )
     for environment in environments.values():
         stack.callback(environment.shutdown)
     return environments

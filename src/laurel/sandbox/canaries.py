@@ -73,35 +73,68 @@ def _tries(name: str, claim: Claim, attempt: str, imports: str = "os, socket") -
 
 CANARIES: tuple[Canary, ...] = (
     _tries("read a file of the machine", "files", "open({secret}).read()"),
-    _tries("read a file through a link", "files",
-           "os.symlink({secret}, 'link')\nopen('link').read()"),
+    _tries(
+        "read a file through a link", "files", "os.symlink({secret}, 'link')\nopen('link').read()"
+    ),
     _tries("read the machine's accounts", "files", "assert 'root:' in open('/etc/shadow').read()"),
-    _tries("read what another process was started with", "files",
-           "open('/proc/{pid}/cmdline').read()"),
+    _tries(
+        "read what another process was started with", "files", "open('/proc/{pid}/cmdline').read()"
+    ),
     _tries("write a file of the machine", "files", "open({drop}, 'w').write('x')"),
     _tries("change the rights of a file of the machine", "files", "os.chmod({secret}, 0o777)"),
     _tries("change Python itself", "files", "open(os.__file__, 'a').write('')"),
-    Canary(name="fill the disk", claim="disk", limits=Limits(cpu_s=2, wall_s=60, disk_mb=1),
-           code="for n in range(4): open(str(n), 'wb').write(bytes(1 << 19))\nprint('ESCAPED')",
-           statuses=frozenset({Status.DISK_LIMIT, Status.FORBIDDEN})),
-    _tries("connect to a server of the machine", "network",
-           "socket.create_connection(('127.0.0.1', {port}), 1)"),
-    _tries("send a datagram", "network",
-           "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))"),
-    _tries("reach a socket by its abstract name", "network",
-           "socket.socket(socket.AF_UNIX).connect({name})"),
+    Canary(
+        name="fill the disk",
+        claim="disk",
+        limits=Limits(cpu_s=2, wall_s=60, disk_mb=1),
+        code="for n in range(4): open(str(n), 'wb').write(bytes(1 << 19))\nprint('ESCAPED')",
+        statuses=frozenset({Status.DISK_LIMIT, Status.FORBIDDEN}),
+    ),
+    _tries(
+        "connect to a server of the machine",
+        "network",
+        "socket.create_connection(('127.0.0.1', {port}), 1)",
+    ),
+    _tries(
+        "send a datagram",
+        "network",
+        "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
+    ),
+    _tries(
+        "reach a socket by its abstract name",
+        "network",
+        "socket.socket(socket.AF_UNIX).connect({name})",
+    ),
     _tries("start a process", "processes", "if os.fork() == 0: os._exit(0)"),
     _tries("run another program", "processes", "os.execv('/bin/true', ['true'])"),
     _tries("signal whoever started it", "processes", "os.kill({pid}, 0)"),
-    Canary(name="sleep for ever", claim="time", code="import time\ntime.sleep(1000)",
-           limits=Limits(cpu_s=2, wall_s=0.5), statuses=frozenset({Status.TIMEOUT_WALL})),
-    Canary(name="compute for ever", claim="time", code="while True: pass",
-           limits=Limits(cpu_s=1, wall_s=60), statuses=frozenset({Status.TIMEOUT_CPU})),
-    Canary(name="take all memory", claim="memory", code="x = bytearray(8 << 30)",
-           statuses=frozenset({Status.MEMORY_LIMIT})),
-    Canary(name="print for ever", claim="output", code="while True: print('x' * 1000)",
-           statuses=frozenset({Status.OUTPUT_LIMIT})),
-)  # fmt: skip
+    Canary(
+        name="sleep for ever",
+        claim="time",
+        code="import time\ntime.sleep(1000)",
+        limits=Limits(cpu_s=2, wall_s=0.5),
+        statuses=frozenset({Status.TIMEOUT_WALL}),
+    ),
+    Canary(
+        name="compute for ever",
+        claim="time",
+        code="while True: pass",
+        limits=Limits(cpu_s=1, wall_s=60),
+        statuses=frozenset({Status.TIMEOUT_CPU}),
+    ),
+    Canary(
+        name="take all memory",
+        claim="memory",
+        code="x = bytearray(8 << 30)",
+        statuses=frozenset({Status.MEMORY_LIMIT}),
+    ),
+    Canary(
+        name="print for ever",
+        claim="output",
+        code="while True: print('x' * 1000)",
+        statuses=frozenset({Status.OUTPUT_LIMIT}),
+    ),
+)
 
 
 class World:

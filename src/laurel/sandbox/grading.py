@@ -241,9 +241,12 @@ def _tests(job: SandboxJob, runner: Runner) -> _Judged:
     def run(test_code: str, limits: Limits) -> tuple[TestResult, list[Outcome]]:
         parts = (_bytes(test_code), _bytes(job.test_setup))
         verdict, outcome = runner.pair(
-            _bytes(job.code), header, *parts, limits=limits,
+            _bytes(job.code),
+            header,
+            *parts,
+            limits=limits,
             is_waiting=lambda verdict: lacked_answer(verdict, limits),
-        )  # fmt: skip
+        )
         said = _said_by_tests(verdict, limits)
         status, detail = _judge_tests(said, verdict, outcome, limits)
         return TestResult(status=status, detail=detail), [verdict, outcome]

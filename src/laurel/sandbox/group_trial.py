@@ -83,9 +83,12 @@ def _try(place: GroupPlace, interpreter: str, code: str) -> str:
         group.set_limits(_TRIAL_MEMORY, _TRIAL_PROCESSES)
         program = subprocess.Popen(
             [interpreter, "-I", "-S", "-c", f"import _thread, os, sys, time\n{code}"],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={}, cwd="/",
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd="/",
+        )
         with program:
             try:
                 group.take(program.pid)

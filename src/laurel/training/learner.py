@@ -460,9 +460,13 @@ class LocalLearner:
     ) -> None:
         """See `Learner`."""
         save_training_state(
-            directory, optimizer=self.optimizer, scheduler=self.scheduler, extra=extra,
-            mesh=self._mesh, background=self._writing if in_background else None,
-        )  # fmt: skip
+            directory,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            extra=extra,
+            mesh=self._mesh,
+            background=self._writing if in_background else None,
+        )
 
     def written(self, *, is_awaited: bool = False) -> float | None:
         """See `Learner`; of this rank alone, and of no other."""

@@ -126,10 +126,14 @@ class LearnerGroup:
             shares = share_out(sizes, self.shape.dp)
             filler = some[sizes.index(min(sizes))]
             arguments = [
-                ([filler if i is None else some[i] for i in share], of, in_full_precision,
-                 temperature)
+                (
+                    [filler if i is None else some[i] for i in share],
+                    of,
+                    in_full_precision,
+                    temperature,
+                )
                 for share in shares
-            ]  # fmt: skip
+            ]
             answers = self.group.call_each("outputs", self._of_ranks(arguments))
             found: dict[int, Any] = {}
             for share, outputs in zip(shares, answers[:: self.shape.each], strict=True):
@@ -557,9 +561,11 @@ class LearnerWorker(WeightGiver):
         step = self._learner.take_step(batch, loss, denominator=denominator, fillers=fillers)
         sums = {name: _for_the_way(value) for name, value in step.sums.items()}
         said = Step(
-            sums=sums, learning_rate=step.learning_rate, grad_norm=step.grad_norm,
+            sums=sums,
+            learning_rate=step.learning_rate,
+            grad_norm=step.grad_norm,
             failure=step.failure,
-        )  # fmt: skip
+        )
         return said if self._speaks else None, self._learner.learning_rate
 
     def outputs(

@@ -144,9 +144,13 @@ class TrainingLoop(ABC):
         self.latest_metrics: dict[str, float] = {}
         self._ended_by_alarm = self._is_early = False
         self.saving = Saving(
-            self.state, self.store, selection=self.selection, logger=self.logger,
-            progress=self.progress, deadline=self.deadline,
-        )  # fmt: skip
+            self.state,
+            self.store,
+            selection=self.selection,
+            logger=self.logger,
+            progress=self.progress,
+            deadline=self.deadline,
+        )
 
     # ------------------------------------------------------------------- what an algorithm fills in
 

@@ -316,18 +316,31 @@ class RewardLoss:
         target_P = better_P.new_tensor([preference.target for preference in batch])[pairs.group_P]
         if config.type == "davidson":
             return davidson(
-                better_P, worse_P, pairs.is_tie_P, nu=config.tie_parameter,
-                margin_P=margin_P, target_P=target_P, label_smoothing=config.label_smoothing,
-            )  # fmt: skip
+                better_P,
+                worse_P,
+                pairs.is_tie_P,
+                nu=config.tie_parameter,
+                margin_P=margin_P,
+                target_P=target_P,
+                label_smoothing=config.label_smoothing,
+            )
         if config.type == "rao_kupper":
             return rao_kupper(
-                better_P, worse_P, pairs.is_tie_P, theta=1.0 + config.tie_parameter,
-                margin_P=margin_P, target_P=target_P, label_smoothing=config.label_smoothing,
-            )  # fmt: skip
+                better_P,
+                worse_P,
+                pairs.is_tie_P,
+                theta=1.0 + config.tie_parameter,
+                margin_P=margin_P,
+                target_P=target_P,
+                label_smoothing=config.label_smoothing,
+            )
         return bradley_terry(
-            better_P, worse_P,
-            margin_P=margin_P, target_P=target_P, label_smoothing=config.label_smoothing,
-        )  # fmt: skip
+            better_P,
+            worse_P,
+            margin_P=margin_P,
+            target_P=target_P,
+            label_smoothing=config.label_smoothing,
+        )
 
     def _attributes(self, scores_NK: Tensor, batch: Sequence[Preference]) -> Tensor:
         """Sum over groups of the mean over the rated completions of each."""

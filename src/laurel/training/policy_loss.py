@@ -182,11 +182,12 @@ class PolicyLoss:
         config = self._config
         assert tokens.reference_U is not None, "the labels lack the reference's log-probabilities"
         kl_U = divergence(
-            current_U, tokens.reference_U,
+            current_U,
+            tokens.reference_U,
             kind=config.reference_policy_kl_type,
             input_clamp=config.kl_input_clamp_value,
             output_clamp=config.kl_output_clamp_value,
-        )  # fmt: skip
+        )
         drawn_from_U = current_U.detach()
         if config.use_on_policy_kl_approximation:
             drawn_from_U = tokens.behaviour_U

@@ -64,9 +64,11 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         self._bag_of_words: BagOfWords | None = None
         self._baselines: dict[int, float] = {}
         self.scorer = LearnerScorer(
-            parts.learner, contract, parts.batcher,
+            parts.learner,
+            contract,
+            parts.batcher,
             micro_batch_size=self.section.val_micro_batch_size,
-        )  # fmt: skip
+        )
 
     def label(self, sample: PreferenceSample) -> Preference:
         """See `EpochTraining`."""
@@ -117,9 +119,13 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
     ) -> Validation:
         """See `EpochTraining`."""
         validation = validate(
-            self.learner, samples, micro_batches, loss=self.loss, contract=self.contract,
+            self.learner,
+            samples,
+            micro_batches,
+            loss=self.loss,
+            contract=self.contract,
             on_groups=on_rows,
-        )  # fmt: skip
+        )
         baseline = self._bag_of_words_baseline(samples)
         if baseline is not None and "accuracy" in validation.metrics:
             validation.metrics["bag_of_words_baseline"] = baseline
@@ -202,9 +208,11 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             title = f"validation-{name}, step {step}"
             print_pairs(self.progress.console, title, table, is_brief=not is_whole)
             self.logger.log_table(
-                f"validation-{name}/pairs", PairRow.columns(), [row.cells for row in table],
+                f"validation-{name}/pairs",
+                PairRow.columns(),
+                [row.cells for row in table],
                 step=step,
-            )  # fmt: skip
+            )
         if name == next(iter(self.validation)):
             self.state.remember_reference(validation.scores_BG, step=step)
 
@@ -259,8 +267,9 @@ class LearnerScorer(ContractScorer):
             *self._batcher.divide(tokens, rows, lambda of, some: [of[i] for i in some]),
             micro_batch_size=self._micro_batch_size,
         )
-        found = self._learner.outputs([one.inputs for one in micro_batches],
-                                      in_full_precision=exactly)  # fmt: skip
+        found = self._learner.outputs(
+            [one.inputs for one in micro_batches], in_full_precision=exactly
+        )
         begun = set(starts)
         values_NK: np.ndarray | None = None
         for micro_batch, outputs_NK in zip(micro_batches, found, strict=True):

@@ -72,9 +72,12 @@ def select_by(
     possible += [f"validation-{name}_{one}" for name, found in benchmarks.items() for one in found]
     possible += [f"train_{metric}" for metric in TRAIN_METRICS]
     return select_among(
-        metric_name, higher_is_better, possible, has_validation=bool(sets or benchmarks),
+        metric_name,
+        higher_is_better,
+        possible,
+        has_validation=bool(sets or benchmarks),
         aliases={"val_loss": f"validation-{sets[0]}_loss"} if sets else {},
-    )  # fmt: skip
+    )
 
 
 def select_among(
@@ -194,8 +197,9 @@ def policy_goal(
     if not has_validation or bare not in names:
         raise _never_measured(
             f"grpo.stop_at_validation_metric={metric_name}",
-            names if has_validation else (), has_validation=has_validation,
-        )  # fmt: skip
+            names if has_validation else (),
+            has_validation=has_validation,
+        )
     return Goal(key=f"validation_{names[bare]}", threshold=threshold)
 
 

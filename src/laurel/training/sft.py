@@ -41,9 +41,11 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
             self.progress.message(f"step {step} not applied: {taken.update.failure}")
         shown = ", ".join(sample.tokens.id for sample in taken.samples[:8])
         bad_steps = self.bad_steps(
-            taken.update, position.bad_steps, where=f"step {step}, rows {shown}",
+            taken.update,
+            position.bad_steps,
+            where=f"step {step}, rows {shown}",
             kept="The metrics of the steps before tell how it came about",
-        )  # fmt: skip
+        )
         return self.log(position, taken, bad_steps=bad_steps)
 
     def validate(

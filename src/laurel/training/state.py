@@ -382,14 +382,21 @@ def settings_of(config: RewardTrainingRun) -> dict[str, object]:
         "policy": policy.model_dump(
             mode="json",
             include={
-                "model_name", "scratch", "hf_config_overrides", "tokenizer", "reward_model_cfg",
-                "train_global_batch_size", "precision", "optimizer", "scheduler",
+                "model_name",
+                "scratch",
+                "hf_config_overrides",
+                "tokenizer",
+                "reward_model_cfg",
+                "train_global_batch_size",
+                "precision",
+                "optimizer",
+                "scheduler",
             },
         )
         | {"dtensor_cfg": {"lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}},
         "data": data.model_dump(mode="json", include={"shuffle", "truncation_side"})
         | {"max_input_seq_length": data.max_input_seq_length or policy.max_total_sequence_length},
-    }  # fmt: skip
+    }
     return dict(leaves("", settings))
 
 

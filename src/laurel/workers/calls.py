@@ -175,9 +175,12 @@ def error_of(
 def again(error: WorkerError) -> WorkerError:
     """The same error, to be raised once more without the traceback of the first time."""
     copy = WorkerError(
-        str(error), role=error.role, ranks=error.ranks,
-        worker_traceback=error.worker_traceback, exit_code=error.exit_code,
-    )  # fmt: skip
+        str(error),
+        role=error.role,
+        ranks=error.ranks,
+        worker_traceback=error.worker_traceback,
+        exit_code=error.exit_code,
+    )
     copy.__cause__ = error.__cause__
     return copy
 

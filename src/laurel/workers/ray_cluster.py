@@ -136,9 +136,13 @@ class RayCluster:
             self._folder = tempfile.mkdtemp(prefix="laurel-ray-")
             try:
                 ray.init(
-                    address="local", include_dashboard=False, dashboard_host=LOOPBACK,
-                    _temp_dir=self._folder, **sizes, **quiet,
-                )  # fmt: skip
+                    address="local",
+                    include_dashboard=False,
+                    dashboard_host=LOOPBACK,
+                    _temp_dir=self._folder,
+                    **sizes,
+                    **quiet,
+                )
                 return
             except BaseException as error:
                 ray.shutdown()
@@ -191,8 +195,10 @@ class RayCluster:
             if not is_told:
                 _log.warning(
                     "%s does not answer; waiting %.0f s at most for Ray to notice, or for it to "
-                    "come back", names, limit,
-                )  # fmt: skip
+                    "come back",
+                    names,
+                    limit,
+                )
                 is_told = True
             time.sleep(0.5)
 
@@ -260,9 +266,13 @@ class RayCluster:
                 remove_placement_group(group)
                 raise ConfigError(f"slots of {role} were lost: {error}. {_LOST}") from error
         reservation = Reservation(
-            role=role, each=each, group=group, bundles=bundles, devices=devices,
+            role=role,
+            each=each,
+            group=group,
+            bundles=bundles,
+            devices=devices,
             node_ids=[placed[bundle] for bundle in bundles],
-        )  # fmt: skip
+        )
         self._reservations.append(reservation)
         return reservation
 
@@ -327,11 +337,13 @@ class Reservation:
             share: Part of each slot; None: as much as this reservation has.
         """
         return replace(
-            self, role=role, share=self.share if share is None else share,
+            self,
+            role=role,
+            share=self.share if share is None else share,
             node_ids=[self.node_ids[rank] for rank in ranks],
             bundles=[self.bundles[rank] for rank in ranks],
             devices=self.devices and [self.devices[rank] for rank in ranks],
-        )  # fmt: skip
+        )
 
     def joined(self, slots_each: int) -> Reservation:
         """The same slots for fewer ranks, each with so many that are neighbours here.
@@ -350,11 +362,12 @@ class Reservation:
                 "node for each rank; ask for a multiple of that on every node"
             )
         return replace(
-            self, slots_each=self.slots_each * slots_each,
+            self,
+            slots_each=self.slots_each * slots_each,
             node_ids=[self.node_ids[start] for start in starts],
             bundles=[self.bundles[start] for start in starts],
             devices=self.devices and [",".join(self.devices[part]) for part in parts],
-        )  # fmt: skip
+        )
 
     def release(self) -> None:
         """Give the slots back, with all parts of them; what runs there is killed. Idempotent."""
@@ -410,14 +423,17 @@ def _in_device_order(
 ) -> tuple[list[int], list[str]]:
     """The bundles of each node in the order of the GPUs that Ray gave them, and those GPUs."""
     asking = [
-        ray.remote(_gpus).options(
-            num_cpus=0, num_gpus=gpus,
+        ray.remote(_gpus)
+        .options(
+            num_cpus=0,
+            num_gpus=gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=bundle
             ),
-        ).remote()
+        )
+        .remote()
         for bundle in range(len(node_ids))
-    ]  # fmt: skip
+    ]
     found = ray.get(asking)
     order = sorted(range(len(node_ids)), key=lambda b: (node_ids.index(node_ids[b]), found[b]))
     # A node keeps its places among the ranks.

@@ -74,9 +74,11 @@ class SpawnedGroup(GroupCalls):
         threads = {} if cpu_threads is None else {"OMP_NUM_THREADS": str(cpu_threads)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "laurel.workers.spawned", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),), env={**os.environ, **threads},
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, **threads},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         theirs.close()  # or the end of the process would not be seen
         threading.Thread(target=self._listen, name=f"laurel-{role}", daemon=True).start()
         try:

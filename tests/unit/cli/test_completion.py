@@ -103,8 +103,10 @@ def test_a_tab_imports_nothing_heavy() -> None:
     asked = {"_LAUREL_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "laurel grpo grpo.max_num"}
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.argv = ['laurel']\n" + program],
-        env={**os.environ, **asked}, capture_output=True, text=True,
-    )  # fmt: skip
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+    )
     assert "grpo.max_num_steps=" in done.stdout, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -115,6 +117,8 @@ def test_the_script_of_each_shell(shell: str, tmp_path: Path) -> None:
     program = "import sys; sys.argv[0] = 'laurel'; from laurel.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "--show-completion", shell],
-        env={**os.environ, **detection}, capture_output=True, text=True,
-    )  # fmt: skip
+        env={**os.environ, **detection},
+        capture_output=True,
+        text=True,
+    )
     assert f"_LAUREL_COMPLETE=complete_{shell}" in done.stdout, done.stderr

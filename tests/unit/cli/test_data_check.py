@@ -82,8 +82,10 @@ def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path: Path, mo
     assert code == 0
     parts = json.loads(said)["first_row"]["parts"]
     assert [part["title"].partition(",")[0] for part in parts] == [
-        "prompt", "better answer", "worse answer"
-    ]  # fmt: skip
+        "prompt",
+        "better answer",
+        "worse answer",
+    ]
     prompt, better, worse = (part["tokens"] for part in parts)
     assert not any(token["pooled"] for token in prompt)
     for answer in (better, worse):
@@ -131,9 +133,13 @@ def test_a_terminal_gets_colours_and_loses_none_of_the_words(tmp_path: Path, mod
     for has_colours in (True, False):
         screen = io.StringIO()
         console = Console(
-            file=screen, width=100, force_terminal=True, no_color=not has_colours,
-            color_system="truecolor", markup=False,
-        )  # fmt: skip
+            file=screen,
+            width=100,
+            force_terminal=True,
+            no_color=not has_colours,
+            color_system="truecolor",
+            markup=False,
+        )
         show_row(console, row)
         shown[has_colours] = screen.getvalue()
     assert "48;2;230;159;0" in shown[True]  # the assistant's background

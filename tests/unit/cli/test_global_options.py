@@ -122,14 +122,17 @@ def test_what_is_misspelt_is_answered_with_what_was_meant(arguments: list[str], 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["init", "--task", "rmm"], "'rmm' is none of its choices. Did you mean rm? Choose one "
-         "of rm, grpo-math, grpo-rm, grpo-code"),
+        (
+            ["init", "--task", "rmm"],
+            "'rmm' is none of its choices. Did you mean rm? Choose one "
+            "of rm, grpo-math, grpo-rm, grpo-code",
+        ),
         (["plan", "--for", "?"], "'?' is none of its choices. Choose one of rm, sft, grpo"),
         (["serve", "--port", "x"], "'x' is no whole number"),
         (["serve", "--request-seconds", "x"], "'x' is no number"),
         (["plan", "--nodes", "0"], "0 is less than 1"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_an_option_is_told_in_our_words(
     arguments: list[str], message: str
 ) -> None:

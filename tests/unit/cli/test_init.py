@@ -28,8 +28,11 @@ PROGRAMS = [
 ]
 TWO_FUNCTIONS = [{"prompt": "Write f.", "test_list": ["assert f() == 1", "assert g() == 1"]}]
 ROWS: dict[str, list[dict[str, Any]]] = {
-    "rm": PAIRS, "grpo-math": SUMS, "grpo-rm": PAIRS, "grpo-code": PROGRAMS
-}  # fmt: skip
+    "rm": PAIRS,
+    "grpo-math": SUMS,
+    "grpo-rm": PAIRS,
+    "grpo-code": PROGRAMS,
+}
 CPU = Machine()
 
 
@@ -99,18 +102,17 @@ def test_every_key_has_a_comment_and_no_comment_points_elsewhere(
 def test_a_starter_runs_as_it_is(task: str, here: Path, model: str) -> None:
     runner = CliRunner()
     made = runner.invoke(
-        app, ["init", "--task", task, "--model", model, "--data", f"{task}.jsonl"],
+        app,
+        ["init", "--task", task, "--model", model, "--data", f"{task}.jsonl"],
         catch_exceptions=False,
-    )  # fmt: skip
+    )
     assert made.exit_code == 0
     # Less than a laptop has time for, so that the test is quick.
     more = ["cluster.cpu_threads=1", "logger.tensorboard_enabled=false"]
     if task != "rm":
         more += ["grpo.max_num_steps=1", "policy.generation.max_new_tokens=8"]
     command = TASKS["rm" if task == "rm" else "grpo-math"].trainer
-    done = runner.invoke(
-        app, [command, "--config", f"{task}.yaml", *more], catch_exceptions=False
-    )  # fmt: skip
+    done = runner.invoke(app, [command, "--config", f"{task}.yaml", *more], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "finished after step 1" in done.output
     assert (here / "results" / task / "step_1" / "config.json").is_file()
@@ -120,18 +122,17 @@ def test_a_starter_runs_as_it_is(task: str, here: Path, model: str) -> None:
 def test_a_starter_from_scratch_runs_as_it_is_without_a_hub(task: str, here: Path) -> None:
     runner = CliRunner()
     made = runner.invoke(
-        app, ["init", "--task", task, "--scratch", "--data", f"{task}.jsonl"],
+        app,
+        ["init", "--task", task, "--scratch", "--data", f"{task}.jsonl"],
         catch_exceptions=False,
-    )  # fmt: skip
+    )
     assert made.exit_code == 0
     assert "--model" not in made.stdout  # of `laurel data check`
     more = ["cluster.cpu_threads=1", "logger.tensorboard_enabled=false"]
     more += ["rm.max_num_steps=1"] if task == "rm" else ["grpo.max_num_steps=1"]
     more += [] if task == "rm" else ["policy.generation.max_new_tokens=8"]
     command = "rm" if task == "rm" else "grpo"
-    done = runner.invoke(
-        app, [command, "--config", f"{task}.yaml", *more], catch_exceptions=False
-    )  # fmt: skip
+    done = runner.invoke(app, [command, "--config", f"{task}.yaml", *more], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert (here / "results" / task / "step_1" / "config.json").is_file()
 
@@ -196,8 +197,12 @@ def test_questions_are_asked_once_each_and_again_after_a_wrong_answer(
     assert len(asked) == 7
     assert len(set(asked)) == 3
     said = capsys.readouterr().err
-    for part in ("'rmm' is no task. Did you mean rm?", "there is no such directory",
-                 "nothere.jsonl does not exist", "Did you mean HelpSteer3?"):  # fmt: skip
+    for part in (
+        "'rmm' is no task. Did you mean rm?",
+        "there is no such directory",
+        "nothere.jsonl does not exist",
+        "Did you mean HelpSteer3?",
+    ):
         assert part in " ".join(said.split())
 
 
@@ -248,9 +253,13 @@ def test_columns_of_other_names_are_mapped_in_the_file(here: Path, model: str) -
     ],
 )
 def test_data_that_does_not_fit_is_said(
-    task: str, rows: list[dict[str, Any]], why: str, here: Path, model: str,
+    task: str,
+    rows: list[dict[str, Any]],
+    why: str,
+    here: Path,
+    model: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     write(here / "own.jsonl", rows)
     run_init(options(task, model, data="own.jsonl"), machine=CPU)
     said = " ".join(capsys.readouterr().err.split())

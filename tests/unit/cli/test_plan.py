@@ -38,10 +38,13 @@ LLAMA_70B = (
     "vocab_size=128256"
 )
 SEED = [
-    "policy.max_total_sequence_length=2048", "cluster.gpus_per_node=8",
-    "env.reward_model.batch_size=32", "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
-    "policy.dtensor_cfg.tensor_parallel_size=2", "env.reward_model.resources.gpus_per_node=4",
-]  # fmt: skip
+    "policy.max_total_sequence_length=2048",
+    "cluster.gpus_per_node=8",
+    "env.reward_model.batch_size=32",
+    "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
+    "policy.dtensor_cfg.tensor_parallel_size=2",
+    "env.reward_model.resources.gpus_per_node=4",
+]
 
 
 def options(**given: object) -> PlanOptions:
@@ -76,8 +79,11 @@ def test_the_same_as_facts(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["fits"] is True
     assert facts["cluster"] == {
-        "num_nodes": 2, "slots_per_node": 4, "idle": 3, "device_memory": 80 * 2**30,
-    }  # fmt: skip
+        "num_nodes": 2,
+        "slots_per_node": 4,
+        "idle": 3,
+        "device_memory": 80 * 2**30,
+    }
     roles = {role["name"]: role for role in facts["roles"]}
     assert roles["policy"]["slots"] == [[0, 0], [0, 1], [0, 2], [0, 3]]
     assert roles["reward_model"]["slots"] == [[1, 0]]
@@ -100,8 +106,11 @@ def test_the_page_of_an_explicit_placement(capsys: pytest.CaptureFixture[str]) -
         "{policy: {nodes: [0, 1]}, generation: {nodes: [2], fraction: 0.5},"
         " reward_model: {shares: policy, nodes: [1], slots: 2}}"
     )
-    changes = [f"cluster.placement={placement}", "data.validation.data_path=val.jsonl",
-               "policy.generation.vllm_cfg.gpu_memory_utilization=0.4"]  # fmt: skip
+    changes = [
+        f"cluster.placement={placement}",
+        "data.validation.data_path=val.jsonl",
+        "policy.generation.vllm_cfg.gpu_memory_utilization=0.4",
+    ]
     given = options(num_nodes=3, slots_per_node=4, device_memory="80GiB")
     assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", changes, given)
     lines = capsys.readouterr().out.splitlines()
@@ -123,9 +132,11 @@ def test_the_page_of_an_explicit_placement(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_what_an_explicit_placement_gets_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ["cluster.placement={generation: {slots: [0]}, policy: {slots: [0, 4]}}",
-               "env.reward_model.resources.gpus_per_node=null",
-               "env.reward_model.resources.num_nodes=null"]  # fmt: skip
+    changes = [
+        "cluster.placement={generation: {slots: [0]}, policy: {slots: [0, 4]}}",
+        "env.reward_model.resources.gpus_per_node=null",
+        "env.reward_model.resources.num_nodes=null",
+    ]
     assert not run_plan(EXAMPLES / "grpo_rm_1B.yaml", changes, options(slots_per_node=2))
     page = capsys.readouterr().out
     assert "MISFIT  cluster.placement.policy.slots=[0,4]: a node has no slot 4" in page
@@ -137,9 +148,16 @@ def test_a_model_in_a_directory_tells_its_own_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = AutoConfig.for_model(
-        "qwen3", hidden_size=64, num_hidden_layers=3, intermediate_size=96, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, vocab_size=500, pad_token_id=0,
-    )  # fmt: skip
+        "qwen3",
+        hidden_size=64,
+        num_hidden_layers=3,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=500,
+        pad_token_id=0,
+    )
     config.save_pretrained(tmp_path)  # no weights: they are not read
     config.num_labels = 1
     network = AutoModelForSequenceClassification.from_config(config)
@@ -214,8 +232,11 @@ def test_the_exit_code_is_2_where_it_does_not_fit_and_torch_is_not_loaded() -> N
     for changes, status in (([], 0), (["--gpus-per-node", "3"], 2)):
         done = subprocess.run(
             [sys.executable, "-c", program, *arguments, *changes],
-            capture_output=True, text=True, check=False, timeout=60,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
         assert done.returncode == status, done.stderr
         assert "Traceback" not in done.stderr
 
@@ -228,9 +249,16 @@ def test_what_loading_would_not_split_is_a_misfit_and_never_proposed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model_type: str, own: dict[str, int]
 ) -> None:
     config = AutoConfig.for_model(
-        model_type, hidden_size=64, num_hidden_layers=2, intermediate_size=96,
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=500, pad_token_id=0, **own,
-    )  # fmt: skip
+        model_type,
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=500,
+        pad_token_id=0,
+        **own,
+    )
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
@@ -262,9 +290,16 @@ def test_what_loading_would_not_split_is_a_misfit_and_never_proposed(
 
 def test_several_judges_in_directories_tell_their_own_shapes(tmp_path: Path) -> None:
     AutoConfig.for_model(
-        "mixtral", hidden_size=64, num_hidden_layers=2, intermediate_size=96, vocab_size=500,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, pad_token_id=0,
-    ).save_pretrained(tmp_path)  # fmt: skip
+        "mixtral",
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        vocab_size=500,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        pad_token_id=0,
+    ).save_pretrained(tmp_path)
     judges = f"[{{name: a, model_name: {tmp_path}}}, {{name: b, model_name: {tmp_path}}}]"
     settings = [f"env.reward_model.models={judges}", "env.reward_model.enabled=true"]
     found = read_shapes(load_config(GRPORun, None, settings).config, PlanOptions(kind="grpo"))

@@ -60,9 +60,15 @@ def score(capsys):
         chosen = ScorerOptions(**{"device": "cpu", **options})
         capsys.readouterr()
         code = run_score(
-            str(file), model=str(model), output=output, as_json=as_json, options=chosen,
-            settings=settings, cpu_threads=1, stdin=stdin,
-        )  # fmt: skip
+            str(file),
+            model=str(model),
+            output=output,
+            as_json=as_json,
+            options=chosen,
+            settings=settings,
+            cpu_threads=1,
+            stdin=stdin,
+        )
         out, err = capsys.readouterr()
         read = [json.loads(line) for line in out.splitlines()] if as_json else []
         return SimpleNamespace(code=code, lines=read, out=out, err=err)
@@ -392,10 +398,15 @@ def test_an_encoder_is_cut_to_the_positions_it_has(score, tmp_path):
     tokenizer.model_max_length = 40
     tokenizer.save_pretrained(tmp_path)
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16, max_position_embeddings=48, num_labels=1,
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=48,
+        num_labels=1,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     result = score(tmp_path, [LONG])
     assert "the model has 40 positions" in result.err
@@ -409,8 +420,11 @@ def test_an_encoder_is_cut_to_the_positions_it_has(score, tmp_path):
 def test_the_command_ends_with_2_and_one_line():
     done = subprocess.run(
         [sys.executable, "-m", "laurel.cli.main", "score", "rows.jsonl"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: no reward model is named; add --model")
     assert done.stderr.count("\n") == 1

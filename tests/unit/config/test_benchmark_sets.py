@@ -60,17 +60,24 @@ def test_a_benchmark_alone_and_from_the_command_line() -> None:
     changes = ["data.train={data_path: t.jsonl}", f"data.validation={rows}"]
     data = load_config(RewardTrainingRun, None, changes).config.data
     assert (list(data.validation_sets()), list(data.benchmark_sets())) == ([], ["default"])
-    named = ["data.train_data_path=t.jsonl", f"data.val_data_paths={{Mine: {rows}}}",
-             "data.val_data_paths.Mine.max_samples=3"]  # fmt: skip
+    named = [
+        "data.train_data_path=t.jsonl",
+        f"data.val_data_paths={{Mine: {rows}}}",
+        "data.val_data_paths.Mine.max_samples=3",
+    ]
     data = load_config(RewardTrainingRun, None, named).config.data
     assert data.benchmark_sets()["Mine"].max_samples == 3
 
 
 def test_without_a_file_as_dictionaries() -> None:
     run = RewardTrainingRun.model_validate(
-        {"data": {"train": {"data_path": "t"}, "validation": {
-            "Block": {"data_path": "b"}, "Bench": {"benchmark": "judge-bench"}}}}
-    )  # fmt: skip
+        {
+            "data": {
+                "train": {"data_path": "t"},
+                "validation": {"Block": {"data_path": "b"}, "Bench": {"benchmark": "judge-bench"}},
+            }
+        }
+    )
     assert isinstance(run.data.validation_sets()["Block"], DatasetConfig)
     assert isinstance(run.data.benchmark_sets()["Bench"], BenchmarkSetConfig)
 
@@ -78,16 +85,18 @@ def test_without_a_file_as_dictionaries() -> None:
 @pytest.mark.parametrize(
     ("block", "told"),
     [
-        ("{benchmark: rewardbench, data_path: a}",
-         "data.val_data_paths.B.benchmark: must be one of reward-bench, reward-bench-2, rm-bench, "
-         "judge-bench, pairs, best-of-n, not 'rewardbench'; did you mean 'reward-bench'?"),
+        (
+            "{benchmark: rewardbench, data_path: a}",
+            "data.val_data_paths.B.benchmark: must be one of reward-bench, reward-bench-2, rm-bench, "
+            "judge-bench, pairs, best-of-n, not 'rewardbench'; did you mean 'reward-bench'?",
+        ),
         ("{benchmark: best-of-n}", "data_path is missing: benchmark=best-of-n has no place"),
         ("{benchmark: pairs}", "data_path is missing: benchmark=pairs has no place"),
         ("{benchmark: rm-bench, prior: true}", "prior is for benchmark=reward-bench; leave it out"),
         ("{benchmark: rm-bench, max_samples: 0}", "max_samples: must be a whole number of"),
         ("{benchmark: rm-bench, data_pth: a}", "did you mean 'data_path'?"),
     ],
-)  # fmt: skip
+)
 def test_what_is_written_wrongly(tmp_path: Path, block: str, told: str) -> None:
     text = f"data:\n  train_data_path: t\n  val_data_paths:\n    B: {block}\n"
     with pytest.raises(ConfigError) as error:

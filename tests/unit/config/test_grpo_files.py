@@ -207,9 +207,16 @@ def test_a_math_file_for_nemo_loads_with_one_warning(tmp_path: Path) -> None:
     loaded = load(tmp_path, grpo_math_1B=NEMO_MATH)
     assert len(loaded.warnings) == 1
     ignored = set(loaded.warnings[0].partition(": ")[2].split(", "))
-    assert {"grpo.async_grpo", "grpo.val_start_at", "reward_penalties", "data_plane",
-            "policy.megatron_cfg", "policy.generation.vllm_cfg.async_engine",
-            "env.math.math_verify_impl", "cluster.master_port_range_low"} <= ignored  # fmt: skip
+    assert {
+        "grpo.async_grpo",
+        "grpo.val_start_at",
+        "reward_penalties",
+        "data_plane",
+        "policy.megatron_cfg",
+        "policy.generation.vllm_cfg.async_engine",
+        "env.math.math_verify_impl",
+        "cluster.master_port_range_low",
+    } <= ignored
     config = loaded.config
     assert config.default_environment == "math"
     assert config.updates_per_rollout == 1  # 32 x 16 = 512 completions in one optimizer step
@@ -246,8 +253,9 @@ def test_the_older_form_of_data_loads(tmp_path: Path) -> None:
     config = load(tmp_path, old=NEMO_FLAT_DATA).config
     (train,) = config.data.train_sets()
     assert (train.dataset_name, train.prompt_file) == (
-        "OpenMathInstruct-2", "examples/prompts/cot.txt",
-    )  # fmt: skip
+        "OpenMathInstruct-2",
+        "examples/prompts/cot.txt",
+    )
     assert config.data.validation_sets() == []
     assert config.data.split_validation_size == 0.05
 
@@ -267,33 +275,58 @@ def test_our_examples_load_without_a_word(name: str) -> None:
     ("overrides", "said"),
     [
         (["policy.generation.max_new_tokens=513"], "more than policy.max_total_sequence_length"),
-        (["policy.generation.vllm_cfg.max_model_len=500"],
-         r"max_model_len=500 is less than policy\.max_total_sequence_length=512"),
+        (
+            ["policy.generation.vllm_cfg.max_model_len=500"],
+            r"max_model_len=500 is less than policy\.max_total_sequence_length=512",
+        ),
         (["grpo.num_prompts_per_step=33"], "no multiple of policy.train_global_batch_size"),
-        (["loss_fn.truncated_importance_sampling_ratio=2"],
-         "do nothing without truncated_importance_sampling_type"),
-        (["loss_fn.truncated_importance_sampling_type=tis",
-          "loss_fn.truncated_importance_sampling_ratio=2"],
-         "truncated_importance_sampling_ratio=2.0 needs use_importance_sampling_correction"),
-        (["loss_fn.use_importance_sampling_correction=true",
-          "loss_fn.truncated_importance_sampling_type=tis",
-          "loss_fn.truncated_importance_sampling_ratio=2",
-          "loss_fn.truncated_importance_sampling_ratio_min=2.5"],
-         r"ratio_min=2\.5 must be below truncated_importance_sampling_ratio=2\.0"),
-        (["grpo.adv_estimator.reward_weights=[1.0,2.0]"],
-         r"reward_weights is read by adv_estimator\.name=gdpo, not by grpo"),
-        (["grpo.adv_estimator.minus_baseline=false"],
-         r"minus_baseline=false is read by adv_estimator\.name=reinforce_plus_plus, not by grpo"),
-        (["grpo.adv_estimator.leave_one_out_std=true", "grpo.use_leave_one_out_baseline=false"],
-         r"leave_one_out_std=true is read where .*use_leave_one_out_baseline=true, or leave it"),
-        (["grpo.adv_estimator.leave_one_out_std=true",
-          "grpo.adv_estimator.name=reinforce_plus_plus"], "leave_one_out_std=true is read where"),
-        (["grpo.stop_at_validation_metric=accuracy"],
-         "stop_at_validation_metric and stop_at_validation_threshold belong together"),
+        (
+            ["loss_fn.truncated_importance_sampling_ratio=2"],
+            "do nothing without truncated_importance_sampling_type",
+        ),
+        (
+            [
+                "loss_fn.truncated_importance_sampling_type=tis",
+                "loss_fn.truncated_importance_sampling_ratio=2",
+            ],
+            "truncated_importance_sampling_ratio=2.0 needs use_importance_sampling_correction",
+        ),
+        (
+            [
+                "loss_fn.use_importance_sampling_correction=true",
+                "loss_fn.truncated_importance_sampling_type=tis",
+                "loss_fn.truncated_importance_sampling_ratio=2",
+                "loss_fn.truncated_importance_sampling_ratio_min=2.5",
+            ],
+            r"ratio_min=2\.5 must be below truncated_importance_sampling_ratio=2\.0",
+        ),
+        (
+            ["grpo.adv_estimator.reward_weights=[1.0,2.0]"],
+            r"reward_weights is read by adv_estimator\.name=gdpo, not by grpo",
+        ),
+        (
+            ["grpo.adv_estimator.minus_baseline=false"],
+            r"minus_baseline=false is read by adv_estimator\.name=reinforce_plus_plus, not by grpo",
+        ),
+        (
+            ["grpo.adv_estimator.leave_one_out_std=true", "grpo.use_leave_one_out_baseline=false"],
+            r"leave_one_out_std=true is read where .*use_leave_one_out_baseline=true, or leave it",
+        ),
+        (
+            [
+                "grpo.adv_estimator.leave_one_out_std=true",
+                "grpo.adv_estimator.name=reinforce_plus_plus",
+            ],
+            "leave_one_out_std=true is read where",
+        ),
+        (
+            ["grpo.stop_at_validation_metric=accuracy"],
+            "stop_at_validation_metric and stop_at_validation_threshold belong together",
+        ),
         (["grpo.stop_at_validation_threshold=0.5"], "belong together"),
         (["env.code.max_attempts=3", "grpo.max_rollout_turns=2"], "set that to 3, or ask for"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_told(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(GRPORun, None, overrides)
@@ -304,12 +337,14 @@ def test_what_does_not_fit_is_told(overrides: list[str], said: str) -> None:
     [
         ["grpo.adv_estimator.reward_weights=[1.0,2.0]", "grpo.adv_estimator.name=gdpo"],
         ["grpo.adv_estimator.leave_one_out_std=true"],
-        ["grpo.adv_estimator.leave_one_out_std=true", "grpo.use_leave_one_out_baseline=false",
-         "grpo.adv_estimator.use_leave_one_out_baseline=true"],
-        ["grpo.adv_estimator.minus_baseline=false",
-         "grpo.adv_estimator.name=reinforce_plus_plus"],
+        [
+            "grpo.adv_estimator.leave_one_out_std=true",
+            "grpo.use_leave_one_out_baseline=false",
+            "grpo.adv_estimator.use_leave_one_out_baseline=true",
+        ],
+        ["grpo.adv_estimator.minus_baseline=false", "grpo.adv_estimator.name=reinforce_plus_plus"],
     ],
-)  # fmt: skip
+)
 def test_what_an_estimator_reads_is_taken(overrides: list[str]) -> None:
     assert load_config(GRPORun, None, overrides).warnings == ()
 
@@ -344,7 +379,9 @@ def test_blocks_win_over_defaults_and_those_over_flat_keys() -> None:
     )
     first, second = data.train_sets()
     assert (first.prompt_file, first.input_key, first.env_name) == (
-        "default.txt", "question", "flat",
-    )  # fmt: skip
+        "default.txt",
+        "question",
+        "flat",
+    )
     assert second.prompt_file == "own.txt"
     assert data.validation_sets() == []

@@ -156,8 +156,11 @@ def test_trl_grpo(tmp_path: Path) -> None:
     assert config.grpo.leaves_one_out is False
     assert config.grpo.max_num_steps == 200
     assert config.policy.optimizer.kwargs == {
-        "lr": 2e-6, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8,
-    }  # fmt: skip
+        "lr": 2e-6,
+        "weight_decay": 0.0,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+    }
     warm_up, decay, milestones = config.policy.scheduler
     assert warm_up.kwargs == {"start_factor": FIRST_FACTOR, "total_iters": 20}  # 0.1 x 200
     assert decay.name == SCHEDULERS + "CosineAnnealingLR"
@@ -176,8 +179,19 @@ def test_trl_grpo(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "values"),
     [
-        ("", {"beta": 0.0, "low": 0.2, "high": 0.2, "tokens": "tokens", "G": 8, "lr": 1e-6,
-              "epochs": 3, "temperature": 1.0}),
+        (
+            "",
+            {
+                "beta": 0.0,
+                "low": 0.2,
+                "high": 0.2,
+                "tokens": "tokens",
+                "G": 8,
+                "lr": 1e-6,
+                "epochs": 3,
+                "temperature": 1.0,
+            },
+        ),
         ("loss_type: bnpo", {"tokens": "tokens"}),
         ("loss_type: grpo", {"tokens": "sequences"}),
         ("loss_type: grpo\nimportance_sampling_level: sequence", {"gspo": True, "level": False}),
@@ -188,47 +202,68 @@ def test_trl_grpo(tmp_path: Path) -> None:
         ("scale_rewards: batch", {"scale": "batch"}),
         ("scale_rewards: true", {"scale": "group"}),
         ("top_k: 20", {"top_k": 20}),
-        ("steps_per_generation: 16\ngradient_accumulation_steps: 4\nmax_steps: 100",
-         {"batch": 32, "prompts": 16, "steps": 25}),  # 128 completions a step, 4 updates each
+        (
+            "steps_per_generation: 16\ngradient_accumulation_steps: 4\nmax_steps: 100",
+            {"batch": 32, "prompts": 16, "steps": 25},
+        ),  # 128 completions a step, 4 updates each
         ("num_iterations: 2\nmax_steps: 100", {"iterations": 2, "steps": 50}),
         ("gradient_accumulation_steps: 4\ngeneration_batch_size: 8", {"batch": 32, "prompts": 4}),
-        ("use_peft: true\nlora_r: 16\nlora_alpha: 32\nuse_rslora: true",
-         {"alpha": 128.0, "modules": ["q_proj", "v_proj"]}),
-        ("use_vllm: true\nvllm_importance_sampling_mode: token_truncate",
-         {"tis": "tis", "cap": 3.0}),
+        (
+            "use_peft: true\nlora_r: 16\nlora_alpha: 32\nuse_rslora: true",
+            {"alpha": 128.0, "modules": ["q_proj", "v_proj"]},
+        ),
+        (
+            "use_vllm: true\nvllm_importance_sampling_mode: token_truncate",
+            {"tis": "tis", "cap": 3.0},
+        ),
         ("use_vllm: true\nvllm_importance_sampling_mode: token_mask", {"tis": "icepop"}),
         ("use_vllm: true\nvllm_importance_sampling_cap: 2.0", {"tis": "seq-tis", "cap": 2.0}),
         ("fp16: false\nbf16: false", {"precision": "float32"}),
         ("eval_strategy: steps\nlogging_steps: 7", {"val": 7}),
         ("warmup_steps: 5\nlr_scheduler_type: constant_with_warmup", {"warm_up": 5}),
     ],
-)  # fmt: skip
+)
 def test_trl_grpo_one_key_at_a_time(tmp_path: Path, lines: str, values: dict[str, Any]) -> None:
     text = f"model_name_or_path: a\ndataset_name: b\nreward_funcs: accuracy_reward\n{lines}\n"
     config: Any = imported(tmp_path, text, run="grpo").imported.config
     loss, grpo, policy = config.loss_fn, config.grpo, config.policy
     lora = policy.dtensor_cfg.lora_cfg
     found = {
-        "beta": loss.reference_policy_kl_penalty, "low": loss.ratio_clip_min,
-        "high": loss.ratio_clip_max, "tokens": loss.normalizer, "c": loss.ratio_clip_c,
-        "gspo": loss.sequence_level_importance_ratios, "level": loss.token_level_loss,
-        "kind": loss.kind, "G": grpo.num_generations_per_prompt, "scale": grpo.adv_estimator.scale,
-        "lr": policy.optimizer.kwargs["lr"], "epochs": grpo.max_num_epochs,
-        "temperature": policy.generation.temperature, "top_k": policy.generation.top_k,
-        "batch": policy.train_global_batch_size, "prompts": grpo.num_prompts_per_step,
-        "steps": grpo.max_num_steps, "iterations": grpo.num_iterations, "alpha": lora.alpha,
-        "modules": lora.target_modules, "precision": policy.precision, "val": grpo.val_period,
+        "beta": loss.reference_policy_kl_penalty,
+        "low": loss.ratio_clip_min,
+        "high": loss.ratio_clip_max,
+        "tokens": loss.normalizer,
+        "c": loss.ratio_clip_c,
+        "gspo": loss.sequence_level_importance_ratios,
+        "level": loss.token_level_loss,
+        "kind": loss.kind,
+        "G": grpo.num_generations_per_prompt,
+        "scale": grpo.adv_estimator.scale,
+        "lr": policy.optimizer.kwargs["lr"],
+        "epochs": grpo.max_num_epochs,
+        "temperature": policy.generation.temperature,
+        "top_k": policy.generation.top_k,
+        "batch": policy.train_global_batch_size,
+        "prompts": grpo.num_prompts_per_step,
+        "steps": grpo.max_num_steps,
+        "iterations": grpo.num_iterations,
+        "alpha": lora.alpha,
+        "modules": lora.target_modules,
+        "precision": policy.precision,
+        "val": grpo.val_period,
         "tis": loss.truncated_importance_sampling_type,
         "cap": loss.truncated_importance_sampling_ratio,
         "warm_up": isinstance(policy.scheduler, list) and policy.scheduler[-1].milestones[0],
-    }  # fmt: skip
+    }
     assert {key: found[key] for key in values} == values
 
 
 def test_trl_rewards_that_are_several_are_a_composite(tmp_path: Path) -> None:
-    text = ("model_name_or_path: a\ndataset_name: b\nreward_model_name_or_path: my/rm\n"
-            "reward_funcs: [accuracy_reward, get_soft_overlong_punishment, mine.score]\n"
-            "reward_weights: [0.5, 2.0, 1.0, 1.0]\n")  # fmt: skip
+    text = (
+        "model_name_or_path: a\ndataset_name: b\nreward_model_name_or_path: my/rm\n"
+        "reward_funcs: [accuracy_reward, get_soft_overlong_punishment, mine.score]\n"
+        "reward_weights: [0.5, 2.0, 1.0, 1.0]\n"
+    )
     found = imported(tmp_path, text).imported
     config: Any = found.config
     parts = config.env.composite["imported"].parts
@@ -237,8 +272,10 @@ def test_trl_rewards_that_are_several_are_a_composite(tmp_path: Path) -> None:
     assert config.env.reward_model.model_name == "my/rm"
     assert config.grpo.reward_shaping.max_response_length == 1280
     assert fates(found)["reward_funcs"] == "not carried"
-    both = imported(tmp_path, text + "multi_objective_aggregation: normalize_then_sum\n"
-                    .replace("reward_funcs", "x")).imported  # fmt: skip
+    both = imported(
+        tmp_path,
+        text + "multi_objective_aggregation: normalize_then_sum\n".replace("reward_funcs", "x"),
+    ).imported
     estimator = both.config.grpo.adv_estimator  # type: ignore[attr-defined]
     # in alphabetical order: math, reward_model
     assert (estimator.name, estimator.reward_weights) == ("gdpo", [2.0, 0.5])
@@ -253,8 +290,10 @@ def test_trl_reward_model(tmp_path: Path) -> None:
     assert config.policy.optimizer.kwargs["lr"] == 1e-4
     # linear to 0 over the 100 steps that were told
     assert config.policy.scheduler.kwargs == {
-        "start_factor": 1.0, "end_factor": 0.0, "total_iters": 100,
-    }  # fmt: skip
+        "start_factor": 1.0,
+        "end_factor": 0.0,
+        "total_iters": 100,
+    }
     told = fates(found)
     # what the arguments alone do not say has to be said
     assert told["model_name_or_path"] == told["dataset_name"] == "not carried"
@@ -263,9 +302,14 @@ def test_trl_reward_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kwargs"),
-    [("linear", {}), ("cosine", {}), ("constant_with_warmup", {}), ("constant", {}),
-     ("cosine_with_min_lr", {"min_lr_rate": 0.1})],
-)  # fmt: skip
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("constant_with_warmup", {}),
+        ("constant", {}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    ],
+)
 @pytest.mark.parametrize("warm_up", [0, 3])
 def test_the_learning_rate_of_every_step_is_that_of_the_trainer(
     tmp_path: Path, name: str, kwargs: dict[str, float], warm_up: int
@@ -276,9 +320,11 @@ def test_the_learning_rate_of_every_step_is_that_of_the_trainer(
     from laurel.training.optimizers import build_scheduler
 
     steps, rate = 10, 1e-3
-    text = (f"model_name_or_path: a\ndataset_name: b\nmax_steps: {steps}\nlearning_rate: {rate}\n"
-            f"lr_scheduler_type: {name}\nwarmup_steps: {warm_up}\n"
-            f"lr_scheduler_kwargs: {kwargs}\n")  # fmt: skip
+    text = (
+        f"model_name_or_path: a\ndataset_name: b\nmax_steps: {steps}\nlearning_rate: {rate}\n"
+        f"lr_scheduler_type: {name}\nwarmup_steps: {warm_up}\n"
+        f"lr_scheduler_kwargs: {kwargs}\n"
+    )
     found = imported(tmp_path, text, run="rm").imported
     config: Any = found.config
 
@@ -294,10 +340,15 @@ def test_the_learning_rate_of_every_step_is_that_of_the_trainer(
         return told
 
     ours = rates(lambda optimizer: build_scheduler(config.policy.scheduler, optimizer))
-    theirs = rates(lambda optimizer: get_scheduler(
-        name, optimizer, num_warmup_steps=warm_up, num_training_steps=steps,
-        scheduler_specific_kwargs=kwargs,
-    ))  # fmt: skip
+    theirs = rates(
+        lambda optimizer: get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=warm_up,
+            num_training_steps=steps,
+            scheduler_specific_kwargs=kwargs,
+        )
+    )
     assert ours == pytest.approx(theirs, rel=1e-6, abs=2e-11)
 
 
@@ -316,8 +367,11 @@ def test_openrlhf_reward_model(tmp_path: Path) -> None:
     assert found.run == "rm"
     assert config.policy.train_global_batch_size == 256
     assert config.policy.optimizer.kwargs == {
-        "lr": 9e-6, "weight_decay": 0.0, "betas": [0.9, 0.98], "eps": 1e-8,
-    }  # fmt: skip
+        "lr": 9e-6,
+        "weight_decay": 0.0,
+        "betas": [0.9, 0.98],
+        "eps": 1e-8,
+    }
     warm_up, decay, milestones = config.policy.scheduler
     # 0.03 x 400 = 12 steps of warm-up; the cosine ends at a tenth of the rate
     assert (warm_up.kwargs["total_iters"], milestones.milestones) == (12, [12])
@@ -353,17 +407,23 @@ def test_openrlhf_ppo_with_the_names_of_before(tmp_path: Path) -> None:
         ("--algo.advantage.estimator dr_grpo", "grpo", "none", False),
         ("--algo.advantage.estimator rloo", "grpo", "none", True),
         ("--algo.advantage.estimator reinforce_baseline", "reinforce_plus_plus", None, False),
-        ("--algo.advantage.estimator reinforce_baseline --algo.advantage.no_std_norm", "grpo",
-         "none", False),
+        (
+            "--algo.advantage.estimator reinforce_baseline --algo.advantage.no_std_norm",
+            "grpo",
+            "none",
+            False,
+        ),
         ("", "grpo", "group", False),  # gae, which is told not to be carried
     ],
-)  # fmt: skip
+)
 def test_openrlhf_estimators(
     tmp_path: Path, flags: str, name: str, scale: str | None, leaves_one_out: bool
 ) -> None:
-    command = ("python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path a "
-               "--reward.model_name_or_path b --data.prompt_dataset c "
-               f"--rollout.n_samples_per_prompt 4 {flags}")  # fmt: skip
+    command = (
+        "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path a "
+        "--reward.model_name_or_path b --data.prompt_dataset c "
+        f"--rollout.n_samples_per_prompt 4 {flags}"
+    )
     found = imported(tmp_path, command, "run.sh").imported
     grpo: Any = found.config.grpo  # type: ignore[attr-defined]
     assert (grpo.adv_estimator.name, grpo.adv_estimator.scale) == (name, scale)
@@ -407,10 +467,12 @@ def test_openrlhf_with_lone_completions_compares_over_the_batch(
         ("algorithm.adv_estimator=gae", "Laurel learns without a critic, and actor_rollout"),
         ("", "Laurel learns without a critic, and actor_rollout"),
         ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1 draws no group"),
-        ("algorithm.adv_estimator=gae actor_rollout_ref.rollout.n=4",
-         "Laurel learns without a critic: grpo is written instead"),
+        (
+            "algorithm.adv_estimator=gae actor_rollout_ref.rollout.n=4",
+            "Laurel learns without a critic: grpo is written instead",
+        ),
     ],
-)  # fmt: skip
+)
 def test_verl_without_groups_or_with_a_critic_says_what_is_chosen(
     tmp_path: Path, flags: str, said: str
 ) -> None:
@@ -441,8 +503,9 @@ def test_verl(tmp_path: Path) -> None:
     assert config.env.reward_model.function.path == "rewards/mine.py:compute_score"
     assert config.default_environment == "reward_model"
     assert [one.data_path for one in config.data.validation] == [
-        "data/gsm8k/test.parquet", "data/math/test.parquet",
-    ]  # fmt: skip
+        "data/gsm8k/test.parquet",
+        "data/math/test.parquet",
+    ]
     assert config.grpo.max_num_epochs == 15
     told = fates(found)
     assert told["trainer.experiment_name"] == "not carried"  # of a variable that nobody set
@@ -453,8 +516,10 @@ def test_verl(tmp_path: Path) -> None:
     ("override", "values"),
     [
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", {"n": "max_length"}),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", {"n": "sequences", "gspo": True,
-                                                                "c": None}),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+            {"n": "sequences", "gspo": True, "c": None},
+        ),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gpg", {"kind": "reinforce", "c": None}),
         ("actor_rollout_ref.actor.clip_ratio_high=0.28", {"high": 0.28, "low": 0.2}),
         ("actor_rollout_ref.actor.clip_ratio=0.5", {"high": 0.2, "low": 0.2}),  # no effect in verl
@@ -462,31 +527,46 @@ def test_verl(tmp_path: Path) -> None:
         ("algorithm.filter_groups.enable=True", {"dynamic": True, "batches": 1_000_000}),
         ("algorithm.rollout_correction.rollout_is=token", {"tis": "tis", "cap": 2.0}),
         ("algorithm.use_kl_in_reward=True", {"in_reward": True, "kl": "k1", "beta": 0.001}),
-        ("actor_rollout_ref.rollout.val_kwargs.do_sample=True "
-         "actor_rollout_ref.rollout.val_kwargs.temperature=0.6", {"val": 0.6}),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.do_sample=True "
+            "actor_rollout_ref.rollout.val_kwargs.temperature=0.6",
+            {"val": 0.6},
+        ),
         ("actor_rollout_ref.rollout.val_kwargs.temperature=0.6", {"val": 0}),  # greedy all the same
-        ("reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=100 "
-         "reward_model.overlong_buffer.penalty_factor=0.5", {"buffer": 100, "penalty": 0.5}),
+        (
+            "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=100 "
+            "reward_model.overlong_buffer.penalty_factor=0.5",
+            {"buffer": 100, "penalty": 0.5},
+        ),
     ],
-)  # fmt: skip
+)
 def test_verl_one_key_at_a_time(tmp_path: Path, override: str, values: dict[str, Any]) -> None:
-    command = ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
-               "actor_rollout_ref.model.path=a data.train_files=b actor_rollout_ref.rollout.n=4 "
-               f"{override}")  # fmt: skip
+    command = (
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+        "actor_rollout_ref.model.path=a data.train_files=b actor_rollout_ref.rollout.n=4 "
+        f"{override}"
+    )
     config: Any = imported(tmp_path, command, "run.sh").imported.config
     loss, grpo = config.loss_fn, config.grpo
     found = {
-        "n": loss.normalizer, "gspo": loss.sequence_level_importance_ratios,
-        "c": loss.ratio_clip_c, "kind": loss.kind, "low": loss.ratio_clip_min,
-        "high": loss.ratio_clip_max, "scale": grpo.adv_estimator.scale,
-        "dynamic": grpo.use_dynamic_sampling, "batches": grpo.dynamic_sampling_max_gen_batches,
+        "n": loss.normalizer,
+        "gspo": loss.sequence_level_importance_ratios,
+        "c": loss.ratio_clip_c,
+        "kind": loss.kind,
+        "low": loss.ratio_clip_min,
+        "high": loss.ratio_clip_max,
+        "scale": grpo.adv_estimator.scale,
+        "dynamic": grpo.use_dynamic_sampling,
+        "batches": grpo.dynamic_sampling_max_gen_batches,
         "tis": loss.truncated_importance_sampling_type,
-        "cap": loss.truncated_importance_sampling_ratio, "in_reward": loss.use_kl_in_reward,
-        "kl": loss.reference_policy_kl_type, "beta": loss.reference_policy_kl_penalty,
+        "cap": loss.truncated_importance_sampling_ratio,
+        "in_reward": loss.use_kl_in_reward,
+        "kl": loss.reference_policy_kl_type,
+        "beta": loss.reference_policy_kl_penalty,
         "val": config.policy.generation.val_temperature,
         "buffer": grpo.reward_shaping.overlong_buffer_length,
         "penalty": grpo.reward_shaping.overlong_buffer_penalty,
-    }  # fmt: skip
+    }
     assert {key: found[key] for key in values} == values
 
 
@@ -500,10 +580,15 @@ def test_verl_fine_tuning(tmp_path: Path) -> None:
     assert config.policy.sequence_packing.train_mb_tokens == 8192  # dynamic batches by default
     assert config.policy.tokenizer.chat_template_kwargs == {"enable_thinking": False}
     assert (config.policy.dtensor_cfg.lora_cfg.dim, config.policy.dtensor_cfg.lora_cfg.alpha) == (
-        16, 16.0)  # fmt: skip
+        16,
+        16.0,
+    )
     assert config.policy.optimizer.kwargs == {
-        "lr": 1e-5, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8,
-    }  # fmt: skip
+        "lr": 1e-5,
+        "weight_decay": 0.01,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+    }
     warmup, decay, milestones = config.policy.scheduler
     assert warmup.kwargs == {"start_factor": FIRST_FACTOR, "total_iters": 10}
     assert decay.kwargs == {"T_max": 90, "eta_min": 0.0}
@@ -549,23 +634,34 @@ def test_verl_fine_tuning_one_key_at_a_time(
     there = {
         "micro": config.policy.train_micro_batch_size,
         "tokens": config.policy.sequence_packing.train_mb_tokens,
-        "lr": config.policy.optimizer.kwargs["lr"], "norm": config.policy.max_grad_norm,
-        "batch": config.policy.train_global_batch_size, "epochs": config.sft.max_num_epochs,
-        "chat": config.data.chat_key, "template": config.policy.tokenizer.chat_template_kwargs,
-        "save": config.checkpointing.save_period, "keep": config.checkpointing.keep_top_k,
+        "lr": config.policy.optimizer.kwargs["lr"],
+        "norm": config.policy.max_grad_norm,
+        "batch": config.policy.train_global_batch_size,
+        "epochs": config.sft.max_num_epochs,
+        "chat": config.data.chat_key,
+        "template": config.policy.tokenizer.chat_template_kwargs,
+        "save": config.checkpointing.save_period,
+        "keep": config.checkpointing.keep_top_k,
         "offload": config.policy.dtensor_cfg.cpu_offload,
         "warmup": scheduler[0].kwargs["total_iters"] if scheduler else None,
-    }  # fmt: skip
+    }
     assert {key: there[key] for key in values} == values
     assert not [e.key for e in found.entries if e.fate == "not carried"]
 
 
 @pytest.mark.parametrize(
     "override",
-    ["engine=megatron", "engine.strategy=veomni", "data.pad_mode=right data.truncation=left",
-     "data.val_max_samples=9", "optim.optimizer=Adam", "model.override_config.a=1",
-     "data.custom_cls.path=mine.py", "trainer.resume_mode=resume_path"],
-)  # fmt: skip
+    [
+        "engine=megatron",
+        "engine.strategy=veomni",
+        "data.pad_mode=right data.truncation=left",
+        "data.val_max_samples=9",
+        "optim.optimizer=Adam",
+        "model.override_config.a=1",
+        "data.custom_cls.path=mine.py",
+        "trainer.resume_mode=resume_path",
+    ],
+)
 def test_what_verl_fine_tuning_has_and_laurel_does_not_is_told(
     tmp_path: Path, override: str
 ) -> None:
@@ -583,12 +679,17 @@ def test_a_verl_yaml_is_told_to_be_of_its_run(tmp_path: Path) -> None:
 
 def test_what_runs_verls_reward_model_is_carried(tmp_path: Path) -> None:
     said = {
-        "reward_model.enable": "True", "reward_model.model.path": "my/rm",
-        "reward_model.model.trust_remote_code": "True", "reward_model.num_workers": 4,
-        "reward_model.use_reward_loop": "False", "reward_model.enable_resource_pool": "True",
-        "reward_model.n_gpus_per_node": 2, "reward_model.nnodes": 1,
-        "reward_model.rollout.tensor_model_parallel_size": 2, "reward_model.rollout.dtype": "fp16",
-    }  # fmt: skip
+        "reward_model.enable": "True",
+        "reward_model.model.path": "my/rm",
+        "reward_model.model.trust_remote_code": "True",
+        "reward_model.num_workers": 4,
+        "reward_model.use_reward_loop": "False",
+        "reward_model.enable_resource_pool": "True",
+        "reward_model.n_gpus_per_node": 2,
+        "reward_model.nnodes": 1,
+        "reward_model.rollout.tensor_model_parallel_size": 2,
+        "reward_model.rollout.dtype": "fp16",
+    }
     command = "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=a " + " ".join(
         f"{key}={value}" for key, value in said.items()
     )
@@ -667,45 +768,93 @@ def test_an_unknown_key_is_not_carried_and_the_one_meant_is_named(tmp_path: Path
     ("text", "name", "said", "message"),
     [
         (TRL_GRPO + "beta: 0.1\n", "a.yaml", {}, r"the key 'beta' is given twice"),
-        (TRL_GRPO + "generation_batch_size: 8\nsteps_per_generation: 2\n", "a.yaml", {},
-         r"TRL's generation_batch_size=8: steps_per_generation is set, too"),
-        (TRL_GRPO + "epsilon_high: high\n".replace("epsilon_high", "delta"), "a.yaml", {},
-         r"TRL's delta=high: it must be a number"),
-        (TRL_GRPO + "temperature: -1\n", "a.yaml", {},
-         r"TRL's temperature: policy.generation.temperature: must be a number of at least 0"),
+        (
+            TRL_GRPO + "generation_batch_size: 8\nsteps_per_generation: 2\n",
+            "a.yaml",
+            {},
+            r"TRL's generation_batch_size=8: steps_per_generation is set, too",
+        ),
+        (
+            TRL_GRPO + "epsilon_high: high\n".replace("epsilon_high", "delta"),
+            "a.yaml",
+            {},
+            r"TRL's delta=high: it must be a number",
+        ),
+        (
+            TRL_GRPO + "temperature: -1\n",
+            "a.yaml",
+            {},
+            r"TRL's temperature: policy.generation.temperature: must be a number of at least 0",
+        ),
         (TRL_GRPO, "a.yaml", {"devices": 3, "system": "trl"}, None),
-        (TRL_GRPO.replace("num_generations: 8", "num_generations: 7"), "a.yaml", {},
-         r"TRL's num_generations=7: 32 completions are drawn at a time"),
-        (TRL_GRPO + "max_seq_length: 5\nmax_length: 6\n", "a.yaml", {"run": "rm"},
-         r"max_length is another name of max_seq_length, and they differ"),
-        (OPENRLHF_RM.replace("--ds.zero_stage 3", "--adam.lr 1e-5"), "a.sh", {},
-         r"--adam.lr is given twice, as 1e-05 and 9e-06"),
-        (OPENRLHF_PPO_OLD.replace("--train_batch_size 512", "--train_batch_size 500"), "a.sh", {},
-         r"OpenRLHF's train.batch_size=500: .* 128 x 8 = 1024 is no multiple"),
-        (VERL.replace("ppo_mini_batch_size=256", "ppo_mini_batch_size=2000"), "a.sh", {},
-         r"verl's actor_rollout_ref.actor.ppo_mini_batch_size=2000: it is more than"),
+        (
+            TRL_GRPO.replace("num_generations: 8", "num_generations: 7"),
+            "a.yaml",
+            {},
+            r"TRL's num_generations=7: 32 completions are drawn at a time",
+        ),
+        (
+            TRL_GRPO + "max_seq_length: 5\nmax_length: 6\n",
+            "a.yaml",
+            {"run": "rm"},
+            r"max_length is another name of max_seq_length, and they differ",
+        ),
+        (
+            OPENRLHF_RM.replace("--ds.zero_stage 3", "--adam.lr 1e-5"),
+            "a.sh",
+            {},
+            r"--adam.lr is given twice, as 1e-05 and 9e-06",
+        ),
+        (
+            OPENRLHF_PPO_OLD.replace("--train_batch_size 512", "--train_batch_size 500"),
+            "a.sh",
+            {},
+            r"OpenRLHF's train.batch_size=500: .* 128 x 8 = 1024 is no multiple",
+        ),
+        (
+            VERL.replace("ppo_mini_batch_size=256", "ppo_mini_batch_size=2000"),
+            "a.sh",
+            {},
+            r"verl's actor_rollout_ref.actor.ppo_mini_batch_size=2000: it is more than",
+        ),
         ("a: [1", "a.yaml", {}, r"a\.yaml:1:\d+: not YAML"),
         ("{'a': 1}", "a.json", {}, r"a\.json:1: not JSON"),
         ("just words", "a.yaml", {}, r"neither a mapping of keys \(YAML, JSON\) nor a"),
         ("python train.py --lr 1e-5", "a.sh", {}, r"neither a mapping of keys|nor YAML"),
         ("python -m openrlhf.cli.train_dpo --lr 1", "a.sh", {}, r"another program of openrlhf"),
-        ("torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=a", "a.sh", {},
-         r"fsdp_sft_trainer is another program of verl; .*verl.trainer.main_ppo\|sft_trainer"),
+        (
+            "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=a",
+            "a.sh",
+            {},
+            r"fsdp_sft_trainer is another program of verl; .*verl.trainer.main_ppo\|sft_trainer",
+        ),
         ("python -m openrlhf.cli.train_rm --data.dataset 'a", "a.sh", {}, r"not a command line"),
         ("colour: blue", "a.yaml", {}, r"none of its keys tells where it is from .*--from"),
         (TRL_GRPO, "a.yaml", {"system": "verl"}, r"is not of verl: .* of TRL; --from trl"),
         (VERL, "a.sh", {"system": "trl"}, r"is not of TRL: the program verl.trainer.main_ppo is"),
         (VERL, "a.sh", {"run": "rm"}, r"is laurel grpo, not rm; leave --for out"),
-        ("algorithm: {adv_estimator: grpo}", "a.yaml", {"run": "rm", "system": "verl"},
-         r"verl has no rm that is imported; --for grpo\|sft"),
-        ("learning_rate: 1.0e-5\nnum_train_epochs: 1", "a.yaml", {},
-         r"which run is it for\? nothing in it tells; --for rm\|grpo\|sft"),
-        ("beta: 0.1\npacking: true\nlearning_rate: 1.0e-5", "a.yaml", {},
-         r"it has keys of several: grpo \(beta\), sft \(packing\)"),
+        (
+            "algorithm: {adv_estimator: grpo}",
+            "a.yaml",
+            {"run": "rm", "system": "verl"},
+            r"verl has no rm that is imported; --for grpo\|sft",
+        ),
+        (
+            "learning_rate: 1.0e-5\nnum_train_epochs: 1",
+            "a.yaml",
+            {},
+            r"which run is it for\? nothing in it tells; --for rm\|grpo\|sft",
+        ),
+        (
+            "beta: 0.1\npacking: true\nlearning_rate: 1.0e-5",
+            "a.yaml",
+            {},
+            r"it has keys of several: grpo \(beta\), sft \(packing\)",
+        ),
         ("", "a.yaml", {}, r"neither a mapping"),
         (VERL, "a.sh", {"devices": 8}, r"--devices is for TRL, whose files do not say it; verl's"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_used_is_told(
     tmp_path: Path, text: str, name: str, said: dict[str, Any], message: str | None
 ) -> None:

@@ -205,9 +205,13 @@ def test_a_file_of_nemo_rl_loads_unchanged(base: Path) -> None:
     assert config.policy.tokenizer.chat_template is not None
     assert config.policy.tokenizer.chat_template.startswith("{{ bos_token }}{% for")
     assert config.policy.optimizer.kwargs == {
-        "lr": 2e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5,
-        "foreach": False, "fused": False,
-    }  # fmt: skip
+        "lr": 2e-6,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.98],
+        "eps": 1e-5,
+        "foreach": False,
+        "fused": False,
+    }
     assert config.policy.sequence_packing.enabled is False
     assert config.checkpointing.metric_name == "val_loss"
     assert config.checkpointing.save_period == 16
@@ -239,12 +243,19 @@ def test_a_file_of_nemo_rl_in_its_later_form_loads_unchanged(head: Path) -> None
     assert config.policy.tokenizer.chat_template_kwargs == {}
     ignored = set(loaded.warnings[0].partition(": ")[2].split(", "))
     assert ignored >= {
-        "checkpointing.model_save_format", "policy.offload_optimizer_for_logprob",
-        "policy.dtensor_cfg._v2", "policy.dtensor_cfg.lora_cfg.lora_A_init",
-        "policy.dynamic_batching.sequence_length_round", "data.num_workers",
-        "data.use_multiple_dataloader", "data.default.processor", "data.default.env_name",
-        "logger.swanlab", "logger.swanlab_enabled", "cluster.segment_size",
-    }  # fmt: skip
+        "checkpointing.model_save_format",
+        "policy.offload_optimizer_for_logprob",
+        "policy.dtensor_cfg._v2",
+        "policy.dtensor_cfg.lora_cfg.lora_A_init",
+        "policy.dynamic_batching.sequence_length_round",
+        "data.num_workers",
+        "data.use_multiple_dataloader",
+        "data.default.processor",
+        "data.default.env_name",
+        "logger.swanlab",
+        "logger.swanlab_enabled",
+        "cluster.segment_size",
+    }
 
 
 def test_the_overrides_of_nemo_rls_documents(base: Path) -> None:
@@ -289,8 +300,11 @@ def test_setting_one_key_leaves_the_runs_other_defaults() -> None:
     ).config
     assert config.policy.reward_model_cfg.enabled is True
     assert config.policy.optimizer.kwargs == {
-        "lr": 1e-4, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5,
-    }  # fmt: skip
+        "lr": 1e-4,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.98],
+        "eps": 1e-5,
+    }
 
 
 def test_a_file_need_not_say_that_a_reward_model_is_trained(tmp_path: Path) -> None:

@@ -111,8 +111,12 @@ def test_the_facts_are_of_every_version_and_run() -> None:
     assert len(versions) == 6
     assert {"2025-09-20", "v0.4.0", "v0.5.0", "v0.6.0", "v0.7.0"} < versions
     assert {name.split(" ", 1)[1] for name in FOUND} == {
-        "rm", "grpo", "sft", "grpo, Megatron", "sft, Megatron",
-    }  # fmt: skip
+        "rm",
+        "grpo",
+        "sft",
+        "grpo, Megatron",
+        "sft, Megatron",
+    }
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -206,12 +210,15 @@ def test_settings_of_what_is_off_are_named_and_those_of_what_is_on_are_lost(
 ) -> None:
     loss = {"truncated_importance_sampling_type": "tis"}
     tree: dict[str, Any] = {
-        "grpo": {"seq_logprob_error_threshold": 2, "invalid_tool_call_advantage": None,
-                 "val_period": -1},
+        "grpo": {
+            "seq_logprob_error_threshold": 2,
+            "invalid_tool_call_advantage": None,
+            "val_period": -1,
+        },
         "loss_fn": loss,
         "env": {"math": {"math_verify_impl": "dapo_math_verify"}},
         "policy": {"dtensor_cfg": {"lora_cfg": {"enabled": False, "dropout_position": "post"}}},
-    }  # fmt: skip
+    }
     loaded = load(tmp_path, "grpo", tree)
     lost, ignored, no_effect = loaded.warnings
     assert lost.startswith("these settings are not carried over: ")
@@ -263,8 +270,10 @@ def test_validation_sets_by_name_stand_beside_blocks_as_in_nemos_guide(tmp_path:
     config = load(tmp_path, "rm", {"data": data}).config
     sets = config.data.validation_sets()
     assert {name: one.data_path for name, one in sets.items()} == {
-        "default": "val.jsonl", "one": "one.jsonl", "two": "two.jsonl",
-    }  # fmt: skip
+        "default": "val.jsonl",
+        "one": "one.jsonl",
+        "two": "two.jsonl",
+    }
     assert [one.data_path for one in config.data.train_sets()] == ["train.jsonl"]
     data["val_data_paths"]["default"] = "other.jsonl"
     with pytest.raises(ConfigError, match="both have a set called default"):
@@ -277,29 +286,55 @@ def test_validation_sets_by_name_stand_beside_blocks_as_in_nemos_guide(tmp_path:
 def megatron(**changes: Any) -> dict[str, Any]:
     """A run of fine-tuning as NeMo RL writes one with Megatron; keys are those of the section."""
     section: dict[str, Any] = {
-        "enabled": True, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
-        "context_parallel_size": 1, "sequence_parallel": True, "activation_checkpointing": True,
-        "optimizer": {"optimizer": "adam", "lr": 5.0e-6, "min_lr": 5.0e-7, "weight_decay": 0.1,
-                      "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_eps": 1e-5, "bf16": True,
-                      "use_distributed_optimizer": True, "clip_grad": "${policy.max_grad_norm}"},
-        "scheduler": {"start_weight_decay": "${policy.megatron_cfg.optimizer.weight_decay}",
-                      "end_weight_decay": "${policy.megatron_cfg.optimizer.weight_decay}",
-                      "lr_decay_style": "constant", "lr_decay_iters": 1000, "lr_warmup_iters": 50,
-                      "lr_warmup_init": 5.0e-7},
-        "peft": {"enabled": True, "target_modules": [], "exclude_modules": [], "dim": 128,
-                 "alpha": 64, "dropout": 0.1, "dropout_position": "post"},
-    }  # fmt: skip
+        "enabled": True,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 1,
+        "sequence_parallel": True,
+        "activation_checkpointing": True,
+        "optimizer": {
+            "optimizer": "adam",
+            "lr": 5.0e-6,
+            "min_lr": 5.0e-7,
+            "weight_decay": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.98,
+            "adam_eps": 1e-5,
+            "bf16": True,
+            "use_distributed_optimizer": True,
+            "clip_grad": "${policy.max_grad_norm}",
+        },
+        "scheduler": {
+            "start_weight_decay": "${policy.megatron_cfg.optimizer.weight_decay}",
+            "end_weight_decay": "${policy.megatron_cfg.optimizer.weight_decay}",
+            "lr_decay_style": "constant",
+            "lr_decay_iters": 1000,
+            "lr_warmup_iters": 50,
+            "lr_warmup_init": 5.0e-7,
+        },
+        "peft": {
+            "enabled": True,
+            "target_modules": [],
+            "exclude_modules": [],
+            "dim": 128,
+            "alpha": 64,
+            "dropout": 0.1,
+            "dropout_position": "post",
+        },
+    }
     for key, value in changes.items():
         put(section, key.replace("__", "."), value)
     return {
         "sft": {"max_num_steps": 10},
         "policy": {
-            "model_name": "a", "max_grad_norm": 0.7, "megatron_cfg": section,
+            "model_name": "a",
+            "max_grad_norm": 0.7,
+            "megatron_cfg": section,
             "dtensor_cfg": {"enabled": False, "tensor_parallel_size": 1},
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 3.0e-7}},
         },
         "cluster": {"gpus_per_node": 4},
-    }  # fmt: skip
+    }
 
 
 def test_a_megatron_policy_is_trained_with_its_own_settings(tmp_path: Path) -> None:
@@ -307,8 +342,11 @@ def test_a_megatron_policy_is_trained_with_its_own_settings(tmp_path: Path) -> N
     policy = loaded.config.policy
     assert policy.optimizer.name == "torch.optim.AdamW"
     assert policy.optimizer.kwargs == {
-        "lr": 5.0e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5,
-    }  # fmt: skip
+        "lr": 5.0e-6,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.98],
+        "eps": 1e-5,
+    }
     assert policy.max_grad_norm == 0.7
     spread = policy.dtensor_cfg
     assert (spread.tensor_parallel_size, spread.context_parallel_size) == (2, 1)
@@ -363,8 +401,12 @@ def megatron_rate(
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize(("warmup", "begin"), [(4, 5.0e-7), (4, 0.0), (0, 0.0), (1, 5.0e-6)])
 def test_the_schedule_is_megatrons(tmp_path: Path, style: str, warmup: int, begin: float) -> None:
-    said = {"scheduler__lr_decay_style": style, "scheduler__lr_decay_iters": 12,
-            "scheduler__lr_warmup_iters": warmup, "scheduler__lr_warmup_init": begin}  # fmt: skip
+    said = {
+        "scheduler__lr_decay_style": style,
+        "scheduler__lr_decay_iters": 12,
+        "scheduler__lr_warmup_iters": warmup,
+        "scheduler__lr_warmup_init": begin,
+    }
     policy = load(tmp_path, "sft", megatron(**said)).config.policy
     expected = [
         megatron_rate(
@@ -379,10 +421,14 @@ def test_the_schedule_is_megatrons(tmp_path: Path, style: str, warmup: int, begi
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"scheduler__lr_decay_style": "inverse-square-root"},
-         r"lr_decay_style: inverse-square-root is none of constant, linear and cosine"),
-        ({"scheduler__lr_decay_style": "cosine", "scheduler__lr_decay_iters": None},
-         r"lr_decay_iters: must be a whole number above the 50 steps of warm-up"),
+        (
+            {"scheduler__lr_decay_style": "inverse-square-root"},
+            r"lr_decay_style: inverse-square-root is none of constant, linear and cosine",
+        ),
+        (
+            {"scheduler__lr_decay_style": "cosine", "scheduler__lr_decay_iters": None},
+            r"lr_decay_iters: must be a whole number above the 50 steps of warm-up",
+        ),
         ({"scheduler__end_weight_decay": 0.3}, r"the weight decay changes from 0\.1 to 0\.3"),
         ({"scheduler__lr_warmup_init": 1.0e-3}, r"is above the learning rate 5e-06"),
         ({"optimizer__optimizer": "muon"}, r"muon is neither adam nor sgd"),
@@ -394,7 +440,7 @@ def test_the_schedule_is_megatrons(tmp_path: Path, style: str, warmup: int, begi
         ({"mtp_num_layers": 1}, r"Laurel has no multi-token prediction"),
         ({"fp8_cfg__enabled": True}, r"Laurel has no FP8 training"),
     ],
-)  # fmt: skip
+)
 def test_what_would_train_something_else_is_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
@@ -409,8 +455,13 @@ def test_settings_beside_megatrons_are_refused_where_they_would_be_lost(tmp_path
         load(tmp_path, "sft", megatron(), "policy.dtensor_cfg.tensor_parallel_size=4")
     changed = load(tmp_path, "sft", megatron(), "policy.megatron_cfg.optimizer.lr=1e-4").config
     assert changed.policy.optimizer.kwargs["lr"] == 1e-4
-    off = load(tmp_path, "sft", megatron(), "policy.megatron_cfg.enabled=false",
-               "policy.dtensor_cfg.enabled=true").config  # fmt: skip
+    off = load(
+        tmp_path,
+        "sft",
+        megatron(),
+        "policy.megatron_cfg.enabled=false",
+        "policy.dtensor_cfg.enabled=true",
+    ).config
     assert off.policy.optimizer.kwargs == {"lr": 3.0e-7}
     assert off.policy.dtensor_cfg.tensor_parallel_size == 1
     both = megatron()
@@ -420,8 +471,10 @@ def test_settings_beside_megatrons_are_refused_where_they_would_be_lost(tmp_path
 
 
 def test_layers_of_megatron_are_those_of_the_decoder(tmp_path: Path) -> None:
-    changes = {"peft__target_modules": ["linear_qkv", "linear_fc2"],
-               "peft__exclude_modules": ["linear_proj"]}  # fmt: skip
+    changes = {
+        "peft__target_modules": ["linear_qkv", "linear_fc2"],
+        "peft__exclude_modules": ["linear_proj"],
+    }
     adapters = load(tmp_path, "sft", megatron(**changes)).config.policy.dtensor_cfg.lora_cfg
     assert adapters.target_modules == ["q_proj", "k_proj", "v_proj", "down_proj"]
     assert adapters.exclude_modules == ["o_proj"]
@@ -447,8 +500,9 @@ def test_an_import_writes_what_megatrons_settings_become(tmp_path: Path) -> None
 def test_asynchronous_training_is_carried_to_max_staleness(tmp_path: Path) -> None:
     block = {"enabled": True, "max_trajectory_age_steps": 3, "in_flight_weight_updates": True}
     tree: dict[str, Any] = {
-        "grpo": {"async_grpo": block}, "loss_fn": {"use_importance_sampling_correction": True},
-    }  # fmt: skip
+        "grpo": {"async_grpo": block},
+        "loss_fn": {"use_importance_sampling_correction": True},
+    }
     loaded = load(tmp_path, "grpo", tree)
     assert loaded.config.grpo.max_staleness == 3
     assert loaded.warnings[0].startswith("grpo.async_grpo is translated: grpo.max_staleness=3")
@@ -462,10 +516,13 @@ def test_asynchronous_training_is_carried_to_max_staleness(tmp_path: Path) -> No
 
 def test_rows_that_are_divided_are_packed(tmp_path: Path) -> None:
     tree: dict[str, Any] = {
-        "policy": {"dtensor_cfg": {"context_parallel_size": 2},
-                   "sequence_packing": {"enabled": False}, "dynamic_batching": {"enabled": True}},
+        "policy": {
+            "dtensor_cfg": {"context_parallel_size": 2},
+            "sequence_packing": {"enabled": False},
+            "dynamic_batching": {"enabled": True},
+        },
         "cluster": {"gpus_per_node": 2},
-    }  # fmt: skip
+    }
     loaded = load(tmp_path, "grpo", tree)
     assert loaded.config.policy.sequence_packing.enabled
     assert not loaded.config.policy.dynamic_batching.enabled

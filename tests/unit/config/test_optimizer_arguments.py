@@ -16,9 +16,10 @@ from laurel.errors import ConfigError
 from laurel.run.schemas import SCHEMAS, Kind
 
 OPTIMIZERS = [
-    name for name, one in vars(torch.optim).items()
+    name
+    for name, one in vars(torch.optim).items()
     if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer) and name != "Optimizer"
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

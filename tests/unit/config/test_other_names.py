@@ -19,8 +19,10 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_each_spelling_sets_the_one_key(file: Path, name: str) -> None:
     *blocks, key = name.split(".")
-    file.write_text("".join(f"{'  ' * i}{b}:\n" for i, b in enumerate(blocks))
-                    + f"{'  ' * len(blocks)}{key}: false\n")  # fmt: skip
+    file.write_text(
+        "".join(f"{'  ' * i}{b}:\n" for i, b in enumerate(blocks))
+        + f"{'  ' * len(blocks)}{key}: false\n"
+    )
     for loaded in (load_config(GRPORun, file), load_config(GRPORun, None, [f"{name}=false"])):
         assert loaded.config.env.reward_model.use_reward_loop is False
         assert loaded.warnings == ()

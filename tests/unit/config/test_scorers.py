@@ -75,12 +75,14 @@ def settings(**changes: Any) -> RewardModelEnvironmentConfig:
             "leave it out; or name the model whose tokens they are to be sent (model_name)",
         ),
         (
-            {"models": [{"name": n, "judge": JUDGE, "normalize": "none"} for n in "ab"],
-             "num_workers": 1},
+            {
+                "models": [{"name": n, "judge": JUDGE, "normalize": "none"} for n in "ab"],
+                "num_workers": 1,
+            },
             "here servers render what they are asked: leave it out",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_contradicts_itself_is_refused_before_anything_is_loaded(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         settings(**changes)
@@ -148,13 +150,18 @@ def test_errors_of_a_file_name_the_line_and_the_member(tmp_path):
         ({"function": FUNCTION | {"group": True}}, False, True),
         ({"models": TWO}, True, False),
         (
-            {"models": [TWO[0], {"name": "f", "function": FUNCTION | {"group": True},
-                                 "normalize": "none"}]},
-            True, True,
+            {
+                "models": [
+                    TWO[0],
+                    {"name": "f", "function": FUNCTION | {"group": True}, "normalize": "none"},
+                ]
+            },
+            True,
+            True,
         ),
         ({"models": [SERVED, SERVED | {"name": "other"}]}, False, False),
     ],
-)  # fmt: skip
+)
 def test_slots_are_taken_for_models_that_are_loaded(changes, loads, groups):
     found = settings(enabled=True, **changes)
     assert (found.computes, found.judges_groups) == (loads, groups)
@@ -188,10 +195,12 @@ def test_every_key_of_a_source_is_one_of_the_environment():
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("grpo_urls.yaml", "urls"), ("grpo_judge.yaml", "judge"),
-        ("grpo_function.yaml", "function"), ("grpo_several_models.yaml", "models"),
+        ("grpo_urls.yaml", "urls"),
+        ("grpo_judge.yaml", "judge"),
+        ("grpo_function.yaml", "function"),
+        ("grpo_several_models.yaml", "models"),
     ],
-)  # fmt: skip
+)
 def test_the_examples_load_and_are_written_as_they_were_read(name, source, tmp_path):
     loaded = load_config(GRPORun, EXAMPLES / name, [])
     assert not loaded.warnings

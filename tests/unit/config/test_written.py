@@ -26,10 +26,38 @@ from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
 from laurel.config.tree import Section
 
 texts = st.text(max_size=20) | st.sampled_from(
-    ["1e-5", "5", "true", "off", "null", "~", "", "???", "<<", "0123", "1:30:00", "a: b", "${x}",
-     "\\${x}", "\\\\${", "# a", " a ", "a\n", "\na\n\n  b", "a\r\nb", "\tx", "\x85", "\u2028", "é",
-     "{% for m in messages %}\n{{ m['content'] }}\n{% endfor %}", "2024-01-01", "- a", "=", "'"]
-)  # fmt: skip
+    [
+        "1e-5",
+        "5",
+        "true",
+        "off",
+        "null",
+        "~",
+        "",
+        "???",
+        "<<",
+        "0123",
+        "1:30:00",
+        "a: b",
+        "${x}",
+        "\\${x}",
+        "\\\\${",
+        "# a",
+        " a ",
+        "a\n",
+        "\na\n\n  b",
+        "a\r\nb",
+        "\tx",
+        "\x85",
+        "\u2028",
+        "é",
+        "{% for m in messages %}\n{{ m['content'] }}\n{% endfor %}",
+        "2024-01-01",
+        "- a",
+        "=",
+        "'",
+    ]
+)
 numbers = st.integers() | st.floats(allow_nan=False)
 free = st.recursive(
     st.none() | st.booleans() | numbers | texts,

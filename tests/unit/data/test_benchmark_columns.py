@@ -17,15 +17,19 @@ SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     ("row", "expected"),
     [
         ({**PAIR, "subset": "hep-go"}, "reward-bench"),
-        ({"prompt": SAID[:1], "chosen": SAID[1:], "rejected": SAID[1:], "subset": "x"},
-         "reward-bench"),
+        (
+            {"prompt": SAID[:1], "chosen": SAID[1:], "rejected": SAID[1:], "subset": "x"},
+            "reward-bench",
+        ),
         ({**PAIR, "chosen": ["a"], "rejected": ["b"], "subset": "Math"}, "reward-bench-2"),
         ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "domain": "chat"}, "rm-bench"),
         ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "alpacaeval"}, "rm-bench"),
         ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "new"}, "rm-bench"),
         ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "Ties"}, "reward-bench-2"),
-        ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "x", "num_correct": 3},
-         "reward-bench-2"),
+        (
+            {**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "x", "num_correct": 3},
+            "reward-bench-2",
+        ),
         ({"question": "q", "response_A": "a", "response_B": "b", "label": "A>B"}, "judge-bench"),
         ({"prompt": "q", "completions": ["a"], "correct": [True]}, "best-of-n"),
         ({"prompt": "q", "completions": ["a"], "passed": [True]}, "best-of-n"),
@@ -37,7 +41,7 @@ SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         ({"context": SAID[:1], "completions": [{"rank": 0, "completion": SAID[1:]}]}, "pairs"),
         ({"text": "a"}, None),
     ],
-)  # fmt: skip
+)
 def test_a_row_tells_its_benchmark(row, expected) -> None:
     assert benchmark_of(row) == expected
 

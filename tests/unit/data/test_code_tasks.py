@@ -75,8 +75,12 @@ def test_mbpp_shows_the_first_assert(load):
 
 
 def test_mbpp_sanitized_has_other_names(load):
-    row = {"prompt": "Add one.", "test_imports": ["import math", "import re"],
-           "test_list": ["assert set(inc(1)) == {2}"], "code": ""}  # fmt: skip
+    row = {
+        "prompt": "Add one.",
+        "test_imports": ["import math", "import re"],
+        "test_list": ["assert set(inc(1)) == {2}"],
+        "code": "",
+    }
     task = load(row, "MBPP")
     assert task.prompt[-1].content.startswith("Add one.\n")
     assert task.metadata["test_setup"] == "import math\nimport re"
@@ -85,8 +89,14 @@ def test_mbpp_sanitized_has_other_names(load):
 
 def test_the_environments_own_keys(load):
     calls = [{"args": [1], "expected": 2}]
-    row = {"prompt": "Add one.", "entry": "inc", "call_tests": calls, "test_weights": [2],
-           "reference_solution": "def inc(x): return x + 1", "other": 3}  # fmt: skip
+    row = {
+        "prompt": "Add one.",
+        "entry": "inc",
+        "call_tests": calls,
+        "test_weights": [2],
+        "reference_solution": "def inc(x): return x + 1",
+        "other": 3,
+    }
     task = load(row)
     assert task.prompt[-1].content == "Add one."
     assert task.metadata == {key: row[key] for key in row if key not in ("prompt", "other")}
@@ -114,8 +124,11 @@ def test_the_function_of_a_list_is_the_one_that_all_asserts_call(load, tests, mo
 
 
 def test_the_processor_reads_the_same_from_any_set(load):
-    row = {"messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "a"}],
-           "entry": "f", "call_tests": [{"args": [], "expected": 1}]}  # fmt: skip
+    row = {
+        "messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "a"}],
+        "entry": "f",
+        "call_tests": [{"args": [], "expected": 1}],
+    }
     task = load(row, None, processor="code_data_processor")
     assert [m.content for m in task.prompt] == ["Add."]
     assert task.metadata == {"entry": "f", "call_tests": row["call_tests"]}
@@ -202,8 +215,13 @@ def packed(value):
 def test_livecodebench(load):
     public = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]
     private = [{"input": "5\n", "output": "6\n", "testtype": "stdin"}]
-    row = {"question_content": "Add one.", "question_id": "abc_a", "starter_code": "",
-           "public_test_cases": json.dumps(public), "metadata": "{}"}  # fmt: skip
+    row = {
+        "question_content": "Add one.",
+        "question_id": "abc_a",
+        "starter_code": "",
+        "public_test_cases": json.dumps(public),
+        "metadata": "{}",
+    }
     expected = [{"stdin": "1\n", "stdout": "2\n"}, {"stdin": "5\n", "stdout": "6\n"}]
     for cases in (packed(private), json.dumps(private)):
         task = load(row | {"private_test_cases": cases})
@@ -214,8 +232,12 @@ def test_livecodebench(load):
 
 def test_livecodebench_with_a_method(load):
     public = [{"input": '[1, 2]\n"a"', "output": "[true]", "testtype": "functional"}]
-    row = {"question_content": "Do.", "starter_code": "class Solution:\n    def go(self, a, b):",
-           "public_test_cases": json.dumps(public), "metadata": '{"func_name": "go"}'}  # fmt: skip
+    row = {
+        "question_content": "Do.",
+        "starter_code": "class Solution:\n    def go(self, a, b):",
+        "public_test_cases": json.dumps(public),
+        "metadata": '{"func_name": "go"}',
+    }
     metadata = load(row).metadata
     assert metadata["entry"] == "go"  # the program shows whether it has it in a class
     assert metadata["call_tests"] == [{"args": [[1, 2], "a"], "expected": [True]}]
@@ -255,11 +277,14 @@ def test_a_pickle_of_anything_but_text_is_refused(load, tmp_path, monkeypatch):
         ("MBPP", MBPP | {"test_list": 3}, "not a list"),
         ("CodeTasks", {"prompt": "?", "call_tests": "[1"}, "'call_tests' is no JSON"),
         ("CodeTasks", {"prompt": "?", "input_output": "[]"}, "without 'inputs'"),
-        ("CodeTasks", {"prompt": "?", "input_output": {"inputs": ["1"], "outputs": []}},
-         "1 inputs and 0 outputs"),
+        (
+            "CodeTasks",
+            {"prompt": "?", "input_output": {"inputs": ["1"], "outputs": []}},
+            "1 inputs and 0 outputs",
+        ),
         ("CodeTasks", {"prompt": "?", "public_test_cases": "[1]"}, "not objects of 'input'"),
     ],
-)  # fmt: skip
+)
 def test_rows_that_cannot_be_used(load, name, row, part):
     with pytest.raises(DataError, match=part):
         load(row, name)
@@ -269,10 +294,13 @@ def test_rows_that_cannot_be_used(load, name, row, part):
     ("name", "files", "count"),
     [
         ("HumanEval", ["humaneval/HumanEval.jsonl.gz"], 164),
-        ("MBPP", [f"mbpp/{part}.jsonl.gz" for part in ("prompt", "train", "validation", "test")],
-         974),
+        (
+            "MBPP",
+            [f"mbpp/{part}.jsonl.gz" for part in ("prompt", "train", "validation", "test")],
+            974,
+        ),
     ],
-)  # fmt: skip
+)
 def test_all_rows_of_the_real_sets(name, files, count):
     if not all((DATA / file).is_file() for file in files):
         pytest.skip(f"LAUREL_DATA holds no {files[0]}")

@@ -90,16 +90,31 @@ def test_a_conversation_is_its_last_message_after_the_others():
             ],
             "messages": [{"role": "user", "content": "not this"}],
         },
-        {"chosen": "\n\nHuman: Why?\n\nAssistant: Because.",
-         "rejected": "\n\nHuman: Why?\n\nAssistant: No."},
-        {"context": [{"role": "user", "content": "Why?"}], "response1": "Because.",
-         "response2": "No.", "overall_preference": 3},
+        {
+            "chosen": "\n\nHuman: Why?\n\nAssistant: Because.",
+            "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
+        },
+        {
+            "context": [{"role": "user", "content": "Why?"}],
+            "response1": "Because.",
+            "response2": "No.",
+            "overall_preference": 3,
+        },
     ],
     ids=[
-        "texts", "context", "prompt of messages", "messages", "objects", "ranked",
-        "whole conversations", "pair", "pair of conversations", "transcripts", "HelpSteer3",
+        "texts",
+        "context",
+        "prompt of messages",
+        "messages",
+        "objects",
+        "ranked",
+        "whole conversations",
+        "pair",
+        "pair of conversations",
+        "transcripts",
+        "HelpSteer3",
     ],
-)  # fmt: skip
+)
 def test_completions_keep_the_order_of_the_row(row):
     group = group_of_row(row)
     assert group.prompt == ASKED

@@ -53,8 +53,15 @@ def load(write_rows: Callable[..., Path]) -> Load:
         ({"talk": [USER, GOOD]}, {"chat_key": "talk"}),
         ({"messages": [USER, GOOD]}, {"dataset_name": "openai_format"}),
         ({"messages": [USER, GOOD]}, {"dataset_name": "tulu3_sft_mixture"}),
-        ({"conversations": [{"from": "human", "value": "Hello"},
-                            {"from": "gpt", "value": "Good day."}]}, {}),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "Hello"},
+                    {"from": "gpt", "value": "Good day."},
+                ]
+            },
+            {},
+        ),
         ({"conversations": [USER, GOOD]}, {}),
         ({"prompt": "Hello", "completion": "Good day."}, {}),
         ({"prompt": [USER], "completion": [GOOD]}, {}),
@@ -64,19 +71,43 @@ def load(write_rows: Callable[..., Path]) -> Load:
         ({"input": "Hello", "output": "Good day."}, {"dataset_name": "ResponseDataset"}),
         ({"instruction": "Hello", "output": "Good day.", "input": None}, {}),
         ({"a": "Hello", "b": "Good day."}, {"input_key": "a", "output_key": "b"}),
-        ({"question": "Hello", "answer": "Good day.", "responses": ["a", "b"]},
-         {"input_key": "question", "output_key": "answer"}),
-        ({"problem": "Hello", "generated_solution": "Good day.", "expected_answer": "1"},
-         {"dataset_name": "OpenMathInstruct-2"}),
+        (
+            {"question": "Hello", "answer": "Good day.", "responses": ["a", "b"]},
+            {"input_key": "question", "output_key": "answer"},
+        ),
+        (
+            {"problem": "Hello", "generated_solution": "Good day.", "expected_answer": "1"},
+            {"dataset_name": "OpenMathInstruct-2"},
+        ),
         ({"prompt": "Hello", "chosen": "Good day.", "rejected": "What?"}, {}),
-        ({"context": "Hello", "response1": "What?", "response2": "Good day.",
-          "overall_preference": 1}, {"dataset_name": "HelpSteer3"}),
-        ({"context": [USER], "completions": [{"rank": 1, "completion": [BAD]},
-                                             {"rank": 0, "completion": [GOOD]}]}, {}),
-        ({"chosen": "\n\nHuman: Hello\n\nAssistant: Good day.",
-          "rejected": "\n\nHuman: Hello\n\nAssistant: What?"}, {}),
+        (
+            {
+                "context": "Hello",
+                "response1": "What?",
+                "response2": "Good day.",
+                "overall_preference": 1,
+            },
+            {"dataset_name": "HelpSteer3"},
+        ),
+        (
+            {
+                "context": [USER],
+                "completions": [
+                    {"rank": 1, "completion": [BAD]},
+                    {"rank": 0, "completion": [GOOD]},
+                ],
+            },
+            {},
+        ),
+        (
+            {
+                "chosen": "\n\nHuman: Hello\n\nAssistant: Good day.",
+                "rejected": "\n\nHuman: Hello\n\nAssistant: What?",
+            },
+            {},
+        ),
     ],
-)  # fmt: skip
+)
 def test_forms_of_rows(load: Load, row: Any, config: Any) -> None:
     (dialogue,), report = load([row], **config)
     assert dialogue.messages == TALK
@@ -102,8 +133,10 @@ def test_squad_answers_from_its_context(load: Load) -> None:
     ]
     (dialogue,), report = load(rows, dataset_name="squad")
     assert [(turn.role, turn.content) for turn in dialogue.messages] == [
-        ("system", "Bay is laurel."), ("user", "What?"), ("assistant", "Laurel"),
-    ]  # fmt: skip
+        ("system", "Bay is laurel."),
+        ("user", "What?"),
+        ("assistant", "Laurel"),
+    ]
     assert report.dropped["no answer"].count == 1
 
 
@@ -128,8 +161,9 @@ def test_rows_without_a_word_are_counted(load: Load) -> None:
     dialogues, report = load(rows)
     assert len(dialogues) == 1
     assert dict(report.dropped["empty"].kinds) == {
-        "the assistant says nothing": 1, "nothing is asked": 1,
-    }  # fmt: skip
+        "the assistant says nothing": 1,
+        "nothing is asked": 1,
+    }
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(report.render())
     assert "conversations" in console.export_text()

@@ -55,21 +55,31 @@ def test_the_commands_of_a_format_read_its_example(known: KnownFormat, tmp_path:
         (
             {"question": "Where?", "better_answer": "Here.", "worseAnswer": "No."},
             "rm",
-            ("data.prompt_key=question", "data.chosen_key=better_answer",
-             "data.rejected_key=worseAnswer"),
+            (
+                "data.prompt_key=question",
+                "data.chosen_key=better_answer",
+                "data.rejected_key=worseAnswer",
+            ),
         ),
-        ({"prompt": "Where?", "choosen": "Here.", "rejected": "No."}, "rm",
-         ("data.chosen_key=choosen",)),
         (
-            {"dialog": [{"role": "user", "content": "Where?"},
-                        {"role": "assistant", "content": "Here."}]},
+            {"prompt": "Where?", "choosen": "Here.", "rejected": "No."},
+            "rm",
+            ("data.chosen_key=choosen",),
+        ),
+        (
+            {
+                "dialog": [
+                    {"role": "user", "content": "Where?"},
+                    {"role": "assistant", "content": "Here."},
+                ]
+            },
             "sft",
             ("data.chat_key=dialog",),
         ),
         ({"q": "Where?", "a": "Here."}, "sft", ("data.input_key=q", "data.output_key=a")),
         ({"user": "Where?"}, "grpo", ("data.input_key=user", "data.env_name=reward_model")),
     ],
-)  # fmt: skip
+)
 def test_a_near_miss_is_mapped_by_keys_that_then_read_the_file(
     row: dict[str, Any], trainer: Any, settings: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -123,8 +123,10 @@ def test_prompt_files_are_put_around_the_prompt(load: Loader, tmp_path: Path) ->
         Message("user", "Q: y {A}"),
     )
     assert [message.content for message in preferences[0].group.prompt] == [
-        "be brief", "s", "Q: x {A}",
-    ]  # fmt: skip
+        "be brief",
+        "s",
+        "Q: x {A}",
+    ]
     assert any(note.startswith("1 row begins with a system message") for note in report.notes)
 
 

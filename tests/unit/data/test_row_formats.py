@@ -228,13 +228,16 @@ def test_where_ratings_are_wanted_one_completion_without_a_rank_is_enough() -> N
             [["a"], ["b"]],
         ),
         (  # content in parts
-            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
-             "chosen": "a", "rejected": "b"},
+            {
+                "prompt": [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
+                "chosen": "a",
+                "rejected": "b",
+            },
             ["q"],
             [["a"], ["b"]],
         ),
     ],
-)  # fmt: skip
+)
 def test_binary_rows(row: Any, prompt: list[str], answers: list[list[str]]) -> None:
     judged = read(row, "BinaryPreferenceDataset")
     assert said(judged) == (prompt, answers)
@@ -256,12 +259,15 @@ def test_binary_rows(row: Any, prompt: list[str], answers: list[list[str]]) -> N
         ({"chosen": "a", "rejected": "b"}, "missing key 'prompt'"),
         ({"chosen": [A("a")], "rejected": [A("b")]}, "missing key 'prompt'"),
         (
-            {"prompt": [{"role": "user", "content": [{"type": "image"}]}],
-             "chosen": "a", "rejected": "b"},
+            {
+                "prompt": [{"role": "user", "content": [{"type": "image"}]}],
+                "chosen": "a",
+                "rejected": "b",
+            },
             "'prompt' holds something other than text",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_a_binary_row_may_not_be(row: Any, kind: str) -> None:
     assert problem_of(row, "BinaryPreferenceDataset").kind == kind
 

@@ -28,20 +28,32 @@ def opened(**config: Any) -> Any:
 @pytest.mark.parametrize(
     ("config", "path", "parts"),
     [
-        ({"dataset_name": "OpenMathInstruct-2"}, "nvidia/OpenMathInstruct-2",
-         ((None, "train_1M"),)),
-        ({"dataset_name": "OpenMathInstruct-2", "split": "train_5M"}, "nvidia/OpenMathInstruct-2",
-         ((None, "train_5M"),)),
+        (
+            {"dataset_name": "OpenMathInstruct-2"},
+            "nvidia/OpenMathInstruct-2",
+            ((None, "train_1M"),),
+        ),
+        (
+            {"dataset_name": "OpenMathInstruct-2", "split": "train_5M"},
+            "nvidia/OpenMathInstruct-2",
+            ((None, "train_5M"),),
+        ),
         ({"dataset_name": "GSM8K", "split": "test"}, "openai/gsm8k", (("main", "test"),)),
         ({"dataset_name": "GSM8K", "subset": "socratic"}, "openai/gsm8k", (("socratic", None),)),
-        ({"dataset_name": "AIME2025"}, "opencompass/AIME2025",
-         (("AIME2025-I", "test"), ("AIME2025-II", "test"))),
-        ({"dataset_name": "AIME2025", "subset": "AIME2025-II"}, "opencompass/AIME2025",
-         (("AIME2025-II", "test"),)),
+        (
+            {"dataset_name": "AIME2025"},
+            "opencompass/AIME2025",
+            (("AIME2025-I", "test"), ("AIME2025-II", "test")),
+        ),
+        (
+            {"dataset_name": "AIME2025", "subset": "AIME2025-II"},
+            "opencompass/AIME2025",
+            (("AIME2025-II", "test"),),
+        ),
         ({"dataset_name": "GSM8K", "data_path": "train.jsonl"}, "train.jsonl", ((None, None),)),
         ({"data_path": "some/name", "subset": "a", "split": "b"}, "some/name", (("a", "b"),)),
     ],
-)  # fmt: skip
+)
 def test_where_a_set_is_read_from(config: Any, path: str, parts: Any) -> None:
     found = opened(**config)
     assert (found.path, found.parts) == (path, parts)
@@ -49,8 +61,11 @@ def test_where_a_set_is_read_from(config: Any, path: str, parts: Any) -> None:
 
 def test_every_set_that_needs_no_path_has_a_place() -> None:
     need_one = {
-        "PreferenceDataset", "BinaryPreferenceDataset", "ResponseDataset", "CodeTasks",
-    }  # fmt: skip
+        "PreferenceDataset",
+        "BinaryPreferenceDataset",
+        "ResponseDataset",
+        "CodeTasks",
+    }
     assert {name for name, hub in HUBS.items() if hub.name is None} == need_one
 
 
@@ -92,8 +107,9 @@ def test_every_row_is_counted_once(write_rows: Callable[..., Path]) -> None:
     assert kept == ["rows.jsonl:1", "rows.jsonl:4", "rows.jsonl:5"]
     assert (report.num_read, report.num_kept) == (6, 3)
     assert {reason: found.count for reason, found in report.dropped.items()} == {
-        "malformed": 2, "empty": 1,
-    }  # fmt: skip
+        "malformed": 2,
+        "empty": 1,
+    }
 
     report = RowReport(name="train")
     assert len(found.read(convert, report=report, on_bad_row="skip", limit=1)) == 1

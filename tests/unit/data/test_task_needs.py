@@ -33,9 +33,11 @@ def load(write_rows: Callable[..., Path]) -> Load:
         path = str(write_rows(rows))
         given = TaskDataConfig(train_data_path=path, split_validation_size=0, **data)
         return load_task_data(
-            given, default_environment=environment, environments=ENVIRONMENTS,
+            given,
+            default_environment=environment,
+            environments=ENVIRONMENTS,
             needs=TaskNeeds(tests=frozenset({"code"})),
-        )  # fmt: skip
+        )
 
     return run
 
@@ -51,8 +53,10 @@ def test_preferences_are_not_judged_by_who_was_never_named(
         load([row], on_bad_row=on_bad_row)
     # The same where the class is said, before a row is read.
     with pytest.raises(ConfigError, match=named):
-        load([row], dataset_name="PreferenceDataset" if "context" in row else
-             "BinaryPreferenceDataset")  # fmt: skip
+        load(
+            [row],
+            dataset_name="PreferenceDataset" if "context" in row else "BinaryPreferenceDataset",
+        )
 
 
 def test_preferences_are_judged_by_whom_the_configuration_names(load: Load) -> None:

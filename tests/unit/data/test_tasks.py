@@ -82,8 +82,10 @@ def shown(report: Any) -> str:
         ),
         ({"question": "Cost?", "answer": "It costs 1.\n#### 1"}, {}, "Cost?", "1"),
         (
-            {"prompt": [{"role": "user", "content": "1+1?"}],
-             "reward_model": {"ground_truth": "2", "style": "rule"}},
+            {
+                "prompt": [{"role": "user", "content": "1+1?"}],
+                "reward_model": {"ground_truth": "2", "style": "rule"},
+            },
             {"dataset_name": "DAPOMath17K"},
             "1+1?",
             "2",
@@ -102,22 +104,26 @@ def shown(report: Any) -> str:
             "2",
         ),
     ],
-)  # fmt: skip
+)
 def test_forms_of_rows(load: Load, row: Any, config: Any, question: str, answer: str) -> None:
     (task,), _ = load([row], **config)
     assert task.prompt == (Message("user", question),)
     assert task.metadata == {"ground_truth": answer}
     assert (task.environment, task.source, task.id) == (
-        "math", "rows.jsonl:1", "train:rows.jsonl:1",
-    )  # fmt: skip
+        "math",
+        "rows.jsonl:1",
+        "train:rows.jsonl:1",
+    )
 
 
 def test_columns_that_reward_functions_are_given_become_metadata(load: Load) -> None:
     row = {"input": "1+1?", "output": "2", "data_source": "sums", "extra_info": {"level": 3}}
     (task,), _ = load([row])
     assert task.metadata == {
-        "ground_truth": "2", "data_source": "sums", "extra_info": {"level": 3},
-    }  # fmt: skip
+        "ground_truth": "2",
+        "data_source": "sums",
+        "extra_info": {"level": 3},
+    }
     (task,), _ = load([row | {"data_source": None, "extra_info": "none"}])
     assert task.metadata == {"ground_truth": "2"}
 
@@ -142,12 +148,18 @@ def test_messages_are_taken_as_they_are(load: Load) -> None:
     "row",
     [
         {"prompt": "Hello", "chosen": "Good day.", "rejected": "What?"},
-        {"chosen": "\n\nHuman: Hello\n\nAssistant: Good day.",
-         "rejected": "\n\nHuman: Hello\n\nAssistant: What?"},
-        {"context": "Hello", "response1": "What?", "response2": "Good day.",
-         "overall_preference": 2},
+        {
+            "chosen": "\n\nHuman: Hello\n\nAssistant: Good day.",
+            "rejected": "\n\nHuman: Hello\n\nAssistant: What?",
+        },
+        {
+            "context": "Hello",
+            "response1": "What?",
+            "response2": "Good day.",
+            "overall_preference": 2,
+        },
     ],
-)  # fmt: skip
+)
 def test_preferences_give_their_prompts(load: Load, row: Any) -> None:
     (task,), report = load([row], env_name="reward_model")
     assert task.prompt == (Message("user", "Hello"),)
@@ -209,11 +221,14 @@ OPTIONS = {"A": "one", "B": "two", "C": "three"}
         {"question": "1+1?", "choices": ["one", "two", "three"], "answer": 1},
         {"question": "1+1?", "choices": ["one", "two", "three"], "answer": "1"},
         {"question": "1+1?", "choices": ["one", "two", "three"], "answer": "two"},
-        {"question": "1+1?", "choices": {"label": ["A", "B", "C"], "text": ["one", "two", "three"]},
-         "answer": "B"},
+        {
+            "question": "1+1?",
+            "choices": {"label": ["A", "B", "C"], "text": ["one", "two", "three"]},
+            "answer": "B",
+        },
         {"question": "1+1?", **OPTIONS, "answer": "B"},
     ],
-)  # fmt: skip
+)
 def test_choices_stand_under_the_question(load: Load, row: Any) -> None:
     (task,), _ = load([row], processor="multichoice_qa_processor")
     assert asked(task) == "1+1?\nA) one\nB) two\nC) three"
@@ -276,8 +291,10 @@ def test_a_mixture_keeps_what_each_set_says(write_rows: Callable[..., Path]) -> 
         environments=ENVIRONMENTS,
     )
     assert [(task.environment, task.name) for task in tasks] == [
-        ("math", "sums"), ("math", "sums"), ("reward_model", f"{talk.parent.name}-talk"),
-    ]  # fmt: skip
+        ("math", "sums"),
+        ("math", "sums"),
+        ("reward_model", f"{talk.parent.name}-talk"),
+    ]
     assert len({task.id for task in tasks}) == 3
     assert (report.num_read, report.num_items, report.num_prompts) == (3, 3, 2)
     assert report.sets["sums (math)"] == 2
@@ -452,8 +469,10 @@ def test_the_whole_section(write_rows: Callable[..., Path]) -> None:
     assert (len(named.train), len(named.validation)) == (40, 3)
 
     other = str(write_rows([{"question": f"{n}!", "answer": n} for n in range(20)], "b.jsonl"))
-    blocks = [{"data_path": path, "split_validation_size": 0.5, "seed": 1},
-              {"data_path": other, "split_validation_size": 0.0}]  # fmt: skip
+    blocks = [
+        {"data_path": path, "split_validation_size": 0.5, "seed": 1},
+        {"data_path": other, "split_validation_size": 0.0},
+    ]
     mixed = load_task_data(TaskDataConfig.model_validate({"train": blocks}), **ask)
     assert len(mixed.validation) == 20
     assert all(asked(task).endswith("?") for task in mixed.validation)
@@ -461,8 +480,9 @@ def test_the_whole_section(write_rows: Callable[..., Path]) -> None:
 
 def test_a_repeated_task_is_held_out_whole(write_rows: Callable[..., Path]) -> None:
     path = str(write_rows([{"question": f"{n}?", "answer": n} for n in range(10)]))
-    data = TaskDataConfig.model_validate({"train": {"data_path": path, "repeat": 3},
-                                          "split_validation_size": 0.2})  # fmt: skip
+    data = TaskDataConfig.model_validate(
+        {"train": {"data_path": path, "repeat": 3}, "split_validation_size": 0.2}
+    )
     loaded = load_task_data(data, default_environment="math", environments=ENVIRONMENTS)
     assert (len(loaded.train), len(loaded.validation)) == (24, 6)
     assert loaded.reports["train"].num_kept == 8  # rows

@@ -124,19 +124,29 @@ def test_the_end_is_ten_lines_with_baselines_and_what_to_look_at(tmp_path: Path)
     ]
     lines = "".join(json.dumps(one) + "\n" for one in rewards)
     (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
-    figures = {"accuracy": 0.98, "num_valid_samples": 400.0, "longer_wins_baseline": 0.5,
-               "bag_of_words_baseline": 0.52}  # fmt: skip
+    figures = {
+        "accuracy": 0.98,
+        "num_valid_samples": 400.0,
+        "longer_wins_baseline": 0.5,
+        "bag_of_words_baseline": 0.52,
+    }
     rewarding = Outcome(
-        step=1, ended="finished",
+        step=1,
+        ended="finished",
         metrics={f"validation-held-out/{name}": value for name, value in figures.items()},
-    )  # fmt: skip
+    )
     measured: Any = SimpleNamespace(success_rate=0.5, groups=[SimpleNamespace(rollouts_G=[0, 0])])
     stream = io.StringIO()
     _conclude(
-        Console(file=stream, width=80), Files(Path("demo")), policy=Path("p"),
-        reward_model=Path("r m"), rewarding=rewarding, rates=(measured, measured), seconds=9.0,
+        Console(file=stream, width=80),
+        Files(Path("demo")),
+        policy=Path("p"),
+        reward_model=Path("r m"),
+        rewarding=rewarding,
+        rates=(measured, measured),
+        seconds=9.0,
         learning=Outcome(step=1, ended="finished", run_dir=tmp_path),
-    )  # fmt: skip
+    )
     told = stream.getvalue()
     assert len(told.splitlines()) <= 10
     said = " ".join(told.split())

@@ -92,13 +92,18 @@ def judge(environment, text, metadata):
 def batch_of(logs, returned, group_ids, is_end=None):
     size = len(logs)
     return {
-        "message_log": logs, "prompt": ["?"] * size, "completion": ["!"] * size,
-        "group_ids": group_ids, "rewards": returned.rewards, "components": {},
+        "message_log": logs,
+        "prompt": ["?"] * size,
+        "completion": ["!"] * size,
+        "group_ids": group_ids,
+        "rewards": returned.rewards,
+        "components": {},
         "is_end": torch.tensor(is_end or [True] * size),
         "prompt_lengths": torch.full((size,), 10),
-        "generation_lengths": torch.arange(1, size + 1), "answers": returned.answers,
+        "generation_lengths": torch.arange(1, size + 1),
+        "answers": returned.answers,
         "num_failures": 1,
-    }  # fmt: skip
+    }
 
 
 # ------------------------------------------------------------------------------------------ rewards
@@ -350,8 +355,10 @@ def test_no_code_is_answered_with_nothing(environment):
 
 def test_earlier_blocks_run_again_silently_and_with_the_same_seed(make):
     environment = make(terminate_on_evaluation=False)
-    said_first = "<code>import random, os, sys\nx = random.random()\nout = sys.stdout\n" \
-                 "print('p')\nos.write(1, b'raw')\nx</code>"  # fmt: skip
+    said_first = (
+        "<code>import random, os, sys\nx = random.random()\nout = sys.stdout\n"
+        "print('p')\nos.write(1, b'raw')\nx</code>"
+    )
     log, first, returned = turn(environment, said_first, {})
     _, second, _ = turn(environment, "<code>print(x, file=out)</code>", returned.metadata[0], log)
     value = second.removeprefix("<result>").removesuffix("</result>")
@@ -415,8 +422,12 @@ def test_a_sandbox_that_fails_is_a_failure_not_a_zero(found):
     assert all("the sandbox failed" in failure for failure in returned.failures)
     assert returned.rewards.tolist() == [0.0, 0.0]
     assert returned.terminateds.all()
-    task = Task(id="a", prompt=(Message("user", "?"),), environment="code",
-                metadata=CALLS | {"reference_solution": RIGHT})  # fmt: skip
+    task = Task(
+        id="a",
+        prompt=(Message("user", "?"),),
+        environment="code",
+        metadata=CALLS | {"reference_solution": RIGHT},
+    )
     assert environment.validate([task]) == []  # that says nothing of the task
 
 
@@ -596,6 +607,7 @@ def test_known_solutions_of_real_tasks_earn_the_reward(make, name, file, every, 
     logs = [log_of(one["reference_solution"]) for one in metadata]
     returned = environment.step(logs, metadata)
     assert returned.rewards.tolist() == [1.0] * count
-    none = environment.step([log_of(block(f"def {one['entry']}(*a): pass")) for one in metadata],
-                            metadata)  # fmt: skip
+    none = environment.step(
+        [log_of(block(f"def {one['entry']}(*a): pass")) for one in metadata], metadata
+    )
     assert none.rewards.tolist() == [0.0] * count

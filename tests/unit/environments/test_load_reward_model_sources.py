@@ -162,8 +162,12 @@ def test_servers_that_take_rendered_text_get_that_of_the_model(models, scorers, 
 def test_workers_render_for_servers_and_end_with_the_environment(models, monkeypatch):
     monkeypatch.setenv("RM_KEY", KEY)
     before = children()
-    settings = {"api_key_env": "RM_KEY", "model_name": str(models / "first"), "num_workers": 2,
-                "url_protocol": "sglang"}  # fmt: skip
+    settings = {
+        "api_key_env": "RM_KEY",
+        "model_name": str(models / "first"),
+        "num_workers": 2,
+        "url_protocol": "sglang",
+    }
     with Running(local(models / "first")) as it:
         with opened(urls=[it.url], **settings) as environment:
             assert len(children() - before) == 2
@@ -358,8 +362,13 @@ def test_a_model_name_that_is_none_is_told_before_a_server_is_asked(tmp_path):
 def test_a_judge_gives_rewards_and_its_parts_are_figures():
     said: list[str] = []
     with judge_server(by_length) as server:
-        judge = {"urls": [server.url], "model": "m", "template": ONLY_RESPONSE,
-                 "num_samples": 2, "temperature": 1.0}  # fmt: skip
+        judge = {
+            "urls": [server.url],
+            "model": "m",
+            "template": ONLY_RESPONSE,
+            "num_samples": 2,
+            "temperature": 1.0,
+        }
         with opened(said, judge=judge, transform={"scale": 0.1}) as environment:
             assert environment.judges == "completion"
             found = environment.step(LOGS, INFOS)
@@ -472,9 +481,13 @@ def test_several_models_are_each_normalised_by_their_own_statistics(models, file
     parts: list[dict[str, Any]] = [
         {"name": "a", "model_name": str(models / "first"), "precision": "float32", "weight": 2.0},
         {"name": "b", "model_name": str(models / "second"), "precision": "float32"},
-        {"name": "c", "function": {"path": f"{file}:compute_score"}, "normalize": "none",
-         "weight": 0.5},
-    ]  # fmt: skip
+        {
+            "name": "c",
+            "function": {"path": f"{file}:compute_score"},
+            "normalize": "none",
+            "weight": 0.5,
+        },
+    ]
     right = [0.0, 2.0, 0.0]
     rows = list(zip(*normal, right, strict=True))
     expected = [2 * a + b + 0.5 * c for a, b, c in rows]
@@ -518,8 +531,12 @@ def test_errors_of_a_member_name_it(models, tmp_path):
     function = {"name": "b", "function": {"path": "nowhere:f"}, "normalize": "none"}
     with pytest.raises(UserError, match=f"{where}function.path"):
         opened(models=[good, function])
-    key = {"name": "b", "urls": ["http://127.0.0.1:9"], "api_key_env": "NONE_OF_TEST",
-           "normalize": "none"}  # fmt: skip
+    key = {
+        "name": "b",
+        "urls": ["http://127.0.0.1:9"],
+        "api_key_env": "NONE_OF_TEST",
+        "normalize": "none",
+    }
     with pytest.raises(UserError, match=f"{where}api_key_env=NONE_OF_TEST"):
         opened(models=[good, key])
 

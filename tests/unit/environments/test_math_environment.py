@@ -106,8 +106,9 @@ def test_a_missing_known_answer_is_a_failure_not_a_zero(environment):
 
 
 def test_known_answers_may_be_numbers(environment):
-    returned = environment.step([log_of(r"\boxed{0.5}"), log_of(r"\boxed{3}")],
-                                [{"ground_truth": 0.5}, {"ground_truth": 3}])  # fmt: skip
+    returned = environment.step(
+        [log_of(r"\boxed{0.5}"), log_of(r"\boxed{3}")], [{"ground_truth": 0.5}, {"ground_truth": 3}]
+    )
     assert returned.rewards.tolist() == [1.0, 1.0]
 
 
@@ -122,9 +123,16 @@ def test_any_number_at_once(environment, size):
 @pytest.mark.slow_parameters("99999999!", "\\\\binom{1000000000}{500000000}", "3^{20^6}")
 @pytest.mark.parametrize(
     "answer",
-    ["9**9**9**9", "(10^{10^{10}})!", "9^{9^{9}}", "99999999!", r"\binom{1000000000}{500000000}",
-     "3^{20^6}", r"\sum_{i=1}^{1000000000} i"],
-)  # fmt: skip
+    [
+        "9**9**9**9",
+        "(10^{10^{10}})!",
+        "9^{9^{9}}",
+        "99999999!",
+        r"\binom{1000000000}{500000000}",
+        "3^{20^6}",
+        r"\sum_{i=1}^{1000000000} i",
+    ],
+)
 def test_d16_what_cannot_be_computed_is_worth_0_and_neighbours_are_intact(environment, answer):
     texts = [rf"\boxed{{{answer}}}", f"The answer is ${answer}$", r"\boxed{\sqrt{16}}"]
     returned = environment.step([log_of(one) for one in texts], known("4", "4", "4"))

@@ -21,10 +21,22 @@ def test_d17_the_last_answer_counts():
 
 @pytest.mark.parametrize(
     "response",
-    ["Answer: B", "answer:B", "ANSWER : (B)", "**Answer:** B", "**Answer: B**", "Answer: $B$",
-     r"Answer: \boxed{B}", r"Answer: $\boxed{\text{B}}$", "Answer: b", "Answer: b.\n",
-     "Answer: [B]", "Answer: B) because", "Final Answer: B\nGood luck."],
-)  # fmt: skip
+    [
+        "Answer: B",
+        "answer:B",
+        "ANSWER : (B)",
+        "**Answer:** B",
+        "**Answer: B**",
+        "Answer: $B$",
+        r"Answer: \boxed{B}",
+        r"Answer: $\boxed{\text{B}}$",
+        "Answer: b",
+        "Answer: b.\n",
+        "Answer: [B]",
+        "Answer: B) because",
+        "Final Answer: B\nGood luck.",
+    ],
+)
 def test_ways_to_write_it(response):
     assert english(response).verdict == "correct"
     assert multilingual(response).verdict == "correct"
@@ -54,9 +66,18 @@ def test_there_are_many_languages():
 
 @pytest.mark.parametrize(
     ("response", "letter"),
-    [("答案：Ｂ", "B"), ("答え:Ｄ", "D"), ("الإجابة: ب", "B"), ("الجواب: ج", "C"), ("উত্তরঃ অ", "A"),
-     ("উত্তর: খ\nAnswer: C", "C"), ("Ответ: В", "B"), ("정답: (A)", "A"), ("Réponse : C", "C")],
-)  # fmt: skip
+    [
+        ("答案：Ｂ", "B"),
+        ("答え:Ｄ", "D"),
+        ("الإجابة: ب", "B"),
+        ("الجواب: ج", "C"),
+        ("উত্তরঃ অ", "A"),
+        ("উত্তর: খ\nAnswer: C", "C"),
+        ("Ответ: В", "B"),
+        ("정답: (A)", "A"),
+        ("Réponse : C", "C"),
+    ],
+)
 def test_letters_of_other_scripts(response, letter):
     assert multilingual(response, letter).answer == letter
 

@@ -38,9 +38,12 @@ class Constant(EnvironmentInterface):
     def step(self, message_log_batch, metadata):
         size = len(message_log_batch)
         return EnvironmentReturn(
-            [{"role": "environment", "content": ""}] * size, list(metadata), [None] * size,
-            torch.full((size,), self.reward), torch.ones(size, dtype=torch.bool),
-        )  # fmt: skip
+            [{"role": "environment", "content": ""}] * size,
+            list(metadata),
+            [None] * size,
+            torch.full((size,), self.reward),
+            torch.ones(size, dtype=torch.bool),
+        )
 
     def global_post_process_and_metrics(self, batch):
         return batch, {}
@@ -163,21 +166,32 @@ def test_an_unknown_name_lists_the_known_ones():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"custom": {"mine": own("NoEnvironment")}},
-         "lacks global_post_process_and_metrics, shutdown; derive it from"),
+        (
+            {"custom": {"mine": own("NoEnvironment")}},
+            "lacks global_post_process_and_metrics, shutdown; derive it from",
+        ),
         ({"custom": {"mine": own("Constnt")}}, "did you mean 'Constant'"),
         ({"custom": {"mine": own(rewrd=1.0)}}, "cannot be called with rewrd=1.0"),
         ({"custom": {"mine": {"name": "no_such_module.Env"}}}, "no module 'no_such_module'"),
         ({"custom": {"mine": {"name": "Constant"}}}, "not of the form"),
         ({"custom": {"mine": {"name": "sys.path"}}}, "is list, not a class"),
         ({"custom": {"mine": own(), "math": own()}}, "call yours something else"),
-        ({"custom": {"mine": own()}, "composite": {"mine": {"parts": [{"env": "math"}]}}},
-         "both have mine"),
-        ({"composite": {"mine": {"parts": [{"env": "other"}]},
-                        "other": {"parts": [{"env": "mine"}]}}}, "mine -> other -> mine"),
+        (
+            {"custom": {"mine": own()}, "composite": {"mine": {"parts": [{"env": "math"}]}}},
+            "both have mine",
+        ),
+        (
+            {
+                "composite": {
+                    "mine": {"parts": [{"env": "other"}]},
+                    "other": {"parts": [{"env": "mine"}]},
+                }
+            },
+            "mine -> other -> mine",
+        ),
         ({"composite": {"mine": {"parts": [{"env": "oter"}]}}}, "no environment is called 'oter'"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_made_is_told(sections, message):
     with pytest.raises(ConfigError, match=message):
         create_environment("mine", config_of(**sections))

@@ -128,13 +128,25 @@ def test_d24_the_documented_settings_work_as_printed(tmp_path):
 
 def test_keys_of_the_other_system_are_taken_and_named(checkpoint, caplog):
     settings = {
-        "checkpoint_path": None, "max_model_len": 64, "logprob_batch_size": 8,
-        "max_grad_norm": None, "generation": None, "offload_optimizer_for_logprob": False,
-        "dynamic_batching": {"enabled": False}, "sequence_packing": {"enabled": False},
-        "dtensor_cfg": {"_v2": True, "enabled": True, "tensor_parallel_size": 1,
-                        "context_parallel_size": 1, "cpu_offload": False},
-        "batch_size": 4, "reward_model_cfg": HEAD, "processor": "math_hf_data_processor",
-    }  # fmt: skip
+        "checkpoint_path": None,
+        "max_model_len": 64,
+        "logprob_batch_size": 8,
+        "max_grad_norm": None,
+        "generation": None,
+        "offload_optimizer_for_logprob": False,
+        "dynamic_batching": {"enabled": False},
+        "sequence_packing": {"enabled": False},
+        "dtensor_cfg": {
+            "_v2": True,
+            "enabled": True,
+            "tensor_parallel_size": 1,
+            "context_parallel_size": 1,
+            "cpu_offload": False,
+        },
+        "batch_size": 4,
+        "reward_model_cfg": HEAD,
+        "processor": "math_hf_data_processor",
+    }
     with make(checkpoint, **settings) as padded, make(checkpoint) as packed:
         assert rewards(padded, LOGS) == pytest.approx(rewards(packed, LOGS), abs=5e-6)
     (warning,) = [one.message for one in caplog.records if "mean nothing here" in one.message]
@@ -308,13 +320,20 @@ def test_the_tokenizer_block_is_heeded(tmp_path):
 # ------------------------------------------------------------------------------ sizes and sharing
 
 
-@pytest.mark.parametrize("settings", [
-    {},
-    {"sequence_packing": {"enabled": False}, "batch_size": 4},
-    {"sequence_packing": {"enabled": False}, "dynamic_batching": {"enabled": True},
-     "batch_tokens": 100},
-    {"sequence_packing": {"enabled": True, "share_prompts": False}, "batch_tokens": 50},
-], ids=["forest", "padded", "budget", "unshared"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"sequence_packing": {"enabled": False}, "batch_size": 4},
+        {
+            "sequence_packing": {"enabled": False},
+            "dynamic_batching": {"enabled": True},
+            "batch_tokens": 100,
+        },
+        {"sequence_packing": {"enabled": True, "share_prompts": False}, "batch_tokens": 50},
+    ],
+    ids=["forest", "padded", "budget", "unshared"],
+)
 def test_d6_every_number_of_conversations_is_scored_as_one_by_one(checkpoint, settings):
     logs = [
         log(("Where?", "Bread?", "Where is the man?")[i % 3], f"answer {'very ' * (i % 7)}{i}")
@@ -520,11 +539,18 @@ def test_d25_the_figures_are_those_of_the_batch_under_the_documented_names():
 
 def test_figures_of_a_whole_batch_of_rollouts():
     batch = {
-        "message_log": LOGS[:2], "prompt": ["", ""], "completion": ["", ""],
-        "group_ids": ["a", "a"], "rewards": torch.tensor([1.0, 1.0]), "components": {},
-        "is_end": torch.tensor([True, False]), "prompt_lengths": torch.tensor([3, 5]),
-        "generation_lengths": torch.tensor([1, 2]), "answers": ["", ""], "num_failures": 0,
-    }  # fmt: skip
+        "message_log": LOGS[:2],
+        "prompt": ["", ""],
+        "completion": ["", ""],
+        "group_ids": ["a", "a"],
+        "rewards": torch.tensor([1.0, 1.0]),
+        "components": {},
+        "is_end": torch.tensor([True, False]),
+        "prompt_lengths": torch.tensor([3, 5]),
+        "generation_lengths": torch.tensor([1, 2]),
+        "answers": ["", ""],
+        "num_failures": 0,
+    }
     with RewardModelEnvironment({}, scorer=WordScorer()) as made:
         rewards(made, LOGS[:2])
         figures = made.global_post_process_and_metrics(batch)[1]
@@ -564,7 +590,7 @@ def test_d18_what_the_settings_get_wrong_is_told_before_anything_is_loaded(tmp_p
         ({"checkpoint_path": str(tmp_path / "no")}, ModelError, r"\.checkpoint_path=.*no such"),
         ({"tokenizer": {"name": str(tmp_path / "no")}}, ModelError, r"tokenizer\.name=.*no such"),
         ({"reward_model_cfg": {**HEAD, "attributes": ["x"]}}, ConfigError, "gives one score"),
-    ]  # fmt: skip
+    ]
     said = []
     for settings, kind, message in wrong:
         with pytest.raises(kind, match=message):
@@ -577,8 +603,9 @@ def test_d18_what_the_settings_get_wrong_is_told_before_anything_is_loaded(tmp_p
 def test_stored_statistics_are_asked_for_before_the_model_is_loaded(tmp_path):
     said = []
     settings = {
-        "model_name": str(write_foreign_model(tmp_path)), "transform": {"normalize": "stored"},
-    }  # fmt: skip
+        "model_name": str(write_foreign_model(tmp_path)),
+        "transform": {"normalize": "stored"},
+    }
     with pytest.raises(ConfigError, match=r"normalize=stored: .* has no scoring\.json"):
         RewardModelEnvironment(settings, device="cpu", say=said.append)
     assert said == []

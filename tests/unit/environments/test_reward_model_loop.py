@@ -99,6 +99,7 @@ def test_in_a_composite_the_most_patient_has_its_way(
     parts: tuple[Judged, ...], expected: Judged
 ) -> None:
     environments = {str(i): Judge(judges=judges) for i, judges in enumerate(parts)}
-    composite = CompositeEnvironment({"parts": [{"env": name} for name in environments]},
-                                     environments)  # fmt: skip
+    composite = CompositeEnvironment(
+        {"parts": [{"env": name} for name in environments]}, environments
+    )
     assert composite.judges == expected

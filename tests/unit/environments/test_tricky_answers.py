@@ -115,7 +115,9 @@ def test_an_answer_in_words_that_have_no_blanks(checker: AnswerChecker, response
         "{" * 5_000 + "1" + "}" * 5_000,
         r"\frac{" * 2_000 + "1" + "}{2}" * 2_000,
         r"\sqrt{" * 500 + "2" + "}" * 500,
-        r"\det" + r"\begin{pmatrix}" + r"\\".join("&".join("abcdefghi") for _ in range(9))
+        r"\det"
+        + r"\begin{pmatrix}"
+        + r"\\".join("&".join("abcdefghi") for _ in range(9))
         + r"\end{pmatrix}",
         "(x+y+z)^{60}",
         r"\prod_{i=1}^{10000000} i",
@@ -123,7 +125,7 @@ def test_an_answer_in_words_that_have_no_blanks(checker: AnswerChecker, response
         "\\",
         r"\boxed" * 500,
     ],
-)  # fmt: skip
+)
 def test_what_is_too_much_earns_nothing_and_ends_in_its_time(
     checker: AnswerChecker, answer: str
 ) -> None:

@@ -26,9 +26,14 @@ def make_pair(
     texts: tuple[str, str] = ("a long answer", "short"),
 ) -> ScoredPair:
     return ScoredPair(
-        id=name, prompt=PROMPT, chosen=texts[0], rejected=texts[1],
-        score_chosen=scores[0], score_rejected=scores[1], subset=subset,
-    )  # fmt: skip
+        id=name,
+        prompt=PROMPT,
+        chosen=texts[0],
+        rejected=texts[1],
+        score_chosen=scores[0],
+        score_rejected=scores[1],
+        subset=subset,
+    )
 
 
 def make_pairs(subset: str, right: int, wrong: int, failed: int = 0) -> list[ScoredPair]:
@@ -46,10 +51,13 @@ def make_list(
     texts: Sequence[str] | None = None,
 ) -> ScoredList:
     return ScoredList(
-        id=name, prompt=PROMPT, subset=subset, scores_G=tuple(scores),
+        id=name,
+        prompt=PROMPT,
+        subset=subset,
+        scores_G=tuple(scores),
         completions_G=tuple(texts or [f"answer {i}" for i in range(len(scores))]),
         is_right_G=tuple(i < num_right for i in range(len(scores))),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="session")

@@ -56,8 +56,11 @@ def test_a_pair_from_any_format(tmp_path, name) -> None:
 
 
 def test_lists_of_parquet_and_prompts_of_several_turns(tmp_path) -> None:
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"},
-             {"role": "user", "content": "r"}]  # fmt: skip
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "r"},
+    ]
     rows = [{"id": "x", "subset": "Math", "prompt": turns, "chosen": ["a"], "rejected": ["b", "c"]}]
     (row,) = read_benchmark(REWARD_BENCH_2, [write(tmp_path / "rows.parquet", rows)])
     assert row.ranks_G == (0, 1, 1)
@@ -73,8 +76,14 @@ def test_ids_are_unique_and_the_same_the_next_time(tmp_path) -> None:
 
 
 def test_the_right_answer_of_judge_bench_comes_first(tmp_path) -> None:
-    row = {"pair_id": "p", "source": "livecodebench", "question": "q", "response_A": "a",
-           "response_B": "b", "label": "B>A"}  # fmt: skip
+    row = {
+        "pair_id": "p",
+        "source": "livecodebench",
+        "question": "q",
+        "response_A": "a",
+        "response_B": "b",
+        "label": "B>A",
+    }
     (read,) = read_benchmark(JUDGE_BENCH, [write(tmp_path / "rows.jsonl", [row])])
     assert [one.messages[0].content for one in read.group.completions_G] == ["b", "a"]
     assert (read.id, read.subset) == ("p", "livecodebench")
@@ -179,8 +188,11 @@ def test_rows_that_cannot_be_used(tmp_path, form, row, message) -> None:
 
 
 def test_the_real_rows_that_could_be_rebuilt() -> None:
-    files = ("llmbar/rewardbench_llmbar", "humanevalpack/rewardbench_hep",
-             "mtbench_rewardbench/rewardbench_mtbench")  # fmt: skip
+    files = (
+        "llmbar/rewardbench_llmbar",
+        "humanevalpack/rewardbench_hep",
+        "mtbench_rewardbench/rewardbench_mtbench",
+    )
     rows = read_benchmark(REWARD_BENCH, [real(f"{name}.jsonl.gz") for name in files])
     assert len(rows) == len({row.id for row in rows}) == 1493
     counts = Counter(row.subset for row in rows)

@@ -24,18 +24,19 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def loaded(path: Path, rows: Sequence[Mapping[str, Any]], **settings: Any) -> BenchmarkSet:
     settings.setdefault("benchmark", "reward-bench")
-    return BenchmarkSet.load(
-        "Mine", BenchmarkSetConfig(data_path=write(path, rows), **settings)
-    )  # fmt: skip
+    return BenchmarkSet.load("Mine", BenchmarkSetConfig(data_path=write(path, rows), **settings))
 
 
 def pair(number: int, subset: str) -> dict[str, Any]:
     """The right answer of an even row is longer."""
     chosen = f"right {number}" + " indeed" * (number % 2 == 0)
     return {
-        "id": number, "subset": subset, "prompt": f"{number}?", "chosen": chosen,
+        "id": number,
+        "subset": subset,
+        "prompt": f"{number}?",
+        "chosen": chosen,
         "rejected": f"wrong {number}",
-    }  # fmt: skip
+    }
 
 
 def scored(chosen: BenchmarkSet, scores: Mapping[str, float | None]) -> list[tuple[Score, ...]]:
@@ -55,12 +56,27 @@ def scored(chosen: BenchmarkSet, scores: Mapping[str, float | None]) -> list[tup
 
 
 def test_reward_bench_by_hand(tmp_path: Path) -> None:
-    subsets = ("alpacaeval-easy", "mt-bench-easy", "llmbar-natural", "llmbar-natural",
-               "donotanswer", "math-prm", "hep-go", "hep-go")  # fmt: skip
+    subsets = (
+        "alpacaeval-easy",
+        "mt-bench-easy",
+        "llmbar-natural",
+        "llmbar-natural",
+        "donotanswer",
+        "math-prm",
+        "hep-go",
+        "hep-go",
+    )
     chosen = loaded(tmp_path / "rows.jsonl", [pair(i, s) for i, s in enumerate(subsets)])
-    scores = {"right 0 indeed": 1.0, "right 1": -1.0, "right 2 indeed": 1.0, "right 3": 0.0,
-              "right 4 indeed": 1.0, "right 5": 2.0, "right 6 indeed": 1.0,
-              "wrong 7": None}  # fmt: skip
+    scores = {
+        "right 0 indeed": 1.0,
+        "right 1": -1.0,
+        "right 2 indeed": 1.0,
+        "right 3": 0.0,
+        "right 4 indeed": 1.0,
+        "right 5": 2.0,
+        "right 6 indeed": 1.0,
+        "wrong 7": None,
+    }
     found = chosen.figures(scored(chosen, scores))
     chat, chat_hard, safety, reasoning = 100 / 128, 1 / 2, 1.0, 1.0
     assert found == {
@@ -69,9 +85,13 @@ def test_reward_bench_by_hand(tmp_path: Path) -> None:
         "accuracy": 5 / 7,
         # Rows 0, 2, 4 and 6; row 7, which failed, is in neither.
         "longer_wins_baseline": 4 / 7,
-        "chat": pytest.approx(chat), "chat_hard": chat_hard, "safety": safety,
-        "reasoning": reasoning, "num_rows": 7.0, "num_failures": 1.0,
-    }  # fmt: skip
+        "chat": pytest.approx(chat),
+        "chat_hard": chat_hard,
+        "safety": safety,
+        "reasoning": reasoning,
+        "num_rows": 7.0,
+        "num_failures": 1.0,
+    }
 
 
 def test_without_a_section_there_is_no_final_score(tmp_path: Path) -> None:
@@ -98,10 +118,15 @@ def test_best_of_n_by_hand(tmp_path: Path) -> None:
     chosen = loaded(tmp_path / "rows.jsonl", rows, benchmark="best-of-n")
     found = chosen.figures(scored(chosen, {"a1": 3.0, "b1": 1.0}))
     assert found == {
-        "final_score": 0.5, "accuracy": 0.5, "random": pytest.approx((1 / 3 + 1 / 2) / 2),
-        "oracle": 1.0, "longer_wins_baseline": 0.25, "longer_wins_final_score": 0.25,
-        "num_rows": 2.0, "num_failures": 0.0,
-    }  # fmt: skip
+        "final_score": 0.5,
+        "accuracy": 0.5,
+        "random": pytest.approx((1 / 3 + 1 / 2) / 2),
+        "oracle": 1.0,
+        "longer_wins_baseline": 0.25,
+        "longer_wins_final_score": 0.25,
+        "num_rows": 2.0,
+        "num_failures": 0.0,
+    }
     assert selectable("best-of-n") == ["final_score", "accuracy"]
 
 
@@ -153,8 +178,15 @@ def test_the_rows_of_a_prompt_of_ties_stay_together(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = []
     for n in range(6):
         for kind, right in (("ref", ["a"]), ("tied", ["a", "b"])):
-            rows.append({"id": f"{kind}:{n}", "subset": "Ties", "prompt": f"{n}?",
-                         "chosen": right, "rejected": ["c"]})  # fmt: skip
+            rows.append(
+                {
+                    "id": f"{kind}:{n}",
+                    "subset": "Ties",
+                    "prompt": f"{n}?",
+                    "chosen": right,
+                    "rejected": ["c"],
+                }
+            )
     # All of one kind, then all of the other.
     rows.sort(key=lambda row: row["id"])
     whole = loaded(tmp_path / "rows.jsonl", rows, benchmark="reward-bench-2")

@@ -136,9 +136,11 @@ WORDS = st.text(st.sampled_from("abc d\nü"), min_size=1, max_size=12)
 def test_where_tokens_agree_scores_are_equal_to_the_last_bit(rows) -> None:
     loaded = _loaded()
     reference = RewardBenchContract(
-        loaded.contract, copy.deepcopy(loaded.contract.tokenizer),
-        pad_id=loaded.contract.rules.pad_id, form=FORM,
-    )  # fmt: skip
+        loaded.contract,
+        copy.deepcopy(loaded.contract.tokenizer),
+        pad_id=loaded.contract.rules.pad_id,
+        form=FORM,
+    )
     groups = [asked(prompt, *answers) for prompt, answers in rows]
     assert summary(differences(reference, groups))["num_rows"] == 0
     scores = [
@@ -162,10 +164,16 @@ def _loaded() -> Any:
 
 def write_classifier(directory: Path, tokenizer: Any) -> None:
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, intermediate_size=64, num_labels=1,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+        num_labels=1,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model: Any = AutoModelForSequenceClassification.from_config(config)
     with torch.no_grad():
@@ -190,8 +198,11 @@ def test_scores_are_those_of_a_padded_batch_with_the_first_bos_hidden(tmp_path, 
     )
     found = LocalScorer(scorer.model, reference).score_now(groups)
     assert [score.truncated for scores_G in found for score in scores_G] == [
-        False, False, True, True,
-    ]  # fmt: skip
+        False,
+        False,
+        True,
+        True,
+    ]
 
     texts = [
         tokenizer.apply_chat_template(

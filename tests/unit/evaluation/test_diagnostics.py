@@ -77,8 +77,12 @@ def test_accuracy_by_hand() -> None:
 
 
 def test_failures_are_counted_by_their_reason() -> None:
-    pairs = [pair(*FAILED, failure="too long"), pair(math.inf, 1.0), pair(*RIGHT),
-             pair(None, None, failure="too long")]  # fmt: skip
+    pairs = [
+        pair(*FAILED, failure="too long"),
+        pair(math.inf, 1.0),
+        pair(*RIGHT),
+        pair(None, None, failure="too long"),
+    ]
     assert failures(pairs) == {"too long": 2, "no finite score": 1}
     assert accuracy(pairs[:2]) is None
 

@@ -48,8 +48,9 @@ def test_calibration_by_hand() -> None:
         (4, pytest.approx(0.81), 0.75),
         (2, pytest.approx(0.93), 0.5),
     ]
-    expected = -(3 * math.log(0.81) + math.log(0.19) + math.log(0.93) + math.log(0.07)
-                 + math.log(0.5)) / 7  # fmt: skip
+    expected = (
+        -(3 * math.log(0.81) + math.log(0.19) + math.log(0.93) + math.log(0.07) + math.log(0.5)) / 7
+    )
     assert found.negative_log_likelihood == pytest.approx(expected)
     assert calibration([of_scores(None, 1.0)]) is None
     with pytest.raises(ConfigError, match="num_rows=0"):

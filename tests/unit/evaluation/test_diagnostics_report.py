@@ -162,18 +162,28 @@ def read(name: str) -> list[ScoredPair]:
     except OSError:
         pytest.skip(f"LAUREL_DATA holds no {name}")
     return [
-        pair(f"{name}:{number}", row["prompt"], row["chosen"], row["rejected"],
-             subset=row.get("subset", row.get("topic")))
+        pair(
+            f"{name}:{number}",
+            row["prompt"],
+            row["chosen"],
+            row["rejected"],
+            subset=row.get("subset", row.get("topic")),
+        )
         for number, row in enumerate(rows, start=1)
-    ]  # fmt: skip
+    ]
 
 
 def scored_by_length(pairs: Sequence[ScoredPair]) -> list[ScoredPair]:
     return [
-        pair(p.id, p.prompt[0].content, p.chosen, p.rejected,
-             (float(len(p.chosen)), float(len(p.rejected))))
+        pair(
+            p.id,
+            p.prompt[0].content,
+            p.chosen,
+            p.rejected,
+            (float(len(p.chosen)), float(len(p.rejected))),
+        )
         for p in pairs
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +235,10 @@ def test_contradictions_in_real_data() -> None:
 
 
 def by_length(groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-    return [tuple(Score(value=float(len(c.messages[0].content))) for c in g.completions_G)
-            for g in groups]  # fmt: skip
+    return [
+        tuple(Score(value=float(len(c.messages[0].content))) for c in g.completions_G)
+        for g in groups
+    ]
 
 
 def evaluated() -> list[ScoredPair]:
@@ -278,9 +290,20 @@ def test_a_report_of_everything() -> None:
     assert report["agreement"][0]["same_verdict_share"] == pytest.approx(2 / 3)
     assert [row["name"] for row in report["sensitivity"]][-1] == "truncated"
     text = printed(report)
-    for part in ("4 pairs, 1 of them without a verdict", "1 x too long", "66.7%", "longer wins",
-                 "bag of words", "either as often", "[b]", "best temperature", "flattery",
-                 "one and two", "evaluated prompts in training", "Spearman"):  # fmt: skip
+    for part in (
+        "4 pairs, 1 of them without a verdict",
+        "1 x too long",
+        "66.7%",
+        "longer wins",
+        "bag of words",
+        "either as often",
+        "[b]",
+        "best temperature",
+        "flattery",
+        "one and two",
+        "evaluated prompts in training",
+        "Spearman",
+    ):
         assert part in text, part
 
 
@@ -311,8 +334,16 @@ def test_what_there_is_nothing_of_is_absent() -> None:
     assert set(report) == {"num_pairs", "num_failures", "failures", "confidence", "evaluation_set"}
     assert "%" not in printed(report)
     alone = diagnostics_report([pair("1", "Is it?", scores=(2.0, 1.0))])
-    for key in ("length_controlled_accuracy", "by_margin", "by_subset", "by_leak", "agreement",
-                "sensitivity", "leakage", "training_set"):  # fmt: skip
+    for key in (
+        "length_controlled_accuracy",
+        "by_margin",
+        "by_subset",
+        "by_leak",
+        "agreement",
+        "sensitivity",
+        "leakage",
+        "training_set",
+    ):
         assert key not in alone
     assert "temperature" not in alone["calibration"]
     assert "none: no pair is wrong" in printed(alone)

@@ -22,8 +22,12 @@ from laurel.run.evaluation.tables import print_evaluation
 
 
 def test_judge_bench_by_category_and_over_all_pairs(pairs) -> None:
-    rows = [*pairs("mmlu-pro-law", 1, 0), *pairs("mmlu-pro-math", 1, 2, 1),
-            *pairs("livecodebench", 3, 0), *pairs("my-own", 0, 1)]  # fmt: skip
+    rows = [
+        *pairs("mmlu-pro-law", 1, 0),
+        *pairs("mmlu-pro-math", 1, 2, 1),
+        *pairs("livecodebench", 3, 0),
+        *pairs("my-own", 0, 1),
+    ]
     measured = judge_bench.measure_judge_bench(rows)
     found = {one.name: (one.value, one.num_rows, one.num_failures) for one in measured.subsets}
     assert found == {"Knowledge": (0.5, 4, 1), "Coding": (1.0, 3, 0), "my-own": (0.0, 1, 0)}
@@ -42,9 +46,19 @@ def test_any_pairs_and_the_share_of_ties(pair) -> None:
 def test_the_share_of_ties_stands_apart_from_what_is_scored(pair) -> None:
     measured = benchmarks.measure([pair("a", (1.0, 0.0), "x"), pair("b", (1.0, 1.0), "y")])
     evaluation = Evaluation(
-        benchmark="pairs", title="Pairs", model="m", data=(), measured=measured, baseline=measured,
-        rows=(), num_completions=4, num_truncated=0, failures=(), seconds=1.0, details={},
-    )  # fmt: skip
+        benchmark="pairs",
+        title="Pairs",
+        model="m",
+        data=(),
+        measured=measured,
+        baseline=measured,
+        rows=(),
+        num_completions=4,
+        num_truncated=0,
+        failures=(),
+        seconds=1.0,
+        details={},
+    )
     console = Console(width=80, record=True, file=io.StringIO())
     print_evaluation(console, evaluation)
     shown = [line.split("  ")[0].strip() for line in console.export_text().splitlines()]
@@ -84,8 +98,9 @@ def test_equal_scores_are_worth_what_drawing_is(scored_list, data) -> None:
 
 def test_a_list_whose_parts_do_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="x: 1 completions, 2 verdicts and 1 scores"):
-        ScoredList(id="x", prompt=(), completions_G=("a",), is_right_G=(True, False),
-                   scores_G=(1.0,))  # fmt: skip
+        ScoredList(
+            id="x", prompt=(), completions_G=("a",), is_right_G=(True, False), scores_G=(1.0,)
+        )
 
 
 # -------------------------------------------------------------------------------- significance
@@ -104,8 +119,9 @@ def test_sign_test_by_hand() -> None:
 def test_sign_test_is_the_share_of_throws_that_are_as_uneven(first, second) -> None:
     throws = first + second
     uneven = abs(first - second)
-    as_uneven = sum(abs(2 * sum(one) - throws) >= uneven
-                    for one in itertools.product((0, 1), repeat=throws))  # fmt: skip
+    as_uneven = sum(
+        abs(2 * sum(one) - throws) >= uneven for one in itertools.product((0, 1), repeat=throws)
+    )
     assert sign_test(first, second) == pytest.approx(as_uneven / 2**throws)
     assert sign_test(second, first) == sign_test(first, second)
 

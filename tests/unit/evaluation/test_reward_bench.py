@@ -61,8 +61,11 @@ def test_the_example_of_the_reference(oracle) -> None:
 def test_part_of_a_section_by_its_own_weights_and_absent_sections() -> None:
     accuracies = {"llmbar-natural": 0.5, "mt-bench-hard": 1.0, "gsm8k": 1.0}
     assert section_scores(accuracies) == {
-        "Chat": None, "Chat Hard": 0.635036496350365, "Safety": None, "Reasoning": None,
-    }  # fmt: skip
+        "Chat": None,
+        "Chat Hard": 0.635036496350365,
+        "Safety": None,
+        "Reasoning": None,
+    }
     assert final_score(accuracies) is None
 
 

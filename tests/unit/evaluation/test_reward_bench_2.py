@@ -12,8 +12,15 @@ from laurel.evaluation.reward_bench import NUM_PROMPTS, measure_reward_bench_2, 
 from laurel.evaluation.statistics import lists_by_length
 
 CASES = ("win", "lose", "tie2", "tie3", "tie4", "tie_others", "nested")
-TIES = ("perfect", "all_wrong", "accurate_but_spread", "ref_margin_small", "zero_spread",
-        "equal_scores", "two_prompts")  # fmt: skip
+TIES = (
+    "perfect",
+    "all_wrong",
+    "accurate_but_spread",
+    "ref_margin_small",
+    "zero_spread",
+    "equal_scores",
+    "two_prompts",
+)
 
 
 def test_no_case_of_the_oracle_is_left_out(oracle) -> None:
@@ -56,8 +63,10 @@ def test_all_six_are_needed_for_the_final_score(scored_list) -> None:
     measured = measure_reward_bench_2(rows)
     assert measured.final.value is None
     assert measured.notes[0] == "absent: Ties; the final score is the mean of all six"
-    rows += [scored_list("ref:0", [0.0, 1.0], subset="Ties"),
-             scored_list("tied:0", [0.0, 0.0, 1.0], 2, "Ties")]  # fmt: skip
+    rows += [
+        scored_list("ref:0", [0.0, 1.0], subset="Ties"),
+        scored_list("tied:0", [0.0, 0.0, 1.0], 2, "Ties"),
+    ]
     measured = measure_reward_bench_2(rows)
     # Of the five each 1; Ties: nothing right, margin -1 over a spread of 0 goes to tanh(-inf).
     assert measured.final.value == pytest.approx((5 - 0.01) / 6)
@@ -98,8 +107,10 @@ def test_ties_that_cannot_be_scored(scored_list, rows, message) -> None:
 
 def test_longest_of_four(scored_list) -> None:
     texts = ("longest", "short", "a", "b")
-    rows = [scored_list("a", [0.0, 1.0, 0.0, 0.0], subset="Math", texts=texts),
-            scored_list("b", [1.0, 0.0, 0.0, 0.0], subset="Math", texts=texts[::-1])]  # fmt: skip
+    rows = [
+        scored_list("a", [0.0, 1.0, 0.0, 0.0], subset="Math", texts=texts),
+        scored_list("b", [1.0, 0.0, 0.0, 0.0], subset="Math", texts=texts[::-1]),
+    ]
     (subset,) = measure_reward_bench_2(lists_by_length(rows)).subsets
     assert subset.value == 0.5
 
@@ -110,8 +121,10 @@ scores = st.lists(st.integers(-3, 3).map(float), min_size=4, max_size=4)
 @given(st.lists(scores, min_size=1, max_size=8), st.integers(1, 5), st.integers(-9, 9))
 def test_only_the_order_of_scores_counts_and_ties_share(scored_list, rows, scale, shift) -> None:
     lists = [scored_list(str(i), row, subset="Math") for i, row in enumerate(rows)]
-    moved = [scored_list(str(i), [scale * x + shift for x in row], subset="Math")
-             for i, row in enumerate(rows)]  # fmt: skip
+    moved = [
+        scored_list(str(i), [scale * x + shift for x in row], subset="Math")
+        for i, row in enumerate(rows)
+    ]
     assert measure_reward_bench_2(lists).subsets == measure_reward_bench_2(moved).subsets
     for row in rows:
         turns = [scored_list("a", row[i:] + row[:i]).first_credit for i in range(4)]

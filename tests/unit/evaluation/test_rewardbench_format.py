@@ -41,9 +41,12 @@ def contract_of(
     attributes: tuple[str, ...] = (),
 ) -> RewardBenchContract:
     own = ScoringContract.draw_up(
-        copy.deepcopy(tokenizer), max_length=2048, truncation_side="left", append_eos=False,
+        copy.deepcopy(tokenizer),
+        max_length=2048,
+        truncation_side="left",
+        append_eos=False,
         attributes=attributes,
-    )  # fmt: skip
+    )
     form = ReferenceFormat(program="it", truncation_side=side, max_length=max_length)
     return RewardBenchContract(own, tokenizer, pad_id=pad_id, form=form)
 
@@ -135,7 +138,7 @@ def test_roles_are_given_by_position() -> None:
         ((), ("a",), "a prompt of 0 messages"),
         ((Message("user", "q"),), ("a", "b"), "an answer of 2 messages"),
     ],
-)  # fmt: skip
+)
 def test_conversations_that_the_reference_stops_at(prompt, answer, message) -> None:
     turns = tuple(Message("assistant", one) for one in answer)
     with pytest.raises(DataError, match=message):

@@ -32,10 +32,18 @@ def test_shares_over_rows_and_a_tie_is_wrong(scored_list) -> None:
 
 def test_domains_count_alike_and_the_rows_of_safety_together(scored_list) -> None:
     perfect, hopeless = [1.0] * 3 + [0.0] * 3, [0.0] * 3 + [1.0] * 3
-    parts = {"chat": [ONE], "math": [perfect] * 3, "code": [hopeless] * 2,
-             "safety-refuse": [perfect], "safety-response": [hopeless] * 9}  # fmt: skip
-    rows = [scored_list(f"{part}/{i}", scores, 3, part)
-            for part, every in parts.items() for i, scores in enumerate(every)]  # fmt: skip
+    parts = {
+        "chat": [ONE],
+        "math": [perfect] * 3,
+        "code": [hopeless] * 2,
+        "safety-refuse": [perfect],
+        "safety-response": [hopeless] * 9,
+    }
+    rows = [
+        scored_list(f"{part}/{i}", scores, 3, part)
+        for part, every in parts.items()
+        for i, scores in enumerate(every)
+    ]
     measured = measure_rm_bench(rows)
     sections = {one.name: one.value for one in measured.sections}
     assert sections["hard"] == pytest.approx((0 + 1 + 0 + 0.1) / 4)
@@ -48,13 +56,18 @@ def test_domains_count_alike_and_the_rows_of_safety_together(scored_list) -> Non
 
 
 def test_what_is_absent_is_said_and_failures_are_counted(scored_list) -> None:
-    rows = [scored_list("a", ONE, 3, "chat"), scored_list("b", [None, *ONE[1:]], 3, "chat"),
-            scored_list("c", ONE, 3, "cooking")]  # fmt: skip
+    rows = [
+        scored_list("a", ONE, 3, "chat"),
+        scored_list("b", [None, *ONE[1:]], 3, "chat"),
+        scored_list("c", ONE, 3, "cooking"),
+    ]
     measured = measure_rm_bench(rows)
     assert measured.final.value is None
     assert [(one.value, one.num_rows, one.num_failures) for one in measured.subsets[:3]] == [
-        (1.0, 1, 1), (1.0, 1, 1), (0.0, 1, 1),
-    ]  # fmt: skip
+        (1.0, 1, 1),
+        (1.0, 1, 1),
+        (0.0, 1, 1),
+    ]
     assert measured.notes[0].startswith("absent: math, code, safety-refuse, safety-response;")
     assert measured.notes[1].endswith("cooking")
     assert measured.credits == {"a": pytest.approx(6 / 9), "b": None, "c": pytest.approx(6 / 9)}

@@ -77,13 +77,14 @@ def scoring(values: dict[str, float | None]):
     def score(groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         return [
             tuple(
-                Score(value=values[text]) if values.get(text) is not None
+                Score(value=values[text])
+                if values.get(text) is not None
                 else Score(value=None, failure="unknown")
                 for completion in group.completions_G
                 for text in [completion.messages[0].content]
             )
             for group in groups
-        ]  # fmt: skip
+        ]
 
     return score
 
@@ -94,8 +95,23 @@ def shout(text: str) -> str | None:
 
 def test_figures_by_hand() -> None:
     pairs = [pair("1", "a", "b"), pair("2", "c", "d"), pair("3", "e", "x"), pair("4", "f", "g")]
-    values = {"a": 4.0, "b": 0.0, "c": 4.0, "d": 0.0, "e": 4.0, "x": 0.0, "f": 4.0, "g": 0.0,
-              "A": 5.0, "B": 1.0, "C": -1.0, "D": 4.0, "E": 4.0, "F": None, "G": 1.0}  # fmt: skip
+    values = {
+        "a": 4.0,
+        "b": 0.0,
+        "c": 4.0,
+        "d": 0.0,
+        "e": 4.0,
+        "x": 0.0,
+        "f": 4.0,
+        "g": 0.0,
+        "A": 5.0,
+        "B": 1.0,
+        "C": -1.0,
+        "D": 4.0,
+        "E": 4.0,
+        "F": None,
+        "G": 1.0,
+    }
     (found,) = sensitivity(pairs, scoring(values), variants={"shout": shout})
     # Originals: four times 4 and four times 0, a deviation of 2. Shifts of A B C D E and G:
     # 1 1 -5 4 0 1, together 2, so 2 / 6 / 2. F failed; x has no such form.
@@ -125,9 +141,7 @@ def test_sides_flip_apart() -> None:
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
 def test_figures_of_nothing_are_absent(value: float | None) -> None:
-    (found,) = sensitivity(
-        [pair("1", "a", "b")], scoring({"a": value}), variants={"shout": shout}
-    )  # fmt: skip
+    (found,) = sensitivity([pair("1", "a", "b")], scoring({"a": value}), variants={"shout": shout})
     assert (found.num_answers, found.num_failures, found.num_pairs) == (0, 2, 0)
     assert found.mean_shift is found.raised_share is found.flip_share is None
 

@@ -281,12 +281,16 @@ def report(directory, **changes):
     """What `laurel eval ... --output` leaves, as far as the card reads it."""
     entry = {"value": 0.75, "longer_wins": 0.5, "num_rows": 8, "num_failures": 0}
     content = {
-        "benchmark": "reward-bench", "model": "some/model", "data": ["/home/me/rows.jsonl"],
-        "num_rows": 8, "subsets": [], "notes": [],
+        "benchmark": "reward-bench",
+        "model": "some/model",
+        "data": ["/home/me/rows.jsonl"],
+        "num_rows": 8,
+        "subsets": [],
+        "notes": [],
         "sections": [{"name": "Chat", **entry}, {"name": "Safety", **entry, "value": None}],
         "final": {"name": "final", **entry, "value": None},
         **changes,
-    }  # fmt: skip
+    }
     path = directory / "reward-bench-report.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     return path

@@ -57,8 +57,9 @@ def nemo(
 
 REWARDS = st.lists(
     st.floats(-40, 40).map(lambda r: round(r, 3)) | st.sampled_from([0.0, 1.0, 5.25]),
-    min_size=2, max_size=12,
-)  # fmt: skip
+    min_size=2,
+    max_size=12,
+)
 
 
 @pytest.mark.parametrize(("ddof", "eps"), [(0, 0.0), (1, 1e-6)], ids=["BASE", "HEAD"])
@@ -72,9 +73,12 @@ def test_the_numbers_are_those_of_nemo_rl(
     rewards: list[float], leave_one_out: bool, normalize: bool, ddof: int, eps: float
 ) -> None:
     chosen = config(
-        leave_one_out=leave_one_out, normalize=normalize, std_ddof=ddof, std_eps=eps,
+        leave_one_out=leave_one_out,
+        normalize=normalize,
+        std_ddof=ddof,
+        std_eps=eps,
         leave_one_out_std=leave_one_out,
-    )  # fmt: skip
+    )
     found = one_group(list(rewards), chosen)
     expected = nemo(rewards, leave_one_out=leave_one_out, normalize=normalize, ddof=ddof, eps=eps)
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -277,9 +281,10 @@ def test_gdpo_says_what_it_lacks() -> None:
         compute_advantages(rows, config(name="gdpo"), components_BG=[[{"a": 1.0}, {"b": 1.0}]])
     with pytest.raises(ConfigError, match=r"2 weights for 1 components.* a$"):
         compute_advantages(
-            rows, config(name="gdpo", reward_weights=[1.0, 2.0]),
+            rows,
+            config(name="gdpo", reward_weights=[1.0, 2.0]),
             components_BG=[[{"a": 1.0}, {"a": 0.0}]],
-        )  # fmt: skip
+        )
     shaped = GRPOConfig.model_validate(
         {"adv_estimator": {"name": "gdpo"}, "reward_shaping": {"enabled": True}}
     )

@@ -27,11 +27,13 @@ from policy_fakes import ids_of, task
 
 def rollout(text: str, reward: float | None, **changes: Any) -> Rollout:
     values: dict[str, Any] = {
-        "messages": (Message("assistant", text),), "ids_L": ids_of(text),
+        "messages": (Message("assistant", text),),
+        "ids_L": ids_of(text),
         "mask_L": np.ones(len(text), dtype=bool),
-        "logprobs_L": np.zeros(len(text), dtype=np.float32), "reward": reward,
+        "logprobs_L": np.zeros(len(text), dtype=np.float32),
+        "reward": reward,
         "failure": "broken" if reward is None else None,
-    }  # fmt: skip
+    }
     return Rollout(**(values | changes))
 
 

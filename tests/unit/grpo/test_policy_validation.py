@@ -33,9 +33,13 @@ class Played:
         judge = judge or Judge()
         self.generator = ScriptedGenerator(saying("a"))
         source = RolloutSource(
-            rollouts_of(self.generator, judge=judge), TASKS, config, SAMPLING, shuffle=True,
+            rollouts_of(self.generator, judge=judge),
+            TASKS,
+            config,
+            SAMPLING,
+            shuffle=True,
             total_steps=9,
-        )  # fmt: skip
+        )
         validation = PolicyValidation(
             tasks=tasks, config=config, sampling=GREEDY, environments={"judge": judge}
         )

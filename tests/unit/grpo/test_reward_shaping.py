@@ -61,8 +61,9 @@ def shaping(**chosen: Any) -> GRPOConfig:
 def test_without_options_rewards_stay_as_they_are() -> None:
     found = shape_rewards(
         [group(rollout(2.5), rollout(None)), group(rollout(-30.0, truncated=True))],
-        GRPOConfig(), longest=4,
-    )  # fmt: skip
+        GRPOConfig(),
+        longest=4,
+    )
     assert found.rewards_BG == [[2.5, None], [-30.0]]
     assert found.metrics == {}
 
@@ -75,8 +76,9 @@ def test_rewards_are_cut_and_mapped() -> None:
     assert [scaled(r, options) for r in given_rewards] == [0.0, 0.0, 25.0, 100.0, 100.0]
     found = shape_rewards(
         [group(*map(rollout, given_rewards), rollout(None))],
-        GRPOConfig(reward_scaling=options), longest=4,
-    )  # fmt: skip
+        GRPOConfig(reward_scaling=options),
+        longest=4,
+    )
     assert found.rewards_BG == [[0.0, 0.0, 25.0, 100.0, 100.0, None]]
     assert found.metrics == {"reward_scaling/clamped_fraction": 0.4}
 
@@ -85,8 +87,10 @@ def test_the_penalty_for_length_is_a_straight_line() -> None:
     # Nothing up to 60 tokens, 2 at 100, and on at the same slope.
     options = RewardShapingConfig(
         enabled=True,
-        overlong_buffer_length=40, overlong_buffer_penalty=2.0, max_response_length=100,
-    )  # fmt: skip
+        overlong_buffer_length=40,
+        overlong_buffer_penalty=2.0,
+        max_response_length=100,
+    )
     lengths = (0, 60, 61, 80, 100, 120)
     found = [overlong_penalty(n, options, longest=7) for n in lengths]
     assert found == pytest.approx([0.0, 0.0, 0.05, 1.0, 2.0, 3.0], rel=1e-12)
@@ -96,8 +100,9 @@ def test_only_the_policys_own_tokens_are_long() -> None:
     chosen = shaping(overlong_buffer_length=4)
     found = shape_rewards(
         [group(rollout(1.0, own=6, others=50), rollout(1.0, own=8), rollout(None, own=90))],
-        chosen, longest=10,
-    )  # fmt: skip
+        chosen,
+        longest=10,
+    )
     assert found.rewards_BG == [[1.0, 0.5, None]]
     assert found.metrics == {
         "reward_shaping/penalty_mean": 0.25,
@@ -110,8 +115,9 @@ def test_what_was_cut_off_keeps_a_share_of_a_good_reward_and_more_of_a_bad_one()
     rewards = (2.0, 0.0, -2.0)
     found = shape_rewards(
         [group(*(rollout(r, truncated=cut) for cut in (True, False) for r in rewards))],
-        chosen, longest=2,
-    )  # fmt: skip
+        chosen,
+        longest=2,
+    )
     assert found.rewards_BG == [[1.6, 0.0, -2.5, 2.0, 0.0, -2.0]]
     assert stopped_improperly(-3.0, coefficient=0.0) == -6.0
     assert stopped_improperly(3.0, coefficient=0.0) == 0.0
@@ -168,8 +174,9 @@ def test_cut_off_completions_can_be_left_out() -> None:
     chosen = GRPOConfig(overlong_filtering=True)
     found = shape_rewards(
         [group(rollout(1.0, truncated=True), rollout(2.0), rollout(None, truncated=True))],
-        chosen, longest=9,
-    )  # fmt: skip
+        chosen,
+        longest=9,
+    )
     assert found.rewards_BG == [[None, 2.0, None]]
     assert found.metrics == {"overlong_filtered": 1.0}
 
@@ -221,9 +228,11 @@ def test_a_divergence_from_what_is_not_finite_is_no_number(
 def test_completions_without_a_divergence_have_failed() -> None:
     others = replace(rollout(None), failure="no verdict")
     group = RolloutGroup(
-        id="0-0-0-0", task=Task(id="q", prompt=(), environment="e"),
-        prompt_ids=np.zeros(1, np.int32), rollouts_G=(rollout(1.0), rollout(2.0), others),
-    )  # fmt: skip
+        id="0-0-0-0",
+        task=Task(id="q", prompt=(), environment="e"),
+        prompt_ids=np.zeros(1, np.int32),
+        rollouts_G=(rollout(1.0), rollout(2.0), others),
+    )
     (found,) = fail_without_divergence([group], [[0.5, math.nan, math.inf]])
     assert [r.reward for r in found.rollouts_G] == [1.0, None, None]
     assert [r.failure for r in found.rollouts_G] == [None, NO_DIVERGENCE, "no verdict"]

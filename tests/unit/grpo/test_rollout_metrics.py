@@ -33,11 +33,13 @@ from policy_fakes import Judge, ScriptedGenerator, ids_of, rollouts_of, saying, 
 def rollout(mask: str, reward: float | None, **changes: Any) -> Rollout:
     """`mask`: `x` for each token of the policy's, `.` for each of the environment's."""
     values: dict[str, Any] = {
-        "messages": (Message("assistant", mask),), "ids_L": ids_of(mask),
+        "messages": (Message("assistant", mask),),
+        "ids_L": ids_of(mask),
         "mask_L": np.array([c == "x" for c in mask]),
-        "logprobs_L": np.zeros(len(mask), dtype=np.float32), "reward": reward,
+        "logprobs_L": np.zeros(len(mask), dtype=np.float32),
+        "reward": reward,
         "failure": "broken" if reward is None else None,
-    }  # fmt: skip
+    }
     return Rollout(**(values | changes))
 
 
@@ -59,26 +61,44 @@ GROUPS = [
 def test_lengths_turns_and_rewards_by_hand() -> None:
     found = rollout_metrics(GROUPS)
     expected = {
-        "total_turns": 5, "avg_turns_per_sample": 1.25, "max_turns_per_sample": 2,
-        "natural_termination_rate": 0.75, "truncation_rate": 0.25,
-        "mean_prompt_length": 4, "total_num_tokens": 3 + 3 + 5 + 5 + 2 + 6 + 1 + 5,
-        "mean_total_tokens_per_sample": 7.5, "mean_gen_tokens_per_sample": 3,
-        "max_gen_tokens_per_sample": 5, "mean_env_tokens_per_sample": 0.5,
-        "completions/mean_length": 3, "completions/min_length": 1, "completions/max_length": 5,
-        "completions/clipped_ratio": 0.25, "completions/mean_terminated_length": 8 / 3,
-        "completions/min_terminated_length": 1, "completions/max_terminated_length": 5,
-        "num_failures": 1, "reward/failed_other": 1, "reward": 2,
-        "reward_std": np.std([1, 3, 2]), "reward_min": 1, "reward_max": 3,
-    }  # fmt: skip
+        "total_turns": 5,
+        "avg_turns_per_sample": 1.25,
+        "max_turns_per_sample": 2,
+        "natural_termination_rate": 0.75,
+        "truncation_rate": 0.25,
+        "mean_prompt_length": 4,
+        "total_num_tokens": 3 + 3 + 5 + 5 + 2 + 6 + 1 + 5,
+        "mean_total_tokens_per_sample": 7.5,
+        "mean_gen_tokens_per_sample": 3,
+        "max_gen_tokens_per_sample": 5,
+        "mean_env_tokens_per_sample": 0.5,
+        "completions/mean_length": 3,
+        "completions/min_length": 1,
+        "completions/max_length": 5,
+        "completions/clipped_ratio": 0.25,
+        "completions/mean_terminated_length": 8 / 3,
+        "completions/min_terminated_length": 1,
+        "completions/max_terminated_length": 5,
+        "num_failures": 1,
+        "reward/failed_other": 1,
+        "reward": 2,
+        "reward_std": np.std([1, 3, 2]),
+        "reward_min": 1,
+        "reward_max": 3,
+    }
     assert found == pytest.approx(expected)
     assert all(type(value) is float for value in found.values())
 
 
 def test_failures_are_counted_by_the_word_for_why() -> None:
     reasons = (
-        "timeout: replica 0 took more than 3 s", "timeout: no verdict", "reward_model: nan: it is",
-        "both: reward_model: 4xx: no", "ValueError: nan is no number (x.py:3)", "nothing",
-    )  # fmt: skip
+        "timeout: replica 0 took more than 3 s",
+        "timeout: no verdict",
+        "reward_model: nan: it is",
+        "both: reward_model: 4xx: no",
+        "ValueError: nan is no number (x.py:3)",
+        "nothing",
+    )
     failed = [rollout("x", None, failure=reason) for reason in reasons]
     found = rollout_metrics([group(*failed, rollout("x", 1.0))])
     words = {n.removeprefix("reward/failed_"): v for n, v in found.items() if "/failed_" in n}
@@ -125,12 +145,14 @@ def test_where_all_failed_there_is_no_reward_and_where_all_were_cut_no_terminate
 
 def test_components_are_those_of_samples_that_have_a_reward() -> None:
     found = rollout_metrics(
-        [group(
-            rollout("x", 3.0, components={"a": 1.0, "b": 2.0}),
-            rollout("x", None, components={"a": 100.0}),
-            rollout("x", 5.0, components={"a": 5.0}),
-        )]
-    )  # fmt: skip
+        [
+            group(
+                rollout("x", 3.0, components={"a": 1.0, "b": 2.0}),
+                rollout("x", None, components={"a": 100.0}),
+                rollout("x", 5.0, components={"a": 5.0}),
+            )
+        ]
+    )
     assert found["rewards/a/mean"] == 3.0
     assert found["rewards/a/std"] == 2.0
     assert found["rewards/b/mean"] == 2.0
@@ -144,10 +166,14 @@ def test_a_component_of_samples_that_all_failed_has_no_mean() -> None:
 def test_each_environment_is_given_its_own_samples_that_have_a_reward() -> None:
     one, other, idle = Judge(), Judge(), Judge()
     groups = [
-        group(rollout("xx.x", 1.0, answer="4", truncated=True, components={"a": 0.5}),
-              rollout("x", None), prompt="p", name="one"),
+        group(
+            rollout("xx.x", 1.0, answer="4", truncated=True, components={"a": 0.5}),
+            rollout("x", None),
+            prompt="p",
+            name="one",
+        ),
         group(rollout("xxx", 2.0), prompt="qq", name="other"),
-    ]  # fmt: skip
+    ]
     found = environment_metrics(groups, {"one": one, "other": other, "idle": idle})
     assert found == {"env/one/seen": 1.0, "env/other/seen": 1.0}
     assert not idle.batches
@@ -244,10 +270,13 @@ def test_pass_at_k_counts_tasks_that_were_all_judged() -> None:
 
 def test_rows_tell_everything_of_a_rollout() -> None:
     groups = [
-        group(rollout("x.x", 1.0, answer="4", num_turns=2, weight_version=3), prompt="p",
-              ground_truth=4),
+        group(
+            rollout("x.x", 1.0, answer="4", num_turns=2, weight_version=3),
+            prompt="p",
+            ground_truth=4,
+        ),
         group(rollout("x", None), prompt="q"),
-    ]  # fmt: skip
+    ]
     one, other = completion_rows(groups, step=9, advantages_BG=[np.array([0.5]), [0.0]])
     assert (one.step, one.task, one.group, one.environment) == (9, "p", "g-p", "judge")
     assert (one.prompt, one.completion, one.reward, one.advantage) == ("p", "x.x", 1.0, 0.5)

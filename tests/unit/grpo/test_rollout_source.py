@@ -43,9 +43,14 @@ def source_of(
     """A source; when it is closed, no thread of its is left."""
     rollouts = rollouts_of(generator, judge=judge or Judge(), generation_timeout=generation_timeout)
     source = RolloutSource(
-        rollouts, TASKS, config_of(**changes), SAMPLING, shuffle=shuffle,
-        total_steps=total_steps, noise=noise,
-    )  # fmt: skip
+        rollouts,
+        TASKS,
+        config_of(**changes),
+        SAMPLING,
+        shuffle=shuffle,
+        total_steps=total_steps,
+        noise=noise,
+    )
     try:
         yield source
     finally:
@@ -354,13 +359,16 @@ def test_dynamic_sampling_gives_up_and_says_why() -> None:
     generator, judge = by_task({"task 1": (0.0, 1.0)})
     with (
         source_of(
-            generator, judge=judge, shuffle=False, use_dynamic_sampling=True,
+            generator,
+            judge=judge,
+            shuffle=False,
+            use_dynamic_sampling=True,
             dynamic_sampling_max_gen_batches=3,
         ) as source,
         pytest.raises(
             TrainingError, match=r"after 3 batches .*max_gen_batches\) step 1 has 1 of 3 groups"
         ),
-    ):  # fmt: skip
+    ):
         source.take(0)
     assert len(generator.requests) == 9
 
@@ -381,9 +389,14 @@ def test_what_counts_as_a_signal(
 ) -> None:
     generator, judge = by_task({"task 0": rewards})
     with source_of(
-        generator, judge=judge, shuffle=False, use_dynamic_sampling=True, noise=lambda name: noise,
-        num_prompts_per_step=1, dynamic_sampling_max_gen_batches=1,
-    ) as source:  # fmt: skip
+        generator,
+        judge=judge,
+        shuffle=False,
+        use_dynamic_sampling=True,
+        noise=lambda name: noise,
+        num_prompts_per_step=1,
+        dynamic_sampling_max_gen_batches=1,
+    ) as source:
         if keeps:
             assert ids(source.take(0)) == ["task 0"]
         else:
@@ -395,8 +408,10 @@ def test_completions_that_the_loss_leaves_out_are_no_signal() -> None:
     generator = ScriptedGenerator(lambda r: [(0, Say("a", "length")), (1, Say("b"))])
     judge = Judge(lambda text, m: {"reward": float(text == "b")})
     options: dict[str, Any] = {
-        "judge": judge, "use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1,
-    }  # fmt: skip
+        "judge": judge,
+        "use_dynamic_sampling": True,
+        "dynamic_sampling_max_gen_batches": 1,
+    }
     with source_of(generator, **options) as source:
         assert len(source.take(0).groups) == 3
     with (
@@ -411,8 +426,9 @@ def test_dynamic_sampling_for_gdpo_looks_at_the_components() -> None:
     named = {"a": {"right": 1.0, "short": 0.0}, "b": {"right": 0.0, "short": 1.0}}
     options: dict[str, Any] = {
         "judge": Judge(lambda text, m: {"rewards": named[text]}),
-        "use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1,
-    }  # fmt: skip
+        "use_dynamic_sampling": True,
+        "dynamic_sampling_max_gen_batches": 1,
+    }
     generator = ScriptedGenerator(saying("a", "b"))
     with source_of(generator, adv_estimator={"name": "gdpo"}, **options) as source:
         assert len(source.take(0).groups) == 3

@@ -90,8 +90,10 @@ def test_one_turn_becomes_a_rollout_with_its_tokens_reward_and_origin() -> None:
     assert (first.answer, second.answer) == ("YES", "NO!")
     assert (first.failure, first.truncated, first.num_turns) == (None, False, 1)
     assert first.weight_version == 5
-    assert judge.logs[0] == [{"role": "user", "content": "hi"},
-                             {"role": "assistant", "content": "yes"}]  # fmt: skip
+    assert judge.logs[0] == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+    ]
     assert generator.requests[0].sampling == SAMPLING
 
 
@@ -99,10 +101,12 @@ def counting(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """Over after the third turn; what is said and given back depends on the turn."""
     turn = metadata.get("turn", 1)
     return {
-        "reward": float(turn), "over": turn == 3, "metadata": {"turn": turn + 1},
+        "reward": float(turn),
+        "over": turn == 3,
+        "metadata": {"turn": turn + 1},
         "observation": {"role": "user", "content": f"t{turn}"},
         "stops": [["A"], None, ["C"]][turn - 1],
-    }  # fmt: skip
+    }
 
 
 def test_turns_go_on_until_the_environment_says_so() -> None:
@@ -113,10 +117,12 @@ def test_turns_go_on_until_the_environment_says_so() -> None:
     ((rollout,),) = [
         g.rollouts_G
         for g in play(
-            rollouts, [task("q")], num_generations=1,
+            rollouts,
+            [task("q")],
+            num_generations=1,
             sampling=SamplingParams(max_new_tokens=8, stop_strings=("mine",)),
         )
-    ]  # fmt: skip
+    ]
     text = "ab[t1]>ab[t2]>ab"
     assert rollout.ids_L.tolist() == ids_of(text).tolist(), "the terminal observation is not told"
     expected = [character in "ab" for character in text]
@@ -127,16 +133,21 @@ def test_turns_go_on_until_the_environment_says_so() -> None:
     assert (rollout.num_turns, rollout.truncated) == (3, False)
     # Each turn continues from all that was said, and stops where the environment said last.
     assert [bytes(r.prompt_ids.tolist()).decode() for r in generator.requests] == [
-        "q>", "q>ab[t1]>", "q>ab[t1]>ab[t2]>",
-    ]  # fmt: skip
+        "q>",
+        "q>ab[t1]>",
+        "q>ab[t1]>ab[t2]>",
+    ]
     assert [r.sampling.stop_strings for r in generator.requests] == [
-        ("mine", "first"), ("mine", "A"), ("mine", "A"),
-    ]  # fmt: skip
+        ("mine", "first"),
+        ("mine", "A"),
+        ("mine", "A"),
+    ]
     assert [m.get("turn") for m in judge.metadata] == [None, 2, 3]
     # What a template is shown before the policy's latest turn does not contain that turn.
     assert [[m.content for m in history] for history in chat.histories] == [
-        ["q"], ["q", "ab", "t1"],
-    ]  # fmt: skip
+        ["q"],
+        ["q", "ab", "t1"],
+    ]
     assert len({r.id for r in generator.requests}) == 3
 
 
@@ -180,9 +191,10 @@ def test_a_full_context_ends_the_conversation_and_room_limits_each_turn() -> Non
     judge = Judge(lambda text, m: {"over": False})
     # "q>" 2 + "abcd" 4 + "[ok]>" 5 = 11 < 16; another 4 + 5 would make 20.
     (group,) = play(
-        rollouts_of(generator, judge=judge, max_turns=9, max_length=16), [task()],
+        rollouts_of(generator, judge=judge, max_turns=9, max_length=16),
+        [task()],
         num_generations=1,
-    )  # fmt: skip
+    )
     (rollout,) = group.rollouts_G
     assert (rollout.num_turns, rollout.truncated) == (2, True)
     assert rollout.ids_L.tolist() == ids_of("abcd[ok]>abcd").tolist()
@@ -202,11 +214,13 @@ def test_a_turn_that_was_cut_off_is_judged_and_is_the_last() -> None:
 
 @pytest.mark.parametrize(
     ("finish", "limits", "expected"),
-    [("stop", {"max_turns": 1}, (2, 0)),
-     ("length", {"max_turns": 2}, (0, 2)),
-     ("stop", {"max_turns": 9, "max_length": 11}, (0, 2))],
+    [
+        ("stop", {"max_turns": 1}, (2, 0)),
+        ("length", {"max_turns": 2}, (0, 2)),
+        ("stop", {"max_turns": 9, "max_length": 11}, (0, 2)),
+    ],
     ids=["turns", "answer cut off", "context"],
-)  # fmt: skip
+)
 def test_what_ends_against_its_environments_will_is_counted(
     finish: Any, limits: dict[str, int], expected: tuple[int, int]
 ) -> None:
@@ -235,9 +249,12 @@ def test_the_oldest_weights_of_all_turns_are_told() -> None:
 def test_named_rewards_add_up_and_stay_apart() -> None:
     generator = ScriptedGenerator(saying("a"))
     judge = Judge(
-        lambda text, m: {"rewards": {"x": 1.5, "y": -1.0}, "over": bool(m.get("t")),
-                         "metadata": {"t": 1}}
-    )  # fmt: skip
+        lambda text, m: {
+            "rewards": {"x": 1.5, "y": -1.0},
+            "over": bool(m.get("t")),
+            "metadata": {"t": 1},
+        }
+    )
     (group,) = play(rollouts_of(generator, judge=judge, max_turns=3), [task()], num_generations=1)
     (rollout,) = group.rollouts_G
     assert rollout.components == {"x": 3.0, "y": -2.0}
@@ -286,9 +303,11 @@ def seeds_of(
     judge = Judge(lambda text, m: {"over": False})
     rollouts = rollouts_of(generator, judge=judge, seed=seed, max_turns=turns)
     play(
-        rollouts, [task(str(i)) for i in range(num_tasks)], batch=batch,
+        rollouts,
+        [task(str(i)) for i in range(num_tasks)],
+        batch=batch,
         num_generations=num_generations,
-    )  # fmt: skip
+    )
     found = {}
     for request in generator.requests:
         index = int(bytes(request.prompt_ids[:1].tolist()).decode())
@@ -351,9 +370,10 @@ def test_a_group_is_judged_whole_while_other_groups_are_drawn() -> None:
 
     finished: list[str] = []
     groups = play(
-        rollouts_of(ScriptedGenerator(script), judge=judge), [task("b"), task("a")],
+        rollouts_of(ScriptedGenerator(script), judge=judge),
+        [task("b"), task("a")],
         on_group=lambda group: finished.append(group.task.id),
-    )  # fmt: skip
+    )
     assert judge.calls == [["a0", "a1"], ["b0", "b1"]], "whole groups, in the order of completions"
     assert [g.task.id for g in groups] == ["b", "a"], "in the order that was asked for"
     assert finished == ["a", "b"], "told as they are finished"
@@ -497,10 +517,12 @@ def test_a_step_that_takes_too_long_fails_alone_and_its_thread_is_left_behind() 
 def returning(**changes: Any) -> Any:
     """An environment whose verdict on two samples is wrong in one respect."""
     good: dict[str, Any] = {
-        "observations": [{"role": "user", "content": "ok"}] * 2, "metadata": [None] * 2,
-        "next_stop_strings": [None] * 2, "rewards": torch.ones(2),
+        "observations": [{"role": "user", "content": "ok"}] * 2,
+        "metadata": [None] * 2,
+        "next_stop_strings": [None] * 2,
+        "rewards": torch.ones(2),
         "terminateds": torch.tensor([True, True]),
-    }  # fmt: skip
+    }
 
     class Fixed(Judge):
         def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
@@ -525,12 +547,16 @@ def returning(**changes: Any) -> Any:
         ({"terminateds": torch.tensor([True])}, "returned 1 terminateds; expected is"),
         ({"answers": ["x"]}, "returned 1 answers; expected is"),
         ({"failures": [None] * 3}, "returned 3 failures; expected is"),
-        ({"terminateds": torch.tensor([False, False]), "observations": ["ok"] * 2},
-         "'ok' is no observation: a role"),
-        ({"terminateds": torch.tensor([False, False]), "observations": [{"content": "x"}] * 2},
-         "{'content': 'x'} is no observation: a role"),
+        (
+            {"terminateds": torch.tensor([False, False]), "observations": ["ok"] * 2},
+            "'ok' is no observation: a role",
+        ),
+        (
+            {"terminateds": torch.tensor([False, False]), "observations": [{"content": "x"}] * 2},
+            "{'content': 'x'} is no observation: a role",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_verdict_of_the_wrong_shape_is_a_failure(changes: dict[str, Any], reason: str) -> None:
     rollouts = rollouts_of(
         ScriptedGenerator(saying("a")), judge=returning(**changes), max_turns=2, **OFTEN_FAILS
@@ -600,9 +626,12 @@ def test_a_failure_that_the_environment_reports_is_kept_and_its_reward_is_not_re
 
 def test_a_failure_in_a_later_turn_ends_that_conversation_without_a_reward() -> None:
     judge = Judge(
-        lambda text, m: {"over": False, "metadata": {"t": 1},
-                         "failure": "lost" if m.get("t") else None}
-    )  # fmt: skip
+        lambda text, m: {
+            "over": False,
+            "metadata": {"t": 1},
+            "failure": "lost" if m.get("t") else None,
+        }
+    )
     rollouts = rollouts_of(ScriptedGenerator(saying("a")), judge=judge, max_turns=5, **OFTEN_FAILS)
     (group,) = play(rollouts, [task()])
     for rollout in group.rollouts_G:
@@ -755,8 +784,11 @@ def test_masks_tokens_and_turns_always_agree(
 ) -> None:
     def verdict(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
         played = metadata.get("played", 0) + 1
-        return {"over": played == metadata["turns"], "reward": 1.0,
-                "metadata": metadata | {"played": played}}  # fmt: skip
+        return {
+            "over": played == metadata["turns"],
+            "reward": 1.0,
+            "metadata": metadata | {"played": played},
+        }
 
     generator = ScriptedGenerator(
         lambda r: [(i, Say("x" * lengths[i % len(lengths)])) for i in range(len(r.seeds_G))]
@@ -764,9 +796,10 @@ def test_masks_tokens_and_turns_always_agree(
     judge = Judge(verdict, judges="completion" if alone else "group")
     tasks = [task(str(i), turns=t) for i, t in enumerate(turns)]
     groups = play(
-        rollouts_of(generator, judge=judge, max_turns=4, max_length=200), tasks,
+        rollouts_of(generator, judge=judge, max_turns=4, max_length=200),
+        tasks,
         num_generations=len(lengths),
-    )  # fmt: skip
+    )
     for group, expected in zip(groups, turns, strict=True):
         for rollout in group.rollouts_G:
             assert len(rollout.ids_L) == len(rollout.mask_L) == len(rollout.logprobs_L)

@@ -33,12 +33,15 @@ def play(
         groups = asyncio.run(
             asyncio.wait_for(
                 rollouts.play(
-                    tasks, num_generations=num_generations, sampling=SAMPLING, batch=(0, 0, 0),
+                    tasks,
+                    num_generations=num_generations,
+                    sampling=SAMPLING,
+                    batch=(0, 0, 0),
                     clock=clock,
                 ),
                 20,
             )
-        )  # fmt: skip
+        )
     finally:
         rollouts.close()
     return groups, generator
@@ -125,9 +128,12 @@ def test_a_whole_batch_may_take_as_long_as_its_groups() -> None:
     never = Event()
     judge = Judge(by_length, judges="batch", before=lambda texts: bool(never.wait(30)))
     groups, _ = play(
-        judge, saying("ab"), [task(str(i)) for i in range(3)], num_generations=2,
+        judge,
+        saying("ab"),
+        [task(str(i)) for i in range(3)],
+        num_generations=2,
         environment_timeout=0.1,
-    )  # fmt: skip
+    )
     never.set()
     reason = groups[0].rollouts_G[0].failure
     assert reason == "timeout: no verdict within 0.3 s (env.timeout_seconds)"

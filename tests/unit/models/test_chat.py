@@ -154,8 +154,10 @@ def test_turns_end_with_the_templates_token_then_eos_then_the_models():
     ids = chat.tokenizer.convert_tokens_to_ids
     assert chat.end_ids == (ids("<|im_end|>"), ids("</s>"))
     assert ChatFormat(made.chatml(), generation_end_ids=[7, 8]).end_ids == (
-        made.chatml().eos_token_id, 7, 8,
-    )  # fmt: skip
+        made.chatml().eos_token_id,
+        7,
+        8,
+    )
     assert ChatFormat(made.llama_31(), generation_end_ids=7).end_ids[1:] == (7,)
     gemma = ChatFormat(made.gemma())
     assert gemma.end_ids[0] == gemma.tokenizer.convert_tokens_to_ids("<end_of_turn>")
@@ -311,8 +313,11 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_si
 def test_imitated_conversations_are_cut_as_sampled_ones(make, turns):
     """A demonstration is the prompt, the turn and what is appended to it, as a rollout has them."""
     chat = ChatFormat(make())
-    said = [Message(role, text) for turn in turns
-            for role, text in zip(("user", "assistant"), turn, strict=True)]  # fmt: skip
+    said = [
+        Message(role, text)
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
     row: list[int] = chat.prompt_ids(said[:1]).tolist()
     mask = [False] * len(row)
     for index in range(1, len(said), 2):

@@ -112,8 +112,15 @@ def test_an_error_of_the_writer_is_its_own_and_leaves_nothing(root):
 
 # --------------------------------------------------------------------------- disks that refuse
 
-PHASES = ["begin", "written", "file:model.safetensors", "file:training_info.json", "fsynced",
-          "manifest", "renamed"]  # fmt: skip
+PHASES = [
+    "begin",
+    "written",
+    "file:model.safetensors",
+    "file:training_info.json",
+    "fsynced",
+    "manifest",
+    "renamed",
+]
 
 
 class Trouble:

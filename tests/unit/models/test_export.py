@@ -188,9 +188,13 @@ def adapted(tmp_path):
 
     def load(resume_from=None):
         return load_reward_model(
-            config, seed=3, max_length=512, truncation_side="left",
-            device=torch.device("cpu"), resume_from=resume_from,
-        )  # fmt: skip
+            config,
+            seed=3,
+            max_length=512,
+            truncation_side="left",
+            device=torch.device("cpu"),
+            resume_from=resume_from,
+        )
 
     loaded = load()
     frozen = {

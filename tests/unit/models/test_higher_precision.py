@@ -9,8 +9,9 @@ from laurel.data.forest import plant
 from laurel.models.forest.decoder import weights_as
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-sliding", "llama", "gemma2", "gemma3", "phi",
-                                  "gpt-oss"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen2-sliding", "llama", "gemma2", "gemma3", "phi", "gpt-oss"]
+)
 def test_it_is_the_model_with_widened_weights(name):
     model = tiny.tiny_reward_model(name, dtype=torch.bfloat16, precision=torch.bfloat16)
     wide = copy.deepcopy(model).float()

@@ -23,8 +23,16 @@ def policy(directory, **changes):
     return PolicyConfig(model_name=str(directory), **settings)
 
 
-def load(directory, *, seed=1, max_length=512, truncation_side="left", resume=None, weights=None,
-         **changes):  # fmt: skip
+def load(
+    directory,
+    *,
+    seed=1,
+    max_length=512,
+    truncation_side="left",
+    resume=None,
+    weights=None,
+    **changes,
+):
     return load_reward_model(
         policy(directory, **changes),
         seed=seed,
@@ -151,9 +159,11 @@ def test_a_model_that_learns_a_head_here_closes_its_conversations(save):
 def test_a_regression_head_has_one_output_for_each_attribute(save):
     attributes = ["helpfulness", "correctness", "verbosity"]
     regression = {
-        "enabled": True, "reward_model_type": "regression", "attributes": attributes,
+        "enabled": True,
+        "reward_model_type": "regression",
+        "attributes": attributes,
         "attribute_weights": [1.0, 1.0, -0.5],
-    }  # fmt: skip
+    }
     loaded = load(save(tiny.tiny_language_model("qwen3")), reward_model_cfg=regression)
     assert loaded.model.num_outputs == 3
     assert score(loaded).shape == (1, 3)
@@ -304,8 +314,14 @@ BIDIRECTIONAL = {"use_bidirectional_attention": True, "head_dim": 8}
 PADDED = {
     "bert": ({"max_position_embeddings": 600}, "BertForSequenceClassification pools by itself"),
     "jamba": (
-        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4,
-         "mamba_dt_rank": 4, "num_hidden_layers": 2},
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "num_hidden_layers": 2,
+        },
         "JambaForSequenceClassification does not take an attention implementation",
     ),
     "minimax": (
@@ -313,7 +329,7 @@ PADDED = {
         "MiniMaxForSequenceClassification has layers of type linear_attention",
     ),
     "gemma2": (BIDIRECTIONAL, "Gemma2ForSequenceClassification looks at later tokens"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", sorted(PADDED))
@@ -356,10 +372,13 @@ LONGROPE = {
     "max_position_embeddings": 1024,
     "original_max_position_embeddings": 40,
     "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 40,
-        "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 40,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
     },
-}  # fmt: skip
+}
 
 
 def test_a_long_neighbour_changes_no_score_though_the_rotation_depends_on_length(save):

@@ -32,8 +32,9 @@ GROUPS = tiny.random_groups(0, [(9, [5, 2]), (4, [7])])
 SCRATCH = {"hidden_size": 32, "vocab_size": 400}
 
 
-def load(directory, *, seed=1, max_length=512, resume=None, weights=None, temperature=1.0,
-         **changes):  # fmt: skip
+def load(
+    directory, *, seed=1, max_length=512, resume=None, weights=None, temperature=1.0, **changes
+):
     name = None if directory is None else str(directory)
     return load_policy(
         GRPOPolicyConfig(model_name=name, **{"precision": "float32", **changes}),
@@ -78,10 +79,13 @@ def test_a_policy_gives_what_transformers_gives(name, save):
 def test_settings_reach_the_model(save):
     directory = save(tiny.tiny_language_model("qwen3"))
     loaded = load(
-        directory, temperature=0.7, logprob_chunk_size=5, precision="bfloat16",
+        directory,
+        temperature=0.7,
+        logprob_chunk_size=5,
+        precision="bfloat16",
         dtensor_cfg={"activation_checkpointing": True},
         hf_config_overrides={"attention_dropout": 0.25},
-    ).model  # fmt: skip
+    ).model
     assert (loaded.temperature, loaded.logprob_chunk_size) == (0.7, 5)
     for section in (SFTPolicyConfig(logprob_chunk_size=5), PolicyConfig()):
         section = section.model_copy(update={"model_name": str(directory)})
@@ -202,8 +206,10 @@ def test_a_reward_model(is_tied, save):
     """Also where its configuration denies it, as after some conversions."""
     directory = save(tiny.tiny_classifier("qwen3", tie_word_embeddings=is_tied))
     text = refused(directory)
-    for part in ("is a reward model or classifier (Qwen3ForSequenceClassification)",
-                 "env.reward_model.model_name"):  # fmt: skip
+    for part in (
+        "is a reward model or classifier (Qwen3ForSequenceClassification)",
+        "env.reward_model.model_name",
+    ):
         assert part in text
     edit_json(
         directory / "config.json", lambda c: c.update({"architectures": ["Qwen3ForCausalLM"]})
@@ -287,9 +293,17 @@ def test_the_padded_path_can_be_asked_for_and_is_taken_where_no_other_is_possibl
         logprobs(padded.model), logprobs(load(directory).model), rtol=0, atol=5e-6
     )
     assert 0 < check_policy_paths(padded.model) < 5e-6
-    hybrid = {"architecture": "jamba", "config_overrides": {
-        "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4,
-        "mamba_dt_rank": 4, "use_mamba_kernels": False}}  # fmt: skip
+    hybrid = {
+        "architecture": "jamba",
+        "config_overrides": {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+    }
     other = load(None, scratch={**SCRATCH, **hybrid})
     assert (
         other.notes[0] == "padded path: JambaForCausalLM does not take an attention implementation"

@@ -84,8 +84,13 @@ def test_evaluations_have_tables_with_the_baseline_and_the_failures():
         EvaluationRow(name="Chat | Hard", value=0.5, longer_wins=0.25, num_rows=4, num_failures=0),
         EvaluationRow(name="final", value=0.625, longer_wins=None, num_rows=8, num_failures=2),
     )
-    table = EvaluationTable(title="Bench", data=("rows.jsonl",), num_rows=8, rows=rows,
-                            notes=("a subset\nis not whole",))  # fmt: skip
+    table = EvaluationTable(
+        title="Bench",
+        data=("rows.jsonl",),
+        num_rows=8,
+        rows=rows,
+        notes=("a subset\nis not whole",),
+    )
     card = reward_model_card(CardFacts(), contract_of(), evaluations=[table])
     assert "## Bench\n\nRows: rows.jsonl (8).\n" in card
     assert "| Chat \\| Hard | 0.5 | 0.25 | 4 | 0 |" in card

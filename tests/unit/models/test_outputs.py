@@ -200,9 +200,14 @@ def test_no_tensor_is_larger_than_a_chunk_forward_or_backward(kind, with_entropy
     for chunk_size, expected in ((4, 12_000), (40, 120_000)):
         with Largest() as largest:
             out = token_logprobs(
-                hidden, targets, weight, bias_V=bias, chunk_size=chunk_size,
-                with_entropy=with_entropy, **HEADS[kind],
-            )  # fmt: skip
+                hidden,
+                targets,
+                weight,
+                bias_V=bias,
+                chunk_size=chunk_size,
+                with_entropy=with_entropy,
+                **HEADS[kind],
+            )
             out.logprobs_M.square().sum().backward()
         assert largest.numel == expected
 

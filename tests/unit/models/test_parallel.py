@@ -215,8 +215,9 @@ def test_a_divided_head_gives_what_a_whole_one_gives(how):
 
 def test_what_is_not_divided_by_vocabulary():
     assert vocabulary_layers(tiny.tiny_language_model("qwen3"), 2) == [
-        "model.embed_tokens", "lm_head"
-    ]  # fmt: skip
+        "model.embed_tokens",
+        "lm_head",
+    ]
     assert vocabulary_layers(tiny.tiny_language_model("qwen3"), 7) == []  # 300 does not divide
     assert vocabulary_layers(tiny.tiny_classifier("gemma3"), 2) == ["model.embed_tokens"]
     tied = tiny.tiny_language_model("qwen3-tied")

@@ -259,9 +259,16 @@ def joined_experts():
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "mixtral", vocab_size=50, hidden_size=16, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=1,
-    )  # fmt: skip
+        "mixtral",
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=3,
+        num_experts_per_tok=1,
+    )
     network = AutoModelForCausalLM.from_config(config)
     return PolicyModel(network, path="padded", precision=torch.float32)
 
@@ -369,9 +376,10 @@ def test_adapters_are_on_again_though_a_batch_could_not_be_computed():
 
 
 def test_without_adapters_the_reference_is_a_frozen_copy():
-    model, forest = tiny.tiny_policy("qwen3-tied", temperature=0.7), plant(
-        tiny.random_groups(13, SHAPES)
-    )  # fmt: skip
+    model, forest = (
+        tiny.tiny_policy("qwen3-tied", temperature=0.7),
+        plant(tiny.random_groups(13, SHAPES)),
+    )
     model(forest).logprobs_M.sum().backward()
     expected_M = model.logprobs(forest)
     model.train()

@@ -15,22 +15,36 @@ SHAPES = [(40, [5, 1, 30]), (0, [7]), (3, [2, 2]), (0, [1])]
 ENCODERS = {
     "bert": {"max_position_embeddings": 128},
     "modernbert": {
-        "global_attn_every_n_layers": 2, "local_attention": 12, "cls_token_id": 1,
-        "sep_token_id": 2, "max_position_embeddings": 128,
+        "global_attn_every_n_layers": 2,
+        "local_attention": 12,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+        "max_position_embeddings": 128,
     },
-}  # fmt: skip
+}
 HYBRIDS = {
     "jamba": {
-        "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4,
-        "mamba_dt_rank": 4, "num_hidden_layers": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+        "num_hidden_layers": 2,
     },
     "qwen3_next": {
-        "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "head_dim": 8,
-        "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "num_hidden_layers": 4,
-        "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_key_heads": 2,
+        "num_hidden_layers": 4,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
     },
     "minimax": {"num_local_experts": 2, "num_hidden_layers": 2},
-}  # fmt: skip
+}
 
 
 def padded_model(classifier, *, head_name="score", precision=torch.float32):

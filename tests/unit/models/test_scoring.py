@@ -339,10 +339,16 @@ def saved(tmp_path, **rules):
 def test_the_rules_come_back_as_they_were_saved(tmp_path):
     golden = GoldenScore(messages=tuple(TALKS[0]), values_K=(0.1, -2.5e-8), num_tokens=9)
     contract = saved(
-        tmp_path, golden=(golden,), mean=0.25, std=1.5, num_reference=12,
-        attributes=("helpfulness", "correctness"), attribute_weights=(0.5, 2.0),
-        versions={"torch": "2"}, golden_dtype="bfloat16",
-    )  # fmt: skip
+        tmp_path,
+        golden=(golden,),
+        mean=0.25,
+        std=1.5,
+        num_reference=12,
+        attributes=("helpfulness", "correctness"),
+        attribute_weights=(0.5, 2.0),
+        versions={"torch": "2"},
+        golden_dtype="bfloat16",
+    )
     loaded = ScoringContract.load(tmp_path, AutoTokenizer.from_pretrained(tmp_path))
     assert loaded.rules == contract.rules
     assert ScoringRules.read(tmp_path) == contract.rules

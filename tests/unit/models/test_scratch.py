@@ -24,9 +24,13 @@ def make(*, seed=1, texts=TEXTS, **settings):
         reward_model_cfg={"enabled": True},
     )
     return load_reward_model(
-        config, seed=seed, max_length=64, truncation_side="left",
-        device=torch.device("cpu"), texts=texts,
-    )  # fmt: skip
+        config,
+        seed=seed,
+        max_length=64,
+        truncation_side="left",
+        device=torch.device("cpu"),
+        texts=texts,
+    )
 
 
 def test_a_tokenizer_has_a_token_for_every_text():

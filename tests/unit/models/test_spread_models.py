@@ -56,9 +56,9 @@ def models(tmp_path_factory):
 
 def mixtral():
     return AutoConfig.for_model(
-        "mixtral", **{**tiny.COMMON, "num_local_experts": 3, "num_experts_per_tok": 1,
-        "num_hidden_layers": 2}
-    )  # fmt: skip
+        "mixtral",
+        **{**tiny.COMMON, "num_local_experts": 3, "num_experts_per_tok": 1, "num_hidden_layers": 2},
+    )
 
 
 def cases_of(models):
@@ -169,8 +169,12 @@ def test_what_is_refused_in_one_process_is_refused_over_a_mesh(models, tmp_path)
 @pytest.mark.slow
 def test_memory_at_its_highest_falls_with_the_ranks(tmp_path):
     """Of the process, as the kernel counts it."""
-    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4,
-            "vocab_size": 4000}  # fmt: skip
+    wide = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "vocab_size": 4000,
+    }
     network = tiny.tiny_policy("llama", path="padded", **wide).causal_lm
     directory = str(save_model(tmp_path / "model", network))
     whole = sum(p.numel() * p.element_size() for p in network.parameters())
@@ -354,9 +358,11 @@ def test_a_checkpoint_of_ranks_is_a_model_of_hugging_face(runs):
                 said = spread_work.load("reward", str(directory))
             assert not [n for n in network.state_dict() if "lora" in n]
             torch.testing.assert_close(
-                spread_work.outputs_of(said.model), found[0][case]["outputs"], rtol=0,
+                spread_work.outputs_of(said.model),
+                found[0][case]["outputs"],
+                rtol=0,
                 atol=TOLERANCE,
-            )  # fmt: skip
+            )
 
 
 @pytest.mark.slow

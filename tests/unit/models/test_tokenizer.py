@@ -98,10 +98,12 @@ def test_padding_with_the_end_of_a_sequence_is_an_error_with_its_remedy():
     [
         (("<|endoftext|>", "<|finetune_right_pad_id|>"), "<|finetune_right_pad_id|>"),
         (("<unk>",), "<unk>"),
-        (("<|reserved_special_token_1|>", "<|reserved_special_token_0|>"),
-         "<|reserved_special_token_0|>"),
+        (
+            ("<|reserved_special_token_1|>", "<|reserved_special_token_0|>"),
+            "<|reserved_special_token_0|>",
+        ),
     ],
-)  # fmt: skip
+)
 def test_auto_picks_a_token_that_ends_nothing(more, expected):
     tokenizer = made.make_tokenizer(pad="</s>", more=more)
     settle_padding(tokenizer, "auto")

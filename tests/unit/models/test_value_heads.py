@@ -31,9 +31,12 @@ BIAS = torch.tensor([0.75])
 
 def tokenizer_that_pads_with_eos(template=made.CHATML):
     return made.make_tokenizer(
-        bos=None, eos="<|im_end|>", pad="<|im_end|>", more=("<|im_start|>", "<|pad|>"),
+        bos=None,
+        eos="<|im_end|>",
+        pad="<|im_end|>",
+        more=("<|im_start|>", "<|pad|>"),
         template=template,
-    )  # fmt: skip
+    )
 
 
 def llama_factory(directory, *, form="value_head.safetensors", max_shard_size="50GB"):
@@ -72,14 +75,21 @@ def openrlhf(directory, *, prefix="score", form="single", template=made.CHATML):
         torch.save(weights, directory / "pytorch_model.bin")
     else:
         names = sorted(weights)
-        parts = {"model-00001-of-00002.safetensors": names[:9],
-                 "model-00002-of-00002.safetensors": names[9:]}  # fmt: skip
+        parts = {
+            "model-00001-of-00002.safetensors": names[:9],
+            "model-00002-of-00002.safetensors": names[9:],
+        }
         for file, held in parts.items():
             save_file({n: weights[n] for n in held}, directory / file, metadata={"format": "pt"})
         index = {"metadata": {}, "weight_map": {n: f for f, held in parts.items() for n in held}}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    said = {"architectures": ["RewardModel"], "value_head_prefix": prefix,
-            "normalize_reward": False, "mean": 0.5, "std": 2.0}  # fmt: skip
+    said = {
+        "architectures": ["RewardModel"],
+        "value_head_prefix": prefix,
+        "normalize_reward": False,
+        "mean": 0.5,
+        "std": 2.0,
+    }
     edit_json(directory / "config.json", lambda config: config.update(said))
     return directory
 

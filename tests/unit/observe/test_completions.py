@@ -18,14 +18,30 @@ from laurel.observe.console import (
 from laurel.types import Message
 
 ROW = CompletionRow(
-    step=3, task="train:a.jsonl:1", group="0-2-0-1", environment="math", prompt="What is 1+1?",
-    completion="It is \\boxed{2}.", reward=1.0, advantage=-0.5, answer="2", expected="2",
-    num_tokens=7, weight_version=2,
-)  # fmt: skip
+    step=3,
+    task="train:a.jsonl:1",
+    group="0-2-0-1",
+    environment="math",
+    prompt="What is 1+1?",
+    completion="It is \\boxed{2}.",
+    reward=1.0,
+    advantage=-0.5,
+    answer="2",
+    expected="2",
+    num_tokens=7,
+    weight_version=2,
+)
 FAILED = CompletionRow(
-    step=3, task="b", group="g", environment="math", prompt="p", completion="", reward=None,
-    failure="no verdict within 3 s", truncated=True,
-)  # fmt: skip
+    step=3,
+    task="b",
+    group="g",
+    environment="math",
+    prompt="p",
+    completion="",
+    reward=None,
+    failure="no verdict within 3 s",
+    truncated=True,
+)
 
 
 def shown(*rows: CompletionRow, title: str = "validation, step 3") -> str:
@@ -57,8 +73,9 @@ def test_columns_have_their_types_even_where_everything_is_missing(tmp_path: Pat
 
 def test_any_text_can_be_written(tmp_path: Path) -> None:
     odd = "a\0b \ud83d \x1b[31m é \U0001f33f"
-    row = CompletionRow(step=0, task="t", group="g", environment="e", prompt=odd, completion=odd,
-                        reward=0.0)  # fmt: skip
+    row = CompletionRow(
+        step=0, task="t", group="g", environment="e", prompt=odd, completion=odd, reward=0.0
+    )
     write_completions(tmp_path / "a.parquet", [row])
     (read,) = parquet.read_table(tmp_path / "a.parquet").to_pylist()
     assert read["prompt"].startswith("a\0b ")
@@ -79,8 +96,15 @@ def test_the_table_shows_rewards_failures_and_what_was_cut_off() -> None:
 
 
 def test_markup_and_escapes_of_a_policy_are_shown_and_not_obeyed() -> None:
-    row = CompletionRow(step=0, task="t", group="g", environment="e", prompt="[bold]p[/bold]",
-                        completion="[red]x[/nonsense] \x1b[2J", reward=0.25)  # fmt: skip
+    row = CompletionRow(
+        step=0,
+        task="t",
+        group="g",
+        environment="e",
+        prompt="[bold]p[/bold]",
+        completion="[red]x[/nonsense] \x1b[2J",
+        reward=0.25,
+    )
     text = shown(row, title="[bold]")
     assert "[bold]p[/bold]" in text
     assert "[red]x[/nonsense]" in text
@@ -88,16 +112,25 @@ def test_markup_and_escapes_of_a_policy_are_shown_and_not_obeyed() -> None:
 
 
 def test_long_texts_are_shortened() -> None:
-    row = CompletionRow(step=0, task="t", group="g", environment="e", prompt="p " * 4000,
-                        completion="c " * 4000, reward=0.25)  # fmt: skip
+    row = CompletionRow(
+        step=0,
+        task="t",
+        group="g",
+        environment="e",
+        prompt="p " * 4000,
+        completion="c " * 4000,
+        reward=0.25,
+    )
     assert len(shown(row).splitlines()) < 30
 
 
 def test_the_environments_words_do_not_run_into_the_policys() -> None:
     turns = (
-        Message("assistant", "5"), Message("environment", "higher"), Message("user", "!"),
+        Message("assistant", "5"),
+        Message("environment", "higher"),
+        Message("user", "!"),
         Message("assistant", "7"),
-    )  # fmt: skip
+    )
     assert completion_text(turns) == "5 [environment] higher! [policy] 7"
     assert completion_text(turns[:1]) == "5"
     assert completion_text(()) == ""

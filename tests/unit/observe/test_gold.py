@@ -16,14 +16,23 @@ from laurel.observe.run_record import RunRecord
 from report_runs import record
 
 COMPOSITE = {
-    "env": {"composite": {"both": {"parts": [
-        {"env": "reward_model", "weight": 1.0, "gate": None},
-        {"env": "form", "weight": 0.0, "gate": 0.5},
-        {"env": "math", "weight": 0.0, "gate": None},
-    ]}}}
-}  # fmt: skip
-ALL = [f"env/both/{part}/{figure}" for part in ("reward_model", "form", "math")
-       for figure in ("reward_mean", "accuracy")]  # fmt: skip
+    "env": {
+        "composite": {
+            "both": {
+                "parts": [
+                    {"env": "reward_model", "weight": 1.0, "gate": None},
+                    {"env": "form", "weight": 0.0, "gate": 0.5},
+                    {"env": "math", "weight": 0.0, "gate": None},
+                ]
+            }
+        }
+    }
+}
+ALL = [
+    f"env/both/{part}/{figure}"
+    for part in ("reward_model", "form", "math")
+    for figure in ("reward_mean", "accuracy")
+]
 
 
 @pytest.mark.parametrize(
@@ -35,10 +44,13 @@ ALL = [f"env/both/{part}/{figure}" for part in ("reward_model", "form", "math")
         (COMPOSITE, ["env/both/math/reward_mean"], "env/both/math/reward_mean"),
         (COMPOSITE, ["env/both/reward_model/accuracy"], None),
         ({**COMPOSITE, "grpo": {"health": {"gold_metric": None}}}, ALL, "env/both/math/accuracy"),
-        ({**COMPOSITE, "grpo": {"health": {"gold_metric": "validation/accuracy"}}}, ALL,
-         "validation/accuracy"),
+        (
+            {**COMPOSITE, "grpo": {"health": {"gold_metric": "validation/accuracy"}}},
+            ALL,
+            "validation/accuracy",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_gold_metric_is_the_named_one_or_a_part_that_is_not_rewarded(
     settings: dict[str, object], measured: list[str], expected: str | None
 ) -> None:
@@ -93,5 +105,6 @@ def test_gold_is_the_first_figure_and_the_first_curve_of_the_page() -> None:
     page = page_of([one], [RunSamples()], title="t")
     figures = re.findall(r'<dt>(.*?)</dt><dd class="value">(.*?)</dd>', page)
     assert [(name.split(": ")[1], value) for name, value in figures] == [
-        ("env/both/math/accuracy", "0.08000"), ("train/reward", "1.490"),
-    ]  # fmt: skip
+        ("env/both/math/accuracy", "0.08000"),
+        ("train/reward", "1.490"),
+    ]

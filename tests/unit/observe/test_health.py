@@ -32,8 +32,11 @@ FORMAT = "env/both/form/reward_mean"
 PART = "env/reward_model/part/"
 MEMBERS = ("left", "right")
 SETTINGS: dict[str, Any] = {
-    "baseline_steps": 4, "window": 3, "gold_metric": GOLD, "format_metric": FORMAT,
-}  # fmt: skip
+    "baseline_steps": 4,
+    "window": 3,
+    "gold_metric": GOLD,
+    "format_metric": FORMAT,
+}
 
 Steps = Sequence[Mapping[str, float]]
 
@@ -56,8 +59,13 @@ def line(name: str, *values: float, **others: float) -> list[dict[str, float]]:
 
 
 def columns(**by_name: Sequence[float]) -> list[dict[str, float]]:
-    names = {"reward": REWARD, "kl": KL, "gold": GOLD, "length": LENGTH,
-             "correlation": LENGTH_CORRELATION}  # fmt: skip
+    names = {
+        "reward": REWARD,
+        "kl": KL,
+        "gold": GOLD,
+        "length": LENGTH,
+        "correlation": LENGTH_CORRELATION,
+    }
     rows = zip(*by_name.values(), strict=True)
     return [{names[n]: v for n, v in zip(by_name, row, strict=True)} for row in rows]
 
@@ -217,9 +225,10 @@ def test_gold_that_falls_while_the_reward_rises() -> None:
 )
 def test_other_falls_of_gold_are_no_overoptimisation(changes: dict[str, list[float]]) -> None:
     bad = {
-        "reward": [0.1 * n for n in range(10)], "kl": [0.01 * n for n in range(10)],
+        "reward": [0.1 * n for n in range(10)],
+        "kl": [0.01 * n for n in range(10)],
         "gold": [0.8] * 6 + [0.7] * 4,
-    }  # fmt: skip
+    }
     assert len(told(columns(**bad))) == 1
     assert told(columns(**(bad | changes))) == []
 
@@ -244,11 +253,17 @@ def test_negative_gold_is_measured_by_its_size() -> None:
 
 
 WEIGHTLESS = {
-    "env": {"composite": {"both": {"parts": [
-        {"env": "reward_model", "weight": 1.0, "gate": None},
-        {"env": "math", "weight": 0.0, "gate": None},
-    ]}}}
-}  # fmt: skip
+    "env": {
+        "composite": {
+            "both": {
+                "parts": [
+                    {"env": "reward_model", "weight": 1.0, "gate": None},
+                    {"env": "math", "weight": 0.0, "gate": None},
+                ]
+            }
+        }
+    }
+}
 
 
 @pytest.mark.parametrize(
@@ -311,10 +326,14 @@ def test_length_that_is_paid_for() -> None:
 
 def members(left: Sequence[float], right: Sequence[float], std: float = 0.5) -> Steps:
     return [
-        {f"{PART}left/mean": a, f"{PART}left/std": std, f"{PART}right/mean": b,
-         f"{PART}right/std": std}
+        {
+            f"{PART}left/mean": a,
+            f"{PART}left/std": std,
+            f"{PART}right/mean": b,
+            f"{PART}right/std": std,
+        }
         for a, b in zip(left, right, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def test_models_that_go_apart() -> None:
@@ -338,24 +357,36 @@ def test_parts_that_are_no_reward_models_are_not_compared() -> None:
 def bad_history() -> list[dict[str, float]]:
     """Everything goes wrong after eight steps."""
     bad: dict[str, tuple[float, float]] = {
-        LENGTH: (10, 30), LENGTH_CORRELATION: (0.1, 0.9), REPETITION: (0.0, 0.5),
-        TRUNCATION: (0.0, 0.9), ZERO_SPREAD: (0.1, 1.0),
-        FAILURES: (0.0, 0.9), FORMAT: (1.0, 0.1), KL: (0.1, 9.0),
-        GOLD: (0.9, 0.1), REWARD: (0.5, 0.5), f"{PART}left/mean": (0.0, 9.0),
-        f"{PART}left/std": (1.0, 1.0), f"{PART}right/mean": (0.0, 0.0),
+        LENGTH: (10, 30),
+        LENGTH_CORRELATION: (0.1, 0.9),
+        REPETITION: (0.0, 0.5),
+        TRUNCATION: (0.0, 0.9),
+        ZERO_SPREAD: (0.1, 1.0),
+        FAILURES: (0.0, 0.9),
+        FORMAT: (1.0, 0.1),
+        KL: (0.1, 9.0),
+        GOLD: (0.9, 0.1),
+        REWARD: (0.5, 0.5),
+        f"{PART}left/mean": (0.0, 9.0),
+        f"{PART}left/std": (1.0, 1.0),
+        f"{PART}right/mean": (0.0, 0.0),
         f"{PART}right/std": (1.0, 1.0),
-    }  # fmt: skip
+    }
     return [{name: pair[n >= 8] for name, pair in bad.items()} for n in range(20)]
 
 
 NEEDS: dict[str, set[str]] = {
-    "overoptimisation": {GOLD}, "kl_jump": {KL}, "length": {LENGTH},
-    "length_bias": {LENGTH, LENGTH_CORRELATION}, "repetition": {REPETITION},
-    "truncation": {TRUNCATION}, "format": {FORMAT},
+    "overoptimisation": {GOLD},
+    "kl_jump": {KL},
+    "length": {LENGTH},
+    "length_bias": {LENGTH, LENGTH_CORRELATION},
+    "repetition": {REPETITION},
+    "truncation": {TRUNCATION},
+    "format": {FORMAT},
     "zero_spread_groups": {ZERO_SPREAD},
     "ensemble": {f"{PART}left/mean", f"{PART}left/std", f"{PART}right/mean"},
     "failures": {FAILURES},
-}  # fmt: skip
+}
 
 
 def test_every_alarm_has_a_rule_and_rises_where_all_goes_wrong() -> None:

@@ -82,8 +82,11 @@ def asked(home: Path, names: list[str], **more: str) -> dict[str, str | None]:
     kept = {key: value for key, value in os.environ.items() if key not in offline}
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, *names],
-        env=kept | {"HF_HOME": str(home)} | more, check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        env=kept | {"HF_HOME": str(home)} | more,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     found: dict[str, str | None] = json.loads(ran.stdout)
     return found
 

@@ -18,13 +18,31 @@ from laurel.observe.report.samples import Answer, Comparison
 EVIL = '<script>alert("x")</script> & \x1b[31m'
 METRICS = [
     {"step": 0, "time": 100.0, "validation/accuracy": 0.5},
-    {"step": 1, "time": 101.0, "train/reward": -1.0, "train/reward_std": 0.5, "train/loss": 0.3,
-     "timing/train/total_step_time": 1.0, "timing/train/generation": 0.75},
-    {"step": 2, "time": 103.0, "train/reward": 2.0, "train/reward_std": 0.25, "train/loss": "NaN",
-     "timing/train/total_step_time": 2.0, "timing/train/generation": 1.5},
-    {"step": 2, "time": 104.0, "validation/accuracy": 0.9,
-     "timing/validation/total_validation_time": 1.0},
-]  # fmt: skip
+    {
+        "step": 1,
+        "time": 101.0,
+        "train/reward": -1.0,
+        "train/reward_std": 0.5,
+        "train/loss": 0.3,
+        "timing/train/total_step_time": 1.0,
+        "timing/train/generation": 0.75,
+    },
+    {
+        "step": 2,
+        "time": 103.0,
+        "train/reward": 2.0,
+        "train/reward_std": 0.25,
+        "train/loss": "NaN",
+        "timing/train/total_step_time": 2.0,
+        "timing/train/generation": 1.5,
+    },
+    {
+        "step": 2,
+        "time": 104.0,
+        "validation/accuracy": 0.9,
+        "timing/validation/total_validation_time": 1.0,
+    },
+]
 
 
 class Page(HTMLParser):
@@ -73,8 +91,13 @@ class Page(HTMLParser):
             self.text += data
 
 
-def make_run(path: Path, *, kind: str = "grpo", metrics: list[dict[str, object]] | None = None,
-             samples: list[dict[str, object]] | None = None) -> Path:  # fmt: skip
+def make_run(
+    path: Path,
+    *,
+    kind: str = "grpo",
+    metrics: list[dict[str, object]] | None = None,
+    samples: list[dict[str, object]] | None = None,
+) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({kind: {}, "policy": {}}), encoding="utf-8")
     (path / "config.yaml").write_text(f"{kind}:\n  name: '{EVIL[:25]}'\n", encoding="utf-8")
@@ -101,10 +124,12 @@ def test_a_whole_run_is_shown_and_nothing_is_fetched_or_run(tmp_path: Path) -> N
     (run / "data_report.json").write_text(json.dumps(report), encoding="utf-8")
     answer = Answer(text=EVIL, score=-3.25, is_right=False)
     write_report(
-        tmp_path / "report.html", [run, run], title=EVIL,
+        tmp_path / "report.html",
+        [run, run],
+        title=EVIL,
         facts=[Fact(EVIL, EVIL, EVIL)],
         comparisons=[Comparison(prompt=EVIL, expected=EVIL, before=answer, after=answer)],
-    )  # fmt: skip
+    )
     html, page = page_of(tmp_path / "report.html")
     assert page.fetched == []
     (script,) = page.scripts
@@ -168,8 +193,11 @@ def test_a_run_that_logged_nothing_is_no_error(
 
 
 def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
-    rows = [*METRICS, {"event": "resumed", "step": 1},
-            {"step": 2, "time": 200.0, "train/reward": 7.0, "train/reward_std": 0.5}]  # fmt: skip
+    rows = [
+        *METRICS,
+        {"event": "resumed", "step": 1},
+        {"step": 2, "time": 200.0, "train/reward": 7.0, "train/reward_std": 0.5},
+    ]
     write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=rows)])
     assert "reward (mean, spread) from -1 to 7" in page_of(tmp_path / "report.html")[0]
 

@@ -108,9 +108,11 @@ def test_many_lines_differ_without_colour(num_lines: int) -> None:
 
 def test_the_band_of_rewards_ends_where_no_reward_was_seen() -> None:
     curves = {
-        "train/reward": [0.1, 0.5, 0.9], "train/reward_std": [0.3, 0.5, 0.3],
-        "train/reward_min": [0.0, 0.0, 0.5], "train/reward_max": [1.0, 1.0, 1.0],
-    }  # fmt: skip
+        "train/reward": [0.1, 0.5, 0.9],
+        "train/reward_std": [0.3, 0.5, 0.3],
+        "train/reward_min": [0.0, 0.0, 0.5],
+        "train/reward_max": [1.0, 1.0, 1.0],
+    }
     chart = next(chart for chart in charts_of(record(curves)) if chart.title == "Reward")
     low, high = _edges(chart.lines[0], None) or ((), ())
     assert low == pytest.approx([0.0, 0.0, 0.6])

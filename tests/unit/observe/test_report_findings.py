@@ -41,49 +41,97 @@ def test_a_run_of_which_nothing_is_known() -> None:
 @pytest.mark.parametrize(
     ("curves", "kind", "expected"),
     [
-        (held(0.79, 0.80), "rm", "bad: validation-default: accuracy is 79.0% on 1,000 pairs, and "
-         "always taking the longer answer gives 80.0%: no better than length"),
+        (
+            held(0.79, 0.80),
+            "rm",
+            "bad: validation-default: accuracy is 79.0% on 1,000 pairs, and "
+            "always taking the longer answer gives 80.0%: no better than length",
+        ),
         (held(0.81, 0.80), "rm", "no better than length alone, within two standard errors"),
         (held(0.70, 0.25), "rm", "always taking the shorter answer gives 75.0%: no better"),
-        (held(0.90, 0.60), "rm", "good: validation-default: accuracy is 90.0% on 1,000 pairs, and "
-         "always taking the longer answer gives 60.0%: 30.0 points better than length."),
-        ({"validation/accuracy": [0.5, 0.9, 0.6], "validation/num_valid_samples": [100.0] * 3},
-         "grpo", "bad: Validation got worse: validation/accuracy was 0.9000 at step 2 and is "
-         "0.6000 at step 3"),
+        (
+            held(0.90, 0.60),
+            "rm",
+            "good: validation-default: accuracy is 90.0% on 1,000 pairs, and "
+            "always taking the longer answer gives 60.0%: 30.0 points better than length.",
+        ),
+        (
+            {"validation/accuracy": [0.5, 0.9, 0.6], "validation/num_valid_samples": [100.0] * 3},
+            "grpo",
+            "bad: Validation got worse: validation/accuracy was 0.9000 at step 2 and is "
+            "0.6000 at step 3",
+        ),
         ({"validation-a/loss": [0.5, 0.4, 0.6]}, "rm", "validation-a/loss was 0.4000 at step 2"),
-        ({"train/grad_norm": [1.0] * 50 + [48.0] + [1.0] * 49}, "rm", "look: The norm of the "
-         "gradient jumped: 48 at step 51, 48 times its median of 1; 1 step lay"),
+        (
+            {"train/grad_norm": [1.0] * 50 + [48.0] + [1.0] * 49},
+            "rm",
+            "look: The norm of the "
+            "gradient jumped: 48 at step 51, 48 times its median of 1; 1 step lay",
+        ),
         ({"train/loss": [0.7] * 40}, "rm", "bad: The loss did not fall: 0.7000 over the first"),
-        ({"train/loss": [0.7, float("nan"), 0.6]}, "rm",
-         "bad: train/loss was NaN or infinite at 1 step, first at step 2."),
+        (
+            {"train/loss": [0.7, float("nan"), 0.6]},
+            "rm",
+            "bad: train/loss was NaN or infinite at 1 step, first at step 2.",
+        ),
         ({"train/bad_steps_in_a_row": [0.0, 1.0, 2.0, 0.0]}, "rm", "look: There were 2 bad steps"),
-        ({"train/num_failures": [2.0] * 10, "train/total_turns": [16.0] * 10,
-          "train/avg_turns_per_sample": [2.0] * 10, "train/reward/failed_timeout": [2.0] * 10},
-         "grpo", "bad: 20 of 80 completions got no reward (25%: 20 timeout)"),
-        ({"train/num_failures": [2.0] * 10, "train/total_turns": [16.0] * 10,
-          "train/avg_turns_per_sample": [2.0] * 10, "train/reward/failed_other": [2.0] * 10},
-         "grpo", "(25%: 20 for reasons of the environment's own, which stand in completions/)"),
-        ({"train/frac_reward_zero_std": UP, "train/baseline_reward/pct_1": [90.0] * 100}, "grpo",
-         "look: In 94% of the groups of the last steps all completions got the same reward, and "
-         "90% of all groups were all right"),
+        (
+            {
+                "train/num_failures": [2.0] * 10,
+                "train/total_turns": [16.0] * 10,
+                "train/avg_turns_per_sample": [2.0] * 10,
+                "train/reward/failed_timeout": [2.0] * 10,
+            },
+            "grpo",
+            "bad: 20 of 80 completions got no reward (25%: 20 timeout)",
+        ),
+        (
+            {
+                "train/num_failures": [2.0] * 10,
+                "train/total_turns": [16.0] * 10,
+                "train/avg_turns_per_sample": [2.0] * 10,
+                "train/reward/failed_other": [2.0] * 10,
+            },
+            "grpo",
+            "(25%: 20 for reasons of the environment's own, which stand in completions/)",
+        ),
+        (
+            {"train/frac_reward_zero_std": UP, "train/baseline_reward/pct_1": [90.0] * 100},
+            "grpo",
+            "look: In 94% of the groups of the last steps all completions got the same reward, and "
+            "90% of all groups were all right",
+        ),
         ({"train/truncation_rate": UP}, "grpo", "look: 94% of the completions"),
         ({"train/entropy": [1.0 - 0.0095 * i for i in range(100)]}, "grpo", "look: Entropy fell"),
-        ({"train/reward": UP, "validation/accuracy": [0.6, 0.4]}, "grpo",
-         "the policy has learned to please the reward, not to be right"),
+        (
+            {"train/reward": UP, "validation/accuracy": [0.6, 0.4]},
+            "grpo",
+            "the policy has learned to please the reward, not to be right",
+        ),
         ({"train/reward": UP}, "grpo", "good: The reward rose from 0.04500 to 0.9450"),
         ({"train/reward": FLAT}, "grpo", "bad: The reward did not rise beyond its noise"),
-        ({"train/mean_gen_tokens_per_sample": [100.0 + 3 * i for i in range(100)]}, "grpo",
-         "look: Completions went from 114 to 384 tokens"),
+        (
+            {"train/mean_gen_tokens_per_sample": [100.0 + 3 * i for i in range(100)]},
+            "grpo",
+            "look: Completions went from 114 to 384 tokens",
+        ),
         ({"train/gen_kl_error": [0.05] * 10}, "grpo", "look: The generator and the learner differ"),
-        ({"validation-a/score_length_correlation": [0.9]}, "rm", "look: validation-a: scores go "
-         "with length (Spearman's correlation 0.90). A policy that learns from them will write "
-         "longer answers."),
+        (
+            {"validation-a/score_length_correlation": [0.9]},
+            "rm",
+            "look: validation-a: scores go "
+            "with length (Spearman's correlation 0.90). A policy that learns from them will write "
+            "longer answers.",
+        ),
         ({"validation-a/score_ties": [0.2]}, "rm", "20.0% of the pairs have the same score"),
         ({"validation-a/ece": [0.25]}, "rm", "confidence and accuracy are 25.0% apart"),
-        ({"train/accuracy": [0.95] * 50, "validation-default/accuracy": [0.7]}, "rm",
-         "look: Training is ahead of validation: accuracy 95.0% over the last steps, 70.0%"),
+        (
+            {"train/accuracy": [0.95] * 50, "validation-default/accuracy": [0.7]},
+            "rm",
+            "look: Training is ahead of validation: accuracy 95.0% over the last steps, 70.0%",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_rule_with_its_numbers(
     curves: dict[str, list[float]], kind: str, expected: str
 ) -> None:
@@ -94,29 +142,48 @@ def test_each_rule_with_its_numbers(
 @pytest.mark.parametrize(
     ("curves", "kind"),
     [
-        ({"validation/accuracy": [0.5, 0.62, 0.6], "validation/num_valid_samples": [100.0] * 3},
-         "grpo"),
+        (
+            {"validation/accuracy": [0.5, 0.62, 0.6], "validation/num_valid_samples": [100.0] * 3},
+            "grpo",
+        ),
         ({"validation-a/loss": [0.5, 0.4, 0.405]}, "rm"),
         ({"train/grad_norm": [1.0 + (i % 3) for i in range(100)]}, "rm"),
         ({"train/grad_norm": [1.0, 48.0]}, "rm"),
         ({"train/loss": [0.7 - 0.005 * i for i in range(40)]}, "rm"),
         ({"train/loss": [0.0] * 40}, "grpo"),
-        ({"train/num_failures": [0.0], "train/total_turns": [8.0],
-          "train/avg_turns_per_sample": [1.0]}, "grpo"),
+        (
+            {
+                "train/num_failures": [0.0],
+                "train/total_turns": [8.0],
+                "train/avg_turns_per_sample": [1.0],
+            },
+            "grpo",
+        ),
         ({"train/frac_reward_zero_std": FLAT[:1] * 9, "train/truncation_rate": [0.01] * 9}, "grpo"),
         ({"train/entropy": FLAT, "train/mean_gen_tokens_per_sample": FLAT}, "grpo"),
-        ({"validation-a/ece": [0.05], "validation-a/score_ties": [0.0],
-          "validation-a/score_length_correlation": [0.3]}, "rm"),
+        (
+            {
+                "validation-a/ece": [0.05],
+                "validation-a/score_ties": [0.0],
+                "validation-a/score_length_correlation": [0.3],
+            },
+            "rm",
+        ),
     ],
-)  # fmt: skip
+)
 def test_sound_figures_are_not_spoken_of(curves: dict[str, list[float]], kind: str) -> None:
     assert said(curves, kind=kind) == []
 
 
 def test_data_that_was_left_out_and_its_notes() -> None:
-    data = {"train": {"rows_read": 100, "rows_kept": 80, "notes": ["7 rows contradict others"],
-                      "rows_left_out": {"duplicate": {"count": 15},
-                                        "too_long": {"count": 5}}}}  # fmt: skip
+    data = {
+        "train": {
+            "rows_read": 100,
+            "rows_kept": 80,
+            "notes": ["7 rows contradict others"],
+            "rows_left_out": {"duplicate": {"count": 15}, "too_long": {"count": 5}},
+        }
+    }
     found = said({}, data=data)
     assert found == [
         "look: Data 'train': 20 of 100 rows were left out (15 duplicate, 5 too long).",
@@ -124,8 +191,14 @@ def test_data_that_was_left_out_and_its_notes() -> None:
     ]
     # Where rows come from is no problem; what is held out is not lost.
     notes = ["read as GSM8K, told by: the answer stands after '####'", "b.jsonl: no row rates x"]
-    data = {"train": {"rows_read": 100, "rows_kept": 75, "notes": notes,
-                      "rows_left_out": {"held out": {"count": 25}}}}  # fmt: skip
+    data = {
+        "train": {
+            "rows_read": 100,
+            "rows_kept": 75,
+            "notes": notes,
+            "rows_left_out": {"held out": {"count": 25}},
+        }
+    }
     assert said({"train/reward": UP}, data=data) == [
         "look: Data 'train': b.jsonl: no row rates x.",
         "good: The reward rose from 0.04500 to 0.9450 (means of the first and the last tenth of "
@@ -136,15 +209,24 @@ def test_data_that_was_left_out_and_its_notes() -> None:
 
 
 ALARMS = [
-    {"step": 5, "alarm": "length", "state": "raised", "metric": "m", "value": 900, "threshold": 500,
-     "baseline": 200, "text": "Completions are long.", "advice": "look at them.",
-     "samples": [{"prompt": "p", "completion": "c", "reward": 1.0}] * 5},
+    {
+        "step": 5,
+        "alarm": "length",
+        "state": "raised",
+        "metric": "m",
+        "value": 900,
+        "threshold": 500,
+        "baseline": 200,
+        "text": "Completions are long.",
+        "advice": "look at them.",
+        "samples": [{"prompt": "p", "completion": "c", "reward": 1.0}] * 5,
+    },
     {"step": 6, "alarm": "entropy", "state": "raised", "value": "NaN"},
     {"step": 7, "alarm": "length", "state": "raised", "value": 950},
     {"step": 9, "alarm": "entropy", "state": "over"},
     {"step": 9, "alarm": "never raised", "state": "over"},
     {"broken": True},
-]  # fmt: skip
+]
 
 
 def test_the_first_gradients_are_no_jump() -> None:
@@ -161,17 +243,26 @@ def test_alarms_from_when_to_when() -> None:
     assert (second.name, second.since, second.until) == ("entropy", 6, 9)
 
 
-EQUAL = [{"step": 15, "alarm": "zero_spread_groups", "state": "raised", "value": 1.0,
-          "text": "all equal"}]  # fmt: skip
+EQUAL = [
+    {
+        "step": 15,
+        "alarm": "zero_spread_groups",
+        "state": "raised",
+        "value": 1.0,
+        "text": "all equal",
+    }
+]
 
 
 def rewarded(rewards: list[float], low: float, high: float, **shares: float) -> dict[str, Any]:
     """The end of a run in which all rewards of each group are equal."""
     size = len(rewards)
     curves = {
-        "train/reward": rewards, "train/reward_min": [low] * size,
-        "train/reward_max": [high] * size, "train/frac_reward_zero_std": [1.0] * size,
-    }  # fmt: skip
+        "train/reward": rewards,
+        "train/reward_min": [low] * size,
+        "train/reward_max": [high] * size,
+        "train/frac_reward_zero_std": [1.0] * size,
+    }
     return curves | {f"train/baseline_reward/{k}": [v] * size for k, v in shares.items()}
 
 
@@ -189,8 +280,9 @@ def test_equal_rewards_are_success_at_the_top_and_an_illness_at_the_bottom(healt
     perfect = found([1.0] * 60, 1.0, 1.0, pct_1=100.0, pct_0=0.0)
     assert all(one.startswith("good") for one in perfect), perfect
     hopeless = found([0.0] * 60, 0.0, 0.0, pct_1=0.0, pct_0=100.0)
-    assert [one[:4] for one in hopeless] == (["bad:", "bad:", "look"] if health else
-                                             ["bad:", "look"])  # fmt: skip
+    assert [one[:4] for one in hopeless] == (
+        ["bad:", "bad:", "look"] if health else ["bad:", "look"]
+    )
     assert any(one.startswith("bad") for one in found([0.6] * 60, 0.0, 1.0))
     fallen = found([1.0] * 30 + [0.05] * 30, 0.0, 1.0)
     assert fallen[0].startswith("bad")

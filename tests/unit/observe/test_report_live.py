@@ -82,8 +82,14 @@ def test_foreign_names_are_refused(served: tuple[str, Path]) -> None:
     """A page elsewhere whose name was made to point here must not read what is served here."""
     url, _ = served
     port = urlsplit(url).port
-    for host in ("evil.example", f"evil.example:{port}", f"127.0.0.1.evil.example:{port}",
-                 "127.0.0.1", "", f"localhost:{port}@evil.example"):  # fmt: skip
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        f"127.0.0.1.evil.example:{port}",
+        "127.0.0.1",
+        "",
+        f"localhost:{port}@evil.example",
+    ):
         for path in ("/", "/state"):
             status, _, body = ask(url, path, Host=host)
             assert status == 403, host

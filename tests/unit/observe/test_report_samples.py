@@ -28,9 +28,17 @@ def chosen(rows: list[dict[str, object]], **sizes: int) -> Chooser:
 
 
 def completion(step: int, reward: float | None, **changes: object) -> CompletionRow:
-    told = {"step": step, "task": "t", "group": "g", "environment": "math", "prompt": "p",
-            "completion": f"said at {step}", "reward": reward, "advantage": 0.0,
-            **changes}  # fmt: skip
+    told = {
+        "step": step,
+        "task": "t",
+        "group": "g",
+        "environment": "math",
+        "prompt": "p",
+        "completion": f"said at {step}",
+        "reward": reward,
+        "advantage": 0.0,
+        **changes,
+    }
     return CompletionRow(**told)  # type: ignore[arg-type]
 
 
@@ -38,8 +46,14 @@ def test_few_rows_are_all_there() -> None:
     table = table_of("pairs", chosen([pair(i) for i in range(9)]), where="samples.jsonl")
     assert table.note == "All 9 samples."
     assert list(table.columns) == [
-        "prompt", "chosen", "score of chosen", "rejected", "score of rejected", "margin", "verdict",
-    ]  # fmt: skip
+        "prompt",
+        "chosen",
+        "score of chosen",
+        "rejected",
+        "score of rejected",
+        "margin",
+        "verdict",
+    ]
     assert table.kinds[2] == table.kinds[5] == "number"
     assert [row[5] for row in table.rows] == [float(i - 5) for i in range(9)]
     assert [row[6] for row in table.rows][4:7] == ["wrong", "tie", "right"]
@@ -99,10 +113,16 @@ def test_rows_without_a_number_are_none_of_best_and_worst() -> None:
 
 def test_before_and_after_by_prompt() -> None:
     rows: list[dict[str, object]] = [
-        {"step": step, "task": f"t{i}", "prompt": f"p{i}", "completion": f"{step}/{i}",
-         "reward": step * 0.1 + i}
-        for step in (0, 5, 10) for i in (0, 1)
-    ]  # fmt: skip
+        {
+            "step": step,
+            "task": f"t{i}",
+            "prompt": f"p{i}",
+            "completion": f"{step}/{i}",
+            "reward": step * 0.1 + i,
+        }
+        for step in (0, 5, 10)
+        for i in (0, 1)
+    ]
     rows += [{"step": 10, "task": "new", "prompt": "new", "completion": "x", "reward": 1.0}]
     table = before_and_after("b", rows)
     assert table is not None
@@ -125,9 +145,13 @@ def test_margins_before_and_after() -> None:
 def test_a_page_that_would_be_too_large_gives_up_rows_of_chance_first() -> None:
     rows = [["x" * 100, "random" if i % 2 else "first"] for i in range(100)]
     table = SampleTable(
-        title="t", columns=["completion", "chosen for"], kinds=["text", "text"], rows=rows,
-        num_rows=500, note="All.",
-    )  # fmt: skip
+        title="t",
+        columns=["completion", "chosen for"],
+        kinds=["text", "text"],
+        rows=rows,
+        num_rows=500,
+        note="All.",
+    )
     (small,) = within([table], 8_000)
     assert sum(row[1] == "first" for row in small.rows) == 50
     assert 20 <= sum(row[1] == "random" for row in small.rows) <= 30

@@ -43,14 +43,19 @@ def test_settings_that_differ_between_runs() -> None:
     one = {"rm": {"seed": 1, "loss": {"type": "a"}}, "x": None}
     two = {"rm": {"seed": 1, "loss": {"type": "b", "margin": 0.5}}, "x": None}
     assert differing_settings([one, two]) == [
-        ("rm.loss.type", ["a", "b"]), ("rm.loss.margin", ["–", "0.5"]),
-    ]  # fmt: skip
+        ("rm.loss.type", ["a", "b"]),
+        ("rm.loss.margin", ["–", "0.5"]),
+    ]
 
 
 def test_runs_that_differ_in_seeds_and_places_are_one_experiment() -> None:
     def config(seed: int, rate: float) -> dict[str, object]:
-        return {"rm": {"seed": seed}, "policy": {"lr": rate}, "logger": {"log_dir": f"l{seed}"},
-                "checkpointing": {"checkpoint_dir": f"c{seed}", "save_period": 5}}  # fmt: skip
+        return {
+            "rm": {"seed": seed},
+            "policy": {"lr": rate},
+            "logger": {"log_dir": f"l{seed}"},
+            "checkpointing": {"checkpoint_dir": f"c{seed}", "save_period": 5},
+        }
 
     configs = [config(1, 0.1), config(2, 0.2), config(3, 0.1), {}, {}]
     assert same_but_for_seeds(configs) == [[0, 2], [1], [3], [4]]
@@ -78,21 +83,49 @@ def test_seeds_are_one_curve_with_a_band_and_other_runs_their_own() -> None:
 
 
 REPORT = {
-    "benchmark": "pairs", "model": "m<b>", "data": ["d"], "laurel": "0", "seconds": 1.0,
-    "num_rows": 300, "num_failures": 2, "subsets": [], "notes": ["a note"],
+    "benchmark": "pairs",
+    "model": "m<b>",
+    "data": ["d"],
+    "laurel": "0",
+    "seconds": 1.0,
+    "num_rows": 300,
+    "num_failures": 2,
+    "subsets": [],
+    "notes": ["a note"],
     "sections": [{"name": "ties", "value": 0.0, "longer_wins": 0.0, "num_rows": 300}],
     "final": {"name": "all pairs", "value": 0.75, "longer_wins": 0.5, "num_rows": 300},
     "matrix": {"easy": 0.5},
     "diagnostics": {
-        "num_pairs": 300, "confidence": 0.95, "score_length_correlation": 0.96,
-        "accuracy": {"value": 0.75, "low": 0.7, "high": 0.8, "num_pairs": 300,
-                     "baselines": {"longer wins": 0.5}},
-        "by_margin": [{"name": "0 to 1", "accuracy": {"value": 0.6, "low": 0.5, "high": 0.7,
-                                                      "num_pairs": 60, "baselines": {}}}],
-        "calibration": {"error": 0.04, "rows": [
-            {"start": 0.5, "end": 0.55, "num_pairs": 3, "confidence": 0.52, "accuracy": 1.0}]},
+        "num_pairs": 300,
+        "confidence": 0.95,
+        "score_length_correlation": 0.96,
+        "accuracy": {
+            "value": 0.75,
+            "low": 0.7,
+            "high": 0.8,
+            "num_pairs": 300,
+            "baselines": {"longer wins": 0.5},
+        },
+        "by_margin": [
+            {
+                "name": "0 to 1",
+                "accuracy": {
+                    "value": 0.6,
+                    "low": 0.5,
+                    "high": 0.7,
+                    "num_pairs": 60,
+                    "baselines": {},
+                },
+            }
+        ],
+        "calibration": {
+            "error": 0.04,
+            "rows": [
+                {"start": 0.5, "end": 0.55, "num_pairs": 3, "confidence": 0.52, "accuracy": 1.0}
+            ],
+        },
     },
-}  # fmt: skip
+}
 
 
 def test_an_evaluation_with_its_diagnostics() -> None:
@@ -101,8 +134,9 @@ def test_an_evaluation_with_its_diagnostics() -> None:
     assert shown.line == "300 rows, 2 failures, model m<b>, eval/pairs-report.json"
     tables = {table.title: table.rows for table in shown.tables}
     assert tables["Figures"] == [
-        ("ties", "0.0%", "0.0%", "300", "0"), ("all pairs", "75.0%", "50.0%", "300", "0"),
-    ]  # fmt: skip
+        ("ties", "0.0%", "0.0%", "300", "0"),
+        ("all pairs", "75.0%", "50.0%", "300", "0"),
+    ]
     assert tables["Accuracy"] == [
         ("all", "300", "75.0%", "70.0% to 80.0%", "50.0%"),
         ("margin: 0 to 1", "60", "60.0%", "50.0% to 70.0%", "–"),
@@ -123,14 +157,23 @@ def test_notes_stand_apart_and_a_solved_run_is_not_red(tmp_path: Path) -> None:
     (tmp_path / "exp_001").mkdir()
     run = tmp_path / "exp_001"
     lines = [
-        {"step": i, "train/reward": 1.0, "train/reward_min": 1.0, "train/reward_max": 1.0,
-         "train/baseline_reward/pct_1": 100.0, "train/frac_reward_zero_std": 1.0}
+        {
+            "step": i,
+            "train/reward": 1.0,
+            "train/reward_min": 1.0,
+            "train/reward_max": 1.0,
+            "train/baseline_reward/pct_1": 100.0,
+            "train/frac_reward_zero_std": 1.0,
+        }
         for i in range(1, 30)
-    ]  # fmt: skip
+    ]
     write_lines(run / "metrics.jsonl", lines)
-    write_lines(run / "health.jsonl", [
-        {"step": 5, "alarm": "zero_spread_groups", "state": "raised", "text": "all equal"},
-    ])  # fmt: skip
+    write_lines(
+        run / "health.jsonl",
+        [
+            {"step": 5, "alarm": "zero_spread_groups", "state": "raised", "text": "all equal"},
+        ],
+    )
     (run / "config.json").write_text(json.dumps({"grpo": {"seed": 7}}), encoding="utf-8")
     data = {"train": {"rows_read": 4, "rows_kept": 4, "notes": ["read as GSM8K"]}}
     (run / "data_report.json").write_text(json.dumps(data), encoding="utf-8")
@@ -150,11 +193,23 @@ def test_everything_of_a_run_is_on_its_page(tmp_path: Path) -> None:
     run = reward_model_run(tmp_path / "exp_001")
     (run / "eval").mkdir()
     (run / "eval" / "pairs-report.json").write_text(json.dumps(REPORT), encoding="utf-8")
-    write_lines(run / "health.jsonl", [
-        {"step": 41, "alarm": "gradient", "state": "raised", "metric": "train/grad_norm",
-         "value": 51.0, "threshold": 10.0, "baseline": 1.0, "text": "It jumped.",
-         "advice": "Lower it.", "samples": [{"prompt": "why", "completion": "so", "reward": 1.5}]},
-    ])  # fmt: skip
+    write_lines(
+        run / "health.jsonl",
+        [
+            {
+                "step": 41,
+                "alarm": "gradient",
+                "state": "raised",
+                "metric": "train/grad_norm",
+                "value": 51.0,
+                "threshold": 10.0,
+                "baseline": 1.0,
+                "text": "It jumped.",
+                "advice": "Lower it.",
+                "samples": [{"prompt": "why", "completion": "so", "reward": 1.5}],
+            },
+        ],
+    )
     data = {"train": {"rows_read": 10, "rows_kept": 10, "lengths": {"tokens": {"max": 478}}}}
     (run / "data_report.json").write_text(json.dumps(data), encoding="utf-8")
     write_report(tmp_path / "page.html", [run])
@@ -166,17 +221,24 @@ def test_everything_of_a_run_is_on_its_page(tmp_path: Path) -> None:
         "gradient 41 still on train/grad_norm 51 10 1 It jumped. Lower it. Samples of that step "
         "prompt why completion so reward 1.5",
         "Before and after: validation-default/pairs The same pairs at step 50 and at step 100: 60",
-        "All 120 samples.", "pairs: 75.0%", "margin: 0 to 1 60 60.0%",
-        "lengths: tokens: max 478", "What differs from the defaults (2)",
-        "rm.max_num_steps 100 -1", "rm.seed 7 42", "rm: seed: 7",
-    ):  # fmt: skip
+        "All 120 samples.",
+        "pairs: 75.0%",
+        "margin: 0 to 1 60 60.0%",
+        "lengths: tokens: max 478",
+        "What differs from the defaults (2)",
+        "rm.max_num_steps 100 -1",
+        "rm.seed 7 42",
+        "rm: seed: 7",
+    ):
         assert words in text, words
 
 
 @pytest.mark.slow
 def test_two_runs_are_compared(tmp_path: Path) -> None:
-    runs = [reward_model_run(tmp_path / "exp_001"),
-            reward_model_run(tmp_path / "exp_002", num_steps=80)]  # fmt: skip
+    runs = [
+        reward_model_run(tmp_path / "exp_001"),
+        reward_model_run(tmp_path / "exp_002", num_steps=80),
+    ]
     write_report(tmp_path / "page.html", runs)
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
     text = words_of(html)

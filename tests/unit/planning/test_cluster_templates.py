@@ -71,11 +71,14 @@ def make_job(tmp_path: Path) -> Callable[..., dict[str, str]]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "SLURM_"))}
         scripts = Path(sys.executable).parent
         return kept | {
-            "PATH": f"{shims}:{scripts}:{os.environ['PATH']}", "HOME": str(tmp_path),
-            "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_CPUS_PER_TASK": "2",
+            "PATH": f"{shims}:{scripts}:{os.environ['PATH']}",
+            "HOME": str(tmp_path),
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_CPUS_PER_TASK": "2",
             "CALLS": str(tmp_path / "calls"),
-        }  # fmt: skip
+        }
 
     return make
 
@@ -83,8 +86,11 @@ def make_job(tmp_path: Path) -> Callable[..., dict[str, str]]:
 def submit(job: dict[str, str], *command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["bash", str(SCRIPT), *(command or ("grpo", "cluster.gpus_per_node=2"))],
-        env=job, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        env=job,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def ended(process: subprocess.Popen[str], job: dict[str, str]) -> tuple[int, str, list[str]]:
@@ -103,14 +109,23 @@ def test_a_job_of_two_nodes_trains_on_both_and_leaves_nothing(
     job = make_job()
     status, said, calls = ended(
         submit(
-            job, "rm", "cluster.gpus_per_node=1", "cluster.device=cpu", "cluster.cpu_threads=1",
-            "policy.model_name=null", "policy.scratch.hidden_size=32", "policy.precision=float32",
-            "policy.train_global_batch_size=8", "policy.max_total_sequence_length=64",
-            "rm.max_num_steps=2", f"data.train_data_path={pairs}",
-            f"checkpointing.checkpoint_dir={tmp_path}/saves", f"logger.log_dir={tmp_path}/logs",
+            job,
+            "rm",
+            "cluster.gpus_per_node=1",
+            "cluster.device=cpu",
+            "cluster.cpu_threads=1",
+            "policy.model_name=null",
+            "policy.scratch.hidden_size=32",
+            "policy.precision=float32",
+            "policy.train_global_batch_size=8",
+            "policy.max_total_sequence_length=64",
+            "rm.max_num_steps=2",
+            f"data.train_data_path={pairs}",
+            f"checkpointing.checkpoint_dir={tmp_path}/saves",
+            f"logger.log_dir={tmp_path}/logs",
         ),
         job,
-    )  # fmt: skip
+    )
     assert status == 0, said
     assert "places  policy: nodes 0-1, slot 0 of each" in said
     assert "finished after step 2" in said
@@ -135,9 +150,14 @@ def test_what_the_script_adds_comes_before_what_is_typed(make_job: Any) -> None:
     (laurel,) = (shlex.split(line) for line in calls if line.startswith("laurel"))
     address = f"127.0.0.1:{20000 + os.getpid() % 20000}"
     assert laurel[1:] == [
-        "grpo", "cluster.backend=ray", f"cluster.address={address}", "cluster.num_nodes=2",
-        "cluster.patience_seconds=300", "cluster.gpus_per_node=8", "cluster.gpus_per_node=2",
-    ]  # fmt: skip
+        "grpo",
+        "cluster.backend=ray",
+        f"cluster.address={address}",
+        "cluster.num_nodes=2",
+        "cluster.patience_seconds=300",
+        "cluster.gpus_per_node=8",
+        "cluster.gpus_per_node=2",
+    ]
     assert load_config(GRPORun, None, laurel[2:]).config.cluster.gpus_per_node == 2
     starts = [line for line in calls if line.startswith("ray start")]
     assert all("--num-gpus=8 --num-cpus=2" in line for line in starts)
@@ -152,8 +172,10 @@ def test_only_what_may_go_better_goes_back_into_the_queue(
     make_job: Any, status: int, restarts: int, goes_back: bool
 ) -> None:
     job = make_job(laurel=ENDING, ray=RAY) | {
-        "STATUS": str(status), "SLURM_RESTART_COUNT": str(restarts), "LAUREL_MAX_RESTARTS": "3",
-    }  # fmt: skip
+        "STATUS": str(status),
+        "SLURM_RESTART_COUNT": str(restarts),
+        "LAUREL_MAX_RESTARTS": "3",
+    }
     found, said, calls = ended(submit(job), job)
     assert found == status
     assert (f"requeue {job['SLURM_JOB_ID']}" in calls) == goes_back

@@ -39,9 +39,13 @@ LLAMA_70B = (
 POLICY_70B = parse_shape(LLAMA_70B, has_language_head=True)
 REWARD_70B = parse_shape(LLAMA_70B, has_language_head=False)
 SMALL = decoder_shape(
-    hidden_size=1024, num_layers=16, intermediate_size=4096, num_heads=16, num_kv_heads=8,
+    hidden_size=1024,
+    num_layers=16,
+    intermediate_size=4096,
+    num_heads=16,
+    num_kv_heads=8,
     vocab_size=32000,
-)  # fmt: skip
+)
 FOUR_NODES = ("cluster.num_nodes=4", "cluster.gpus_per_node=8")
 
 
@@ -64,15 +68,27 @@ def test_the_parameters_of_llama_70b() -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_computed_parameters_are_those_of_the_network(kind: str) -> None:
     config = AutoConfig.for_model(
-        kind, hidden_size=64, num_hidden_layers=3, intermediate_size=96, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, vocab_size=500, tie_word_embeddings=False,
-    )  # fmt: skip
+        kind,
+        hidden_size=64,
+        num_hidden_layers=3,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=500,
+        tie_word_embeddings=False,
+    )
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
     shape = decoder_shape(
-        hidden_size=64, num_layers=3, intermediate_size=96, num_heads=4, num_kv_heads=2,
-        head_dim=16, vocab_size=500,
-    )  # fmt: skip
+        hidden_size=64,
+        num_layers=3,
+        intermediate_size=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=500,
+    )
     head_norms = 3 * 2 * 16 if kind == "qwen3" else 0
     counted = sum(p.numel() for p in network.parameters())
     assert counted == shape.num_parameters + head_norms
@@ -102,10 +118,16 @@ def test_amounts() -> None:
 def saved_bytes(kind: str, mode: str, *, layers: int, recomputes: bool) -> int:
     """Bytes that the layers of a real network keep for the backward pass of 256 tokens."""
     config = AutoConfig.for_model(
-        kind, hidden_size=256, num_hidden_layers=layers, intermediate_size=768,
-        num_attention_heads=8, num_key_value_heads=2, head_dim=32, vocab_size=64,
+        kind,
+        hidden_size=256,
+        num_hidden_layers=layers,
+        intermediate_size=768,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=64,
         attn_implementation="sdpa",
-    )  # fmt: skip
+    )
     network = AutoModelForCausalLM.from_config(config).model.train()
     if mode == "bfloat16":
         network = network.bfloat16()
@@ -131,14 +153,26 @@ def saved_bytes(kind: str, mode: str, *, layers: int, recomputes: bool) -> int:
 def test_activations_are_those_that_a_real_network_keeps(kind: str, mode: str) -> None:
     width = 4 if mode == "float32" else 2
     shape = ModelShape(
-        hidden_size=256, num_layers=2, intermediate_size=768, num_heads=8, num_kv_heads=2,
-        head_dim=32, vocab_size=64, num_parameters=1, normalises_heads=kind == "qwen3",
+        hidden_size=256,
+        num_layers=2,
+        intermediate_size=768,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=32,
+        vocab_size=64,
+        num_parameters=1,
+        normalises_heads=kind == "qwen3",
         layer_parameters=256 * 32 * 2 * 10 + 3 * 256 * 768,
-    )  # fmt: skip
+    )
     estimated = activation_bytes(
-        shape, tokens=256, tp=1, compute_bytes=width, recomputes=False, sequence_parallel=False,
+        shape,
+        tokens=256,
+        tp=1,
+        compute_bytes=width,
+        recomputes=False,
+        sequence_parallel=False,
         keeps_stream_in_float32=mode == "autocast",
-    )  # fmt: skip
+    )
     if mode == "autocast":  # its copies of the weights, which are counted as `gathered`
         estimated += 2 * width * shape.layer_parameters
     more, fewer = (saved_bytes(kind, mode, layers=n, recomputes=False) for n in (4, 2))
@@ -149,13 +183,23 @@ def test_recomputed_layers_keep_their_inputs() -> None:
     more, fewer = (saved_bytes("llama", "bfloat16", layers=n, recomputes=True) for n in (6, 2))
     sizes = [
         activation_bytes(
-            decoder_shape(hidden_size=256, num_layers=n, intermediate_size=768, num_heads=8,
-                          num_kv_heads=2, vocab_size=64),
-            tokens=256, tp=1, compute_bytes=2, recomputes=True, sequence_parallel=False,
+            decoder_shape(
+                hidden_size=256,
+                num_layers=n,
+                intermediate_size=768,
+                num_heads=8,
+                num_kv_heads=2,
+                vocab_size=64,
+            ),
+            tokens=256,
+            tp=1,
+            compute_bytes=2,
+            recomputes=True,
+            sequence_parallel=False,
             keeps_stream_in_float32=False,
         )
         for n in (6, 2)
-    ]  # fmt: skip
+    ]
     # A layer's input, 256 x 256 x 2 bytes, and tokens' positions, which all layers share.
     assert sizes[0] - sizes[1] == pytest.approx(more - fewer, rel=0.1)
     assert sizes[0] - sizes[1] == 4 * 256 * 256 * 2
@@ -168,10 +212,18 @@ def test_tensor_parallel_ranks_divide_all_but_the_norms() -> None:
     # Norms: 2 x (4 + 2 x 2) x 1024 = 16384. Heads: 2 x 2 x (16 + 8) x 64 = 6144.
     # Feed-forward: 4 x 2 x 4096 = 32768.
     def one_layer(tp: int, *, sequence_parallel: bool = False) -> int:
-        return activation_bytes(
-            SMALL, tokens=1, tp=tp, compute_bytes=2, recomputes=False,
-            keeps_stream_in_float32=False, sequence_parallel=sequence_parallel,
-        ) // 16  # fmt: skip
+        return (
+            activation_bytes(
+                SMALL,
+                tokens=1,
+                tp=tp,
+                compute_bytes=2,
+                recomputes=False,
+                keeps_stream_in_float32=False,
+                sequence_parallel=sequence_parallel,
+            )
+            // 16
+        )
 
     assert one_layer(1) == 16384 + 6144 + 32768
     assert one_layer(4) == 16384 + (6144 + 32768) // 4
@@ -214,9 +266,14 @@ def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes: dict[str, 
     changes = {"vocab_size": 151936, "hidden_size": 64, "head_dim": 16}
     ranks = together(spread_work.peak_of_step, math.prod(sizes.values()), sizes, changes)
     shape = decoder_shape(
-        hidden_size=64, num_layers=2, intermediate_size=64, num_heads=4, num_kv_heads=2,
-        head_dim=16, vocab_size=151936,
-    )  # fmt: skip
+        hidden_size=64,
+        num_layers=2,
+        intermediate_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=151936,
+    )
     policy = PolicyConfig(precision="float32")
     mesh = Mesh(dp=sizes.get("dp_shard", 1), tp=sizes.get("tp", 1))
     parts = training_memory(policy, shape, mesh, tokens=64, chunk_tokens=4)
@@ -290,11 +347,13 @@ def grpo(*overrides: str) -> GRPORun:
 
 def test_a_70b_reward_model_judges_on_one_of_4_nodes() -> None:
     config = grpo(
-        *FOUR_NODES, "env.reward_model.resources.gpus_per_node=8",
+        *FOUR_NODES,
+        "env.reward_model.resources.gpus_per_node=8",
         "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
-        "policy.dtensor_cfg.tensor_parallel_size=2", "grpo.num_prompts_per_step=48",
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+        "grpo.num_prompts_per_step=48",
         "policy.train_global_batch_size=768",
-    )  # fmt: skip
+    )
     shapes = Shapes(policy=SMALL, reward_models=(REWARD_70B,))
     fitted = fit(config, shapes, device_memory=80 * GIB)
     assert fitted.misfits == ()
@@ -309,10 +368,15 @@ def test_a_70b_reward_model_judges_on_one_of_4_nodes() -> None:
 def test_each_of_several_reward_models_takes_its_own_of_every_device() -> None:
     models = "{name: a, model_name: x, precision: float32}, {name: b, model_name: y}"
     config = load_config(
-        GRPORun, None,
-        [f"env.reward_model.models=[{models}]", "env.reward_model.enabled=true",
-         "cluster.gpus_per_node=2", "env.reward_model.resources.gpus_per_node=1"],
-    ).config  # fmt: skip
+        GRPORun,
+        None,
+        [
+            f"env.reward_model.models=[{models}]",
+            "env.reward_model.enabled=true",
+            "cluster.gpus_per_node=2",
+            "env.reward_model.resources.gpus_per_node=1",
+        ],
+    ).config
     count = SMALL.num_parameters
     judging = phase(fit(config, Shapes(policy=SMALL, reward_models=(SMALL, SMALL))), "judging")
     assert judging.parts["weights"] == 4 * count + 2 * count
@@ -320,8 +384,12 @@ def test_each_of_several_reward_models_takes_its_own_of_every_device() -> None:
 
 
 def test_a_70b_reward_model_does_not_judge_from_one_device() -> None:
-    config = grpo(*FOUR_NODES, "env.reward_model.resources.gpus_per_node=8",
-                  "grpo.num_prompts_per_step=48", "policy.train_global_batch_size=768")  # fmt: skip
+    config = grpo(
+        *FOUR_NODES,
+        "env.reward_model.resources.gpus_per_node=8",
+        "grpo.num_prompts_per_step=48",
+        "policy.train_global_batch_size=768",
+    )
     shapes = Shapes(policy=SMALL, reward_models=(REWARD_70B,))
     (misfit,) = fit(config, shapes, device_memory=80 * GIB).misfits
     assert "judging takes" in misfit.problem
@@ -329,8 +397,11 @@ def test_a_70b_reward_model_does_not_judge_from_one_device() -> None:
 
 
 def test_colocated_roles_take_turns() -> None:
-    fitted = fit(grpo("cluster.gpus_per_node=2"), Shapes(policy=SMALL, reward_models=(SMALL,)),
-                 device_memory=80 * GIB)  # fmt: skip
+    fitted = fit(
+        grpo("cluster.gpus_per_node=2"),
+        Shapes(policy=SMALL, reward_models=(SMALL,)),
+        device_memory=80 * GIB,
+    )
     training, generation, judging = fitted.phases
     assert (training.name, generation.name, judging.name) == ("training", "generation", "judging")
     assert {p.slots_of for p in fitted.phases} == {"policy"}
@@ -347,30 +418,52 @@ def test_in_process_generation_needs_no_second_copy() -> None:
     config = grpo("policy.generation.backend=transformers", "cluster.device=cpu")
     generation = phase(fit(config, Shapes(policy=SMALL)), "generation")
     assert set(generation.parts) == {
-        "weights", "optimizer", "reference", "keys and values",
-    }  # fmt: skip
+        "weights",
+        "optimizer",
+        "reference",
+        "keys and values",
+    }
     # 256 side by side x 512 tokens x 16 layers x 8 heads x 64 x 2 bytes, twice
     assert generation.parts["keys and values"] == 256 * 512 * 2 * 16 * 8 * 64 * 2
 
 
 def test_heads_that_tensor_parallel_ranks_cannot_share() -> None:
-    shape = decoder_shape(hidden_size=1536, num_layers=2, intermediate_size=8960, num_heads=12,
-                          num_kv_heads=2, vocab_size=1000)  # fmt: skip
-    config = grpo("cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=8",
-                  "policy.generation.vllm_cfg.tensor_parallel_size=4")  # fmt: skip
+    shape = decoder_shape(
+        hidden_size=1536,
+        num_layers=2,
+        intermediate_size=8960,
+        num_heads=12,
+        num_kv_heads=2,
+        vocab_size=1000,
+    )
+    config = grpo(
+        "cluster.gpus_per_node=8",
+        "policy.dtensor_cfg.tensor_parallel_size=8",
+        "policy.generation.vllm_cfg.tensor_parallel_size=4",
+    )
     (misfit,) = fit(config, Shapes(policy=shape)).misfits
     assert "12 attention heads nor the 2 key/value heads" in misfit.problem
     assert misfit.mends == (
-        "policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size=1",
-    )  # fmt: skip
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+        "policy.dtensor_cfg.tensor_parallel_size=1",
+    )
     # vLLM repeats key and value heads: 2 on 4 ranks is no misfit
 
 
 def test_heads_that_context_parallel_ranks_cannot_share() -> None:
-    shape = decoder_shape(hidden_size=1536, num_layers=2, intermediate_size=8960, num_heads=12,
-                          num_kv_heads=2, vocab_size=1000)  # fmt: skip
-    spread = ("cluster.gpus_per_node=16", "policy.dtensor_cfg.tensor_parallel_size=2",
-              "policy.generation.backend=transformers")  # fmt: skip
+    shape = decoder_shape(
+        hidden_size=1536,
+        num_layers=2,
+        intermediate_size=8960,
+        num_heads=12,
+        num_kv_heads=2,
+        vocab_size=1000,
+    )
+    spread = (
+        "cluster.gpus_per_node=16",
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+        "policy.generation.backend=transformers",
+    )
     key = "policy.dtensor_cfg.context_parallel_size"
     (misfit,) = fit(grpo(*spread, f"{key}=4"), Shapes(policy=shape)).misfits
     assert "=4 does not divide the 6 attention heads that a rank of policy has" in misfit.problem

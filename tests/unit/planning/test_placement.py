@@ -59,8 +59,10 @@ def told(plan: Plan, text: str) -> tuple[str, ...]:
 
 
 def test_particular_slots_of_particular_nodes() -> None:
-    plan = placed("{policy: {nodes: [0, 1], slots: [0, 1, 2, 3]}, reward_model: {nodes: [3]},"
-                  " generation: {nodes: [0, 1], slots: [4, 5, 6, 7]}}")  # fmt: skip
+    plan = placed(
+        "{policy: {nodes: [0, 1], slots: [0, 1, 2, 3]}, reward_model: {nodes: [3]},"
+        " generation: {nodes: [0, 1], slots: [4, 5, 6, 7]}}"
+    )
     assert plan.misfits == ()
     assert role(plan, "policy").slots == grid([0, 1], range(4))
     assert role(plan, "generation").slots == grid([0, 1], range(4, 8))
@@ -70,8 +72,11 @@ def test_particular_slots_of_particular_nodes() -> None:
 
 
 def test_partial_nodes_are_packed_and_the_policy_has_the_rest() -> None:
-    plan = placed("{generation: {nodes: 1, slots: 4}, reward_model: {nodes: 1, slots: 2}}",
-                  "policy.train_global_batch_size=416", "grpo.num_prompts_per_step=26")  # fmt: skip
+    plan = placed(
+        "{generation: {nodes: 1, slots: 4}, reward_model: {nodes: 1, slots: 2}}",
+        "policy.train_global_batch_size=416",
+        "grpo.num_prompts_per_step=26",
+    )
     # The reward model takes the last 2 slots of the last node; generation the 4 before, as that
     # node is fuller than the others. 32 - 6 = 26 are left.
     assert plan.misfits == ()
@@ -82,8 +87,9 @@ def test_partial_nodes_are_packed_and_the_policy_has_the_rest() -> None:
 
 
 def test_whole_nodes_are_not_those_that_somebody_has_a_part_of() -> None:
-    plan = placed("{generation: {nodes: 2}, reward_model: {nodes: 1, slots: 2},"
-                  " policy: {nodes: 1, slots: 4}}")  # fmt: skip
+    plan = placed(
+        "{generation: {nodes: 2}, reward_model: {nodes: 1, slots: 2}, policy: {nodes: 1, slots: 4}}"
+    )
     # Numbers of slots first: the reward model on node 3, the policy beside it (the fullest with
     # room for 4, the first slots); of the whole nodes 0 to 2 generation has the last two.
     assert role(plan, "reward_model").slots == grid([3], [6, 7])
@@ -93,8 +99,11 @@ def test_whole_nodes_are_not_those_that_somebody_has_a_part_of() -> None:
 
 def test_nodes_by_their_labels() -> None:
     labels = "cluster.labels={pool=train: [0, 2], pool=judge: [1, 3], fast=yes: [3]}"
-    plan = placed("{policy: {labels: [pool=train]}, generation: {shares: policy},"
-                  " reward_model: {labels: [pool=judge, fast=yes], slots: 4}}", labels)  # fmt: skip
+    plan = placed(
+        "{policy: {labels: [pool=train]}, generation: {shares: policy},"
+        " reward_model: {labels: [pool=judge, fast=yes], slots: 4}}",
+        labels,
+    )
     assert plan.misfits == ()
     assert role(plan, "policy").slots == grid([0, 2], range(8))
     assert role(plan, "generation").slots == role(plan, "policy").slots
@@ -102,14 +111,18 @@ def test_nodes_by_their_labels() -> None:
 
 
 def test_parts_of_slots_lie_side_by_side() -> None:
-    plan = placed("{policy: {nodes: [0, 1]}, generation: {nodes: [2], fraction: 0.5},"
-                  " reward_model: {nodes: 1, slots: 4, fraction: 0.5}}")  # fmt: skip
+    plan = placed(
+        "{policy: {nodes: [0, 1]}, generation: {nodes: [2], fraction: 0.5},"
+        " reward_model: {nodes: 1, slots: 4, fraction: 0.5}}"
+    )
     # The reward model (a number) comes before generation (what is left of node 2), so it is on
     # the last of the nodes, which are all free; generation has node 2 for itself.
     assert role(plan, "reward_model").slots == grid([3], [4, 5, 6, 7])
     assert role(plan, "generation").slots == grid([2], range(8))
-    plan = placed("{policy: {nodes: [0, 1]}, generation: {nodes: [2], slots: 8, fraction: 0.5},"
-                  " reward_model: {nodes: 1, slots: 4, fraction: 0.5}}")  # fmt: skip
+    plan = placed(
+        "{policy: {nodes: [0, 1]}, generation: {nodes: [2], slots: 8, fraction: 0.5},"
+        " reward_model: {nodes: 1, slots: 4, fraction: 0.5}}"
+    )
     # Generation names its node and comes first: node 2 is half full then, and fullest.
     assert plan.misfits == ()
     assert role(plan, "reward_model").slots == grid([2], [4, 5, 6, 7])
@@ -118,8 +131,10 @@ def test_parts_of_slots_lie_side_by_side() -> None:
 
 
 def test_turns_on_all_slots_or_on_some() -> None:
-    plan = placed("{policy: {nodes: [0, 1]}, generation: {nodes: [2]},"
-                  " reward_model: {shares: generation, slots: 2}}")  # fmt: skip
+    plan = placed(
+        "{policy: {nodes: [0, 1]}, generation: {nodes: [2]},"
+        " reward_model: {shares: generation, slots: 2}}"
+    )
     assert plan.misfits == ()
     assert role(plan, "reward_model").slots == grid([2], [0, 1])
     assert role(plan, "reward_model").shares_with == "generation"
@@ -166,44 +181,73 @@ def test_a_run_of_one_role() -> None:
 @pytest.mark.parametrize(
     ("placement", "problem", "mends"),
     [
-        ("{policy: {slots: [0, 1, 2, 3]}, generation: {slots: [2, 3, 4]}}",
-         "policy (1) and generation (1) together have 2 of each slot of nodes 0-3, slots 2-3 of "
-         "each",
-         ("cluster.placement.generation.slots=[5,6,7]",
-          "cluster.placement.generation.shares=policy cluster.placement.generation.slots=null",
-          "cluster.placement.policy.fraction=0.5 cluster.placement.generation.fraction=0.5")),
-        ("{policy: {nodes: [0, 1, 2, 3, 4]}}",
-         "cluster.placement.policy.nodes=[0,1,2,3,4]: there is no node 4; cluster.num_nodes=4",
-         ("cluster.placement.policy.nodes=[0,1,2,3]", "cluster.num_nodes=5")),
-        ("{reward_model: {slots: [6, 7, 8]}}",
-         "slots=[6,7,8]: a node has no slot 8; cluster.gpus_per_node=8 are counted from 0 to 7",
-         ("cluster.placement.reward_model.slots=[6,7]", "cluster.gpus_per_node=9")),
-        ("{policy: {nodes: [0], slots: 6}, reward_model: {nodes: [0], slots: 4}}",
-         # The reward model chose first; 4 of 6 are left.
-         "cluster.placement.policy.slots=6 of each node: node 0 has 4 that are free",
-         ("cluster.placement.policy.slots=4", "cluster.gpus_per_node=10")),
-        ("{reward_model: {nodes: 5, slots: 2}}",
-         "cluster.placement.reward_model.nodes=5: 4 of the nodes have 2 slots free",
-         ("cluster.placement.reward_model.nodes=4", "cluster.num_nodes=5")),
-        ("{reward_model: {nodes: [0, 1, 2, 3]}, generation: {}}",
-         "no slot is left for policy: of 4 x 8 slots are taken: reward model 32",
-         ("cluster.placement.generation.shares=policy "
-          "cluster.placement.reward_model.shares=policy",)),
-        ("{reward_model: {labels: [pool=jugde]}}",
-         "no node has the label pool=jugde; cluster.labels knows fast=yes, pool=judge",
-         ("cluster.placement.reward_model.labels=[pool=judge]",
-          "cluster.labels={pool=jugde: [0]} with the nodes that have it")),
-        ("{reward_model: {nodes: [2, 3], labels: [pool=judge]}}",
-         "cluster.placement.reward_model.labels=[pool=judge]: node 2 lacks one of them",
-         ("cluster.placement.reward_model.nodes=[3]", "cluster.placement.reward_model.labels=[]")),
-        ("{policy: {nodes: [0]}, reward_model: {shares: policy, nodes: [0, 1]}}",
-         "cluster.placement.reward_model.nodes=[0,1] with shares=policy: policy has not got them",
-         ("cluster.placement.reward_model.nodes=null",)),
-        ("{policy: {fraction: 0.5}, generation: {fraction: 0.6, slots: 8}}",
-         "no slot is left for policy: of 4 x 8 slots are taken: generation 32",
-         ("cluster.placement.policy.fraction=0.4", "cluster.placement.generation.fraction=0.5")),
+        (
+            "{policy: {slots: [0, 1, 2, 3]}, generation: {slots: [2, 3, 4]}}",
+            "policy (1) and generation (1) together have 2 of each slot of nodes 0-3, slots 2-3 of "
+            "each",
+            (
+                "cluster.placement.generation.slots=[5,6,7]",
+                "cluster.placement.generation.shares=policy cluster.placement.generation.slots=null",
+                "cluster.placement.policy.fraction=0.5 cluster.placement.generation.fraction=0.5",
+            ),
+        ),
+        (
+            "{policy: {nodes: [0, 1, 2, 3, 4]}}",
+            "cluster.placement.policy.nodes=[0,1,2,3,4]: there is no node 4; cluster.num_nodes=4",
+            ("cluster.placement.policy.nodes=[0,1,2,3]", "cluster.num_nodes=5"),
+        ),
+        (
+            "{reward_model: {slots: [6, 7, 8]}}",
+            "slots=[6,7,8]: a node has no slot 8; cluster.gpus_per_node=8 are counted from 0 to 7",
+            ("cluster.placement.reward_model.slots=[6,7]", "cluster.gpus_per_node=9"),
+        ),
+        (
+            "{policy: {nodes: [0], slots: 6}, reward_model: {nodes: [0], slots: 4}}",
+            # The reward model chose first; 4 of 6 are left.
+            "cluster.placement.policy.slots=6 of each node: node 0 has 4 that are free",
+            ("cluster.placement.policy.slots=4", "cluster.gpus_per_node=10"),
+        ),
+        (
+            "{reward_model: {nodes: 5, slots: 2}}",
+            "cluster.placement.reward_model.nodes=5: 4 of the nodes have 2 slots free",
+            ("cluster.placement.reward_model.nodes=4", "cluster.num_nodes=5"),
+        ),
+        (
+            "{reward_model: {nodes: [0, 1, 2, 3]}, generation: {}}",
+            "no slot is left for policy: of 4 x 8 slots are taken: reward model 32",
+            (
+                "cluster.placement.generation.shares=policy "
+                "cluster.placement.reward_model.shares=policy",
+            ),
+        ),
+        (
+            "{reward_model: {labels: [pool=jugde]}}",
+            "no node has the label pool=jugde; cluster.labels knows fast=yes, pool=judge",
+            (
+                "cluster.placement.reward_model.labels=[pool=judge]",
+                "cluster.labels={pool=jugde: [0]} with the nodes that have it",
+            ),
+        ),
+        (
+            "{reward_model: {nodes: [2, 3], labels: [pool=judge]}}",
+            "cluster.placement.reward_model.labels=[pool=judge]: node 2 lacks one of them",
+            (
+                "cluster.placement.reward_model.nodes=[3]",
+                "cluster.placement.reward_model.labels=[]",
+            ),
+        ),
+        (
+            "{policy: {nodes: [0]}, reward_model: {shares: policy, nodes: [0, 1]}}",
+            "cluster.placement.reward_model.nodes=[0,1] with shares=policy: policy has not got them",
+            ("cluster.placement.reward_model.nodes=null",),
+        ),
+        (
+            "{policy: {fraction: 0.5}, generation: {fraction: 0.6, slots: 8}}",
+            "no slot is left for policy: of 4 x 8 slots are taken: generation 32",
+            ("cluster.placement.policy.fraction=0.4", "cluster.placement.generation.fraction=0.5"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_told(placement: str, problem: str, mends: tuple[str, ...]) -> None:
     found = told(placed(placement, "cluster.labels={pool=judge: [1, 3], fast=yes: [3]}"), problem)
     for mend in mends:
@@ -213,17 +257,24 @@ def test_what_is_told(placement: str, problem: str, mends: tuple[str, ...]) -> N
 def test_everything_is_told_at_once() -> None:
     wishes = "{policy: {nodes: [0, 9]}, generation: {slots: [8]}, reward_model: {labels: [a=x]}}"
     plan = placed(wishes, "cluster.labels={fast=yes: [7]}")
-    kinds = ("there is no node 9", "has no slot 8", "no node has the label a=x",
-             "cluster.labels gives fast=yes to node 7")  # fmt: skip
+    kinds = (
+        "there is no node 9",
+        "has no slot 8",
+        "no node has the label a=x",
+        "cluster.labels gives fast=yes to node 7",
+    )
     assert not plan.fits
     for kind in kinds:
         assert told(plan, kind)
 
 
 def test_slots_that_are_asked_for_elsewhere_are_not_forgotten() -> None:
-    plan = placed("{}", "policy.generation.colocated.enabled=false",
-                  "policy.generation.colocated.resources.gpus_per_node=4",
-                  "env.reward_model.resources.gpus_per_node=2")  # fmt: skip
+    plan = placed(
+        "{}",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=4",
+        "env.reward_model.resources.gpus_per_node=2",
+    )
     assert told(plan, "does not name generation") == (
         "cluster.placement.generation.nodes=1 cluster.placement.generation.slots=4",
         "cluster.placement.generation.shares=policy",
@@ -269,11 +320,14 @@ def memory(placement: str, *changes: str) -> dict[tuple[str, str], Phase]:
 
 
 def test_a_reward_model_in_turns_with_generation_lies_beside_its_weights() -> None:
-    phases = memory("{policy: {slots: 2}, generation: {slots: 2},"
-                    " reward_model: {shares: generation}}")  # fmt: skip
+    phases = memory(
+        "{policy: {slots: 2}, generation: {slots: 2}, reward_model: {shares: generation}}"
+    )
     assert phases.keys() == {
-        ("training", "policy"), ("generation", "generation"), ("judging", "generation")
-    }  # fmt: skip
+        ("training", "policy"),
+        ("generation", "generation"),
+        ("judging", "generation"),
+    }
     judging, drawing = phases["judging", "generation"], phases["generation", "generation"]
     assert judging.parts["reward model"] == 2 * SMALL.num_parameters
     assert judging.parts["weights"] == drawing.parts["weights"]
@@ -290,9 +344,10 @@ def test_a_part_of_a_slot_is_that_part_of_its_memory() -> None:
     assert drawing.fits(4 * drawing.total)
     assert not drawing.fits(4 * drawing.total - 4)
     config = load_config(
-        GRPORun, None, [*JUDGED, "cluster.gpus_per_node=2", f"cluster.placement={placement}",
-                        *changes],
-    ).config  # fmt: skip
+        GRPORun,
+        None,
+        [*JUDGED, "cluster.gpus_per_node=2", f"cluster.placement={placement}", *changes],
+    ).config
     shapes = Shapes(policy=SMALL, reward_models=(SMALL,))
     fitted = fit(config, shapes, device_memory=4 * drawing.total - 4)
     crowded = [m.problem for m in fitted.misfits if m.problem.startswith("generation takes")]
@@ -314,10 +369,12 @@ CHOICE = st.none() | st.integers(1, 4) | st.lists(st.integers(0, 4), min_size=1,
 WISH = st.fixed_dictionaries(
     {},
     optional={
-        "nodes": CHOICE, "slots": CHOICE, "fraction": st.sampled_from([0.25, 0.5, 1.0]),
+        "nodes": CHOICE,
+        "slots": CHOICE,
+        "fraction": st.sampled_from([0.25, 0.5, 1.0]),
         "labels": st.lists(st.sampled_from(["a=1", "b=1", "c=1"]), max_size=2, unique=True),
     },
-)  # fmt: skip
+)
 SHARING = WISH.map(lambda wish: {k: v for k, v in wish.items() if k != "fraction"})
 
 
@@ -329,12 +386,15 @@ def runs(draw: st.DrawFn) -> GRPORun:
     judge = draw(WISH | st.builds(lambda wish, o: wish | {"shares": o}, SHARING, owners))
     wishes = {"policy": draw(WISH), "generation": generation, "reward_model": judge}
     change = {
-        "env.reward_model.enabled": True, "env.reward_model.model_name": "judge",
-        "cluster.num_nodes": nodes, "cluster.gpus_per_node": slots,
+        "env.reward_model.enabled": True,
+        "env.reward_model.model_name": "judge",
+        "cluster.num_nodes": nodes,
+        "cluster.gpus_per_node": slots,
         "cluster.labels": {"a=1": [0, 1], "b=1": [nodes - 1]},
         "policy.dtensor_cfg.tensor_parallel_size": draw(st.sampled_from([1, 2])),
-        "grpo.num_prompts_per_step": 60, "policy.train_global_batch_size": 960,
-    }  # fmt: skip
+        "grpo.num_prompts_per_step": 60,
+        "policy.train_global_batch_size": 960,
+    }
     for name, wish in wishes.items():
         change[f"cluster.placement.{name}"] = RolePlacement.model_validate(wish)
     return with_changes(BASE, change)

@@ -96,9 +96,14 @@ def test_on_one_node_it_says_which_roles_are_too_many() -> None:
 def test_the_example_of_the_guide() -> None:
     """8 slots: 2 for the policy, 2 for generation, 4 for the reward model."""
     plan = plan_run(
-        grpo(*JUDGED, "cluster.gpus_per_node=8", f"{REWARD}.gpus_per_node=4",
-             f"{GENERATION}.enabled=false", f"{GENERATION}.resources.gpus_per_node=2")
-    )  # fmt: skip
+        grpo(
+            *JUDGED,
+            "cluster.gpus_per_node=8",
+            f"{REWARD}.gpus_per_node=4",
+            f"{GENERATION}.enabled=false",
+            f"{GENERATION}.resources.gpus_per_node=2",
+        )
+    )
     assert [len(role.slots) for role in plan.roles] == [2, 2, 4]
 
 
@@ -114,9 +119,14 @@ def validation(config: RewardTrainingRun | SFTRun | GRPORun) -> list[tuple[objec
 
 
 def test_validation_of_pairs_is_divided_too() -> None:
-    changes = ["cluster.gpus_per_node=4", "rm.val_global_batch_size=10",
-               "rm.val_micro_batch_size=2", "policy.max_total_sequence_length=100",
-               "policy.sequence_packing.enabled=false", "data.val_data_path=val.jsonl"]  # fmt: skip
+    changes = [
+        "cluster.gpus_per_node=4",
+        "rm.val_global_batch_size=10",
+        "rm.val_micro_batch_size=2",
+        "policy.max_total_sequence_length=100",
+        "policy.sequence_packing.enabled=false",
+        "data.val_data_path=val.jsonl",
+    ]
     config = load_config(RewardTrainingRun, None, changes).config
     # 10 pairs for 4 ranks: at most 3 each; 2 pairs of 2 x 100 tokens in a pass: 2 passes.
     assert validation(config) == [("policy", 10, 4, 3, 400, 2)]
@@ -127,19 +137,30 @@ def test_validation_of_pairs_is_divided_too() -> None:
 
 
 def test_validation_of_conversations_is_divided_too() -> None:
-    changes = ["cluster.gpus_per_node=2", "sft.val_global_batch_size=9",
-               "data.val_data_path=val.jsonl", "policy.max_total_sequence_length=64"]  # fmt: skip
+    changes = [
+        "cluster.gpus_per_node=2",
+        "sft.val_global_batch_size=9",
+        "data.val_data_path=val.jsonl",
+        "policy.max_total_sequence_length=64",
+    ]
     config = load_config(SFTRun, None, changes).config
     # packing: a pass has room for one conversation of 64
     assert validation(config) == [("policy", 9, 2, 5, 64, 5)]
 
 
 def test_validation_of_completions_is_divided_too() -> None:
-    plan = grpo(*JUDGED, "cluster.gpus_per_node=4", f"{REWARD}.gpus_per_node=1",
-                "grpo.max_val_samples=50", "grpo.val_batch_size=64",
-                "grpo.val_num_generations_per_prompt=3", "data.val_data_path=val.jsonl",
-                "env.reward_model.max_model_len=4096", "grpo.num_prompts_per_step=48",
-                "policy.train_global_batch_size=768")  # fmt: skip
+    plan = grpo(
+        *JUDGED,
+        "cluster.gpus_per_node=4",
+        f"{REWARD}.gpus_per_node=1",
+        "grpo.max_val_samples=50",
+        "grpo.val_batch_size=64",
+        "grpo.val_num_generations_per_prompt=3",
+        "data.val_data_path=val.jsonl",
+        "env.reward_model.max_model_len=4096",
+        "grpo.num_prompts_per_step=48",
+        "policy.train_global_batch_size=768",
+    )
     # 50 tasks x 3 = 150 completions: 50 for each of 3 engines, all for the one judge, of which two
     # fit into the 8,192 tokens of a pass. 512 tokens of each of 50 completions are under way.
     assert validation(plan) == [
@@ -207,13 +228,19 @@ def test_models_of_servers_alone_have_none() -> None:
 def test_several_nodes() -> None:
     """16 nodes: 3 judge, 5 draw, 8 learn."""
     plan = plan_run(
-        grpo(*JUDGED, "cluster.gpus_per_node=8", "cluster.num_nodes=16",
-             f"{REWARD}.gpus_per_node=8", f"{REWARD}.num_nodes=3",
-             f"{GENERATION}.enabled=false", f"{GENERATION}.resources.num_nodes=5",
-             "policy.generation.vllm_cfg.tensor_parallel_size=4",
-             "policy.generation.vllm_cfg.pipeline_parallel_size=2",
-             "policy.dtensor_cfg.context_parallel_size=2")
-    )  # fmt: skip
+        grpo(
+            *JUDGED,
+            "cluster.gpus_per_node=8",
+            "cluster.num_nodes=16",
+            f"{REWARD}.gpus_per_node=8",
+            f"{REWARD}.num_nodes=3",
+            f"{GENERATION}.enabled=false",
+            f"{GENERATION}.resources.num_nodes=5",
+            "policy.generation.vllm_cfg.tensor_parallel_size=4",
+            "policy.generation.vllm_cfg.pipeline_parallel_size=2",
+            "policy.dtensor_cfg.context_parallel_size=2",
+        )
+    )
     policy, generation, judge = plan.roles
     assert plan.fits
     assert policy.slots == slots(range(8), range(8))
@@ -224,8 +251,9 @@ def test_several_nodes() -> None:
 
 
 def test_a_partly_used_node_is_told_and_runs_all_the_same() -> None:
-    plan = plan_run(grpo(*JUDGED, "cluster.gpus_per_node=8", "cluster.num_nodes=3",
-                         f"{REWARD}.gpus_per_node=6"))  # fmt: skip
+    plan = plan_run(
+        grpo(*JUDGED, "cluster.gpus_per_node=8", "cluster.num_nodes=3", f"{REWARD}.gpus_per_node=6")
+    )
     assert plan.fits
     (misfit,) = plan.misfits
     assert "2 slots are left idle" in misfit.problem
@@ -234,10 +262,15 @@ def test_a_partly_used_node_is_told_and_runs_all_the_same() -> None:
 
 
 def test_groups_that_reach_over_nodes_are_told() -> None:
-    plan = plan_run(grpo("cluster.gpus_per_node=6", "cluster.num_nodes=2",
-                         "policy.dtensor_cfg.tensor_parallel_size=4",
-                         "grpo.num_prompts_per_step=48",
-                         "policy.train_global_batch_size=768"))  # fmt: skip
+    plan = plan_run(
+        grpo(
+            "cluster.gpus_per_node=6",
+            "cluster.num_nodes=2",
+            "policy.dtensor_cfg.tensor_parallel_size=4",
+            "grpo.num_prompts_per_step=48",
+            "policy.train_global_batch_size=768",
+        )
+    )
     assert plan.fits
     (misfit,) = plan.misfits
     assert "reach over nodes" in misfit.problem
@@ -245,15 +278,20 @@ def test_groups_that_reach_over_nodes_are_told() -> None:
 
 
 def test_a_replica_of_vllm_is_on_one_node() -> None:
-    shared = ("cluster.gpus_per_node=6", "cluster.num_nodes=2",
-              "grpo.num_prompts_per_step=48", "policy.train_global_batch_size=768")  # fmt: skip
+    shared = (
+        "cluster.gpus_per_node=6",
+        "cluster.num_nodes=2",
+        "grpo.num_prompts_per_step=48",
+        "policy.train_global_batch_size=768",
+    )
     drawing = "policy.generation.vllm_cfg"
     plan = plan_run(grpo(*shared, f"{drawing}.tensor_parallel_size=4"))
     (problem,) = fatal(plan)
     assert "groups of 4 slots reach over nodes, of which each has 6 for generation" in problem
     assert plan.misfits[0].mends[-2:] == (
-        f"{drawing}.tensor_parallel_size=6", "a multiple of 4 slots of each node for generation",
-    )  # fmt: skip
+        f"{drawing}.tensor_parallel_size=6",
+        "a multiple of 4 slots of each node for generation",
+    )
     both = (f"{drawing}.tensor_parallel_size=2", f"{drawing}.pipeline_parallel_size=2")
     (misfit,) = plan_run(grpo(*shared, *both)).misfits
     assert misfit.mends[:-1] == tuple(f"{drawing}.tensor_parallel_size={n}" for n in (1, 3))
@@ -268,12 +306,18 @@ def test_a_replica_of_vllm_is_on_one_node() -> None:
 
 def test_every_misfit_is_told_at_once() -> None:
     plan = plan_run(
-        grpo(*JUDGED, "cluster.gpus_per_node=8", f"{REWARD}.gpus_per_node=3",
-             f"{REWARD}.num_nodes=2", "env.reward_model.dtensor_cfg.tensor_parallel_size=2",
-             f"{GENERATION}.enabled=false", f"{GENERATION}.resources.gpus_per_node=2",
-             f"{GENERATION}.resources.num_nodes=4",
-             "policy.generation.vllm_cfg.tensor_parallel_size=4")
-    )  # fmt: skip
+        grpo(
+            *JUDGED,
+            "cluster.gpus_per_node=8",
+            f"{REWARD}.gpus_per_node=3",
+            f"{REWARD}.num_nodes=2",
+            "env.reward_model.dtensor_cfg.tensor_parallel_size=2",
+            f"{GENERATION}.enabled=false",
+            f"{GENERATION}.resources.gpus_per_node=2",
+            f"{GENERATION}.resources.num_nodes=4",
+            "policy.generation.vllm_cfg.tensor_parallel_size=4",
+        )
+    )
     said = "\n".join(fatal(plan))
     for part in (
         "resources.num_nodes=2: there is one node",
@@ -287,13 +331,19 @@ def test_every_misfit_is_told_at_once() -> None:
 
 
 def test_a_batch_of_grpo_is_mended_by_sizes_that_divide_a_step() -> None:
-    plan = plan_run(grpo("cluster.gpus_per_node=6", "grpo.num_prompts_per_step=96",
-                         "policy.train_global_batch_size=512"))  # fmt: skip
+    plan = plan_run(
+        grpo(
+            "cluster.gpus_per_node=6",
+            "grpo.num_prompts_per_step=96",
+            "policy.train_global_batch_size=512",
+        )
+    )
     (misfit,) = plan.misfits
     # 96 x 16 = 1536 = 2^9 x 3: of its divisors those by 6 nearest to 512 are 384 and 768
     assert misfit.mends[:2] == (
-        "policy.train_global_batch_size=384", "policy.train_global_batch_size=768",
-    )  # fmt: skip
+        "policy.train_global_batch_size=384",
+        "policy.train_global_batch_size=768",
+    )
 
 
 def test_where_no_size_divides_a_step_the_step_changes_too() -> None:
@@ -312,13 +362,21 @@ def test_where_no_size_divides_a_step_the_step_changes_too() -> None:
         (["cluster.num_nodes=4", f"{GENERATION}.resources.num_nodes=null"], "num_nodes is not"),
         (["cluster.num_nodes=4"], "gets whole nodes of 8 slots"),
         (["cluster.num_nodes=4", f"{REWARD}.num_nodes=4"], "reward model 4 + generation 1 + pol"),
-        (["cluster.num_nodes=4", f"{GENERATION}.resources.num_nodes=3",
-          f"{GENERATION}.resources.gpus_per_node=8"], "reward model 1 + generation 3 + policy at"),
+        (
+            [
+                "cluster.num_nodes=4",
+                f"{GENERATION}.resources.num_nodes=3",
+                f"{GENERATION}.resources.gpus_per_node=8",
+            ],
+            "reward model 1 + generation 3 + policy at",
+        ),
         (["cluster.num_nodes=2", f"{REWARD}.gpus_per_node=16"], "more than a node has: 8 slots"),
-        (["cluster.num_nodes=2", f"{GENERATION}.resources.gpus_per_node=8"],
-         "generation 8 + policy at least 2 = 10 slots"),
+        (
+            ["cluster.num_nodes=2", f"{GENERATION}.resources.gpus_per_node=8"],
+            "generation 8 + policy at least 2 = 10 slots",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_placed(overrides: list[str], said: str) -> None:
     plan = plan_run(grpo(*SEED, *APART, *overrides))
     assert any(said in problem for problem in fatal(plan)), fatal(plan)
@@ -330,12 +388,20 @@ small = st.integers(1, 5)
 Wanted = dict[str, Any]
 wanted = st.fixed_dictionaries(
     {
-        "nodes": small, "slots": small, "judges": st.booleans(), "colocated": st.booleans(),
-        "R": small, "Rn": small, "I": st.none() | small, "In": st.none() | small,
-        "tp": st.sampled_from([1, 2, 3]), "judge_tp": st.sampled_from([1, 2]),
-        "drawing_tp": st.sampled_from([1, 2]), "batch": st.sampled_from([4, 6, 12, 16]),
+        "nodes": small,
+        "slots": small,
+        "judges": st.booleans(),
+        "colocated": st.booleans(),
+        "R": small,
+        "Rn": small,
+        "I": st.none() | small,
+        "In": st.none() | small,
+        "tp": st.sampled_from([1, 2, 3]),
+        "judge_tp": st.sampled_from([1, 2]),
+        "drawing_tp": st.sampled_from([1, 2]),
+        "batch": st.sampled_from([4, 6, 12, 16]),
     }
-)  # fmt: skip
+)
 
 
 BASE = GRPORun()
@@ -343,22 +409,29 @@ BASE = GRPORun()
 
 def configuration(want: Wanted) -> GRPORun:
     env = EnvironmentsConfig.model_validate(
-        {"reward_model": {
-            "enabled": want["judges"], "model_name": "judge",
-            "resources": {"gpus_per_node": want["R"], "num_nodes": want["Rn"]},
-            "dtensor_cfg": {"tensor_parallel_size": want["judge_tp"]},
-        }}
-    )  # fmt: skip
+        {
+            "reward_model": {
+                "enabled": want["judges"],
+                "model_name": "judge",
+                "resources": {"gpus_per_node": want["R"], "num_nodes": want["Rn"]},
+                "dtensor_cfg": {"tensor_parallel_size": want["judge_tp"]},
+            }
+        }
+    )
     own = "policy.generation.colocated"
     changed = {
-        "env": env, "cluster.num_nodes": want["nodes"], "cluster.gpus_per_node": want["slots"],
-        f"{own}.enabled": want["colocated"], f"{own}.resources.gpus_per_node": want["I"],
+        "env": env,
+        "cluster.num_nodes": want["nodes"],
+        "cluster.gpus_per_node": want["slots"],
+        f"{own}.enabled": want["colocated"],
+        f"{own}.resources.gpus_per_node": want["I"],
         f"{own}.resources.num_nodes": want["In"],
         "policy.dtensor_cfg.tensor_parallel_size": want["tp"],
         "policy.generation.vllm_cfg.tensor_parallel_size": want["drawing_tp"],
         "policy.train_global_batch_size": want["batch"],
-        "grpo.num_prompts_per_step": 3, "grpo.num_generations_per_prompt": 16,
-    }  # fmt: skip
+        "grpo.num_prompts_per_step": 3,
+        "grpo.num_generations_per_prompt": 16,
+    }
     return with_changes(BASE, changed)
 
 
@@ -376,11 +449,13 @@ def divisions(want: Wanted) -> Iterator[tuple[int, int, int]]:
             asked_judging = want["R"] if want["judges"] else 0
             asked_drawing = 0 if want["colocated"] else want["I"]
             if (
-                policy + drawing + judging == g and policy > 0
-                and judging == asked_judging and drawing == asked_drawing
+                policy + drawing + judging == g
+                and policy > 0
+                and judging == asked_judging
+                and drawing == asked_drawing
                 and (want["colocated"] or want["In"] in (None, 1))
                 and (not want["judges"] or want["Rn"] == 1)
-            ):  # fmt: skip
+            ):
                 yield policy, drawing, judging
         elif policy + drawing + judging == nodes and judging == judge_nodes and policy > 0:
             judge_slots = judging * want["R"]

@@ -350,8 +350,12 @@ async def test_what_cannot_be_read_fails_alone():
             [asked("q", "a", half), asked(half, "a"), rows, bad, asked("no completion")]
         )
     assert [[score.failure is None for score in scores] for scores in found] == [
-        [True, False], [False], [True, False, True, False], [True, True], [],
-    ]  # fmt: skip
+        [True, False],
+        [False],
+        [True, False, True, False],
+        [True, True],
+        [],
+    ]
     assert all("surrogate" in found[i][j].failure for i, j in ((0, 1), (1, 0), (2, 1)))
 
 

@@ -21,10 +21,14 @@ WORDS = st.sampled_from(
 )
 TEXT = st.lists(WORDS, min_size=1, max_size=12).map(" ".join)
 GROUPS = st.lists(
-    st.builds(lambda prompt, answers: asked(prompt, *answers), TEXT,
-              st.lists(TEXT, min_size=1, max_size=5)),
-    min_size=1, max_size=8,
-)  # fmt: skip
+    st.builds(
+        lambda prompt, answers: asked(prompt, *answers),
+        TEXT,
+        st.lists(TEXT, min_size=1, max_size=5),
+    ),
+    min_size=1,
+    max_size=8,
+)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["forest", "padded"])

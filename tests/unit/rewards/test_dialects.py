@@ -66,9 +66,11 @@ def test_laurel():
     reply = question.read(
         {
             "groups": [{"id": GROUP.id, "scores": verdicts}],
-            "model": "m", "model_version": "7", "request_id": "r",
+            "model": "m",
+            "model_version": "7",
+            "request_id": "r",
         }
-    )  # fmt: skip
+    )
     assert values(reply) == [[1.5, None]]
     assert reply.scores[0][1].failure == "no"
     assert reply.version == "7"
@@ -77,10 +79,15 @@ def test_laurel():
 def test_vllm():
     question = asked("vllm", [GROUP], model="rm")
     assert question.value == {
-        "model": "rm", "input": ids_of(GROUP), "add_special_tokens": False, **RAW,
-    }  # fmt: skip
-    data = [{"index": 1, "label": "LABEL_0", "probs": [-2.0], "num_classes": 1},
-            {"index": 0, "label": "LABEL_0", "probs": [3.0], "num_classes": 1}]  # fmt: skip
+        "model": "rm",
+        "input": ids_of(GROUP),
+        "add_special_tokens": False,
+        **RAW,
+    }
+    data = [
+        {"index": 1, "label": "LABEL_0", "probs": [-2.0], "num_classes": 1},
+        {"index": 0, "label": "LABEL_0", "probs": [3.0], "num_classes": 1},
+    ]
     reply = question.read({"id": "classify-1", "object": "list", "data": data})
     assert values(reply) == [[3.0, -2.0]]
     assert [score.num_tokens for score in reply.scores[0]] == list(map(len, ids_of(GROUP)))
@@ -132,8 +139,10 @@ def test_slime():
     one = question("Where?", "No.")
     asked_ = dialect.ask([one], request_id="r", version="")
     assert asked_.value == {
-        "prompt": [{"role": "user", "content": "Where?"}], "response": "No.", "label": None,
-    }  # fmt: skip
+        "prompt": [{"role": "user", "content": "Where?"}],
+        "response": "No.",
+        "label": None,
+    }
     assert values(asked_.read({"reward": 0.5, "other": 1})) == [[0.5]]
     plain = dialect_of("slime").ask([one], request_id="r", version="")
     assert values(plain.read(0.5)) == [[0.5]]

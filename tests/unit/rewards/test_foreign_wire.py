@@ -75,18 +75,21 @@ def test_the_native_form_is_never_squashed():
         assert not wire.read_classify_request(value).squashed
     assert not wire.is_native({"input": "a"})
     assert wire.native_classify_reply([1.5], [3], is_list=False) == {
-        "embedding": [1.5], "meta_info": {"prompt_tokens": 3},
-    }  # fmt: skip
+        "embedding": [1.5],
+        "meta_info": {"prompt_tokens": 3},
+    }
 
 
 def test_what_servers_answer_is_what_clients_read():
     replies = [
-        (wire.classify_reply(SCORES, request_id="r", created=1, model="m", num_tokens=9),
-         wire.read_classify_reply),
+        (
+            wire.classify_reply(SCORES, request_id="r", created=1, model="m", num_tokens=9),
+            wire.read_classify_reply,
+        ),
         (wire.native_classify_reply(SCORES, [3, 4], is_list=True), wire.read_native_classify_reply),
         (wire.embeddings_reply(SCORES, model="m", num_tokens=9), wire.read_embeddings_reply),
         (wire.get_reward_reply(SCORES), wire.read_get_reward_reply),
-    ]  # fmt: skip
+    ]
     for reply, read in replies:
         assert read(reply, count=2) == SCORES
         with pytest.raises(ProtocolError, match="came back"):

@@ -84,9 +84,11 @@ def test_the_data_source_of_a_task_goes_before_that_of_the_settings():
         return float(data_source == "gsm8k" and ground_truth is None)
 
     group = Group(
-        id="g", prompt=GROUP.prompt, completions_G=GROUP.completions_G[:1],
+        id="g",
+        prompt=GROUP.prompt,
+        completions_G=GROUP.completions_G[:1],
         metadata={"data_source": "gsm8k"},
-    )  # fmt: skip
+    )
     assert score(scorer_of(compute_score, data_source="sums"), group)[0].value == 1.0
 
 
@@ -135,10 +137,16 @@ def test_a_group_function_sees_all_completions_of_a_prompt_at_once():
 @pytest.mark.parametrize(
     ("result", "value"),
     [
-        (1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.25), 0.25), (np.bool_(True), 1.0),
-        (np.array(2.0), 2.0), (torch.tensor(1.5), 1.5), ({"score": 2}, 2.0),
+        (1, 1.0),
+        (True, 1.0),
+        (-0.5, -0.5),
+        (np.float32(0.25), 0.25),
+        (np.bool_(True), 1.0),
+        (np.array(2.0), 2.0),
+        (torch.tensor(1.5), 1.5),
+        ({"score": 2}, 2.0),
     ],
-)  # fmt: skip
+)
 def test_numbers_of_any_kind_are_scores(result, value):
     verdict = verdict_of(result)
     assert (verdict.value, verdict.values_K, verdict.failure) == (value, (value,), None)
@@ -302,9 +310,11 @@ def in_processes(tmp_path):
 
 def asked(*answers):
     return Group(
-        id="g", prompt=GROUP.prompt, metadata={"ground_truth": "4"},
+        id="g",
+        prompt=GROUP.prompt,
+        metadata={"ground_truth": "4"},
         completions_G=tuple(Completion(messages=(Message("assistant", a),)) for a in answers),
-    )  # fmt: skip
+    )
 
 
 def test_processes_give_the_same_verdicts_as_threads(in_processes, tmp_path):
@@ -341,9 +351,11 @@ def test_a_process_that_dies_fails_that_completion_alone(in_processes):
 
 def test_what_cannot_be_sent_to_a_process_is_a_failure(in_processes):
     group = Group(
-        id="g", prompt=GROUP.prompt, completions_G=GROUP.completions_G,
+        id="g",
+        prompt=GROUP.prompt,
+        completions_G=GROUP.completions_G,
         metadata={"extra_info": {"what": object()}},
-    )  # fmt: skip
+    )
     assert "set num_workers=0" in score(in_processes(), group)[0].failure
 
 
@@ -598,9 +610,11 @@ def test_what_a_function_asks_for_must_be_said_and_what_is_said_be_asked_for():
         scorer_of(asks, router="host")
     given = {"kwargs": {"reward_router_address": "elsewhere:1"}}
     for function, settings in (
-        (asks, given), (asks, {"router": "host:1"}), (can_do_without, {}),
+        (asks, given),
+        (asks, {"router": "host:1"}),
+        (can_do_without, {}),
         (takes_anything, {"router": "host:1"}),
-    ):  # fmt: skip
+    ):
         assert score(scorer_of(function, **settings))[0].value == 1.0
 
 

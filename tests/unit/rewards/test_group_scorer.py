@@ -147,9 +147,7 @@ def test_progress_is_told_of_all_groups_and_tokens(two):
     assert sum(tokens for _, tokens in told) == sum(g.num_tokens for g in two.encode(groups))
 
 
-@given(
-    sizes=st.lists(st.integers(0, 1000), max_size=40), shares=st.integers(1, 7)
-)  # fmt: skip
+@given(sizes=st.lists(st.integers(0, 1000), max_size=40), shares=st.integers(1, 7))
 def test_shares_are_near_each_other(sizes, shares):
     taken = share_out(sizes, shares)
     assert len(taken) == shares

@@ -125,9 +125,15 @@ def test_what_the_request_is_to_blame_for(status, may_be_one_item):
 
 @pytest.mark.parametrize(
     ("header", "seconds"),
-    [("3", 3.0), ("0.5", 0.5), ("-1", None), ("nan", None), ("9" * 400, None),
-     ("Wed, 21 Oct 2026 07:28:00 GMT", None)],
-)  # fmt: skip
+    [
+        ("3", 3.0),
+        ("0.5", 0.5),
+        ("-1", None),
+        ("nan", None),
+        ("9" * 400, None),
+        ("Wed, 21 Oct 2026 07:28:00 GMT", None),
+    ],
+)
 def test_retry_after_in_seconds_is_understood(header, seconds):
     with answering(Answer(status=429, headers={"Retry-After": header})) as server:  # noqa: SIM117
         with pytest.raises(ReplicaFault) as caught:

@@ -98,9 +98,16 @@ def test_a_server_that_answers_wrongly_now_and_then_loses_nothing(fault):
 )
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [("500", "5xx"), ("html", "reply"), ("NaN", "nan"), ("too few", "count"),
-     ("another version", "version"), ("429", "busy"), ("hang", "timeout")],
-)  # fmt: skip
+    [
+        ("500", "5xx"),
+        ("html", "reply"),
+        ("NaN", "nan"),
+        ("too few", "count"),
+        ("another version", "version"),
+        ("429", "busy"),
+        ("hang", "timeout"),
+    ],
+)
 def test_alone_with_it_there_are_failures_and_never_numbers(fault, reason):
     options = RouterOptions(timeout=1.5, attempt_timeout=0.7, version="1")
     with RewardServer(misbehaving(fault, share=1.0, seconds=0.0)) as server:
@@ -168,9 +175,11 @@ def test_a_server_with_other_scores_for_the_canary_gets_nothing():
         good.asked.clear()
         known = Canary(values_G=(first.value, second.value), tolerance=1e-6)
         scores, scorer = scored(
-            [other.url, good.url], protocol="vllm", contract=contract(),
+            [other.url, good.url],
+            protocol="vllm",
+            contract=contract(),
             options=RouterOptions(canary=known),
-        )  # fmt: skip
+        )
         expected, _ = scored(good.url, protocol="vllm", contract=contract())
         assert values == second
         assert scores == expected

@@ -34,8 +34,9 @@ def contract_of(tokenizer=None, **changes):
     return ScoringContract.draw_up(tokenizer or made.chatml(), **options)
 
 
-def scorer_of(name="qwen2-sliding", *, path="forest", tokenizer=None, batch_tokens=8192, rules=None,
-              **model):  # fmt: skip
+def scorer_of(
+    name="qwen2-sliding", *, path="forest", tokenizer=None, batch_tokens=8192, rules=None, **model
+):
     """A scorer whose weights are float64, so that scores in float32 are the same to the last bit
     or its neighbour whatever the order of sums was."""
     reward_model = tiny.tiny_reward_model(name, dtype=torch.float64, **model)
@@ -76,10 +77,12 @@ def test_any_number_of_groups_scores_as_one_by_one(path):
     scorer = scorer_of(path=path, batch_tokens=300)
     groups = groups_of(17)
     alone = [
-        [scorer.score_now([replace(group, completions_G=(c,))])[0][0].value
-         for c in group.completions_G]
+        [
+            scorer.score_now([replace(group, completions_G=(c,))])[0][0].value
+            for c in group.completions_G
+        ]
         for group in groups
-    ]  # fmt: skip
+    ]
     assert len({value for group in alone for value in group}) == 41  # all differ
     for count in range(1, 18):
         assert_same(values(scorer.score_now(groups[:count])), alone[:count])
@@ -303,9 +306,13 @@ def checkpoint(tmp_path):
             model_name=str(directory), precision=precision, reward_model_cfg={"enabled": True}
         )
         return load_reward_model(
-            config, seed=0, max_length=256, truncation_side="left",
-            device=torch.device("cpu"), weights_dtype=weights,
-        )  # fmt: skip
+            config,
+            seed=0,
+            max_length=256,
+            truncation_side="left",
+            device=torch.device("cpu"),
+            weights_dtype=weights,
+        )
 
     return directory, load
 

@@ -137,8 +137,10 @@ class Picky(NullScorer):
 
 
 def test_a_completion_that_cannot_be_read_fails_alone():
-    groups = [group_of((Message("user", "q"),), ("a", "!", "b"), group_id="1"),
-              group_of((Message("user", "q"),), ("c",), group_id="2")]  # fmt: skip
+    groups = [
+        group_of((Message("user", "q"),), ("a", "!", "b"), group_id="1"),
+        group_of((Message("user", "q"),), ("c",), group_id="2"),
+    ]
     first, second = units_of(Picky(), groups)
     assert first.failures == (None, "it cannot be read: RuntimeError: what is this", None)
     assert len(first.keys) == 2

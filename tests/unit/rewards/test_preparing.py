@@ -28,11 +28,13 @@ GROUPS = [
     for i in range(5)
 ]
 NO_TOOLS = Group(
-    id="tool", prompt=GROUPS[0].prompt,
+    id="tool",
+    prompt=GROUPS[0].prompt,
     completions_G=(
-        Completion(messages=(Message("tool", "x"),)), Completion(messages=(Message("user", "y"),))
+        Completion(messages=(Message("tool", "x"),)),
+        Completion(messages=(Message("user", "y"),)),
     ),
-)  # fmt: skip
+)
 
 
 def plain(prepared: list[Prepared]) -> list[Any]:
@@ -168,9 +170,12 @@ async def scored_by_servers(
     options: RouterOptions | None = None,
 ) -> list[tuple[Score, ...]]:
     scorer = HttpScorer(
-        url, protocol=protocol, contract=scoring_groups.local(True).contract,
-        preparers=preparers, options=options,
-    )  # fmt: skip
+        url,
+        protocol=protocol,
+        contract=scoring_groups.local(True).contract,
+        preparers=preparers,
+        options=options,
+    )
     try:
         return await scorer.score(asked)
     finally:

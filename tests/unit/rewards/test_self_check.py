@@ -84,10 +84,14 @@ def test_an_attention_that_forgets_the_window_is_refused_though_the_probe_is_sho
 def test_an_architecture_that_narrows_only_its_mask_is_refused():
     """Qwen2-MoE does not tell its attention of the window; only the mask, which we replace."""
     settings = {
-        "use_sliding_window": True, "sliding_window": 512, "moe_intermediate_size": 32,
-        "layer_types": ["sliding_attention"] * 3, "num_experts": 2, "num_experts_per_tok": 1,
+        "use_sliding_window": True,
+        "sliding_window": 512,
+        "moe_intermediate_size": 32,
+        "layer_types": ["sliding_attention"] * 3,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
         "shared_expert_intermediate_size": 32,
-    }  # fmt: skip
+    }
     classifier = tiny.randomised("qwen2_moe", settings)
     classifier.set_attn_implementation(FOREST)
     model = RewardModel(classifier, head_name="score", path="forest", precision=torch.float32)

@@ -51,9 +51,15 @@ def metrics(served):
         service = RewardService()
         service.begin(ServedModel(name="m", version="1", scorer=served))
         scope = {
-            "type": "http", "method": "GET", "path": "/metrics", "raw_path": b"/metrics",
-            "query_string": b"", "client": ("127.0.0.1", 1), "root_path": "", "headers": [],
-        }  # fmt: skip
+            "type": "http",
+            "method": "GET",
+            "path": "/metrics",
+            "raw_path": b"/metrics",
+            "query_string": b"",
+            "client": ("127.0.0.1", 1),
+            "root_path": "",
+            "headers": [],
+        }
         await make_app(service, GateOptions(api_key=None, hosts=None))(scope, receive, send)
         return sent[1]["body"].decode()
 

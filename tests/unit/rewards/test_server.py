@@ -85,8 +85,10 @@ def test_a_list_of_nothing_is_answered_with_a_list_of_nothing(plain, path, asked
 
 
 def test_a_group_without_completions_keeps_its_place(plain):
-    groups = [{"id": "a", "prompt": "q", "completions": []},
-              {"id": "b", "prompt": "q", "completions": ["x"]}]  # fmt: skip
+    groups = [
+        {"id": "a", "prompt": "q", "completions": []},
+        {"id": "b", "prompt": "q", "completions": ["x"]},
+    ]
     first, second = plain.post("/v1/score", {"groups": groups}).json()["groups"]
     assert first == {"id": "a", "scores": []}
     assert [score["value"] for score in second["scores"]] == values("x")
@@ -245,11 +247,19 @@ def test_a_bad_item_never_fails_its_batch():
         response = it.score("a", "poison", "b" * 100, "\ud800", "c")
         scores = response.json()["groups"][0]["scores"]
         assert [score["value"] for score in scores] == [
-            values("a")[0], None, None, None, values("c")[0],
-        ]  # fmt: skip
+            values("a")[0],
+            None,
+            None,
+            None,
+            values("c")[0],
+        ]
         assert [score["failure"] and score["failure"][:9] for score in scores] == [
-            None, "the model", "4xx: 101 ", "it holds ", None,
-        ]  # fmt: skip
+            None,
+            "the model",
+            "4xx: 101 ",
+            "it holds ",
+            None,
+        ]
         # The others have no place for a failure, so they are told.
         assert error(it.post("/get_reward", {"query": ["a", "poison"]})) == (422, "failed")
         assert error(it.post("/classify", {"input": [""]})) == (422, "failed")

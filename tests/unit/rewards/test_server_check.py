@@ -18,9 +18,12 @@ def checked(*replicas, patience=60.0):
     async def main():
         began = now()
         check = ServerCheck(
-            patience=patience, limit=30.0, where="here", clock=now,
+            patience=patience,
+            limit=30.0,
+            where="here",
+            clock=now,
             say=lambda line: said.append((round(now() - began), line)),
-        )  # fmt: skip
+        )
         try:
             await check.check_all(replicas)
         except ConfigError as error:
@@ -37,8 +40,9 @@ def test_who_is_absent_is_named_at_once_and_now_and_then_until_patience_ends():
     assert took == 60
     assert len(said) == 6
     assert said[0] == (
-        0, "waiting for http://h:1, 60 s more at most (connect_patience): connection: refused"
-    )  # fmt: skip
+        0,
+        "waiting for http://h:1, 60 s more at most (connect_patience): connection: refused",
+    )
     assert [10 * i <= when < 10 * i + 2 * (i + 1) for i, (when, _) in enumerate(said)] == [True] * 6
     assert "http://h:1 does not answer: connection: refused. It was given 60 s (conn" in error
     assert absent.is_closed

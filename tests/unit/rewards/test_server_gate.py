@@ -32,8 +32,13 @@ def error(response):
 
 
 def head(path="/v1/score", *more, host="127.0.0.1", key=KEY):
-    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json",
-             f"Authorization: Bearer {key}", *more]  # fmt: skip
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"Host: {host}",
+        "Content-Type: application/json",
+        f"Authorization: Bearer {key}",
+        *more,
+    ]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
@@ -165,12 +170,20 @@ def test_a_compressed_body_is_refused(plain):
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"null", b"{", b'{"groups": NaN}', b'{"groups": [], "groups": []}', b"\xff\xfe{}",
-        b"[" * 100_000, b"1" * 100_000, b'{"a":' * 5000, pickle.dumps({"groups": []}),
+        b"",
+        b"null",
+        b"{",
+        b'{"groups": NaN}',
+        b'{"groups": [], "groups": []}',
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b"1" * 100_000,
+        b'{"a":' * 5000,
+        pickle.dumps({"groups": []}),
         b'{"groups": [], "more": ' + b"[" * 40 + b"]" * 40 + b"}",
     ],
     ids=range(11),
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     "path", ["/v1/score", "/classify", "/v1/embeddings", "/get_reward", "/remote_rm", "/admin/load"]
 )

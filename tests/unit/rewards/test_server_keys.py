@@ -203,10 +203,15 @@ def asked_from(client, method, path, *, key=KEY):
             sent.append(message)
 
         scope = {
-            "type": "http", "method": method, "path": path, "raw_path": path.encode(),
-            "query_string": b"", "client": (client, 1), "root_path": "",
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "client": (client, 1),
+            "root_path": "",
             "headers": [(b"host", b"127.0.0.1"), (b"authorization", b"Bearer " + key.encode())],
-        }  # fmt: skip
+        }
         await it.app(scope, receive, send)
         return sent[0]["status"], sent[1]["body"]
 

@@ -113,8 +113,9 @@ def test_scores_are_those_of_hugging_face_one_by_one(pair):
 def test_a_group_is_scored_as_its_completions_are_alone(pair):
     scorer, *_ = pair
     together = values(scorer.score_now(GROUPS))
-    alone = [scorer.score_now([conversation_group(g.conversation(i))])
-             for g in GROUPS for i in range(8)]  # fmt: skip
+    alone = [
+        scorer.score_now([conversation_group(g.conversation(i))]) for g in GROUPS for i in range(8)
+    ]
     assert values([one for (one,) in alone]) == pytest.approx(together, rel=EXACT, abs=EXACT)
 
 
@@ -314,10 +315,12 @@ def test_a_killed_program_leaves_no_reward_model_behind(tmp_path):
     with (
         (tmp_path / "log").open("w") as log,
         subprocess.Popen(
-            [sys.executable, program], stdout=subprocess.PIPE, stderr=log,
+            [sys.executable, program],
+            stdout=subprocess.PIPE,
+            stderr=log,
             env={**os.environ, "TMPDIR": str(tmp_path)},
         ) as started,
-    ):  # fmt: skip
+    ):
         line = started.stdout.readline()
         assert line, (tmp_path / "log").read_text()
         pids = json.loads(line)

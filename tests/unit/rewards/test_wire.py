@@ -34,13 +34,20 @@ GROUPS = st.builds(
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 SCORES = st.one_of(
     st.builds(
-        Score, value=NUMBERS, values_K=st.lists(NUMBERS, max_size=3).map(tuple),
-        num_tokens=st.integers(0, 9999), truncated=st.booleans(),
+        Score,
+        value=NUMBERS,
+        values_K=st.lists(NUMBERS, max_size=3).map(tuple),
+        num_tokens=st.integers(0, 9999),
+        truncated=st.booleans(),
         parts=st.dictionaries(TEXT, NUMBERS, max_size=2),
     ),
-    st.builds(Score, value=st.none(), failure=st.text(min_size=1, max_size=9),
-              num_tokens=st.integers(0, 9999)),
-)  # fmt: skip
+    st.builds(
+        Score,
+        value=st.none(),
+        failure=st.text(min_size=1, max_size=9),
+        num_tokens=st.integers(0, 9999),
+    ),
+)
 
 
 @given(groups=st.lists(GROUPS, max_size=3).map(tuple), request_id=TEXT, version=TEXT)
@@ -81,19 +88,29 @@ GROUP = {"id": "g", "prompt": "p", "completions": ["a"]}
         ({"groups": [{"id": "g", "completions": []}]}, "'prompt' of group 0 is missing"),
         ({"groups": [{"id": "g", "prompt": "p"}]}, "'completions' of group 0 is missing"),
         ({"groups": [{**GROUP, "completion": "a"}]}, "group 0 has 'completion'"),
-        ({"groups": [{**GROUP, "completions": "a"}]},
-         "'completions' of group 0 must be a list of completions, and is a string"),
-        ({"groups": [{**GROUP, "completions": [3]}]},
-         "a completion of group 0 must be a text or a list of messages, and is a number"),
-        ({"groups": [{**GROUP, "prompt": 5}]},
-         "'prompt' of group 0 must be a text or a list of messages, and is a number"),
-        ({"groups": [{**GROUP, "prompt": {"role": "user", "content": "p"}}]},
-         "'prompt' of group 0 must be a text or a list of messages, and is an object"),
+        (
+            {"groups": [{**GROUP, "completions": "a"}]},
+            "'completions' of group 0 must be a list of completions, and is a string",
+        ),
+        (
+            {"groups": [{**GROUP, "completions": [3]}]},
+            "a completion of group 0 must be a text or a list of messages, and is a number",
+        ),
+        (
+            {"groups": [{**GROUP, "prompt": 5}]},
+            "'prompt' of group 0 must be a text or a list of messages, and is a number",
+        ),
+        (
+            {"groups": [{**GROUP, "prompt": {"role": "user", "content": "p"}}]},
+            "'prompt' of group 0 must be a text or a list of messages, and is an object",
+        ),
         ({"groups": [{**GROUP, "completions": [[]]}]}, "a completion of group 0 has no message"),
-        ({"groups": [GROUP, {**GROUP, "prompt": [{"role": "user"}]}]},
-         "the content of a message of 'prompt' of group 1 is missing"),
+        (
+            {"groups": [GROUP, {**GROUP, "prompt": [{"role": "user"}]}]},
+            "the content of a message of 'prompt' of group 1 is missing",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_request_is_said(value, said):
     with pytest.raises(ProtocolError) as caught:
         read_score_request(value)
@@ -107,13 +124,22 @@ def nested(depth, opening="[", closing="]"):
 @pytest.mark.parametrize(
     "body",
     [
-        b"NaN", b"[Infinity]", b'{"a": -Infinity}', b'{"a": 1, "a": 2}', b"\xff\xfe", b"", b"[1,",
-        b'"\xed\xa0\x80"', b"1" * 100_000, nested(MOST_DEPTH + 1), nested(200_000),
+        b"NaN",
+        b"[Infinity]",
+        b'{"a": -Infinity}',
+        b'{"a": 1, "a": 2}',
+        b"\xff\xfe",
+        b"",
+        b"[1,",
+        b'"\xed\xa0\x80"',
+        b"1" * 100_000,
+        nested(MOST_DEPTH + 1),
+        nested(200_000),
         nested(100, '{"a":[', "]}"),
         b"[[],[]," * 10 + b"1" + b"]" * 10 + b" " * 9 + b"x",
         b"[" + b'"[",' * 30 + nested(MOST_DEPTH) + b"]",
     ],
-)  # fmt: skip
+)
 def test_what_is_not_strict_json_is_refused(body):
     with pytest.raises(ProtocolError):
         parse(body)
@@ -122,10 +148,15 @@ def test_what_is_not_strict_json_is_refused(body):
 @pytest.mark.parametrize(
     "value",
     [
-        ["[" * 100 + "{" * 50], ['\\"[[[[[[[[[[[[[[[[[[['], [[["]"] * 30] * 30],
-        json.loads(nested(MOST_DEPTH)), {"a\\": {"b[": ["}"] * 99}}, "é\u2028\x00", 1e308,
+        ["[" * 100 + "{" * 50],
+        ['\\"[[[[[[[[[[[[[[[[[[['],
+        [[["]"] * 30] * 30],
+        json.loads(nested(MOST_DEPTH)),
+        {"a\\": {"b[": ["}"] * 99}},
+        "é\u2028\x00",
+        1e308,
     ],
-)  # fmt: skip
+)
 def test_what_is_allowed_is_read(value):
     assert parse(json.dumps(value).encode()) == value
     assert parse(json.dumps(value, ensure_ascii=False).encode()) == value
@@ -140,8 +171,11 @@ def reply_value(**changes):
     score = {"value": 1.0, "values": [1.0], "num_tokens": 3, "truncated": False, "failure": None}
     return {
         "groups": [{"id": "g", "scores": [{**score, **changes.pop("score", {})}]}],
-        "model": "m", "model_version": "1", "request_id": "r", **changes,
-    }  # fmt: skip
+        "model": "m",
+        "model_version": "1",
+        "request_id": "r",
+        **changes,
+    }
 
 
 @pytest.mark.parametrize(

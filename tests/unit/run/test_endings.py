@@ -29,13 +29,17 @@ def last_words(outcome: Outcome, limit: str | None = None) -> str:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"ended": "signal", "signal": "SIGINT"},
-         "stopped by SIGINT after step 29, 6 s in; run it again to go on"),
-        ({"ended": "deadline"},
-         "stopped by its time budget after step 29, 6 s in; run it again to go on"),
+        (
+            {"ended": "signal", "signal": "SIGINT"},
+            "stopped by SIGINT after step 29, 6 s in; run it again to go on",
+        ),
+        (
+            {"ended": "deadline"},
+            "stopped by its time budget after step 29, 6 s in; run it again to go on",
+        ),
         ({"ended": "finished"}, "finished after step 29, in 6 s"),
     ],
-)  # fmt: skip
+)
 def test_how_long_it_took_is_not_when_to_go_on(how: dict[str, Any], words: str) -> None:
     assert last_words(Outcome(step=29, seconds=6.2, latest=Path("s/29"), **how)) == words
 
@@ -51,13 +55,16 @@ def test_a_run_that_saved_nothing_says_so_first() -> None:
 @pytest.mark.parametrize(
     ("settings", "is_early", "expected"),
     [
-        (["grpo.max_num_steps=60"], False,
-         "grpo.max_num_epochs=1 ended it before grpo.max_num_steps=60"),
+        (
+            ["grpo.max_num_steps=60"],
+            False,
+            "grpo.max_num_epochs=1 ended it before grpo.max_num_steps=60",
+        ),
         (["grpo.max_num_steps=22"], False, None),
         (["grpo.max_num_steps=60"], True, None),
         ([], False, None),
     ],
-)  # fmt: skip
+)
 def test_epochs_that_end_a_run_before_its_steps_are_named(
     settings: list[str], is_early: bool, expected: str | None
 ) -> None:
@@ -71,9 +78,14 @@ def test_epochs_that_end_a_run_before_its_steps_are_named(
 def test_a_model_that_is_named_and_not_loaded_is_a_warning() -> None:
     stream = io.StringIO()
     facts: Any = SimpleNamespace(
-        num_trained=1, num_parameters=1, class_name="X", base_model="nothing", device="cpu",
-        path="padded", notes=("warning: policy.model_name=a is not loaded", "another"),
-    )  # fmt: skip
+        num_trained=1,
+        num_parameters=1,
+        class_name="X",
+        base_model="nothing",
+        device="cpu",
+        path="padded",
+        notes=("warning: policy.model_name=a is not loaded", "another"),
+    )
     here: Any = SimpleNamespace(describe=list)
     policy: Any = SimpleNamespace(precision="float32")
     describe_model("model", facts, policy, here, Console(file=stream, width=200))

@@ -61,7 +61,7 @@ def test_every_other_name_stays_as_it_is_written(
         "./model",
         str(tmp_path / "model"),
     ):
-        assert found_name(name, say=lambda _: None) == name  # fmt: skip
+        assert found_name(name, say=lambda _: None) == name
 
 
 def test_what_holds_no_model_is_refused_with_what_it_holds(tmp_path: Path) -> None:

@@ -20,9 +20,7 @@ def configured(tmp_path: Path, *overrides: str, margin: float | None = 0.5) -> R
         if margin is not None:
             row["gap"] = margin
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    config = load_config(
-        SCHEMAS["rm"], None, [f"data.train_data_path={path}", *overrides]
-    ).config  # fmt: skip
+    config = load_config(SCHEMAS["rm"], None, [f"data.train_data_path={path}", *overrides]).config
     assert isinstance(config, RewardTrainingRun)
     return config
 

@@ -54,14 +54,15 @@ def test_more_slots_or_an_address_are_ray(overrides: tuple[str, ...]) -> None:
         (
             (
                 "policy.generation.weight_transfer=ipc",
-                "cluster.num_nodes=3", "cluster.gpus_per_node=2",
+                "cluster.num_nodes=3",
+                "cluster.gpus_per_node=2",
                 "policy.generation.colocated.enabled=false",
                 "policy.generation.colocated.resources.num_nodes=2",
             ),
             "it has none on node 1-2; set it to auto, broadcast or object_store",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_told_with_the_key(overrides: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         planned(*overrides)
@@ -70,9 +71,11 @@ def test_what_cannot_be_is_told_with_the_key(overrides: tuple[str, ...], said: s
 def test_every_misfit_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         planned(
-            "cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=3",
+            "cluster.gpus_per_node=4",
+            "policy.dtensor_cfg.tensor_parallel_size=3",
             "env.reward_model.resources.gpus_per_node=2",
-            "env.reward_model.dtensor_cfg.tensor_parallel_size=3", *JUDGED,
-        )  # fmt: skip
+            "env.reward_model.dtensor_cfg.tensor_parallel_size=3",
+            *JUDGED,
+        )
     for section in ("policy", "env.reward_model"):
         assert f"{section}.dtensor_cfg.tensor_parallel_size=3: groups of 3" in str(caught.value)

@@ -40,12 +40,17 @@ def test_a_group_that_only_the_host_sees(tmp_path: Path) -> None:
 def test_version_1(tmp_path: Path) -> None:
     groups = "4:memory:/one\n2:cpu,cpuacct:/one\n1:name=systemd:/\n0::/\n"
     root = make(
-        tmp_path, groups,
-        **{"cpu,cpuacct/one/cpu.cfs_quota_us": "50000", "memory/one/memory.limit_in_bytes": "8192",
-           "cpu,cpuacct/one/cpu.cfs_period_us": "100000",
-           "cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000",
-           "memory/memory.limit_in_bytes": "9223372036854771712"},
-    )  # fmt: skip
+        tmp_path,
+        groups,
+        **{
+            "cpu,cpuacct/one/cpu.cfs_quota_us": "50000",
+            "memory/one/memory.limit_in_bytes": "8192",
+            "cpu,cpuacct/one/cpu.cfs_period_us": "100000",
+            "cpu,cpuacct/cpu.cfs_quota_us": "-1",
+            "cpu,cpuacct/cpu.cfs_period_us": "100000",
+            "memory/memory.limit_in_bytes": "9223372036854771712",
+        },
+    )
     assert cpu_quota(root=root) == 0.5
     assert memory_limit(root=root) == 8192
 

@@ -14,9 +14,16 @@ from laurel.sandbox.inside import plain_data
 from laurel.sandbox.inside.plain_data import NotPlainDataError, dumps, loads
 
 scalars = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
-    | st.complex_numbers(allow_nan=False) | st.decimals(allow_nan=False) | st.fractions()
-)  # fmt: skip
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+    | st.decimals(allow_nan=False)
+    | st.fractions()
+)
 hashable = st.none() | st.booleans() | st.integers() | st.text() | st.tuples(st.integers())
 values = st.recursive(
     scalars,
@@ -58,10 +65,20 @@ def test_a_value_is_the_same_as_itself(value):
 @pytest.mark.parametrize(
     "value",
     [
-        range(3, 9, 2), bytearray(b"x"), OrderedDict(a=1), Counter("aab"), -(2**64), 2**53,
-        "\ud800", float("inf"), float("nan"), -0.0, int, type(None),
+        range(3, 9, 2),
+        bytearray(b"x"),
+        OrderedDict(a=1),
+        Counter("aab"),
+        -(2**64),
+        2**53,
+        "\ud800",
+        float("inf"),
+        float("nan"),
+        -0.0,
+        int,
+        type(None),
     ],
-)  # fmt: skip
+)
 def test_these_travel_too(value):
     assert exactly_alike(loads(dumps(value)), value)
 
@@ -90,7 +107,7 @@ Point = namedtuple("Point", "x y")
 @pytest.mark.parametrize(
     "value",
     [Liar(3), [Liar(3)], {"a": (Liar(3),)}, Point(1, 2), object(), len, type, iter([])],
-)  # fmt: skip
+)
 def test_objects_do_not_travel(value):
     with pytest.raises(NotPlainDataError, match="no plain data"):
         dumps(value)
@@ -128,14 +145,37 @@ def test_too_many_values_do_not_travel(monkeypatch):
 @pytest.mark.parametrize(
     "text",
     [
-        b"", b"{}", b"1.5", b"NaN", b"[]", b'["x"]', b"[1]", b'["i"]', b'["i",1]', b'["i","zz"]',
-        b'["i","1","2"]', b'["f","x"]', b'["b","0"]', b'["s",["l"]]', b'["d",[1]]', b'["d",1]',
-        b'["q","1","0"]', b'["r","0","1","0"]', b'["D","x"]', b'["f",null]', b"[" * 100_000,
-        b'["l",' * 200 + b"1" + b"]" * 200, b"1" * 5000, b"\xff", b'["D","sNaN"]',
+        b"",
+        b"{}",
+        b"1.5",
+        b"NaN",
+        b"[]",
+        b'["x"]',
+        b"[1]",
+        b'["i"]',
+        b'["i",1]',
+        b'["i","zz"]',
+        b'["i","1","2"]',
+        b'["f","x"]',
+        b'["b","0"]',
+        b'["s",["l"]]',
+        b'["d",[1]]',
+        b'["d",1]',
+        b'["q","1","0"]',
+        b'["r","0","1","0"]',
+        b'["D","x"]',
+        b'["f",null]',
+        b"[" * 100_000,
+        b'["l",' * 200 + b"1" + b"]" * 200,
+        b"1" * 5000,
+        b"\xff",
+        b'["D","sNaN"]',
         b'["D","' + b"1" * 20_000 + b'"]',
-        b'{"a":1}', b"[[1]]", b'["k",[["l"],1]]',
+        b'{"a":1}',
+        b"[[1]]",
+        b'["k",[["l"],1]]',
     ],
-)  # fmt: skip
+)
 def test_no_plain_data(text):
     with pytest.raises(NotPlainDataError):
         loads(text)
@@ -168,10 +208,20 @@ def test_keys_of_one_hash_are_refused():
 # -------------------------------------------------------------------------------------- comparison
 
 DIFFERENT_TYPES = [
-    (1, True), (0, False), (1, 1.0), ([1], (1,)), ({1}, frozenset({1})), ({1: 2}, {True: 2}),
-    ({1}, {True}), ([1, 2], [1, 2.0]), ({"a": [1]}, {"a": [True]}), ({(1, 2)}, {(1, 2.0)}),
-    (1, Fraction(1)), (b"x", bytearray(b"x")), ({"a": 1}, OrderedDict(a=1)),
-]  # fmt: skip
+    (1, True),
+    (0, False),
+    (1, 1.0),
+    ([1], (1,)),
+    ({1}, frozenset({1})),
+    ({1: 2}, {True: 2}),
+    ({1}, {True}),
+    ([1, 2], [1, 2.0]),
+    ({"a": [1]}, {"a": [True]}),
+    ({(1, 2)}, {(1, 2.0)}),
+    (1, Fraction(1)),
+    (b"x", bytearray(b"x")),
+    ({"a": 1}, OrderedDict(a=1)),
+]
 
 
 @pytest.mark.parametrize(("expected", "given_"), DIFFERENT_TYPES)
@@ -184,12 +234,21 @@ def test_types_count(expected, given_):
 @pytest.mark.parametrize(
     ("expected", "given_", "same"),
     [
-        (1, 1.0, True), ([1, 2], (1, 2), True), (1, True, False), (True, 1, False),
-        ([1, [2]], (1.0, (2,)), True), ({"a": 1}, {"a": 1.0}, True), ("1", 1, False),
-        ([1], [1, 1], False), ({1: 0}, {1: 0, 2: 0}, False), (None, 0, False), (1.0, "x", False),
-        ([1, 2], {1, 2}, False), ({"a": 1}, [("a", 1)], False),
+        (1, 1.0, True),
+        ([1, 2], (1, 2), True),
+        (1, True, False),
+        (True, 1, False),
+        ([1, [2]], (1.0, (2,)), True),
+        ({"a": 1}, {"a": 1.0}, True),
+        ("1", 1, False),
+        ([1], [1, 1], False),
+        ({1: 0}, {1: 0, 2: 0}, False),
+        (None, 0, False),
+        (1.0, "x", False),
+        ([1, 2], {1, 2}, False),
+        ({"a": 1}, [("a", 1)], False),
     ],
-)  # fmt: skip
+)
 def test_without_strict_types(expected, given_, same):
     assert same_value(expected, given_, strict_types=False) is same
 
@@ -210,11 +269,17 @@ def test_numbers_within_a_tolerance():
 @pytest.mark.parametrize(
     ("expected", "given_", "same"),
     [
-        ("1 2\n", "1 2", True), ("1 2\n", "1 2  \n\n", True), ("a\nb", "a\r\nb\n", True),
-        ("1 2", "1  2", False), ("1\n2", "1\n\n2", False), ("", "\n", True), ("", "x", False),
-        (" 1", "1", False), ("1.0", "1", False),
+        ("1 2\n", "1 2", True),
+        ("1 2\n", "1 2  \n\n", True),
+        ("a\nb", "a\r\nb\n", True),
+        ("1 2", "1  2", False),
+        ("1\n2", "1\n\n2", False),
+        ("", "\n", True),
+        ("", "x", False),
+        (" 1", "1", False),
+        ("1.0", "1", False),
     ],
-)  # fmt: skip
+)
 def test_outputs(expected, given_, same):
     assert same_output(expected, given_) is same
 

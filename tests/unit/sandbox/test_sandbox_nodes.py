@@ -118,15 +118,18 @@ def test_no_expected_value_leaves_this_process(opened: Opening) -> None:
     found = pool.run(
         [
             SandboxJob(
-                code="def f(x):\n    return x", mode="call", entry="f",
+                code="def f(x):\n    return x",
+                mode="call",
+                entry="f",
                 tests=[CallTest(args=["given"], expected="expected-marker")],
             ),
             SandboxJob(
-                code="print(input())", mode="stdio",
+                code="print(input())",
+                mode="stdio",
                 tests=[StdioTest(stdin="given", stdout="expected-marker")],
             ),
         ]
-    )  # fmt: skip
+    )
     assert [one.status for one in found] == [Status.WRONG_ANSWER] * 2
     sent = pickle.dumps([tuple(call) for call in nodes.calls()])
     assert b"given" in sent
@@ -135,9 +138,16 @@ def test_no_expected_value_leaves_this_process(opened: Opening) -> None:
 
 def test_an_outcome_travels_whole() -> None:
     outcome = Outcome(
-        ended_by="stdout", signal=9, cpu_s=0.5, wall_s=1.0, max_rss_kb=7, stdout=b"\xff\x00",
-        stderr=b"e", result=b"r", truncated=frozenset({"stdout", "result"}),
-    )  # fmt: skip
+        ended_by="stdout",
+        signal=9,
+        cpu_s=0.5,
+        wall_s=1.0,
+        max_rss_kb=7,
+        stdout=b"\xff\x00",
+        stderr=b"e",
+        result=b"r",
+        truncated=frozenset({"stdout", "result"}),
+    )
     assert of_plain(pickle.loads(pickle.dumps(as_plain(outcome)))) == outcome
 
 

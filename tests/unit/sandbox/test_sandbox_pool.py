@@ -141,8 +141,10 @@ def test_calls(pool):
     raises = "def sort(items, reverse=False):\n    return sorted(items) if items else 1 / 0"
     result = run(pool, raises, mode="call", entry="sort", tests=tests)
     assert [test.status for test in result.tests] == [
-        Status.OK, Status.RUNTIME_ERROR, Status.WRONG_ANSWER,
-    ]  # fmt: skip
+        Status.OK,
+        Status.RUNTIME_ERROR,
+        Status.WRONG_ANSWER,
+    ]
     assert result.tests[1].detail == "ZeroDivisionError: division by zero"
 
 
@@ -182,9 +184,11 @@ def test_helpers_of_the_task_are_not_those_of_the_program(pool):
     """Else a program would choose the measure that it is measured with."""
     setup = "def close(a, b):\n    return abs(a - b) < 0.1\n"
     fields = {
-        "mode": "tests", "entry": "root", "test_setup": setup,
+        "mode": "tests",
+        "entry": "root",
+        "test_setup": setup,
         "test_code": "assert close(root(4), 2)",
-    }  # fmt: skip
+    }
     cheat = "def close(a, b):\n    return True\ndef root(x):\n    return 0\n"
     assert run(pool, cheat, **fields).status is Status.WRONG_ANSWER
     assert run(pool, "def root(x):\n    return x ** 0.5", **fields).status is Status.OK
@@ -379,9 +383,13 @@ def test_asserts_that_are_run_one_by_one_have_the_same_time_together(pool):
     """And the reply shows what the first that failed said."""
     code = "import os, time\ndef f(n):\n    os.write(2, b'asked %d' % n)\n    time.sleep(n)"
     job = SandboxJob(
-        code=code, mode="tests", entry="f", total_s=2.0, limits=Limits(wall_s=1.5),
+        code=code,
+        mode="tests",
+        entry="f",
+        total_s=2.0,
+        limits=Limits(wall_s=1.5),
         tests=["f(0)", "f(100)", "f(200)", *["f(300)"] * 7],
-    )  # fmt: skip
+    )
     (result,) = pool.run([job])
     assert [one.status for one in result.tests] == [Status.OK, *[Status.TIMEOUT_WALL] * 9]
     assert result.tests[-1].detail == "the time of all tests together was spent"
@@ -453,8 +461,11 @@ def test_nothing_is_left_after_many_jobs(tier, tmp_path):
         ours = psutil.Process().num_fds()
         results = pool.run([SandboxJob(code=code) for code in jobs * 10])
         assert [one.status.value for one in results[:4]] == [
-            "ok", "memory_limit", "ok", "runtime_error",
-        ]  # fmt: skip
+            "ok",
+            "memory_limit",
+            "ok",
+            "runtime_error",
+        ]
         for pid in pool.process_ids():
             wait_until(lambda pid=pid: is_idle(pid))
         assert [psutil.Process(pid).num_fds() for pid in pool.process_ids()] == descriptors

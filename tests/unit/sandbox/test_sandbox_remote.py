@@ -72,9 +72,12 @@ def test_calls_are_compared_on_this_side(pool: SandboxPool) -> None:
     result = run(pool, "def f(x):\n    return sorted(x)", mode="call", entry="f", tests=tests)
     assert [one.status for one in result.tests] == [Status.OK, Status.WRONG_ANSWER]
     forged = run(
-        pool, "import os, json\nos.write(1, b'{}')\ndef f(x):\n    os._exit(0)",
-        mode="call", entry="f", tests=tests,
-    )  # fmt: skip
+        pool,
+        "import os, json\nos.write(1, b'{}')\ndef f(x):\n    os._exit(0)",
+        mode="call",
+        entry="f",
+        tests=tests,
+    )
     assert forged.status is Status.NO_RESULT
 
 
@@ -118,12 +121,24 @@ def failing(status: int, body: bytes) -> code_server.Answering:
         (failing(500, b"oh"), "answered 500: oh"),
         (failing(200, b"<html>"), "did not answer as /run_code does"),
         (failing(200, b"[]"), "did not answer as /run_code does"),
-        (failing(200, json.dumps({"status": "SandboxError", "message": "full"}).encode()),
-         "SandboxError: full"),
-        (failing(200, json.dumps({"status": "Failed", "run_result": {
-            "status": "TimeLimitExceeded", "stdout": ""}}).encode()), "TimeLimitExceeded"),
+        (
+            failing(200, json.dumps({"status": "SandboxError", "message": "full"}).encode()),
+            "SandboxError: full",
+        ),
+        (
+            failing(
+                200,
+                json.dumps(
+                    {
+                        "status": "Failed",
+                        "run_result": {"status": "TimeLimitExceeded", "stdout": ""},
+                    }
+                ).encode(),
+            ),
+            "TimeLimitExceeded",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_the_server_fails_at_is_no_verdict(answer: code_server.Answering, said: str) -> None:
     with code_server.serving(answer) as url, pool_of(url) as pool:
         (result,) = pool.run([SandboxJob(code="print(1)")])

@@ -35,11 +35,16 @@ def test_an_end_by_us():
 @pytest.mark.parametrize(
     ("signal", "cpu_s", "status"),
     [
-        (24, 2.0, Status.TIMEOUT_CPU), (9, 3.0, Status.TIMEOUT_CPU), (9, 0.5, Status.KILLED),
-        (9, None, Status.KILLED), (11, 0.1, Status.KILLED), (6, 9.0, Status.KILLED),
-        (31, 0.1, Status.FORBIDDEN), (25, 0.1, Status.DISK_LIMIT),
+        (24, 2.0, Status.TIMEOUT_CPU),
+        (9, 3.0, Status.TIMEOUT_CPU),
+        (9, 0.5, Status.KILLED),
+        (9, None, Status.KILLED),
+        (11, 0.1, Status.KILLED),
+        (6, 9.0, Status.KILLED),
+        (31, 0.1, Status.FORBIDDEN),
+        (25, 0.1, Status.DISK_LIMIT),
     ],
-)  # fmt: skip
+)
 def test_an_end_by_a_signal(signal, cpu_s, status):
     assert ended(signal=signal, cpu_s=cpu_s) is status
 
@@ -70,13 +75,16 @@ def test_the_share_of_tests_that_passed():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"mode": "stdio"}, {"mode": "stdio", "tests": [CallTest()]}, {"mode": "call"},
+        {"mode": "stdio"},
+        {"mode": "stdio", "tests": [CallTest()]},
+        {"mode": "call"},
         {"mode": "call", "tests": [CallTest()]},
-        {"mode": "call", "tests": [StdioTest()], "entry": "f"}, {"mode": "tests", "entry": "f"},
+        {"mode": "call", "tests": [StdioTest()], "entry": "f"},
+        {"mode": "tests", "entry": "f"},
         {"mode": "tests", "test_code": "assert f()"},
         {"mode": "tests", "test_code": " ", "entry": "f"},
     ],
-)  # fmt: skip
+)
 def test_jobs_that_cannot_be_judged(fields):
     with pytest.raises(ValueError, match="needs"):
         SandboxJob(code="", **fields)

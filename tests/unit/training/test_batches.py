@@ -116,10 +116,12 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "forest, small budget": ("forest", {"sequence_packing": {"train_mb_tokens": 30}}),
     "forest, not shared": ("forest", {"sequence_packing": {"share_prompts": False}}),
     "forest, not shared, small": (
-        "forest", {"sequence_packing": {"share_prompts": False, "train_mb_tokens": 40}}),
+        "forest",
+        {"sequence_packing": {"share_prompts": False, "train_mb_tokens": 40}},
+    ),
     "padded, fixed": ("padded", {}),
     "padded, dynamic": ("padded", {"dynamic_batching": {"enabled": True, "train_mb_tokens": 60}}),
-}  # fmt: skip
+}
 
 
 def step(path: str, changes: dict[str, Any], size: int) -> tuple[dict[str, float], dict[str, Any]]:

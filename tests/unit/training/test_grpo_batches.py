@@ -35,10 +35,13 @@ def some_labels(groups: Sequence[TokenGroup], *, used: bool = True) -> list[Poli
             mask[0] = True
         found.append(
             labels(
-                list(rng.normal(size=len(rows))), rows, masks=masks, old=rows,
+                list(rng.normal(size=len(rows))),
+                rows,
+                masks=masks,
+                old=rows,
                 used=[used or bool(i % 2) for i in range(len(rows))],
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -77,8 +80,10 @@ def test_batches_by_hand() -> None:
     groups = random_groups(0, SHAPES)
     batches = global_batches(groups, some_labels(groups), PolicyLabels.subset, size=5)
     assert [[(g.id, len(g.branches_ids_G)) for g in part] for part, _ in batches] == [
-        [("0", 4), ("1", 1)], [("1", 3), ("2", 2)], [("2", 2)],
-    ]  # fmt: skip
+        [("0", 4), ("1", 1)],
+        [("1", 3), ("2", 2)],
+        [("2", 2)],
+    ]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 25))
@@ -92,9 +97,9 @@ def test_every_completion_comes_once_in_order_with_its_own_label(
     assert all(count == size for count in counts[:-1])
     assert 0 < counts[-1] <= size
     flat = [ids for part, _ in batches for g in part for ids in g.branches_ids_G]
-    assert all(a is b for a, b in zip(
-        flat, (ids for g in groups for ids in g.branches_ids_G), strict=True
-    ))  # fmt: skip
+    assert all(
+        a is b for a, b in zip(flat, (ids for g in groups for ids in g.branches_ids_G), strict=True)
+    )
     advantages = [a for _, part in batches for label in part for a in label.advantages_G]
     assert advantages == [a for label in of_groups for a in label.advantages_G]
     for part, part_labels in batches:
@@ -128,11 +133,14 @@ def test_the_gradients_of_the_parts_add_up_to_that_of_the_whole(size: int, used:
         {"sequence_packing": {"train_mb_tokens": 1000}},
         {"sequence_packing": {"share_prompts": False}},
         {"sequence_packing": {"enabled": False}, "train_micro_batch_size": 3, "path": "padded"},
-        {"sequence_packing": {"enabled": False}, "path": "padded",
-         "dynamic_batching": {"enabled": True, "train_mb_tokens": 30}},
+        {
+            "sequence_packing": {"enabled": False},
+            "path": "padded",
+            "dynamic_batching": {"enabled": True, "train_mb_tokens": 30},
+        },
     ],
     ids=["small", "large", "alone", "padded", "dynamic"],
-)  # fmt: skip
+)
 def test_how_a_step_is_computed_does_not_change_it(changes: dict[str, Any]) -> None:
     groups = random_groups(2, SHAPES)
     of_groups = some_labels(groups, used=False)
@@ -146,10 +154,13 @@ def test_completions_that_are_not_used_might_as_well_not_be_there() -> None:
     of_groups = some_labels(groups, used=False)
     kept = [[i for i, used in enumerate(label.used_G) if used] for label in of_groups]
     smaller = [
-        TokenGroup(id=g.id, trunk_ids=g.trunk_ids,
-                   branches_ids_G=tuple(g.branches_ids_G[i] for i in indices))
+        TokenGroup(
+            id=g.id,
+            trunk_ids=g.trunk_ids,
+            branches_ids_G=tuple(g.branches_ids_G[i] for i in indices),
+        )
         for g, indices in zip(groups, kept, strict=True)
-    ]  # fmt: skip
+    ]
     subset = [label.subset(i) for label, i in zip(of_groups, kept, strict=True)]
     expected, count = gradients(smaller, subset)
     found, same = gradients(groups, of_groups)

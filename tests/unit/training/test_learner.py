@@ -82,8 +82,11 @@ def test_a_step_of_two_micro_batches_by_hand() -> None:
     assert loss.calls == 2
     assert update.failure is None
     assert update.metrics == {
-        "loss": 18.0, "rows": 3.0, "grad_norm": pytest.approx(math.sqrt(8)), "lr": 0.5,
-    }  # fmt: skip
+        "loss": 18.0,
+        "rows": 3.0,
+        "grad_norm": pytest.approx(math.sqrt(8)),
+        "lr": 0.5,
+    }
     assert weights(learner) == [0.0, 1.0]
 
 

@@ -278,8 +278,13 @@ def test_adapters_learn_and_the_reference_leaves_them_out(sizes, tmp_path):
     for key in ("after", "first reference", "last reference"):
         close(found[key], wanted[key])
     close(found["last reference"], found["first reference"], 0)
-    assert max(float((a - b).abs().max()) for a, b in zip(
-        found["after"], found["last reference"], strict=True)) > 1e-3  # fmt: skip
+    assert (
+        max(
+            float((a - b).abs().max())
+            for a, b in zip(found["after"], found["last reference"], strict=True)
+        )
+        > 1e-3
+    )
     for name, weight in wanted["weights"][1].items():
         torch.testing.assert_close(found["weights"][1][name], weight, rtol=0, atol=1e-6)
 

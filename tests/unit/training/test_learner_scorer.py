@@ -19,10 +19,11 @@ def groups(count: int, *, size: int = 2) -> list[Group]:
     return [
         group_of(
             [Message("user", f"Where does the laurel grow, {i}?")],
-            [f"{ANSWERS[(i + k) % 4]} {k}" for k in range(size)], group_id=str(i),
+            [f"{ANSWERS[(i + k) % 4]} {k}" for k in range(size)],
+            group_id=str(i),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")

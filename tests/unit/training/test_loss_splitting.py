@@ -85,9 +85,13 @@ def batches(draw: st.DrawFn) -> tuple[list[Preference], list[list[float]], list[
         rating = st.one_of(score, st.just(NAN))
         ratings = draw(st.none() | st.tuples(*[st.tuples(rating, rating)] * len(ranks)))
         batch.append(
-            judged(*ranks, margin=draw(st.floats(0, 3)), target=draw(st.floats(0.5, 1)),
-                   attributes_GK=ratings)
-        )  # fmt: skip
+            judged(
+                *ranks,
+                margin=draw(st.floats(0, 3)),
+                target=draw(st.floats(0.5, 1)),
+                attributes_GK=ratings,
+            )
+        )
     size = sum(len(preference.ranks_G) for preference in batch)
     scores = draw(st.lists(st.tuples(score, score).map(list), min_size=size, max_size=size))
     cuts = draw(st.lists(st.integers(0, len(batch)), max_size=3))

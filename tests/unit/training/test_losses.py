@@ -150,9 +150,14 @@ def test_davidson_between_equals() -> None:
 def test_davidson_with_margin_and_soft_label() -> None:
     # d - m = ln 4, as above: 4/8 and 1/8; q = 0.9 * 0.8 + 0.1 * 0.2 = 0.74.
     loss = davidson(
-        exact(math.log(8.0)), exact(0.0), flags(False), nu=1.5,
-        margin_P=exact(math.log(2.0)), target_P=exact(0.9), label_smoothing=0.2,
-    )  # fmt: skip
+        exact(math.log(8.0)),
+        exact(0.0),
+        flags(False),
+        nu=1.5,
+        margin_P=exact(math.log(2.0)),
+        target_P=exact(0.9),
+        label_smoothing=0.2,
+    )
     assert_near(loss, 0.74 * math.log(2.0) + 0.26 * math.log(8.0))
 
 
@@ -183,9 +188,14 @@ def test_rao_kupper_between_equals() -> None:
 def test_rao_kupper_with_margin_and_soft_label() -> None:
     # d - m = ln 4, as above: 2/3 and 1/9; q = 0.9 * 0.8 + 0.1 * 0.2 = 0.74.
     loss = rao_kupper(
-        exact(math.log(8.0)), exact(0.0), flags(False), theta=2.0,
-        margin_P=exact(math.log(2.0)), target_P=exact(0.9), label_smoothing=0.2,
-    )  # fmt: skip
+        exact(math.log(8.0)),
+        exact(0.0),
+        flags(False),
+        theta=2.0,
+        margin_P=exact(math.log(2.0)),
+        target_P=exact(0.9),
+        label_smoothing=0.2,
+    )
     assert_near(loss, 0.74 * math.log(1.5) + 0.26 * math.log(9.0))
 
 
@@ -246,8 +256,13 @@ def test_plackett_luce_with_shared_ranks() -> None:
 
 
 def test_plackett_luce_of_many_lists_at_once() -> None:
-    lists = {(0, 1, 2): (math.log(6.0), math.log(3.0), 0.0), (1, 1): (3.0, 4.0), (): (),
-             (1, 0): (0.0, math.log(3.0)), (5,): (2.0,)}  # fmt: skip
+    lists = {
+        (0, 1, 2): (math.log(6.0), math.log(3.0), 0.0),
+        (1, 1): (3.0, 4.0),
+        (): (),
+        (1, 0): (0.0, math.log(3.0)),
+        (5,): (2.0,),
+    }
     flat = exact(*(score for list_scores in lists.values() for score in list_scores))
 
     loss = list_loss(flat, *lists)

@@ -44,8 +44,14 @@ def test_the_gap_counts_levels_not_rank_numbers() -> None:
 
     # Three levels: 0 | 7, 7 | 100. One level is half of the way from best to worst.
     found = zip(pairs.better_P.tolist(), pairs.worse_P.tolist(), pairs.gap_P.tolist(), strict=True)
-    assert list(found) == [(0, 1, 0.5), (0, 2, 1.0), (0, 3, 0.5), (1, 2, 0.5), (1, 3, 0.0),
-                           (3, 2, 0.5)]  # fmt: skip
+    assert list(found) == [
+        (0, 1, 0.5),
+        (0, 2, 1.0),
+        (0, 3, 0.5),
+        (1, 2, 0.5),
+        (1, 3, 0.0),
+        (3, 2, 0.5),
+    ]
 
 
 def test_groups_without_a_pair_are_counted_and_take_no_part() -> None:

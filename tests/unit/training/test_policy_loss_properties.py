@@ -31,19 +31,35 @@ CORRECTED = {"use_importance_sampling_correction": True, "truncated_importance_s
 EVERY_SETTING: dict[str, dict[str, Any]] = {
     "ppo": {"reference_policy_kl_penalty": 0.1, "positive_example_nll_weight": 0.2},
     "dual clip": {"ratio_clip_c": 1.5, "normalizer": "max_length"},
-    "cispo": {"loss_type": "cispo", "use_on_policy_kl_approximation": True,
-              "reference_policy_kl_penalty": 0.1},
-    "reinforce": {"loss_type": "reinforce", "token_level_loss": False,
-                  "positive_example_nll_weight": 0.2},
-    "gspo": {"sequence_level_importance_ratios": True, "token_level_loss": False,
-             "reference_policy_kl_penalty": 0.1},
-    "gspo, corrected": {"sequence_level_importance_ratios": True, "token_level_loss": False,
-                        "truncated_importance_sampling_type": "tis", **CORRECTED},
-    "icepop": {"truncated_importance_sampling_type": "icepop",
-               "truncated_importance_sampling_ratio_min": 0.5, **CORRECTED},
+    "cispo": {
+        "loss_type": "cispo",
+        "use_on_policy_kl_approximation": True,
+        "reference_policy_kl_penalty": 0.1,
+    },
+    "reinforce": {
+        "loss_type": "reinforce",
+        "token_level_loss": False,
+        "positive_example_nll_weight": 0.2,
+    },
+    "gspo": {
+        "sequence_level_importance_ratios": True,
+        "token_level_loss": False,
+        "reference_policy_kl_penalty": 0.1,
+    },
+    "gspo, corrected": {
+        "sequence_level_importance_ratios": True,
+        "token_level_loss": False,
+        "truncated_importance_sampling_type": "tis",
+        **CORRECTED,
+    },
+    "icepop": {
+        "truncated_importance_sampling_type": "icepop",
+        "truncated_importance_sampling_ratio_min": 0.5,
+        **CORRECTED,
+    },
     "seq-mask-tis": {"truncated_importance_sampling_type": "seq-mask-tis", **CORRECTED},
     "seq-tis": {"truncated_importance_sampling_type": "seq-tis", **CORRECTED},
-}  # fmt: skip
+}
 every_setting = pytest.mark.parametrize("chosen", EVERY_SETTING.values(), ids=EVERY_SETTING.keys())
 
 LOGPROB = st.floats(-3, -0.0078125, width=32)
@@ -194,8 +210,9 @@ def test_the_first_update_has_the_gradient_of_reinforce(drawn: Drawn) -> None:
         ppo = gradient(loss_of(normalizer=normalizer), outputs(flat(drawn.values)), batch)
         plain = gradient(
             loss_of(normalizer=normalizer, loss_type="reinforce"),
-            outputs(flat(drawn.values)), batch,
-        )  # fmt: skip
+            outputs(flat(drawn.values)),
+            batch,
+        )
         assert ppo == pytest.approx(plain, rel=1e-15)
 
 
@@ -217,16 +234,25 @@ def test_autocast_and_lower_precision_change_nothing(chosen: dict[str, Any]) -> 
 def test_extremes_are_kept_and_sums_added() -> None:
     totals = dict[str, Tensor]()
     for low, high in ((1.0, 2.0), (0.5, 1.5)):
-        add_up(totals, {"r_min": torch.tensor(low), "r_max": torch.tensor(high),
-                        "r": torch.tensor(low)})  # fmt: skip
+        add_up(
+            totals,
+            {"r_min": torch.tensor(low), "r_max": torch.tensor(high), "r": torch.tensor(low)},
+        )
     assert {name: float(value) for name, value in totals.items()} == {
-        "r_min": 0.5, "r_max": 2.0, "r": 1.5,
-    }  # fmt: skip
+        "r_min": 0.5,
+        "r_max": 2.0,
+        "r": 1.5,
+    }
 
 
 def test_a_subset_of_labels() -> None:
-    row = labels([1.0, 2.0, 3.0], [[-1.0], [-2.0, -2.5], [-3.0]], reference=[[0.0]] * 3,
-                 used=[True, True, False], rewards=[None, 1.0, 2.0])  # fmt: skip
+    row = labels(
+        [1.0, 2.0, 3.0],
+        [[-1.0], [-2.0, -2.5], [-3.0]],
+        reference=[[0.0]] * 3,
+        used=[True, True, False],
+        rewards=[None, 1.0, 2.0],
+    )
     assert (row.num_tokens, row.num_samples) == (3, 2)
     part = row.subset([2, 1])
     assert part.advantages_G == (3.0, 2.0)
@@ -284,9 +310,16 @@ def slowly(loss: PolicyLoss, c: PolicyLossConfig, drawn: Drawn) -> float:
 
 
 def token_slowly(
-    c: PolicyLossConfig, row: PolicyLabels, i: int, t: int, *, mine: list[int],
-    now: dict[int, float], old: dict[int, float], drew: dict[int, float],
-) -> float:  # fmt: skip
+    c: PolicyLossConfig,
+    row: PolicyLabels,
+    i: int,
+    t: int,
+    *,
+    mine: list[int],
+    now: dict[int, float],
+    old: dict[int, float],
+    drew: dict[int, float],
+) -> float:
     is_whole = c.sequence_level_importance_ratios
     a, n = row.advantages_G[i], len(mine)
     log_ratio = sum(now[s] - old[s] for s in mine) / n if is_whole else now[t] - old[t]

@@ -52,9 +52,12 @@ ADVANTAGES = [2.0, 2.0, -1.0, -1.0, 2.0, -1.0]
         (
             {"use_cispo": True},
             [
-                -2.4 * (math.log(1.5) - 1), -1.6 * (math.log(0.5) - 1),
-                1.2 * (math.log(1.5) - 1), 0.8 * (math.log(0.5) - 1),
-                -2.2 * (math.log(1.1) - 1), 1.2 * (math.log(5.0) - 1),
+                -2.4 * (math.log(1.5) - 1),
+                -1.6 * (math.log(0.5) - 1),
+                1.2 * (math.log(1.5) - 1),
+                0.8 * (math.log(0.5) - 1),
+                -2.2 * (math.log(1.1) - 1),
+                1.2 * (math.log(5.0) - 1),
             ],
             [-2.4, -1.6, 1.2, 0.8, -2.2, 1.2],
         ),
@@ -70,7 +73,7 @@ ADVANTAGES = [2.0, 2.0, -1.0, -1.0, 2.0, -1.0]
         ),
     ],
     ids=["ppo", "ppo, wide", "ppo, uneven", "dual clip", "cispo", "reinforce", "on policy"],
-)  # fmt: skip
+)
 def test_the_actor_term(chosen: dict[str, Any], losses: list[float], slopes: list[float]) -> None:
     found = per_token(RATIOS, ADVANTAGES, **chosen)
     assert found[0] == pytest.approx(losses, rel=1e-12)

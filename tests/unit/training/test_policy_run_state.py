@@ -57,12 +57,15 @@ def test_a_batch_comes_back_from_a_checkpoint_as_it_was(
     batch = Batch(
         step=number,
         groups=[
-            RolloutGroup(id=f"0-{number}", task=asked, prompt_ids=ids_of("q>"),
-                         rollouts_G=tuple(rollouts)),
+            RolloutGroup(
+                id=f"0-{number}", task=asked, prompt_ids=ids_of("q>"), rollouts_G=tuple(rollouts)
+            ),
         ],
         clock=Clock(generation=1.5, environment=0.25, exposed=0.125),
-        num_batches=number + 1, num_discarded=number, num_without_signal=2,
-    )  # fmt: skip
+        num_batches=number + 1,
+        num_discarded=number,
+        num_without_signal=2,
+    )
     tensors: dict[str, torch.Tensor] = {}
     tree = json.loads(json.dumps(encode(batch_to_dict(batch), "batch", tensors)))
     again = batch_from_dict(decode(tree, tensors), {asked.id: asked})
@@ -98,9 +101,10 @@ def test_a_fingerprint_of_tasks_sees_what_is_learned_from_and_nothing_else() -> 
 def test_a_fingerprint_of_tokens_sees_every_token_and_border() -> None:
     def group(trunk: list[int], *branches: list[int]) -> TokenGroup:
         return TokenGroup(
-            id="x", trunk_ids=np.array(trunk, dtype=np.int32),
+            id="x",
+            trunk_ids=np.array(trunk, dtype=np.int32),
             branches_ids_G=tuple(np.array(b, dtype=np.int32) for b in branches),
-        )  # fmt: skip
+        )
 
     base = fingerprint_of_tokens([group([1, 2], [3, 4])])
     assert fingerprint_of_tokens([replace(group([1, 2], [3, 4]), id="y")]) == base
@@ -111,9 +115,12 @@ def test_a_fingerprint_of_tokens_sees_every_token_and_border() -> None:
 @pytest.mark.parametrize("text", ["plain", "\ud800 lone", "line\nbreak"])
 def test_the_rollouts_of_a_bad_step_are_kept(tmp_path: Path, text: str) -> None:
     rollout = Rollout(
-        messages=(Message("assistant", text),), ids_L=ids_of("abc"), mask_L=np.ones(3, dtype=bool),
-        logprobs_L=np.zeros(3, dtype=np.float32), reward=0.5,
-    )  # fmt: skip
+        messages=(Message("assistant", text),),
+        ids_L=ids_of("abc"),
+        mask_L=np.ones(3, dtype=bool),
+        logprobs_L=np.zeros(3, dtype=np.float32),
+        reward=0.5,
+    )
     failed = replace(rollout, reward=None, failure="broken")
     asked = replace(task("q"), source="rows.jsonl:3")
     group = RolloutGroup(

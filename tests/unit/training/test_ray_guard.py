@@ -23,8 +23,10 @@ def guarded(program: str) -> subprocess.Popen[str]:
     head = "import os, sys, time\nfrom laurel.training.ray_guard import guard\nguard()\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + program],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,10 @@ def test_regression_averages_completions_then_groups() -> None:
         judged(0, 1),
         judged(0, attributes_GK=((NAN, NAN),)),
     ]
-    scores = torch.tensor([[1.0, 3.0], [9.0, 5.0], [1.0, 9.0], [9.0, 9.0],
-                           [9.0, 9.0], [9.0, 9.0], [9.0, 9.0]], dtype=torch.float64)  # fmt: skip
+    scores = torch.tensor(
+        [[1.0, 3.0], [9.0, 5.0], [1.0, 9.0], [9.0, 9.0], [9.0, 9.0], [9.0, 9.0], [9.0, 9.0]],
+        dtype=torch.float64,
+    )
 
     # First: ((1 + 4) / 2 + 9) / 2 = 5.75. Second: one completion was rated, (3 - 1)^2 = 4.
     # The others were not rated and teach nothing. Mean of two: 4.875.
@@ -116,9 +118,14 @@ def test_one_completion_can_be_regressed() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "single", "tie", "decided"),
-    [("bradley_terry", 0, 0, 1), ("plackett_luce", 0, 0, 1), ("davidson", 0, 1, 1),
-     ("rao_kupper", 0, 1, 1), ("regression", 0, 0, 0)],
-)  # fmt: skip
+    [
+        ("bradley_terry", 0, 0, 1),
+        ("plackett_luce", 0, 0, 1),
+        ("davidson", 0, 1, 1),
+        ("rao_kupper", 0, 1, 1),
+        ("regression", 0, 0, 0),
+    ],
+)
 def test_which_rows_teach(kind: str, single: int, tie: int, decided: int) -> None:
     rows = [judged(0), judged(1, 1), judged(1, 1, 2)]
     assert [loss_of(type=kind).count([row]) for row in rows] == [single, tie, decided]
@@ -151,9 +158,12 @@ def test_margins_do_not_touch_ties(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "tie_parameter", "win", "lose"),
-    [("bradley_terry", 1.0, 4 / 5, 1 / 5), ("davidson", 1.5, 4 / 8, 1 / 8),
-     ("rao_kupper", 1.0, 2 / 3, 1 / 9)],
-)  # fmt: skip
+    [
+        ("bradley_terry", 1.0, 4 / 5, 1 / 5),
+        ("davidson", 1.5, 4 / 8, 1 / 8),
+        ("rao_kupper", 1.0, 2 / 3, 1 / 9),
+    ],
+)
 def test_soft_labels_and_smoothing(
     kind: str, tie_parameter: float, win: float, lose: float
 ) -> None:
@@ -181,13 +191,18 @@ def test_centering_reaches_ties_where_they_are_learned() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "setting", "choices"),
-    [("plackett_luce", {"use_margin": True}, "bradley_terry, davidson, rao_kupper"),
-     ("plackett_luce", {"label_smoothing": 0.1}, "bradley_terry, davidson, rao_kupper"),
-     ("regression", {"use_margin": True}, "bradley_terry, davidson, rao_kupper"),
-     ("regression", {"label_smoothing": 0.1}, "bradley_terry, davidson, rao_kupper"),
-     ("regression", {"center_rewards_coefficient": 0.1},
-      "bradley_terry, davidson, rao_kupper, plackett_luce")],
-)  # fmt: skip
+    [
+        ("plackett_luce", {"use_margin": True}, "bradley_terry, davidson, rao_kupper"),
+        ("plackett_luce", {"label_smoothing": 0.1}, "bradley_terry, davidson, rao_kupper"),
+        ("regression", {"use_margin": True}, "bradley_terry, davidson, rao_kupper"),
+        ("regression", {"label_smoothing": 0.1}, "bradley_terry, davidson, rao_kupper"),
+        (
+            "regression",
+            {"center_rewards_coefficient": 0.1},
+            "bradley_terry, davidson, rao_kupper, plackett_luce",
+        ),
+    ],
+)
 def test_a_setting_without_meaning_is_refused(
     kind: str, setting: dict[str, Any], choices: str
 ) -> None:
@@ -275,11 +290,17 @@ def test_regression_is_ranked_by_its_weighted_attributes() -> None:
 
     by_mean = RewardLoss(config)
     assert by_mean.metrics(by_mean(scores, batch, num_groups=1.0).sums) == {
-        "loss": 0.0, "accuracy": 0.0, "num_valid_samples": 1.0,
-        "rewards_chosen_mean": 0.5, "rewards_rejected_mean": 1.5,
-    }  # fmt: skip
+        "loss": 0.0,
+        "accuracy": 0.0,
+        "num_valid_samples": 1.0,
+        "rewards_chosen_mean": 0.5,
+        "rewards_rejected_mean": 1.5,
+    }
     by_weight = RewardLoss(config, reward_weights_K=(2.0, 0.5))
     assert by_weight.metrics(by_weight(scores, batch, num_groups=1.0).sums) == {
-        "loss": 0.0, "accuracy": 1.0, "num_valid_samples": 1.0,
-        "rewards_chosen_mean": 2.0, "rewards_rejected_mean": 1.5,
-    }  # fmt: skip
+        "loss": 0.0,
+        "accuracy": 1.0,
+        "num_valid_samples": 1.0,
+        "rewards_chosen_mean": 2.0,
+        "rewards_rejected_mean": 1.5,
+    }

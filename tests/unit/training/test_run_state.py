@@ -116,10 +116,14 @@ def test_settings_that_make_another_run(tmp_path: Path, override: str, name: str
 def test_of_many_differences_the_weightiest_are_told_and_the_rest_counted(tmp_path: Path) -> None:
     write_run(tmp_path, settings())
     changes = [
-        "rm.seed=1", "data.shuffle=false", "policy.precision=float32", "policy.model_name=other",
-        "policy.optimizer.kwargs.lr=0.1", "policy.train_global_batch_size=7",
+        "rm.seed=1",
+        "data.shuffle=false",
+        "policy.precision=float32",
+        "policy.model_name=other",
+        "policy.optimizer.kwargs.lr=0.1",
+        "policy.train_global_batch_size=7",
         "rm.loss.type=davidson",
-    ]  # fmt: skip
+    ]
     with pytest.raises(CheckpointError) as refusal:
         check_same_run(tmp_path, settings(*changes))
     said = str(refusal.value)
@@ -132,11 +136,17 @@ def test_of_many_differences_the_weightiest_are_told_and_the_rest_counted(tmp_pa
 @pytest.mark.parametrize(
     "override",
     [
-        "rm.max_num_epochs=9", "rm.max_num_steps=3", "rm.val_period=1", "rm.max_bad_steps=9",
-        "policy.train_micro_batch_size=4", "policy.max_grad_norm=null",
-        "checkpointing.save_period=1", "logger.log_dir=x", "cluster.cpu_threads=1",
+        "rm.max_num_epochs=9",
+        "rm.max_num_steps=3",
+        "rm.val_period=1",
+        "rm.max_bad_steps=9",
+        "policy.train_micro_batch_size=4",
+        "policy.max_grad_norm=null",
+        "checkpointing.save_period=1",
+        "logger.log_dir=x",
+        "cluster.cpu_threads=1",
     ],
-)  # fmt: skip
+)
 def test_settings_that_may_change_in_the_middle(tmp_path: Path, override: str) -> None:
     write_run(tmp_path, settings())
     check_same_run(tmp_path, settings(override))

@@ -28,8 +28,11 @@ SETS = ["default", "Help-Steer_3"]
         ("validation-default_loss", "validation-default_loss", False),
         ("validation-default_accuracy", "validation-default_accuracy", True),
         ("validation-Help-Steer_3_loss", "validation-Help-Steer_3_loss", False),
-        ("validation-Help-Steer_3_rewards_chosen_mean",
-         "validation-Help-Steer_3_rewards_chosen_mean", True),
+        (
+            "validation-Help-Steer_3_rewards_chosen_mean",
+            "validation-Help-Steer_3_rewards_chosen_mean",
+            True,
+        ),
         ("val:validation-default_loss", "validation-default_loss", False),
         ("val:validation-default_ece", "validation-default_ece", False),
         ("train_loss", "train_loss", False),
@@ -38,7 +41,7 @@ SETS = ["default", "Help-Steer_3"]
         ("train:train_loss", "train_loss", False),
         ("train:grad_norm", "train_grad_norm", False),
     ],
-)  # fmt: skip
+)
 def test_every_form_of_a_name(name: str, key: str, higher: bool) -> None:
     assert select_by(name, None, sets=SETS) == Selection(key=key, higher_is_better=higher)
 
@@ -105,9 +108,10 @@ def test_without_a_validation_set_it_says_so() -> None:
 
 def goal_of(metric: str, *, has_validation: bool = True, generations: int = 1) -> Goal | None:
     config = GRPOConfig(
-        stop_at_validation_metric=metric, stop_at_validation_threshold=0.5,
+        stop_at_validation_metric=metric,
+        stop_at_validation_threshold=0.5,
         val_num_generations_per_prompt=generations,
-    )  # fmt: skip
+    )
     return policy_goal(config, has_validation=has_validation, environments=["math", "mine"])
 
 

@@ -70,9 +70,15 @@ def run(
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0}))
     model.train()
     rules = ScoringRules(
-        template_sha256="", bos_id=None, eos_id=None, pad_id=0, max_length=99,
-        truncation_side="left", attributes=attributes, attribute_weights=weights,
-    )  # fmt: skip
+        template_sha256="",
+        bos_id=None,
+        eos_id=None,
+        pad_id=0,
+        max_length=99,
+        truncation_side="left",
+        attributes=attributes,
+        attribute_weights=weights,
+    )
     policy = PolicyConfig.model_validate({"sequence_packing": {"train_mb_tokens": budget}})
     micro_batches = Batcher("forest", policy, pad_id=0).cut(
         [one.tokens for one in samples],
@@ -180,9 +186,12 @@ def test_a_regression_head_has_an_error_for_each_attribute_and_a_weighted_reward
     ]
     double = ByLastToken({}, {t: 2.0 * t for t in range(10)})
     validation = run(
-        rated, model=double, loss=LossConfig(type="regression"),
-        attributes=("help", "length"), weights=(1.0, -1.0),
-    )  # fmt: skip
+        rated,
+        model=double,
+        loss=LossConfig(type="regression"),
+        attributes=("help", "length"),
+        weights=(1.0, -1.0),
+    )
     # Outputs (t, 2t), so the reward is -t: the lower token wins.
     assert validation.scores_BG == ((-3, -1), (-2, -5))
     assert validation.metrics["accuracy"] == 0.5

@@ -56,8 +56,13 @@ def test_what_one_process_cannot_be() -> None:
 
 def test_a_run_that_does_not_fit_does_not_start() -> None:
     with pytest.raises(ConfigError) as refused:
-        plan_to_run(run("cluster.gpus_per_node=3", "env.reward_model.resources.gpus_per_node=4",
-                        "env.reward_model.resources.num_nodes=2"))  # fmt: skip
+        plan_to_run(
+            run(
+                "cluster.gpus_per_node=3",
+                "env.reward_model.resources.gpus_per_node=4",
+                "env.reward_model.resources.num_nodes=2",
+            )
+        )
     lines = str(refused.value).splitlines()
     assert lines[0] == "the run does not fit its cluster"
     assert "env.reward_model.resources.num_nodes=2: there is one node to divide" in lines[1]
@@ -94,11 +99,17 @@ def test_as_many_needs_are_met_as_trying_every_way_finds(
     assert len(set(found.values())) == len(found)
     assert all(serves(needs[need], nodes[node]) for need, node in found.items())
     padded = [*range(len(nodes)), *([None] * len(needs))]
-    best = max(
-        sum(node is not None and serves(need, nodes[node])
-            for need, node in zip(needs, chosen, strict=True))
-        for chosen in set(itertools.permutations(padded, len(needs)))
-    ) if needs and len(needs) <= 3 else len(found)  # fmt: skip
+    best = (
+        max(
+            sum(
+                node is not None and serves(need, nodes[node])
+                for need, node in zip(needs, chosen, strict=True)
+            )
+            for chosen in set(itertools.permutations(padded, len(needs)))
+        )
+        if needs and len(needs) <= 3
+        else len(found)
+    )
     assert len(found) == best
 
 
@@ -137,9 +148,13 @@ class Described:
 def node(name: str, gpus: int, *labels: str, free: int | None = None, **held: int) -> NodeState:
     holders: Mapping[str, Mapping[str, float]] = {who: {"GPU": n} for who, n in held.items()}
     return NodeState(
-        id=name, address=name, total={"GPU": gpus, "CPU": 4}, labels=frozenset(labels),
-        free={"GPU": gpus if free is None else free, "CPU": 4}, held=holders,
-    )  # fmt: skip
+        id=name,
+        address=name,
+        total={"GPU": gpus, "CPU": 4},
+        labels=frozenset(labels),
+        free={"GPU": gpus if free is None else free, "CPU": 4},
+        held=holders,
+    )
 
 
 def plan_of(*overrides: str) -> Plan:
@@ -148,8 +163,11 @@ def plan_of(*overrides: str) -> Plan:
     return plan
 
 
-TWO_NODES = ("cluster.num_nodes=2", "cluster.gpus_per_node=2",
-             "env.reward_model.resources.num_nodes=1")  # fmt: skip
+TWO_NODES = (
+    "cluster.num_nodes=2",
+    "cluster.gpus_per_node=2",
+    "env.reward_model.resources.num_nodes=1",
+)
 
 
 def test_roles_get_their_slots_of_one_reservation() -> None:
@@ -158,8 +176,10 @@ def test_roles_get_their_slots_of_one_reservation() -> None:
     roles = reserve_roles(plan_of(*TWO_NODES), cluster, "cuda")
     assert cluster.reserved == [("policy, generation, reward_model", 4, "1 GPU", [1, 1, 2, 2])]
     assert {name: slots.node_ids for name, slots in roles.items()} == {
-        "policy": ["a", "a"], "generation": ["a", "a"], "reward_model": ["b", "b"],
-    }  # fmt: skip
+        "policy": ["a", "a"],
+        "generation": ["a", "a"],
+        "reward_model": ["b", "b"],
+    }
     assert roles["policy"].bundles == roles["generation"].bundles == [0, 1]
     assert roles["reward_model"].bundles == [2, 3]
     # Policy and generation take turns, so each has half of its slots.
@@ -180,18 +200,21 @@ def test_shares_of_parts_and_of_turns() -> None:
     assert roles["reward_model"].bundles == [1, 2]
     # 0.7 in two turns, 0.3 beside them
     assert {name: slots.share for name, slots in roles.items()} == {
-        "policy": 0.35, "generation": 0.35, "reward_model": 0.3,
-    }  # fmt: skip
+        "policy": 0.35,
+        "generation": 0.35,
+        "reward_model": 0.3,
+    }
     thirds = reserve_roles(plan_of(), cluster, "cpu")
     assert [slots.share for slots in thirds.values()] == [0.3333] * 3
 
 
 def test_labelled_nodes_are_found_wherever_they_are() -> None:
     plan = plan_of(
-        "cluster.num_nodes=2", "cluster.gpus_per_node=2",
+        "cluster.num_nodes=2",
+        "cluster.gpus_per_node=2",
         "cluster.labels={pool=train: [0], pool=judge: [1]}",
         "cluster.placement={policy: {labels: [pool=train]}, reward_model: {labels: [pool=judge]}}",
-    )  # fmt: skip
+    )
     judge, train = node("a", 2, "pool=judge"), node("b", 2, "pool=train", "zone=1")
     roles = reserve_roles(plan, cluster := Described(judge, train), "cuda")  # type: ignore[arg-type]
     assert roles["policy"].node_ids == ["b", "b"]
@@ -237,10 +260,14 @@ def test_nodes_that_are_still_joining_are_waited_for() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_ray")
 def test_a_cluster_of_our_own_has_a_slot_for_every_rank_however_few_cores() -> None:
-    config = run("cluster.gpus_per_node=6", "cluster.device=cpu",
-                 "cluster.placement={policy: {slots: 3}, generation: {shares: policy},"
-                 " reward_model: {slots: 3}}", "grpo.num_prompts_per_step=3",
-                 "policy.train_global_batch_size=48")  # fmt: skip
+    config = run(
+        "cluster.gpus_per_node=6",
+        "cluster.device=cpu",
+        "cluster.placement={policy: {slots: 3}, generation: {shares: policy},"
+        " reward_model: {slots: 3}}",
+        "grpo.num_prompts_per_step=3",
+        "policy.train_global_batch_size=48",
+    )
     plan = plan_to_run(config)
     with open_cluster(plan, config.cluster, object_store_bytes=STORE) as cluster:
         assert cluster.nodes()[0].total["CPU"] >= 6
@@ -261,9 +288,11 @@ def test_a_cluster_of_our_own_has_a_slot_for_every_rank_however_few_cores() -> N
 @pytest.mark.usefixtures("no_ray")
 def test_the_slots_of_a_node_are_its_gpus_in_their_order() -> None:
     """Ray gives numbers of GPUs out without looking whether there are any."""
-    plan = plan_of("cluster.gpus_per_node=4",
-                   "cluster.placement={policy: {slots: [1, 2]}, generation: {shares: policy},"
-                   " reward_model: {slots: [3, 0]}}")  # fmt: skip
+    plan = plan_of(
+        "cluster.gpus_per_node=4",
+        "cluster.placement={policy: {slots: [1, 2]}, generation: {shares: policy},"
+        " reward_model: {slots: [3, 0]}}",
+    )
     with ray_cluster.RayCluster(cpus=1, gpus=4, object_store_bytes=STORE) as cluster:
         assert device_of(ClusterConfig(), cluster) == "cuda"
         assert device_of(ClusterConfig(device="cpu"), cluster) == "cpu"
@@ -273,8 +302,10 @@ def test_the_slots_of_a_node_are_its_gpus_in_their_order() -> None:
             with ray_group.RayGroup(slots, Worker) as group:
                 found[name] = [e["CUDA_VISIBLE_DEVICES"] for e in group.call("environment")]
         assert found == {
-            "policy": ["1", "2"], "generation": ["1", "2"], "reward_model": ["0", "3"],
-        }  # fmt: skip
+            "policy": ["1", "2"],
+            "generation": ["1", "2"],
+            "reward_model": ["0", "3"],
+        }
         _test_ranks_of_two_slots(roles)
 
 
@@ -299,9 +330,13 @@ def _test_ranks_of_two_slots(roles: Mapping[Any, Any]) -> None:
 def test_slots_of_a_rank_are_on_one_node() -> None:
     def slots_on(*node_ids: str) -> Any:
         return ray_cluster.Reservation(
-            role="generation", each=Resources(gpus=1), group=None, node_ids=list(node_ids),
-            bundles=list(range(len(node_ids))), devices=[str(n) for n in range(len(node_ids))],
-        )  # fmt: skip
+            role="generation",
+            each=Resources(gpus=1),
+            group=None,
+            node_ids=list(node_ids),
+            bundles=list(range(len(node_ids))),
+            devices=[str(n) for n in range(len(node_ids))],
+        )
 
     joined = slots_on("a", "a", "a", "a", "b", "b").joined(2)
     assert (joined.size, joined.node_ids, joined.bundles) == (3, ["a", "a", "b"], [0, 2, 4])

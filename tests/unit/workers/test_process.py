@@ -59,9 +59,12 @@ def openmp_says(code: str, **chosen: str) -> str:
     """What the OpenMP of torch prints of its settings when torch is loaded."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     done = subprocess.run(
-        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=True,
+        [sys.executable, "-c", code],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
         env={**environment, **chosen, "OMP_DISPLAY_ENV": "VERBOSE", "KMP_SETTINGS": "1"},
-    )  # fmt: skip
+    )
     if "GOMP_SPINCOUNT" not in done.stderr:
         pytest.skip("torch has another OpenMP here than GNU's")
     return done.stderr

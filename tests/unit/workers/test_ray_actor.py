@@ -128,9 +128,11 @@ class Lengths(EnvironmentInterface):
         lengths = [float(len(log[-1]["content"])) for log in message_log_batch]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""} for _ in lengths],
-            metadata=list(metadata), next_stop_strings=[None for _ in lengths],
-            rewards=torch.tensor(lengths), terminateds=torch.ones(len(lengths), dtype=torch.bool),
-        )  # fmt: skip
+            metadata=list(metadata),
+            next_stop_strings=[None for _ in lengths],
+            rewards=torch.tensor(lengths),
+            terminateds=torch.ones(len(lengths), dtype=torch.bool),
+        )
 
     def global_post_process_and_metrics(self, batch):
         return batch, {}
@@ -221,9 +223,12 @@ def test_without_a_cluster_one_is_started_and_ends_with_the_process(end):
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
         env=environment,
-    )  # fmt: skip
+    )
     assert done.returncode == (0 if end == "ends" else -signal.SIGKILL), done.stderr
     first, *numbers = done.stdout.splitlines()
     refused, rewards, folder = first.split("|")

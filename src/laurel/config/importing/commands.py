@@ -22,11 +22,17 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ("verl", r"^\S*trainer[./](?P<run>(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.py)?$", "overrides"),
 )
 _RUNS: Mapping[tuple[str, str], str] = {
-    ("trl", "reward"): "rm", ("trl", "grpo"): "grpo", ("trl", "sft"): "sft",
-    ("openrlhf", "rm"): "rm", ("openrlhf", "ppo_ray"): "grpo", ("openrlhf", "sft"): "sft",
-    ("verl", "ppo"): "grpo", ("verl", "dapo"): "grpo",
-    ("verl", "sft_trainer"): "sft", ("verl", "sft_trainer_ray"): "sft",
-}  # fmt: skip
+    ("trl", "reward"): "rm",
+    ("trl", "grpo"): "grpo",
+    ("trl", "sft"): "sft",
+    ("openrlhf", "rm"): "rm",
+    ("openrlhf", "ppo_ray"): "grpo",
+    ("openrlhf", "sft"): "sft",
+    ("verl", "ppo"): "grpo",
+    ("verl", "dapo"): "grpo",
+    ("verl", "sft_trainer"): "sft",
+    ("verl", "sft_trainer_ray"): "sft",
+}
 """Programs by system and name, and the run that they are."""
 
 PROGRAMS = (
@@ -111,12 +117,15 @@ def _python_problem(text: str, name: str) -> ConfigError | None:
     except (SyntaxError, ValueError):
         return None
     imported = {
-        one.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import)
+        one.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
         for one in node.names
     } | {
-        (node.module or "").partition(".")[0] for node in ast.walk(tree)
+        (node.module or "").partition(".")[0]
+        for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
-    }  # fmt: skip
+    }
     if not imported & {"trl", "openrlhf", "verl"}:
         return None
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -133,8 +142,7 @@ def _python_problem(text: str, name: str) -> ConfigError | None:
 
 
 def _may_matter(line: str) -> bool:
-    return any(word in line for word in ("trl", "openrlhf", "main_ppo", "main_dapo",
-                                          "sft_trainer"))  # fmt: skip
+    return any(word in line for word in ("trl", "openrlhf", "main_ppo", "main_dapo", "sft_trainer"))
 
 
 def _words(line: str, name: str, *, strict: bool = True) -> list[str]:
@@ -241,14 +249,19 @@ def _command(
     values = _flags(told) if style == "flags" else _overrides(told)
     values |= _launcher_files(launcher)
     unresolved = {
-        key: value for key, value in values.items()
+        key: value
+        for key, value in values.items()
         if (isinstance(value, str) and re.search(r"\$\{?\w", value) and system != "verl")
         or (isinstance(value, str) and re.search(r"\$\w", value))
-    }  # fmt: skip
+    }
     return Command(
-        system=system, run=ours, program=program, devices=_devices(launcher),
-        values={k: v for k, v in values.items() if k not in unresolved}, unresolved=unresolved,
-    )  # fmt: skip
+        system=system,
+        run=ours,
+        program=program,
+        devices=_devices(launcher),
+        values={k: v for k, v in values.items() if k not in unresolved},
+        unresolved=unresolved,
+    )
 
 
 def _launcher_files(launcher: Sequence[str]) -> dict[str, Any]:

@@ -59,11 +59,13 @@ def import_said(table: Table, work: Work, run: Run) -> Imported:
     order = {key: i for i, key in enumerate(table.known())}
     entries = sorted(work.entries.values(), key=lambda e: order.get(e.key, len(order)))
     return Imported(
-        system=work.system, run=run, config=config,
+        system=work.system,
+        run=run,
+        config=config,
         values={key: plain(node) for key, node in work.values.items()},
         origins={key: work.origins[key] for key in work.values},
         entries=tuple(entries),
-    )  # fmt: skip
+    )
 
 
 def _without_rule(table: Table, work: Work, key: str) -> None:
@@ -72,9 +74,10 @@ def _without_rule(table: Table, work: Work, key: str) -> None:
         return
     if key == LAUNCHER_FILE:
         work.refuse(
-            key, "the launcher's own file is not read; how many machines and devices there are is "
-            "in the section cluster, how weights are spread over them in policy.dtensor_cfg"
-        )  # fmt: skip
+            key,
+            "the launcher's own file is not read; how many machines and devices there are is "
+            "in the section cluster, how weights are spread over them in policy.dtensor_cfg",
+        )
         return
     near = nearest(key, [k for k in table.known() if not k.endswith(".*")])
     hint = f"; did you mean {near}?" if near else ""

@@ -25,25 +25,38 @@ def import_file(path: Path, run: Run) -> Imported:
     moved = {move.key for move in loaded.moves}
     put = {key for move in loaded.moves for key in move.to}
     entries = [
-        Entry(key=move.key, fate="carried", value=move.value, to=dict(move.to),
-              why="translated" if list(move.to) != [move.key] else "")
+        Entry(
+            key=move.key,
+            fate="carried",
+            value=move.value,
+            to=dict(move.to),
+            why="translated" if list(move.to) != [move.key] else "",
+        )
         for move in loaded.moves
-    ]  # fmt: skip
+    ]
     values: dict[str, Any] = {}
     for key, value in _leaves(loaded.said, loaded.ignored, put):
         values[key] = value
         if key not in put:
             entries.append(Entry(key=key, fate="carried", value=value, to={key: value}))
     entries += [
-        Entry(key=one.key, value=one.value, why=one.why,
-              fate="not carried" if one.is_lost else "not needed")
+        Entry(
+            key=one.key,
+            value=one.value,
+            why=one.why,
+            fate="not carried" if one.is_lost else "not needed",
+        )
         for one in fates_of(loaded.said, loaded.ignored)
         if one.key not in moved
-    ]  # fmt: skip
+    ]
     return Imported(
-        system=SYSTEM, run=run, values=values, origins=dict.fromkeys(values, ""),
-        entries=tuple(entries), config=loaded.config,
-    )  # fmt: skip
+        system=SYSTEM,
+        run=run,
+        values=values,
+        origins=dict.fromkeys(values, ""),
+        entries=tuple(entries),
+        config=loaded.config,
+    )
 
 
 _TAKEN_WHOLE = ("kwargs", "chat_template_kwargs", "hf_config_overrides", "labels")

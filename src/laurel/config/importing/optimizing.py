@@ -36,8 +36,9 @@ def put_adam(
     """AdamW with the values of these keys; `betas` is one key of a pair, or two keys."""
     work.put("policy.optimizer.name", "torch.optim.AdamW", by=name_by)
     work.put("policy.optimizer.kwargs.lr", float(work.number(lr)), by=(lr,))
-    work.put("policy.optimizer.kwargs.weight_decay", float(work.number(weight_decay)),
-             by=(weight_decay,))  # fmt: skip
+    work.put(
+        "policy.optimizer.kwargs.weight_decay", float(work.number(weight_decay)), by=(weight_decay,)
+    )
     if len(betas) == 1:
         pair = work[betas[0]]
         is_pair = isinstance(pair, list | tuple) and len(pair) == 2

@@ -208,9 +208,7 @@ class Work:
 
     def _entry(self, key: str, fate: Fate) -> Entry:
         if key not in self.entries:
-            self.entries[key] = Entry(
-                key=key, fate=fate, value=self[key], is_said=key in self.said
-            )  # fmt: skip
+            self.entries[key] = Entry(key=key, fate=fate, value=self[key], is_said=key in self.said)
         entry = self.entries[key]
         if fate == "carried" and entry.fate == "not needed":
             entry.fate = fate
@@ -314,8 +312,9 @@ def absent(how: str, *keys: str, off: Sequence[Any] = (None, False, 0, "")) -> R
     def convert(work: Work) -> None:
         for key in work.said_of(keys):
             value = work[key]
-            if any(value == one and isinstance(value, bool) == isinstance(one, bool)
-                   for one in off) or value in ([], {}):  # fmt: skip
+            if any(
+                value == one and isinstance(value, bool) == isinstance(one, bool) for one in off
+            ) or value in ([], {}):
                 work.unneeded(key, "at this value nothing is missing here")
             else:
                 work.refuse(key, how)

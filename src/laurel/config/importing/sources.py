@@ -20,8 +20,11 @@ from laurel.errors import ConfigError
 System = Literal["trl", "openrlhf", "verl", "nemo-rl"]
 
 TITLES: Mapping[System, str] = {
-    "trl": "TRL", "openrlhf": "OpenRLHF", "verl": "verl", "nemo-rl": nemo_rl.SYSTEM,
-}  # fmt: skip
+    "trl": "TRL",
+    "openrlhf": "OpenRLHF",
+    "verl": "verl",
+    "nemo-rl": nemo_rl.SYSTEM,
+}
 TABLES: Mapping[System, Mapping[Run, Table]] = {
     "trl": read_tables("trl"),
     "openrlhf": read_tables("openrlhf"),
@@ -86,10 +89,13 @@ def import_configuration(request: Request) -> Told:
     said, lost = _said(table, read)
     command = read.command
     work = Work(
-        system=TITLES[system], run=run, said=said, defaults=table.defaults,
+        system=TITLES[system],
+        run=run,
+        said=said,
+        defaults=table.defaults,
         devices=request.devices or (command.devices if command else None),
         total_steps=request.total_steps,
-    )  # fmt: skip
+    )
     for key, why in lost.items():
         work.refuse(key, why)
     imported = import_said(table, work, run)
@@ -240,9 +246,12 @@ def _run(request: Request, read: _Read, system: System, name: str) -> tuple[Run,
     told = {kind: _telling(table, read.values) for kind, table in tables.items()}
     found = [kind for kind, keys in told.items() if keys]
     if len(found) != 1:
-        why = "nothing in it tells" if not found else "it has keys of several: " + ", ".join(
-            f"{kind} ({told[kind][0]})" for kind in found
-        )  # fmt: skip
+        why = (
+            "nothing in it tells"
+            if not found
+            else "it has keys of several: "
+            + ", ".join(f"{kind} ({told[kind][0]})" for kind in found)
+        )
         raise ConfigError(f"{name}: which run is it for? {why}; --for {'|'.join(tables)}")
     return found[0], f"told to be for laurel {found[0]} by {told[found[0]][0]}"
 

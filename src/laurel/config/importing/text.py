@@ -40,17 +40,25 @@ def _header(imported: Imported, source: str, output: str) -> Iterator[str]:
 def said(one: Entry) -> str:
     """`key=value` as the source has it, or that it leaves the key out."""
     if not one.is_said:
-        return f"{one.key} (left out)" if one.value is None else (
-            f"{one.key} (left out: {shown(one.key, one.value)})"
-        )  # fmt: skip
+        return (
+            f"{one.key} (left out)"
+            if one.value is None
+            else (f"{one.key} (left out: {shown(one.key, one.value)})")
+        )
     return f"{one.key}={shown(one.key, one.value)}"
 
 
 def _wrapped(text: str) -> Iterator[str]:
     # What a source holds may have line breaks, which would end the comment.
     flat = " ".join(text.split())
-    for line in textwrap.wrap(flat, _WIDTH, initial_indent="#   ", subsequent_indent="#     ",
-                              break_on_hyphens=False, break_long_words=False):  # fmt: skip
+    for line in textwrap.wrap(
+        flat,
+        _WIDTH,
+        initial_indent="#   ",
+        subsequent_indent="#     ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    ):
         yield line + "\n"
 
 

@@ -64,9 +64,12 @@ def open_pool_on(config: SandboxConfig, nodes: ClusterNodes) -> SandboxPool:
             say_tier(node.detection, node.tier, where=f"{', '.join(addresses)}: ")
     _log.info("%d sandbox workers on %d nodes", crew.size, len(crew.nodes))
     return SandboxPool(
-        tier=crew.tier, num_workers=crew.size, backlog=config.backlog,
-        make_runner=crew.make_runner, end_runners=crew.close,
-    )  # fmt: skip
+        tier=crew.tier,
+        num_workers=crew.size,
+        backlog=config.backlog,
+        make_runner=crew.make_runner,
+        end_runners=crew.close,
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -301,9 +304,12 @@ class CrewNode:
     def _made(self) -> WorkerGroup:
         crew = self._crew
         return crew.nodes_of_cluster.make(
-            self.name, self.id, NodeWorker,
-            at_a_time=crew.num_workers + _SPARE_CALLS, limit=OPENING_SECONDS,
-        )  # fmt: skip
+            self.name,
+            self.id,
+            NodeWorker,
+            at_a_time=crew.num_workers + _SPARE_CALLS,
+            limit=OPENING_SECONDS,
+        )
 
     def _prepare(self, group: WorkerGroup) -> None:
         group.call_one(0, "prepare", self.tier.value, self.num_workers, self._crew.cgroup)
@@ -541,10 +547,11 @@ class NodeWorker:
         """
         return _answer(
             lambda: [
-                as_plain(self._ready(index).one(header, *parts, limits=Limits(**limits),
-                                                stdin=stdin))
+                as_plain(
+                    self._ready(index).one(header, *parts, limits=Limits(**limits), stdin=stdin)
+                )
             ]
-        )  # fmt: skip
+        )
 
     def pair(
         self,
@@ -563,9 +570,12 @@ class NodeWorker:
 
         def ran() -> list[dict[str, Any]]:
             ended = self._ready(index).pair(
-                code, header, *parts, limits=given,
+                code,
+                header,
+                *parts,
+                limits=given,
                 is_waiting=lambda verdict: lacked_answer(verdict, given),
-            )  # fmt: skip
+            )
             return [as_plain(outcome) for outcome in ended]
 
         return _answer(ran)

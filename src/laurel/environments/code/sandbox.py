@@ -77,9 +77,11 @@ def _elsewhere(config: SandboxConfig, url: str) -> SandboxPool:
                 "or it is empty"
             )
     pool = SandboxPool(
-        tier=Tier.REMOTE, num_workers=config.num_workers, backlog=config.backlog,
+        tier=Tier.REMOTE,
+        num_workers=config.num_workers,
+        backlog=config.backlog,
         make_runner=partial(RemoteRunner, url, api_key=key),
-    )  # fmt: skip
+    )
     limits = limits_of(config)
     results = pool.run([replace(job, limits=limits) for job, _ in _KNOWN])
     for (job, expected), result in zip(_KNOWN, results, strict=True):
@@ -105,8 +107,11 @@ def say_tier(found: Detection, tier: Tier, *, where: str = "", beside: str = "")
     """
     _log.log(
         logging.INFO if tier is Tier.FULL else logging.WARNING,
-        "%s%s%s", where, found.sentence(), beside,
-    )  # fmt: skip
+        "%s%s%s",
+        where,
+        found.sentence(),
+        beside,
+    )
     if tier is Tier.LIMITS_ONLY:
         _log.warning(
             "%sUNSAFE: programs of the model run without a sandbox (sandbox.allow_unsafe=true) "

@@ -209,10 +209,14 @@ def _checked(
 ) -> Router:
     """The scorer, once every server has shown that it can score."""
     check = ServerCheck(
-        patience=config.connect_patience, limit=config.attempt_timeout, say=say, where=where,
-        contract=contract, has_canary=scorer.options.canary is not None,
+        patience=config.connect_patience,
+        limit=config.attempt_timeout,
+        say=say,
+        where=where,
+        contract=contract,
+        has_canary=scorer.options.canary is not None,
         version=scorer.options.version,
-    )  # fmt: skip
+    )
     replicas = [standing.replica for standing in scorer.standings.values()]
     _run(lambda: check.check_all(replicas))
     return scorer
@@ -248,24 +252,28 @@ def _open_ensemble(
     return EnsembleScorer(
         [
             Member(
-                name=part.name, scorer=found[part.name], weight=part.weight,
-                mean=statistics[part.name][0], std=statistics[part.name][1],
+                name=part.name,
+                scorer=found[part.name],
+                weight=part.weight,
+                mean=statistics[part.name][0],
+                std=statistics[part.name][1],
             )
             for part in parts
         ],
         combine=config.combine,
         uncertainty_penalty=config.uncertainty_penalty,
-    )  # fmt: skip
+    )
 
 
 def _alone(part: EnsemblePart, whole: RewardModelEnvironmentConfig) -> RewardModelEnvironmentConfig:
     """A member's settings as those of an environment."""
     own = {name: getattr(part, name) for name in ScorerSource.model_fields}
     return RewardModelEnvironmentConfig(
-        **own, num_workers=whole.num_workers if part.uses_workers else 0,
+        **own,
+        num_workers=whole.num_workers if part.uses_workers else 0,
         use_reward_loop=whole.use_reward_loop,
         dtensor_cfg=whole.dtensor_cfg,
-    )  # fmt: skip
+    )
 
 
 def _terms_of_part(where: str) -> Terms:
@@ -671,9 +679,11 @@ def _open_processes(
 
     def group_of(index: int) -> MakeGroup:
         return partial(
-            SpawnedGroup, ROLE, cpu_threads=threads,
+            SpawnedGroup,
+            ROLE,
+            cpu_threads=threads,
             local_rank=index % num_gpus if num_gpus else 0,
-        )  # fmt: skip
+        )
 
     return open_crew(
         found, group_of, config.num_replicas, tp=1, make_worker=make_worker_here, say=say

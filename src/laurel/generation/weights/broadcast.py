@@ -98,9 +98,13 @@ class WeightLink:
 
     def _at(self, address: str, port: int, *, rank: int, size: int) -> Place:
         return replace(
-            self._place, rank=rank, world_size=size, master_address=address, master_port=port,
+            self._place,
+            rank=rank,
+            world_size=size,
+            master_address=address,
+            master_port=port,
             listener=None,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Leave the others. Idempotent."""

@@ -300,9 +300,14 @@ class Broadcast(Straight):
     def _invitation(self, rank: int) -> Meeting:
         number, address, port = self._meeting
         return Meeting(
-            number=number, rank=rank, size=len(self._met), address=address, port=port,
-            device=self._device, patience=self.patience,
-        )  # fmt: skip
+            number=number,
+            rank=rank,
+            size=len(self._met),
+            address=address,
+            port=port,
+            device=self._device,
+            patience=self.patience,
+        )
 
 
 class Sharing(Straight):

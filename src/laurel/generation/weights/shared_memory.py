@@ -145,9 +145,11 @@ class _Memory:
         values = parcel.values
         if self._device == "cpu":
             return SharedBucket(
-                lender=(os.getpid(), self._descriptor), handle=None, table=parcel.table,
+                lender=(os.getpid(), self._descriptor),
+                handle=None,
+                table=parcel.table,
                 num_bytes=values.numel(),
-            )  # fmt: skip
+            )
         reductions: Any = importlib.import_module("torch.multiprocessing.reductions")
         torch.cuda.current_stream().synchronize()
         _, handle = reductions.reduce_tensor(values)

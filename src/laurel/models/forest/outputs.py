@@ -311,9 +311,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 tokens_C = taught_M[chunk]
                 hidden_CD = hidden_MD[tokens_C]
                 by_logits_CV = _by_logits(
-                    head, head.finish(head.chunk(hidden_CD)), targets_M[tokens_C],
-                    logsum_M[tokens_C], by_logprobs_M[tokens_C], options.share,
-                )  # fmt: skip
+                    head,
+                    head.finish(head.chunk(hidden_CD)),
+                    targets_M[tokens_C],
+                    logsum_M[tokens_C],
+                    by_logprobs_M[tokens_C],
+                    options.share,
+                )
                 if by_bias_V is not None:
                     by_bias_V += by_logits_CV.sum(0)
                 if by_hidden_MD is not None:

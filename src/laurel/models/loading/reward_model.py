@@ -393,9 +393,13 @@ def load_reward_model(
     if read.has_new_head and resume_from is None:
         notes.append("the reward head is new and random: its scores mean nothing before training")
     return LoadedRewardModel(
-        model=model, contract=contract, notes=notes, has_new_head=read.has_new_head,
-        base_model=base, strange_weights=read.strange_weights,
-    )  # fmt: skip
+        model=model,
+        contract=contract,
+        notes=notes,
+        has_new_head=read.has_new_head,
+        base_model=base,
+        strange_weights=read.strange_weights,
+    )
 
 
 def load_contract(

@@ -164,9 +164,13 @@ def parallelise(
         _split_layers(model.network, mesh[TENSOR], plan, shares_tokens=shares_tokens)
         _split_vocabulary(model.network, mesh[TENSOR])
     _shard(
-        model, mesh, precision=precision, cpu_offload=cpu_offload,
-        reshard_after_forward=reshard_after_forward, divisor=cp,
-    )  # fmt: skip
+        model,
+        mesh,
+        precision=precision,
+        cpu_offload=cpu_offload,
+        reshard_after_forward=reshard_after_forward,
+        divisor=cp,
+    )
     if shares_tokens:  # outside of the hooks of FSDP, which wants no views from a layer
         share_tokens(model.network, mesh[TENSOR])
     if cp > 1:

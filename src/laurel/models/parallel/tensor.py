@@ -375,7 +375,8 @@ def _block_of(name: str) -> str:
 
 def _impossible(what: str) -> ConfigError:
     return ConfigError(
-        f"{key_of(SEQUENCE_KEY)}=true: {what}. Only norms can work on a share of the tokens: set it to false"
+        f"{key_of(SEQUENCE_KEY)}=true: {what}. Only norms can work on a share of the tokens: set "
+        "it to false"
     )
 
 

@@ -113,9 +113,14 @@ def draw(chart: Chart, *, name: str) -> str:
         handles = [handle for handle in drawn if not str(handle.get_label()).startswith("_")]
         if len(handles) > 1:
             figure.legend(
-                handles=handles, loc="outside upper left", ncols=columns, frameon=False,
-                labelcolor=_TEXT, fontsize=9, borderpad=0.1,
-            )  # fmt: skip
+                handles=handles,
+                loc="outside upper left",
+                ncols=columns,
+                frameon=False,
+                labelcolor=_TEXT,
+                fontsize=9,
+                borderpad=0.1,
+            )
         buffer = io.StringIO()
         print_svg: Any = canvas.print_svg
         print_svg(buffer, metadata={"Date": None, "Creator": None})
@@ -148,27 +153,48 @@ def _draw_line(axes: Axes, line: Line, index: int) -> None:
     if smoothed is not None:
         raw = extremes(line.series)
         axes.plot(
-            raw.steps, raw.values, label="_raw", gid=f"raw-{index}", color=colour, alpha=0.4,
+            raw.steps,
+            raw.values,
+            label="_raw",
+            gid=f"raw-{index}",
+            color=colour,
+            alpha=0.4,
             linewidth=0.6,
-        )  # fmt: skip
+        )
     edges = _edges(line, smoothed)
     if edges is not None:
         axes.fill_between(
-            shown.steps, edges[0], edges[1], gid=f"band-{index}", color=colour, alpha=0.18,
+            shown.steps,
+            edges[0],
+            edges[1],
+            gid=f"band-{index}",
+            color=colour,
+            alpha=0.18,
             linewidth=0,
-        )  # fmt: skip
+        )
     steps, values = shown.steps, shown.values
     axes.plot(
-        steps, values, label=line.label, gid=f"line-{index}", color=colour, linewidth=1.6,
+        steps,
+        values,
+        label=line.label,
+        gid=f"line-{index}",
+        color=colour,
+        linewidth=1.6,
         linestyle=_DASHES[index % len(_DASHES)],
         marker="o" if len(steps) <= MANY_POINTS and (line.on_right or len(steps) < 15) else "",
         markersize=3,
-    )  # fmt: skip
+    )
     if line.mark:
         axes.annotate(
-            line.mark, (steps[-1], values[-1]), xytext=(4, 0), textcoords="offset points",
-            color=colour, va="center", fontweight="bold", annotation_clip=False,
-        )  # fmt: skip
+            line.mark,
+            (steps[-1], values[-1]),
+            xytext=(4, 0),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+            fontweight="bold",
+            annotation_clip=False,
+        )
 
 
 def _edges(line: Line, smoothed: Smoothed | None) -> tuple[Sequence[float], Sequence[float]] | None:
@@ -324,26 +350,35 @@ def charts_of(record: RunRecord) -> list[Chart]:
 def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
     series = record.series
     sets = [
-        name.removesuffix("/loss") for name in record.names()
+        name.removesuffix("/loss")
+        for name in record.names()
         if name.startswith("validation-") and name.endswith("/loss")
-    ]  # fmt: skip
+    ]
     gold = gold_metric(record.settings, record.names())
     if gold is not None:
         figure = gold.rpartition("/")[2]
         yield Chart(
-            title="Gold metric", lines=(Line(label=gold, series=series(gold)),),
-            left=figure, unit_interval=figure == "accuracy",
-        )  # fmt: skip
+            title="Gold metric",
+            lines=(Line(label=gold, series=series(gold)),),
+            left=figure,
+            unit_interval=figure == "accuracy",
+        )
     truth = series("validation/accuracy")
     yield Chart(
         title="Reward, and success in validation" if truth else "Reward",
         lines=(
-            Line(label="reward (mean, spread)", series=series("train/reward"),
-                 band=series("train/reward_std"), within=seen_rewards(record)),
+            Line(
+                label="reward (mean, spread)",
+                series=series("train/reward"),
+                band=series("train/reward_std"),
+                within=seen_rewards(record),
+            ),
             Line(label="success in validation", series=truth, on_right=True),
         ),
-        left="reward", right="success rate", right_unit_interval=True,
-    )  # fmt: skip
+        left="reward",
+        right="success rate",
+        right_unit_interval=True,
+    )
     yield Chart(
         title="Reward in validation",
         lines=() if truth else (Line(label="reward", series=series("validation/reward_mean")),),
@@ -353,25 +388,30 @@ def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
         title="Accuracy",
         lines=(
             Line(label="training", series=series("train/accuracy")),
-            *(Line(label=s.removeprefix("validation-"), series=series(f"{s}/accuracy"))
-              for s in sets),
+            *(
+                Line(label=s.removeprefix("validation-"), series=series(f"{s}/accuracy"))
+                for s in sets
+            ),
         ),
-        left="share of pairs", unit_interval=True,
-    )  # fmt: skip
+        left="share of pairs",
+        unit_interval=True,
+    )
     yield Chart(
         title="Loss",
         lines=(
             Line(label="training", series=series("train/loss")),
-            *(Line(label=s.removeprefix("validation-"), series=series(f"{s}/loss"))
-              for s in sets),
+            *(Line(label=s.removeprefix("validation-"), series=series(f"{s}/loss")) for s in sets),
         ),
         left="loss",
-    )  # fmt: skip
+    )
     scores = [
-        Line(label=f"{who}, {s.removeprefix('validation-')}",
-             series=series(f"{s}/rewards_{who}_mean"))
-        for s in sets for who in ("chosen", "rejected")
-    ]  # fmt: skip
+        Line(
+            label=f"{who}, {s.removeprefix('validation-')}",
+            series=series(f"{s}/rewards_{who}_mean"),
+        )
+        for s in sets
+        for who in ("chosen", "rejected")
+    ]
     yield Chart(title="Scores in validation", lines=scores, left="mean score")
 
 
@@ -390,8 +430,9 @@ def _how_it_went(record: RunRecord) -> Iterator[Chart]:
             Line(label="groups without spread", series=series("train/frac_reward_zero_std")),
             Line(label="completions cut off", series=series("train/truncation_rate")),
         ),
-        left="share", unit_interval=True,
-    )  # fmt: skip
+        left="share",
+        unit_interval=True,
+    )
     failures = series("train/num_failures")
     yield Chart(
         title="Completions without a reward",
@@ -450,8 +491,13 @@ def _curves(record: RunRecord) -> Iterator[tuple[str, Chart, Line]]:
 
 def _one_line(compared: Compared, title: str, line: Line) -> Line | None:
     if len(compared.records) == 1:
-        return Line(label=compared.label, series=line.series, band=line.band,
-                    within=line.within, mark=compared.mark)  # fmt: skip
+        return Line(
+            label=compared.label,
+            series=line.series,
+            band=line.band,
+            within=line.within,
+            mark=compared.mark,
+        )
     several: list[Series] = [
         found.series
         for record in compared.records

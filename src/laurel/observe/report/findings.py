@@ -71,12 +71,16 @@ def failed_rewards(record: RunRecord) -> Iterator[Finding]:
     )
     share = num_failures / total
     reasons = sorted(
-        ((record.total(name), name.removeprefix("train/reward/failed_"))
-         for name in record.names() if name.startswith("train/reward/failed_")),
+        (
+            (record.total(name), name.removeprefix("train/reward/failed_"))
+            for name in record.names()
+            if name.startswith("train/reward/failed_")
+        ),
         reverse=True,
-    )  # fmt: skip
-    most = ", ".join(f"{count:,.0f} {_IN_WORDS.get(reason, reason)}"
-                     for count, reason in reasons[:3] if count)  # fmt: skip
+    )
+    most = ", ".join(
+        f"{count:,.0f} {_IN_WORDS.get(reason, reason)}" for count, reason in reasons[:3] if count
+    )
     yield Finding(
         weight="bad" if share > 0.05 else "look",
         text=f"{num_failures:,.0f} of {total:,.0f} completions got no reward ({100 * share:.2g}%"
@@ -357,9 +361,10 @@ def is_success(alarm: Alarm, record: RunRecord) -> bool:
 def not_finite(record: RunRecord) -> Iterator[Finding]:
     """NaN and infinity, which no curve can show."""
     lost = {
-        name: found for name in record.names()
+        name: found
+        for name in record.names()
         if name not in ("step", "time") and (found := record.not_finite(name))
-    }  # fmt: skip
+    }
     if lost:
         worst = max(lost, key=lambda name: len(lost[name]))
         others = f"; {len(lost) - 1} other figures too" if len(lost) > 1 else ""
@@ -399,11 +404,15 @@ def gradient_jumps(record: RunRecord) -> Iterator[Finding]:
 def steps_lost(record: RunRecord) -> Iterator[Finding]:
     """Optimizer steps that were not taken."""
     lost = [
-        ("bad steps, of which nothing was applied",
-         sum(value > 0 for value in record.series("train/bad_steps_in_a_row").values)),
-        ("steps with an update that was not applied",
-         sum(v > 0 for v in record.series("train/optimizer_steps_not_applied").values)),
-    ]  # fmt: skip
+        (
+            "bad steps, of which nothing was applied",
+            sum(value > 0 for value in record.series("train/bad_steps_in_a_row").values),
+        ),
+        (
+            "steps with an update that was not applied",
+            sum(v > 0 for v in record.series("train/optimizer_steps_not_applied").values),
+        ),
+    ]
     for what, count in lost:
         if count:
             yield Finding(
@@ -424,8 +433,11 @@ def validation_got_worse(record: RunRecord) -> Iterator[Finding]:
     for name in sorted(record.names(), key=lambda name: not name.endswith("/accuracy")):
         figure = name.rpartition("/")[2]
         if not name.startswith("validation") or figure not in (
-            "accuracy", "loss", "reward_mean", "top1",
-        ):  # fmt: skip
+            "accuracy",
+            "loss",
+            "reward_mean",
+            "top1",
+        ):
             continue
         series = record.series(name)
         if len(series.values) < 2 or series in told:

@@ -176,9 +176,23 @@ def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
     diagnostics = report.get("diagnostics")
     if isinstance(diagnostics, Mapping):
         tables += diagnostic_tables(diagnostics)
-    known = {"benchmark", "model", "data", "laurel", "seconds", "num_rows", "num_completions",
-             "num_truncated", "num_failures", "first_failure", "subsets", "sections", "final",
-             "notes", "diagnostics"}  # fmt: skip
+    known = {
+        "benchmark",
+        "model",
+        "data",
+        "laurel",
+        "seconds",
+        "num_rows",
+        "num_completions",
+        "num_truncated",
+        "num_failures",
+        "first_failure",
+        "subsets",
+        "sections",
+        "final",
+        "notes",
+        "diagnostics",
+    }
     others = list(lines_of({key: value for key, value in report.items() if key not in known}))
     tables.append(Table(title="More", columns=("", ""), rows=others))
     return EvaluationShown(
@@ -196,13 +210,16 @@ def _figures(report: Mapping[str, Any], final: Mapping[str, Any]) -> Table:
         columns=("", "value", "longer wins", "rows", "failures"),
         rows=[
             (
-                str(entry.get("name", "")), _share(entry.get("value")),
-                _share(entry.get("longer_wins")), f"{entry.get('num_rows', 0):,}",
+                str(entry.get("name", "")),
+                _share(entry.get("value")),
+                _share(entry.get("longer_wins")),
+                f"{entry.get('num_rows', 0):,}",
                 f"{entry.get('num_failures', 0):,}",
             )
-            for entry in entries if entry
+            for entry in entries
+            if entry
         ],
-    )  # fmt: skip
+    )
 
 
 _SLICES = {
@@ -231,21 +248,24 @@ def diagnostic_tables(report: Mapping[str, Any]) -> list[Table]:
         ]
     accuracies = [
         (
-            label, f"{found.get('num_pairs', 0):,}" if "num_pairs" in found else "",
+            label,
+            f"{found.get('num_pairs', 0):,}" if "num_pairs" in found else "",
             _share(found.get("value")),
             f"{_share(found.get('low'))} to {_share(found.get('high'))}",
             *(_share((found.get("baselines") or {}).get(name)) for name in names),
         )
-        for label, found in slices if found
-    ]  # fmt: skip
+        for label, found in slices
+        if found
+    ]
     bins = [
         (
             f"{_share(row.get('start'))} to {_share(row.get('end'))}",
-            f"{row.get('num_pairs', 0):,}", _share(row.get("confidence")),
+            f"{row.get('num_pairs', 0):,}",
+            _share(row.get("confidence")),
             _share(row.get("accuracy")),
         )
         for row in (report.get("calibration") or {}).get("rows") or ()
-    ]  # fmt: skip
+    ]
     shown = {"accuracy", "length_controlled_accuracy", *_SLICES}
     others = {key: value for key, value in report.items() if key not in shown}
     if isinstance(others.get("calibration"), Mapping):
@@ -253,12 +273,16 @@ def diagnostic_tables(report: Mapping[str, Any]) -> list[Table]:
         others["calibration"] = {key: value for key, value in found.items() if key != "rows"}
     interval = f"{report.get('confidence', 0.95):.0%} interval"
     return [
-        Table(title="Accuracy", columns=("", "pairs", "accuracy", interval, *names),
-              rows=accuracies),
-        Table(title="Reliability", columns=("confidence", "pairs", "mean confidence", "accuracy"),
-              rows=bins),
+        Table(
+            title="Accuracy", columns=("", "pairs", "accuracy", interval, *names), rows=accuracies
+        ),
+        Table(
+            title="Reliability",
+            columns=("confidence", "pairs", "mean confidence", "accuracy"),
+            rows=bins,
+        ),
         Table(title="Diagnostics", columns=("", ""), rows=list(lines_of(others))),
-    ]  # fmt: skip
+    ]
 
 
 def lines_of(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -403,20 +427,32 @@ def page_of(
     script = page_script()
     return str(
         environment.get_template(TEMPLATE).render(
-            title=title, version=__version__, facts=list(facts) or _facts_of(records, compared),
+            title=title,
+            version=__version__,
+            facts=list(facts) or _facts_of(records, compared),
             sentences=[_sentence(record, compared.name_of(record)) for record in records],
-            findings=_findings(records, compared), num_rules=len(RULES), compared=compared,
+            findings=_findings(records, compared),
+            num_rules=len(RULES),
+            compared=compared,
             compared_charts=[
                 (chart, draw(chart, name=f"compared-chart{i}"))
                 for i, chart in enumerate(compared.charts, start=1)
             ],
-            comparisons=comparisons, sections=sections, live=live, script=script,
-            style=_source("report.css"), policy=content_policy(script, live),
+            comparisons=comparisons,
+            sections=sections,
+            live=live,
+            script=script,
+            style=_source("report.css"),
+            policy=content_policy(script, live),
             num_without_script=NUM_WITHOUT_SCRIPT,
-            curves={"few": curves.FEW_POINTS, "share": curves.SMOOTHED_SHARE,
-                    "middle": round(100 * (curves.HIGH - curves.LOW)), "places": curves.NUM_PLACES},
+            curves={
+                "few": curves.FEW_POINTS,
+                "share": curves.SMOOTHED_SHARE,
+                "middle": round(100 * (curves.HIGH - curves.LOW)),
+                "places": curves.NUM_PLACES,
+            },
         )
-    )  # fmt: skip
+    )
 
 
 def content_policy(script: str, live: Live | None) -> str:
@@ -433,15 +469,22 @@ def _environment() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("laurel.observe"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        loader=PackageLoader("laurel.observe"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
         # What is drawn here is Markup and stays as it is.
         finalize=lambda value: visible_lines(value) if type(value) is str else value,
-    )  # fmt: skip
+    )
     environment.filters |= {
-        "number": _number, "shown": _shown, "seconds": duration, "script_json": _script_json,
-        "key": _breakable, "in_one_row": lambda row: (row[0], *row[1]),
-    }  # fmt: skip
+        "number": _number,
+        "shown": _shown,
+        "seconds": duration,
+        "script_json": _script_json,
+        "key": _breakable,
+        "in_one_row": lambda row: (row[0], *row[1]),
+    }
     return environment
 
 

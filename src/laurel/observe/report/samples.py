@@ -36,19 +36,48 @@ _TEXT_LENGTH = 1_500
 Row = Mapping[str, Any]
 
 _ORDER = (
-    "step", "prompt", "completion", "reward", "better", "better_score", "worse", "worse_score",
-    "margin", "verdict", "answer", "expected", "advantage", "failure", "truncated", "num_tokens",
-)  # fmt: skip
+    "step",
+    "prompt",
+    "completion",
+    "reward",
+    "better",
+    "better_score",
+    "worse",
+    "worse_score",
+    "margin",
+    "verdict",
+    "answer",
+    "expected",
+    "advantage",
+    "failure",
+    "truncated",
+    "num_tokens",
+)
 """Columns that come first, in this order; others follow."""
 _LEFT_OUT = frozenset({"task", "group", "weight_version", "num_turns", "environment"})
 _HEADINGS = {
-    "better": "chosen", "better_score": "score of chosen", "worse": "rejected",
-    "worse_score": "score of rejected", "num_tokens": "tokens",
-}  # fmt: skip
+    "better": "chosen",
+    "better_score": "score of chosen",
+    "worse": "rejected",
+    "worse_score": "score of rejected",
+    "num_tokens": "tokens",
+}
 NUMBERS = frozenset(
-    {"step", "reward", "better_score", "worse_score", "margin", "advantage", "num_tokens",
-     "reward before", "reward after", "change", "margin before", "margin after"}
-)  # fmt: skip
+    {
+        "step",
+        "reward",
+        "better_score",
+        "worse_score",
+        "margin",
+        "advantage",
+        "num_tokens",
+        "reward before",
+        "reward after",
+        "change",
+        "margin before",
+        "margin after",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,8 +242,14 @@ def before_and_after(title: str, rows: Sequence[Row]) -> SampleTable | None:
 
 
 _COLUMNS = (
-    "prompt", "expected", "before", "reward before", "after", "reward after", "change",
-)  # fmt: skip
+    "prompt",
+    "expected",
+    "before",
+    "reward before",
+    "after",
+    "reward after",
+    "change",
+)
 _PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin before", "margin after", "change")
 
 
@@ -231,17 +266,25 @@ def _by_prompt(rows: Sequence[Row], step: float) -> dict[tuple[str, ...], Row]:
 def _compare(before: Row, after: Row) -> list[str | float | None]:
     rewards = [_finite(row.get("reward")) for row in (before, after)]
     return [
-        _text(before.get("prompt")), _text(before.get("expected")),
-        _answer(before), rewards[0], _answer(after), rewards[1], _change(*rewards),
-    ]  # fmt: skip
+        _text(before.get("prompt")),
+        _text(before.get("expected")),
+        _answer(before),
+        rewards[0],
+        _answer(after),
+        rewards[1],
+        _change(*rewards),
+    ]
 
 
 def _compare_pairs(before: Row, after: Row) -> list[str | float | None]:
     margins = [_margin(row) for row in (before, after)]
     return [
-        _text(before.get("prompt")), _text(before.get("better")), _text(before.get("worse")),
-        *margins, _change(*margins),
-    ]  # fmt: skip
+        _text(before.get("prompt")),
+        _text(before.get("better")),
+        _text(before.get("worse")),
+        *margins,
+        _change(*margins),
+    ]
 
 
 def _answer(row: Row) -> str:
@@ -267,10 +310,12 @@ def _with_verdict(row: Row) -> Row:
         return row
     scores = [_finite(row[name]) for name in ("better_score", "worse_score")]
     pair = PairRow(
-        prompt="", better="", worse="",
+        prompt="",
+        better="",
+        worse="",
         better_score=math.nan if scores[0] is None else scores[0],
         worse_score=math.nan if scores[1] is None else scores[1],
-    )  # fmt: skip
+    )
     return {**row, "margin": _margin(row), "verdict": pair.verdict}
 
 
@@ -278,9 +323,10 @@ def _columns(rows: Sequence[Row]) -> list[str]:
     """Every column that says something, the most telling first."""
     names = dict.fromkeys(name for row in rows for name in row)
     telling = [
-        name for name in names
+        name
+        for name in names
         if name not in _LEFT_OUT and any(_says_something(row.get(name)) for row in rows)
-    ]  # fmt: skip
+    ]
     return sorted(telling, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
 
 
@@ -327,11 +373,14 @@ def _thinned(table: SampleTable, num_bytes: int) -> SampleTable:
     else:
         places = _evenly(named, num_bytes / _size([table.rows[place] for place in named]))
     return SampleTable(
-        title=table.title, columns=table.columns, kinds=table.kinds,
-        rows=[table.rows[place] for place in places], num_rows=table.num_rows,
+        title=table.title,
+        columns=table.columns,
+        kinds=table.kinds,
+        rows=[table.rows[place] for place in places],
+        num_rows=table.num_rows,
         note=f"{table.note} To keep the page small, {len(places):,} of these "
         f"{len(table.rows):,} are here.",
-    )  # fmt: skip
+    )
 
 
 def _evenly(places: Sequence[int], share: float) -> list[int]:
@@ -405,11 +454,14 @@ class RunSamples:
             return table
         names = ", ".join(sorted(file.name for file in self._unreadable)[:3])
         return SampleTable(
-            title=table.title, columns=table.columns, kinds=table.kinds, rows=table.rows,
+            title=table.title,
+            columns=table.columns,
+            kinds=table.kinds,
+            rows=table.rows,
             num_rows=table.num_rows,
             note=f"{table.note} {counted(len(self._unreadable), 'file')} could not be read: "
             f"{names}.",
-        )  # fmt: skip
+        )
 
     def _take(self, file: Path, stamp: tuple[int, int]) -> None:
         """The rows of a file. One that is being written, or that a kill cut short, has none yet."""
@@ -448,10 +500,13 @@ def _cut(table: SampleTable) -> SampleTable:
     if len(table.rows) <= _NUM_COMPARED:
         return table
     return SampleTable(
-        title=table.title, columns=table.columns, kinds=table.kinds,
-        rows=table.rows[:_NUM_COMPARED], num_rows=table.num_rows,
+        title=table.title,
+        columns=table.columns,
+        kinds=table.kinds,
+        rows=table.rows[:_NUM_COMPARED],
+        num_rows=table.num_rows,
         note=f"{table.note} The first {_NUM_COMPARED:,} are here.",
-    )  # fmt: skip
+    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -765,9 +765,11 @@ def dialect_of(
     rows = partial(RenderedDialect, contract=contract, preparers=preparers)
     if protocol == "openrlhf":
         return rows(
-            GET_REWARD_PATH, as_text=True,
-            make=_get_reward, read=read_get_reward_reply,
-        )  # fmt: skip
+            GET_REWARD_PATH,
+            as_text=True,
+            make=_get_reward,
+            read=read_get_reward_reply,
+        )
     make: Callable[[Sequence[Rendered]], Any]
     if protocol == "vllm":
         make = partial(classify_request, model=model)

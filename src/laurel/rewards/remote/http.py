@@ -12,10 +12,11 @@ from typing import Any
 
 import httpx2
 
+from laurel.config.environments import UrlProtocol
 from laurel.errors import ConfigError, ProtocolError, key_of
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Preparing
-from laurel.rewards.remote.foreign import Dialect, Question, UrlProtocol, dialect_of
+from laurel.rewards.remote.foreign import Dialect, Question, dialect_of
 from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, Reply, failed
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.remote.wire import VERSION_HEADER, dump, parse, read_error
@@ -151,7 +152,7 @@ class HttpScorer(Router):
             ],
             options,
             clock=clock,
-        )  # fmt: skip
+        )
 
 
 def endpoint(url: str, path: str) -> str:
@@ -330,7 +331,7 @@ class HttpExchange:
             client = httpx2.AsyncClient(
                 headers=self._headers, limits=limits, verify=True, follow_redirects=False,
                 trust_env=False,
-            )  # fmt: skip
+            )
             self._client = loop, client
         return self._client[1]
 

@@ -18,9 +18,18 @@ from laurel.protocols import Scorer
 from laurel.types import Group, Score
 
 FaultKind = Literal[
-    "connection", "timeout", "5xx", "busy", "nan", "count", "reply", "version", "canary", "error",
+    "connection",
+    "timeout",
+    "5xx",
+    "busy",
+    "nan",
+    "count",
+    "reply",
+    "version",
+    "canary",
+    "error",
     "4xx",
-]  # fmt: skip
+]
 REASONS = (*get_args(FaultKind), "poison", "text")
 """What failures begin with. `poison`: it takes down whoever scores it; `text`: not Unicode."""
 

@@ -697,13 +697,20 @@ def halves(job: Job, *, began: float) -> list[Job]:
     return [
         Job(
             group=replace(job.group, completions_G=part),
-            row=job.row, first=first, deadline=job.deadline, began=began,
-            avoided=job.refused_by, refused_by=job.refused_by, is_part_of_suspect=True,
+            row=job.row,
+            first=first,
+            deadline=job.deadline,
+            began=began,
+            avoided=job.refused_by,
+            refused_by=job.refused_by,
+            is_part_of_suspect=True,
             is_part_of_dangerous=job.is_dangerous,
         )
-        for first, part in ((job.first, completions[:middle]),
-                            (job.first + middle, completions[middle:]))
-    ]  # fmt: skip
+        for first, part in (
+            (job.first, completions[:middle]),
+            (job.first + middle, completions[middle:]),
+        )
+    ]
 
 
 def spread(

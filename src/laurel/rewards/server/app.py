@@ -552,9 +552,12 @@ class ServerMetrics:
     """Counts requests; all else is asked for when somebody looks."""
 
     def __init__(
-        self, paths: Iterable[str], *, counters: Callable[[], Mapping[str, float]],
+        self,
+        paths: Iterable[str],
+        *,
+        counters: Callable[[], Mapping[str, float]],
         gauges: Callable[[], Mapping[str, float]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin to count.
 
         Args:
@@ -565,13 +568,18 @@ class ServerMetrics:
         self._paths = frozenset(paths)
         self._registry = CollectorRegistry()
         self._requests = Counter(
-            "laurel_requests", "Requests that were answered.", ("path", "status"),
+            "laurel_requests",
+            "Requests that were answered.",
+            ("path", "status"),
             registry=self._registry,
-        )  # fmt: skip
+        )
         self._seconds = Histogram(
-            "laurel_request_seconds", "From the head of a request to the end of its answer.",
-            ("path",), buckets=_BUCKETS, registry=self._registry,
-        )  # fmt: skip
+            "laurel_request_seconds",
+            "From the head of a request to the end of its answer.",
+            ("path",),
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
         self._completions = 0
         self._failures: Tally[str] = Tally()
         self._failed = 0
@@ -667,9 +675,11 @@ class Endpoints:
         async def answer() -> Answer:
             scored = await self._scored(call, request.groups, version=request.model_version)
             reply = ScoreReply(
-                scores=tuple(scored.scores), model=scored.model.name,
-                model_version=scored.model.version, request_id=request.request_id,
-            )  # fmt: skip
+                scores=tuple(scored.scores),
+                model=scored.model.name,
+                model_version=scored.model.version,
+                request_id=request.request_id,
+            )
             return _answer(score_reply(request.groups, reply), scored)
 
         return await self._once(call, request.request_id, answer)
@@ -687,9 +697,12 @@ class Endpoints:
                 reply = foreign.native_classify_reply(values, counts, is_list=is_list)
                 return _answer(reply, scored)
             reply = foreign.classify_reply(
-                values, request_id=call.request_id, created=int(time.time()),
-                model=scored.model.name, num_tokens=sum(counts),
-            )  # fmt: skip
+                values,
+                request_id=call.request_id,
+                created=int(time.time()),
+                model=scored.model.name,
+                num_tokens=sum(counts),
+            )
             return _answer(reply, scored)
 
         return await self._once(call, "", answer)
@@ -702,10 +715,13 @@ class Endpoints:
             scores, scored = await self._values(call, request)
             with _in_float32():
                 reply = foreign.pooling_reply(
-                    _maybe_squashed(scores, request), as_base64=request.as_base64,
-                    request_id=call.request_id, created=int(time.time()),
-                    model=scored.model.name, num_tokens=_num_tokens(scores),
-                )  # fmt: skip
+                    _maybe_squashed(scores, request),
+                    as_base64=request.as_base64,
+                    request_id=call.request_id,
+                    created=int(time.time()),
+                    model=scored.model.name,
+                    num_tokens=_num_tokens(scores),
+                )
             return _answer(reply, scored)
 
         return await self._once(call, "", answer)
@@ -718,9 +734,12 @@ class Endpoints:
         async def answer() -> Answer:
             scores, scored = await self._values(call, request)
             reply = foreign.pairs_reply(
-                _maybe_squashed(scores, request), request_id=call.request_id,
-                created=int(time.time()), model=scored.model.name, num_tokens=_num_tokens(scores),
-            )  # fmt: skip
+                _maybe_squashed(scores, request),
+                request_id=call.request_id,
+                created=int(time.time()),
+                model=scored.model.name,
+                num_tokens=_num_tokens(scores),
+            )
             return _answer(reply, scored)
 
         return await self._once(call, "", answer)
@@ -733,9 +752,11 @@ class Endpoints:
             scores, scored = await self._values(call, request)
             with _in_float32():
                 reply = foreign.embeddings_reply(
-                    [_number(score) for score in scores], model=scored.model.name,
-                    num_tokens=_num_tokens(scores), as_base64=request.as_base64,
-                )  # fmt: skip
+                    [_number(score) for score in scores],
+                    model=scored.model.name,
+                    num_tokens=_num_tokens(scores),
+                    as_base64=request.as_base64,
+                )
             return _answer(reply, scored)
 
         return await self._once(call, "", answer)
@@ -874,9 +895,18 @@ class Endpoints:
     async def models(self, call: Call) -> Answer:
         """The model, in OpenAI's form."""
         served = self._service.served
-        about = [] if served is None else [
-            {"id": served.name, "object": "model", "owned_by": "laurel", "version": served.version}
-        ]  # fmt: skip
+        about = (
+            []
+            if served is None
+            else [
+                {
+                    "id": served.name,
+                    "object": "model",
+                    "owned_by": "laurel",
+                    "version": served.version,
+                }
+            ]
+        )
         return Answer(dump({"object": "list", "data": about}))
 
     async def metrics(self, call: Call) -> Answer:

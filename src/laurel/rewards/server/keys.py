@@ -96,10 +96,16 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _PRIVATE = tuple(
     ipaddress.ip_network(one)
     for one in (
-        "127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16",
-        "::1/128", "fc00::/7", "fe80::/10",
+        "127.0.0.0/8",
+        "10.0.0.0/8",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "169.254.0.0/16",
+        "::1/128",
+        "fc00::/7",
+        "fe80::/10",
     )
-)  # fmt: skip
+)
 """Loopback, private and link-local addresses: from elsewhere no packet with one of them arrives."""
 _OF_PROXIES = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"))
 

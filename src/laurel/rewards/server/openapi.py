@@ -98,8 +98,11 @@ _ENCODING: dict[str, Schema] = {
 }
 _BASE64: Schema = {"type": "string", "contentEncoding": "base64"}
 _VLLM: dict[str, Schema] = {
-    "id": _TEXT, "object": {"const": "list"}, "created": _COUNT, "model": _TEXT,
-}  # fmt: skip
+    "id": _TEXT,
+    "object": {"const": "list"},
+    "created": _COUNT,
+    "model": _TEXT,
+}
 
 
 def _pooled(name: str) -> Schema:
@@ -320,10 +323,13 @@ def describe(*, needs_key: bool) -> dict[str, Any]:
         responses = _responses(answered, *_ALWAYS, *_OF_BODIES, "409", "429", "503")
         paths[path] = {
             "post": {
-                "tags": ["scores"], "summary": title, "description": text,
-                "requestBody": _posted(asked), "responses": responses,
+                "tags": ["scores"],
+                "summary": title,
+                "description": text,
+                "requestBody": _posted(asked),
+                "responses": responses,
             }
-        }  # fmt: skip
+        }
     paths[foreign.REMOTE_RM_PATH]["post"]["parameters"] = [
         {"name": "rendered", "in": "query", "schema": {"enum": ["0", "1"]}}
     ]
@@ -346,8 +352,10 @@ def describe(*, needs_key: bool) -> dict[str, Any]:
     for path, (title, body) in _ADMIN.items():
         more = ("400", "408", "413", "415", "409", "422", "503")
         operation: dict[str, Any] = {
-            "tags": ["admin"], "summary": title, "responses": _responses(_STATE, *_ALWAYS, *more),
-        }  # fmt: skip
+            "tags": ["admin"],
+            "summary": title,
+            "responses": _responses(_STATE, *_ALWAYS, *more),
+        }
         if body is not None:
             operation["requestBody"] = _posted(body)
         paths[path] = {"post": operation}

@@ -204,10 +204,12 @@ class _Process:
         """Called where it can be asked again, in the thread that watches it."""
         self._index = index
         self._order = {
-            "settings": asdict(settings), "terms": [asdict(one) for one in terms_in_use()],
-            "api_key": api_key, "index": index,
+            "settings": asdict(settings),
+            "terms": [asdict(one) for one in terms_in_use()],
+            "api_key": api_key,
+            "index": index,
             "request_seconds": options.attempt_timeout,
-        }  # fmt: skip
+        }
         self._api_key = api_key
         self._connections = options.window + 2
         self._say = say
@@ -278,9 +280,10 @@ class _Process:
 
     def _admin(self, command: str) -> None:
         request = urllib.request.Request(
-            f"{self._url}/admin/{command}", method="POST",
+            f"{self._url}/admin/{command}",
+            method="POST",
             headers={"Authorization": f"Bearer {self._api_key}"},
-        )  # fmt: skip
+        )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=_ADMIN_SECONDS) as response:
             response.read()
@@ -330,8 +333,11 @@ class _Process:
         """One process from its start to its end; its status, and whether it became ready."""
         with subprocess.Popen(
             [sys.executable, "-m", "laurel.rewards.server.replicas"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        ) as process:  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
             self._process = process
             assert process.stdin is not None
             assert process.stdout is not None
@@ -373,9 +379,11 @@ class _Process:
                     self._process.kill()
                     return
                 self._http = HttpReplica(
-                    self._url, LaurelDialect(), api_key=self._api_key,
+                    self._url,
+                    LaurelDialect(),
+                    api_key=self._api_key,
                     connections=self._connections,
-                )  # fmt: skip
+                )
             self._settled.set()
             self.on_ready()
 

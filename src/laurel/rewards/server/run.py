@@ -85,10 +85,18 @@ class ServerRun:
             drain_seconds: What was accepted may take when it is told to end.
         """
         config = uvicorn.Config(
-            app, http=_protocol(), ws="none", lifespan="off", log_config=None, access_log=False,
-            proxy_headers=False, server_header=False, backlog=_BACKLOG,
-            timeout_keep_alive=_IDLE_SECONDS, timeout_graceful_shutdown=5,
-        )  # fmt: skip
+            app,
+            http=_protocol(),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_IDLE_SECONDS,
+            timeout_graceful_shutdown=5,
+        )
         self._server = _Server(config)
         self._service = service
         self._listener = listener

@@ -483,9 +483,11 @@ def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, Batchi
         say(note)
     check_files(place)
     options = ScorerOptions(
-        max_length=settings.max_length, batch_tokens=settings.batch_tokens,
-        precision=settings.precision, device=settings.device,
-    )  # fmt: skip
+        max_length=settings.max_length,
+        batch_tokens=settings.batch_tokens,
+        precision=settings.precision,
+        device=settings.device,
+    )
     if settings.engine == "vllm":
         from laurel.rewards.vllm import load_vllm_scorer
 

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 
 # An evaluation learns nothing: it keeps no reference, saves nothing, and draws from one version.
 _ALWAYS = (
-    "checkpointing.enabled=false", "loss_fn.reference_policy_kl_penalty=0",
+    "checkpointing.enabled=false",
+    "loss_fn.reference_policy_kl_penalty=0",
     "grpo.max_staleness=0",
-)  # fmt: skip
+)
 
 
 LONGEST = 4096
@@ -154,11 +155,14 @@ def _played(
     check_early(config)
     planned = plan_places(config)
     tasks, report = load_tasks(
-        _sets(config, options), name="evaluation",
+        _sets(config, options),
+        name="evaluation",
         default_environment=config.default_environment,
-        environments=environment_names(config.env), needs=needs_of(config.env),
-        on_bad_row=config.data.on_bad_row, limit=options.max_samples,
-    )  # fmt: skip
+        environments=environment_names(config.env),
+        needs=needs_of(config.env),
+        on_bad_row=config.data.on_bad_row,
+        limit=options.max_samples,
+    )
     data = TaskData(train=[], validation=tasks, reports={"validation": report})
     places = open_places(planned, stack, console)
     with console.status("starting the environments"):
@@ -174,9 +178,13 @@ def _played(
     assert parts.validation is not None
     console.print(report.render())
     progress = TrainingProgress(
-        len(data.validation), 0, console,
-        unit="completions", counted="task", doing="answering",
-    )  # fmt: skip
+        len(data.validation),
+        0,
+        console,
+        unit="completions",
+        counted="task",
+        doing="answering",
+    )
     with progress, parts.learner_at_rest():
         played = _Played(progress, options.num_generations)
         groups = parts.validation.play(parts.source, while_waiting=played.tell)

@@ -205,9 +205,14 @@ def read_result(path: Path) -> Result:
             credits = dict(zip(scores["id"], scores["results"], strict=True))
             subset_of = dict(zip(scores["id"], scores["subset"], strict=True))
         return Result(
-            path=path, model=str(report["model"]), benchmark=str(report["benchmark"]),
-            subsets=subsets, sections=sections, credits=credits, subset_of=subset_of or {},
-        )  # fmt: skip
+            path=path,
+            model=str(report["model"]),
+            benchmark=str(report["benchmark"]),
+            subsets=subsets,
+            sections=sections,
+            credits=credits,
+            subset_of=subset_of or {},
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{path}: not as laurel eval writes it ({type(error).__name__}: {error}); evaluate the "
@@ -231,10 +236,13 @@ def _of_accuracies(path: Path, given: Mapping[str, Any]) -> Result:
         )
     sections = reward_bench.section_scores(accuracies)
     return Result(
-        path=path, model=str(given.get("model", path.stem)), benchmark=None,
-        subsets=accuracies, credits=None,
+        path=path,
+        model=str(given.get("model", path.stem)),
+        benchmark=None,
+        subsets=accuracies,
+        credits=None,
         sections={**sections, reward_bench.FINAL: reward_bench.final_score(accuracies)},
-    )  # fmt: skip
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

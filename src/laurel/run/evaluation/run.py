@@ -245,11 +245,14 @@ def _diagnosed(
     status = scorer.console.status("computing diagnostics")
     with status if not request.sensitivity else nullcontext():
         report = diagnostics_report(
-            scored, training=None if training is None else training.pairs,
+            scored,
+            training=None if training is None else training.pairs,
             notes=() if training is None else training.notes,
             score=scorer.score if request.sensitivity else None,
-            members=members, in_other_language=translated, noise=noise,
-        )  # fmt: skip
+            members=members,
+            in_other_language=translated,
+            noise=noise,
+        )
     return {"diagnostics": report}
 
 
@@ -416,9 +419,13 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
     place = find_local(scorer.model)
     form = scorer.reproduces
     own = open_local(
-        place, scorer.options, settings=scorer.settings, cpu_threads=scorer.cpu_threads,
-        console=console, note_max_length=form is None,
-    )  # fmt: skip
+        place,
+        scorer.options,
+        settings=scorer.settings,
+        cpu_threads=scorer.cpu_threads,
+        console=console,
+        note_max_length=form is None,
+    )
     if form is None:
         return OpenScorer(console=console, score_now=own.score_now, chunk=CHUNK)
     from laurel.evaluation.rewardbench_tokens import RewardBenchContract
@@ -514,9 +521,13 @@ class Request:
     def is_diagnosed(self) -> bool:
         """Whether anything of the diagnostics is asked for."""
         return bool(
-            self.diagnostics or self.margin_key or self.train_data or self.sensitivity
-            or self.other_language or self.members
-        )  # fmt: skip
+            self.diagnostics
+            or self.margin_key
+            or self.train_data
+            or self.sensitivity
+            or self.other_language
+            or self.members
+        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -332,8 +332,10 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__dataclass_fields__"):
         value = asdict(value)
     if isinstance(value, Mapping):
-        parts = {f"{key:g}" if isinstance(key, float) else key: _plain(part)
-                 for key, part in value.items()}  # fmt: skip
+        parts = {
+            f"{key:g}" if isinstance(key, float) else key: _plain(part)
+            for key, part in value.items()
+        }
         return {key: part for key, part in parts.items() if part is not None} or None
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value] or None
@@ -466,8 +468,15 @@ def _agreement(found: Sequence[Mapping[str, Any]]) -> Table:
 def _sensitivity(found: Sequence[Mapping[str, Any]]) -> Table:
     table = _table(
         "other forms of the answers; verdicts that flip when both, one or the other has the form",
-        "form", "answers", "failed", "shift/sd", "raised", "both", "chosen", "rejected",
-    )  # fmt: skip
+        "form",
+        "answers",
+        "failed",
+        "shift/sd",
+        "raised",
+        "both",
+        "chosen",
+        "rejected",
+    )
     for row in found:
         shift = f"{row['mean_shift']:+.3f}" if "mean_shift" in row else "-"
         flips = ("flip_share", "flip_share_chosen", "flip_share_rejected")
@@ -568,9 +577,13 @@ def _print(
         for place, name in enumerate(group, start=1):
             one, other = left.get(name), right.get(name)
             table.add_row(
-                name_text(name), share_text(one), share_text(other), _difference(one, other),
-                *_test_cells(tests.get(name)), end_section=place == len(group),
-            )  # fmt: skip
+                name_text(name),
+                share_text(one),
+                share_text(other),
+                _difference(one, other),
+                *_test_cells(tests.get(name)),
+                end_section=place == len(group),
+            )
     if ALL in tests:
         table.add_row(ALL, "", "", "", *_test_cells(tests[ALL]))
     console.print(table)

@@ -134,9 +134,13 @@ def restrict_mounts(target: str, attributes: int) -> None:
     older than 5.12)."""
     wanted = _MountAttributes(attributes, 0, 0, 0)
     call(
-        "mount_setattr", _AT_FDCWD, target.encode(), _AT_RECURSIVE,
-        ctypes.byref(wanted), ctypes.sizeof(wanted),
-    )  # fmt: skip
+        "mount_setattr",
+        _AT_FDCWD,
+        target.encode(),
+        _AT_RECURSIVE,
+        ctypes.byref(wanted),
+        ctypes.sizeof(wanted),
+    )
 
 
 def cover_working_directory() -> None:

@@ -116,10 +116,22 @@ _SCALARS: Mapping[type, tuple[str, Callable[[Any], Sequence[str]]]] = {
 _TYPES: Mapping[str, type] = {
     one.__name__: one
     for one in (
-        int, float, complex, bool, str, bytes, bytearray, list, tuple, set, frozenset, dict, range,
+        int,
+        float,
+        complex,
+        bool,
+        str,
+        bytes,
+        bytearray,
+        list,
+        tuple,
+        set,
+        frozenset,
+        dict,
+        range,
         type(None),
     )
-}  # fmt: skip
+}
 """Python's own, which tests pass as arguments."""
 _SEQUENCES: Mapping[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "z", deque: "Q"}
 _MAPPINGS: Mapping[type, str] = {dict: "d", OrderedDict: "o", defaultdict: "e", Counter: "k"}

@@ -1,0 +1,317 @@
+"""The form of the code in figures, against the bars that were set for it: `make house`.
+
+Counts come from the sources; the modules of a step are traced in two runs of seconds on the
+CPU (`--no-trace` leaves them out). The exit code is 1 where a bar that was met once is no longer met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "laurel"
+OF_RUNS = ("config", "run", "cli", "grpo", "training")
+"""Rooms that may be given the configuration of a whole run."""
+SMALL = 100
+
+# A run of each kind that takes seconds: a model of one layer, three steps.
+TINY = {
+    "policy": {
+        "model_name": None,
+        "scratch": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 320},
+        "precision": "float32",
+        "max_total_sequence_length": 64,
+        "train_global_batch_size": 8,
+    },
+    "cluster": {"cpu_threads": 1, "device": "cpu"},
+    "data": {"train_data_path": "rows.jsonl", "split_validation_size": 0.25},
+}
+RUNS = {
+    "grpo": {
+        "grpo": {
+            "num_prompts_per_step": 2,
+            "num_generations_per_prompt": 4,
+            "max_num_steps": 3,
+            "val_period": 0,
+            "val_at_end": False,
+        },
+        "policy": {"generation": {"backend": "transformers", "max_new_tokens": 4}},
+        "data": {"dataset_name": "ResponseDataset", "env_name": "math"},
+    },
+    "rm": {"rm": {"max_num_steps": 3, "val_period": 0}},
+}
+ROWS = {
+    "grpo": [{"input": f"What is {i} + 1?", "output": str(i + 1)} for i in range(24)],
+    "rm": [{"prompt": f"question {i}?", "chosen": "good", "rejected": "bad"} for i in range(24)],
+}
+LOOPS = {
+    "grpo": ("laurel.grpo.loop", "GRPO"),
+    "rm": ("laurel.training.reward_model", "RewardTraining"),
+}
+
+# Follows the calls of functions of Laurel: before the loop, and in the second step.
+TRACER = """
+import importlib, json, sys, threading
+import laurel
+root = laurel.__path__[0] + "/"
+which, module, name, config, out = sys.argv[1:]
+phase, seen = "before", {"before": set(), "step": set(), "off": set()}
+def follow(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith(root) and code.co_name != "<module>":
+        seen[phase].add(code.co_filename[len(root):])
+loop = getattr(importlib.import_module(module), name)
+take_step, taken = loop.step, 0
+def step(self, progress):
+    global phase, taken
+    taken += 1
+    phase = "step" if taken == 2 else "off"
+    sys.setprofile(follow)
+    try:
+        return take_step(self, progress)
+    finally:
+        phase = "off"
+loop.step = step
+from laurel.cli.main import main
+sys.argv = ["laurel", which, "--config", config]
+threading.setprofile(follow)
+sys.setprofile(follow)
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+sys.setprofile(None)
+with open(out, "w") as file:
+    json.dump({"step": sorted(seen["step"]), "before": sorted(seen["before"] - seen["step"])}, file)
+"""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure, what it is to be at most, and what it counts."""
+
+    name: str
+    value: int
+    most: int
+    held: bool
+    """Whether it was met and must stay so."""
+    where: tuple[str, ...] = ()
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the value is no higher than it may be."""
+        return self.value <= self.most
+
+
+class House:
+    """The sources of the package, parsed once."""
+
+    def __init__(self, package: Path = PACKAGE) -> None:
+        self.trees: dict[str, ast.Module] = {}
+        self.texts: dict[str, str] = {}
+        for path in sorted(package.rglob("*.py")):
+            name = path.relative_to(package).as_posix()
+            self.texts[name] = path.read_text(encoding="utf-8")
+            self.trees[name] = ast.parse(self.texts[name])
+        self.modules = [name for name in self.trees if not name.endswith("__init__.py")]
+        self.imports = {name: set(self._imports(name)) - {name} for name in self.modules}
+
+    def _imports(self, name: str) -> Iterator[str]:
+        for node in ast.walk(self.trees[name]):
+            asked: list[str] = []
+            if isinstance(node, ast.Import):
+                asked = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                asked = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for module in asked:
+                path = module.removeprefix("laurel.").replace(".", "/") + ".py"
+                if module.startswith("laurel.") and path in self.trees:
+                    yield path
+
+    def fullest_folder(self) -> tuple[int, str]:
+        """How many modules it has, and its name."""
+        count = Counter(str(Path(name).parent) for name in self.modules)
+        folder, number = count.most_common(1)[0]
+        return number, folder
+
+    def circles(self) -> list[list[str]]:
+        """Modules that import each other in a circle (Tarjan's algorithm)."""
+        index: dict[str, int] = {}
+        low: dict[str, int] = {}
+        stack: list[str] = []
+        found = []
+
+        def visit(name: str) -> None:
+            index[name] = low[name] = len(index)
+            stack.append(name)
+            for other in self.imports[name] & self.imports.keys():
+                if other not in index:
+                    visit(other)
+                    low[name] = min(low[name], low[other])
+                elif other in stack:
+                    low[name] = min(low[name], index[other])
+            if low[name] == index[name]:
+                circle = stack[stack.index(name) :]
+                del stack[stack.index(name) :]
+                if len(circle) > 1:
+                    found.append(sorted(circle))
+
+        for name in self.modules:
+            if name not in index:
+                visit(name)
+        return found
+
+    def small_and_used_once(self) -> list[str]:
+        """Modules of under 100 lines whose only importer lies beside them.
+
+        Commands have a file each.
+        """
+        importers = defaultdict(set)
+        for name, others in self.imports.items():
+            for other in others:
+                importers[other].add(name)
+        return [
+            name
+            for name in self.modules
+            if self.texts[name].count("\n") < SMALL
+            and len(importers[name]) == 1
+            and Path(*importers[name]).parent == Path(name).parent != Path("cli")
+        ]
+
+    def visited_by_the_run(self) -> list[str]:
+        """Modules in which a signature takes the configuration of a run, or of its policy."""
+        return [
+            name
+            for name in self.modules
+            if any(_takes_a_run(node) for node in ast.walk(self.trees[name]))
+        ]
+
+    def names_defined_twice(self) -> list[str]:
+        """Public classes and functions of modules that have a namesake."""
+        count = Counter(
+            node.name
+            for name in self.modules
+            for node in self.trees[name].body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and not node.name.startswith("_")
+            # What another program calls by its name: `main` of programs.
+            and node.name != "main"
+        )
+        return sorted(name for name, number in count.items() if number > 1)
+
+    def skips(self) -> list[str]:
+        """Lines that the formatter leaves as they are."""
+        return [
+            f"{name}:{number}"
+            for name, text in self.texts.items()
+            for number, line in enumerate(text.splitlines(), 1)
+            if re.search(r"# fmt: (skip|off)", line)
+        ]
+
+
+def _takes_a_run(node: ast.AST) -> bool:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    names = {
+        part.id
+        if isinstance(part, ast.Name)
+        else part.attr
+        if isinstance(part, ast.Attribute)
+        else ""
+        for argument in given
+        if argument.annotation is not None
+        for part in ast.walk(argument.annotation)
+    }
+    return any(re.fullmatch(r"\w*Run|PolicyConfig", name) for name in names)
+
+
+def trace(which: str) -> dict[str, list[str]]:
+    """The modules whose functions ran in the second step, and before the loop and not in it."""
+    module, name = LOOPS[which]
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.loads(json.dumps(TINY))
+        for section, settings in RUNS[which].items():
+            config.setdefault(section, {}).update(settings)
+        Path(folder, "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+        rows = "".join(f"{json.dumps(row)}\n" for row in ROWS[which])
+        Path(folder, "rows.jsonl").write_text(rows, encoding="utf-8")
+        Path(folder, "tracer.py").write_text(TRACER, encoding="utf-8")
+        out = Path(folder, "out.json")
+        done = subprocess.run(
+            [sys.executable, "tracer.py", which, module, name, "config.yaml", str(out)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "COLUMNS": "100"},
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(
+                f"the run of {which} to be traced failed:\n{done.stdout}\n{done.stderr}"
+            )
+        found: dict[str, list[str]] = json.loads(out.read_text(encoding="utf-8"))
+        return found
+
+
+def bars(*, traced: bool = True) -> list[Bar]:
+    """All figures of the house."""
+    house = House()
+    number, folder = house.fullest_folder()
+    circles = house.circles()
+    small = house.small_and_used_once()
+    visited = house.visited_by_the_run()
+    strangers = [name for name in visited if name.split("/")[0] not in OF_RUNS]
+    skips, twice = house.skips(), house.names_defined_twice()
+    found = [
+        Bar("files in src, without __init__", len(house.modules), 250, held=True),
+        Bar("modules in the fullest folder", number, 15, held=True, where=(folder,)),
+        Bar("circles of imports", len(circles), 0, held=True, where=tuple(map(" ".join, circles))),
+        Bar("small modules with one importer beside them", len(small), 0, True, tuple(small)),
+        Bar("# fmt: skip", len(skips), 10, held=True, where=tuple(skips)),
+        Bar("files a run's configuration visits", len(visited), 15, False, tuple(visited)),
+        Bar("of these outside of the rooms of runs", len(strangers), 0, False, tuple(strangers)),
+        Bar("public names defined more than once", len(twice), 10, False, tuple(twice)),
+    ]
+    if traced:
+        for which, in_step, before in (("grpo", 38, 75), ("rm", 14, 50)):
+            run = trace(which)
+            step, way = tuple(run["step"]), tuple(run["before"])
+            found.append(
+                Bar(f"modules that run in a step of {which}", len(step), in_step, False, step)
+            )
+            found.append(Bar(f"more that run before, {which}", len(way), before, False, way))
+    return found
+
+
+def main() -> int:
+    """Print the table; 1 where a bar is broken that was met."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--no-trace", action="store_true", help="only what the sources tell")
+    parser.add_argument("--where", action="store_true", help="name what was counted")
+    asked = parser.parse_args()
+    found = bars(traced=not asked.no_trace)
+    print(f"{'figure':46} {'now':>5} {'bar':>5}")
+    for bar in found:
+        print(f"{bar.name:46} {bar.value:5} {bar.most:5}  {'met' if bar.is_met else 'not met'}")
+        if asked.where:
+            for place in bar.where:
+                print(f"    {place}")
+    return int(any(bar.held and not bar.is_met for bar in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
