@@ -95,7 +95,7 @@ def terminal(said: str, *, title: str, name: str) -> str:
         width=WIDTH,
         record=True,
         file=open(os.devnull, "w"),
-        force_terminal=True,  # noqa: SIM115
+        force_terminal=True,
         color_system="truecolor",
         legacy_windows=False,
     )

@@ -63,9 +63,12 @@ def outcomes(checkout: Path) -> Iterator[Outcome]:
         problems = tuple(_problems(path, cast(Kind, kind if kind in KINDS else "rm")))
         features = [_FEATURE.search(problem) for problem in problems]
         yield Outcome(
-            path=path, kind=kind, is_megatron=is_megatron, problems=problems,
+            path=path,
+            kind=kind,
+            is_megatron=is_megatron,
+            problems=problems,
             feature=next((found[1] for found in features if found), ""),
-        )  # fmt: skip
+        )
 
 
 _FEATURE = re.compile(r"Laurel has no ([^:;.,]+)")
@@ -86,8 +89,12 @@ def _check_metric(config: Run) -> None:
     """Refuse a file that would select checkpoints by what its run never measures."""
     chosen = config.checkpointing
     if isinstance(config, GRPORun):
-        select_policy_by(chosen.metric_name, chosen.higher_is_better, has_validation=True,
-                         environments=config.env.names())  # fmt: skip
+        select_policy_by(
+            chosen.metric_name,
+            chosen.higher_is_better,
+            has_validation=True,
+            environments=config.env.names(),
+        )
         return
     select = select_by if isinstance(config, RewardTrainingRun) else select_demonstrations_by
     select(chosen.metric_name, chosen.higher_is_better, sets=["default"])
@@ -226,8 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said: Any = parser.parse_args(arguments)
     of_version = {path.resolve().name: list(outcomes(path)) for path in said.checkouts}
     if said.facts is not None:
-        facts = {path.resolve().name: facts_of(path, of_version[path.resolve().name])
-                 for path in said.checkouts}  # fmt: skip
+        facts = {
+            path.resolve().name: facts_of(path, of_version[path.resolve().name])
+            for path in said.checkouts
+        }
         said.facts.write_text("\n".join(as_lines(facts)) + "\n", encoding="utf-8")
     print("Each cell: loaded and planned / refused for a named feature / refused otherwise\n")
     print(table(of_version))

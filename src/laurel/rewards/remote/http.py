@@ -145,8 +145,11 @@ class HttpScorer(Router):
         super().__init__(
             [
                 HttpReplica(
-                    url, dialect,
-                    api_key=api_key, version=options.version, connections=options.window + 2,
+                    url,
+                    dialect,
+                    api_key=api_key,
+                    version=options.version,
+                    connections=options.window + 2,
                 )
                 for url in dict.fromkeys([urls] if isinstance(urls, str) else urls)
             ],
@@ -329,7 +332,10 @@ class HttpExchange:
                 keepalive_expiry=_KEEP_SECONDS,
             )
             client = httpx2.AsyncClient(
-                headers=self._headers, limits=limits, verify=True, follow_redirects=False,
+                headers=self._headers,
+                limits=limits,
+                verify=True,
+                follow_redirects=False,
                 trust_env=False,
             )
             self._client = loop, client
