@@ -94,7 +94,7 @@ def terminal(said: str, *, title: str, name: str) -> str:
     screen = Console(
         width=WIDTH,
         record=True,
-        file=open(os.devnull, "w"),
+        file=open(os.devnull, "w"),  # noqa: SIM115  for as long as the console
         force_terminal=True,
         color_system="truecolor",
         legacy_windows=False,

@@ -1,7 +1,7 @@
 """The form of the code in figures, against the bars that were set for it: `make house`.
 
 Counts come from the sources; the modules of a step are traced in two runs of seconds on the
-CPU (`--no-trace` leaves them out). The exit code is 1 where a bar that was met once is no longer met.
+CPU (`--no-trace` leaves them out). The exit code is 1 where a bar that was met is no longer met.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Laurel's reward-model training behind a channel: run by `rm_training.py`.
 
 The same parts as `laurel rm` (see `run/reward_model.py`): the scoring contract makes the
-tokens, the batcher the micro-batches, the learner takes the steps. Loading and tokenising are not in the time.
+tokens, the batcher the micro-batches, the learner takes the steps. Loading and tokenising are not
+in the time.
 """
 
 from __future__ import annotations

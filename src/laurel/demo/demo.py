@@ -80,8 +80,8 @@ class Result:
                     self.rate_before > MOST_BEFORE,
                 ),
                 (
-                    f"the reward model is right on {self.reward_accuracy:.1%} of held-out pairs and "
-                    f"should be on {LEAST_ACCURACY:.0%}",
+                    f"the reward model is right on {self.reward_accuracy:.1%} of held-out pairs "
+                    f"and should be on {LEAST_ACCURACY:.0%}",
                     self.reward_accuracy < LEAST_ACCURACY,
                 ),
                 (

@@ -187,7 +187,8 @@ def test_a_run_of_one_role() -> None:
             "each",
             (
                 "cluster.placement.generation.slots=[5,6,7]",
-                "cluster.placement.generation.shares=policy cluster.placement.generation.slots=null",
+                "cluster.placement.generation.shares=policy "
+                "cluster.placement.generation.slots=null",
                 "cluster.placement.policy.fraction=0.5 cluster.placement.generation.fraction=0.5",
             ),
         ),
@@ -238,7 +239,8 @@ def test_a_run_of_one_role() -> None:
         ),
         (
             "{policy: {nodes: [0]}, reward_model: {shares: policy, nodes: [0, 1]}}",
-            "cluster.placement.reward_model.nodes=[0,1] with shares=policy: policy has not got them",
+            "cluster.placement.reward_model.nodes=[0,1] with shares=policy: "
+            "policy has not got them",
             ("cluster.placement.reward_model.nodes=null",),
         ),
         (
