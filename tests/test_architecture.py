@@ -271,7 +271,7 @@ def test_a_second_importer_is_seen() -> None:
     ]
     assert [line.split(" may")[0] for line in stray_imports(planted)] == [
         "training/a.py:2: ray",
-        "engines/b.py:1: vllm",
+        "generation/b.py:1: vllm",
         "rewards/client.py:1: fastapi",
         "training/c.py:1: torch.utils.tensorboard",
         "training/d.py:1: torch.utils.tensorboard",

@@ -88,7 +88,8 @@ def test_without_a_file_as_dictionaries() -> None:
         (
             "{benchmark: rewardbench, data_path: a}",
             "data.val_data_paths.B.benchmark: must be one of reward-bench, reward-bench-2, "
-            "rm-bench, judge-bench, pairs, best-of-n, not 'rewardbench'; did you mean 'reward-bench'?",
+            "rm-bench, judge-bench, pairs, best-of-n, not 'rewardbench'; did you "
+            "mean 'reward-bench'?",
         ),
         ("{benchmark: best-of-n}", "data_path is missing: benchmark=best-of-n has no place"),
         ("{benchmark: pairs}", "data_path is missing: benchmark=pairs has no place"),

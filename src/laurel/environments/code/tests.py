@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from laurel.config.environments import CodeEnvironmentConfig, Comparison
+from laurel.config.environments import CodeEnvironmentConfig
+from laurel.sandbox.comparison import Comparison
 from laurel.sandbox.inside.plain_data import NotPlainDataError, dumps
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult, Status, StdioTest
 
