@@ -1,0 +1,42 @@
+"""Runs that an older Laurel began and was killed in go on, bit for bit, after any redesign.
+
+`tests/golden/older_runs` holds a run of each kind as version 0.1.0 left it on 23 November 2026,
+before its modules moved: rows, overrides, the checkpoint of step 2, and the figures of the steps
+that this version took next when it was not stopped. They are never made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import policy_runs
+import runs
+from laurel.observe.loggers import read_metrics
+
+OLDER = Path(__file__).parents[1] / "golden" / "older_runs"
+COMMANDS: dict[str, Callable[[list[str]], Any]] = {
+    "rm": runs.train,
+    "sft": policy_runs.sft,
+    "grpo": policy_runs.grpo,  # adapters, one step ahead
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_it_goes_on(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(OLDER / kind, tmp_path / kind)
+    monkeypatch.chdir(tmp_path / kind)
+    COMMANDS[kind](Path("overrides.txt").read_text().splitlines())
+    expected = json.loads(Path("expected.json").read_text())
+    found = {
+        str(row["step"]): {name: row[name] for name in ("train/loss", "train/grad_norm")}
+        for path in Path("logs").rglob("metrics.jsonl")
+        for row in read_metrics(path)
+        if "train/loss" in row
+    }
+    assert found == expected
