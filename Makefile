@@ -70,7 +70,7 @@ $(VLLM_STAMP): pyproject.toml
 setup-vllm: $(VLLM_STAMP)
 
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/unit/engines tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
+	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/unit/generation tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
