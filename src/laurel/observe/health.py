@@ -665,19 +665,22 @@ RULES: Mapping[Alarm, Rule] = MappingProxyType(
         "overoptimisation": Rule(
             judge=overoptimisation,
             advice="go back to the checkpoint at the peak; weigh the divergence from the reference "
-            "more (loss_fn.reference_policy_kl_penalty) or learn more slowly; train the reward model "
+            "more (loss_fn.reference_policy_kl_penalty) or learn more slowly; train the reward "
+            "model "
             "on completions of this policy; put the rule into the reward (env.composite)",
         ),
         "kl_jump": Rule(
             judge=kl_jump,
-            advice="read the samples of this step beside earlier ones; lower the learning rate, clip "
+            advice="read the samples of this step beside earlier ones; lower the learning rate, "
+            "clip "
             "gradients (policy.max_grad_norm), or weigh the divergence more "
             "(loss_fn.reference_policy_kl_penalty)",
         ),
         "length": Rule(
             judge=length,
             advice="read the longest and the shortest with their rewards. If length itself is paid "
-            "for: grpo.reward_shaping against overlong completions, a reward model trained on pairs "
+            "for: grpo.reward_shaping against overlong completions, a reward model trained on "
+            "pairs "
             "of equal length, a rule beside it. If thinking longer is the aim: "
             "grpo.health.ignore=[length]",
         ),
@@ -699,7 +702,8 @@ RULES: Mapping[Alarm, Rule] = MappingProxyType(
         ),
         "format": Rule(
             judge=keeps_format,
-            advice="make the form a part of the reward, or its gate (env.composite); show it in the "
+            advice="make the form a part of the reward, or its gate (env.composite); show it in "
+            "the "
             "prompt; warm up on demonstrations that have it (laurel sft)",
         ),
         "zero_spread_groups": Rule(
@@ -709,12 +713,14 @@ RULES: Mapping[Alarm, Rule] = MappingProxyType(
         ),
         "ensemble": Rule(
             judge=ensemble,
-            advice="combine warily (env.reward_model.combine=mean_minus_std or min); read what the one "
+            advice="combine warily (env.reward_model.combine=mean_minus_std or min); read what "
+            "the one "
             "likes and the other does not, and have pairs of it judged",
         ),
         "failures": Rule(
             judge=failures,
-            advice="see train/reward/failed_* for the reasons and completions/ for the texts; a reward "
+            advice="see train/reward/failed_* for the reasons and completions/ for the texts; a "
+            "reward "
             "model that fails on certain texts is not measured on them",
         ),
     }
