@@ -30,7 +30,8 @@ from laurel.config.overrides import columns_of, overrides_of
 from laurel.config.tree import nearest
 from laurel.data.conversations import scoring_row
 from laurel.errors import ConfigError, Terms, speaking
-from laurel.export.export import ExportOptions, run_export
+from laurel.export.export import run_export
+from laurel.export.options import ExportOptions
 from laurel.observe.console import make_console, silent_console
 from laurel.observe.run_record import RunRecord, Series
 from laurel.observe.run_record import read_run as _read_run

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from laurel.rewards.ensemble import NullScorer
+from laurel.rewards.server.service import NullScorer
 from laurel.types import Score
 from reward_streams import GROUPS, Streamed
 

@@ -62,7 +62,8 @@ def export(
 
     Example: laurel export --model results/rm --output exported --eval results/last
     """
-    from laurel.export.export import ExportOptions, run_export
+    from laurel.export.export import run_export
+    from laurel.export.options import ExportOptions
 
     options = ExportOptions(
         model=model,

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-import numpy as np
 from rich.text import Text
 
-from laurel.config.policy import ClusterConfig, PolicyConfig
+from laurel.config.policy import ClusterConfig
 from laurel.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    ModelError,
-    ScoringContractError,
     key_of,
     speaking,
 )
 from laurel.export.directory import check_target, whole_directory
-from laurel.models.checkpoint.card import HERE, CardFacts, hub_name, policy_card, reward_model_card
-from laurel.models.checkpoint.export import (
-    largest_difference,
-    plain_logprobs,
-    plain_scores,
-    save_policy,
-    save_reward_model,
-)
-from laurel.models.loading.policy import SHAPES, check_policy_paths, draw_probe, load_policy
-from laurel.models.loading.pretrained import DTYPES
-from laurel.models.scoring import ScoringContract
+from laurel.export.options import ExportOptions
 from laurel.models.tokenizer import first_line
 from laurel.observe.console import message_console, visible
 from laurel.observe.json_output import write_json
@@ -44,52 +29,15 @@ from laurel.rewards.open import (
     ScorerOptions,
     check_files,
     find_model,
-    load_scorer,
     quiet_libraries,
     read_rules,
 )
-from laurel.rewards.scorer import (
-    GOLDEN_TOLERANCE,
-    LOW_PRECISION_TOLERANCE,
-    LocalScorer,
-    conversation_group,
-    golden_scores,
-    golden_tolerance,
-)
 from laurel.run.scorer import OPTIONS, policy_of_settings
-from laurel.training.state import library_versions
-from laurel.types import Conversation, Message
-from laurel.workers.process import choose_device
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.models.checkpoint.card import EvaluationTable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
-    """What the command line says."""
-
-    model: str
-    output: Path
-    step: int | None = None
-    """Of a run: this checkpoint, not its best."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    overwrite: bool = False
-    evaluations: Sequence[Path] = ()
-    """What `laurel eval ... --output` wrote."""
-    without_conversations: bool = False
-    """Leave no conversation of the data in `scoring.json`."""
-    push_to_hub: str | None = None
-    private: bool = False
-    max_length: int | None = None
-    """For a model without `scoring.json`."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    cpu_threads: int | None = None
-    settings: Sequence[str] = field(default_factory=tuple)
-    """What `--set` says."""
-    as_json: bool = False
 
 
 def run_export(
@@ -182,6 +130,7 @@ def _write(
     tables: Sequence[EvaluationTable],
     say: Say,
 ) -> None:
+    from laurel.export import writing
     from laurel.workers.process import prepare
 
     prepare(ClusterConfig(device=options.device, cpu_threads=options.cpu_threads), seed=0)
@@ -194,7 +143,7 @@ def _write(
             raise ConfigError(
                 f"--eval is for reward models, and {place.name} writes text; leave it out"
             )
-        write_policy(directory, place, policy, options, say)
+        writing.write_policy(directory, place, policy, options, say)
         return
 
     scorer_options = ScorerOptions(
@@ -203,7 +152,7 @@ def _write(
         device=options.device,
         policy=policy,
     )
-    write_reward_model(directory, place, scorer_options, options, tables, say)
+    writing.write_reward_model(directory, place, scorer_options, options, tables, say)
 
 
 def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model", "policy"]:
@@ -230,228 +179,6 @@ def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model
         ) from error
     is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
     return "reward model" if is_classifier else "policy"
-
-
-# --------------------------------------------------------------------------------------------------
-# A policy as a plain Hugging Face directory, and the test of what was written.
-
-
-def write_policy(
-    directory: Path, place: ModelPlace, policy: PolicyConfig, options: ExportOptions, say: Say
-) -> None:
-    """Write it, load it anew without Laurel, and compare log-probabilities.
-
-    Args:
-        directory: Exists and is empty.
-        place: What is written.
-        policy: Its section, from `--set`.
-        options: What the command line says.
-        say: Told what was found.
-
-    Raises:
-        UserError: It writes no text, or what was written says other words.
-    """
-    config = policy.model_copy(update={"model_name": place.name, "precision": options.dtype})
-    device = choose_device(options.device)
-    loaded = load_policy(
-        config, seed=0, max_length=1, device=device, weights_dtype=DTYPES[options.dtype]
-    )
-    model = loaded.model
-    found = check_policy_paths(model)
-    say(
-        f"model   {type(model.network).__name__} from {place.name}: "
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {options.dtype} on "
-        f"{device.type} (self-check: {found:.1e})"
-    )
-    for note in loaded.notes:
-        say(f"note    {note}")
-    facts = CardFacts.load(Path(place.name)) if Path(place.name).is_dir() else None
-    if facts is None:
-        on_hub = hub_name(place.name)
-        facts = CardFacts(base_model=on_hub or "", hub_base=on_hub)
-    probe = draw_probe(model, SHAPES, seed=0)
-    model.eval()
-    with model.without_gradients(), model.in_full_precision():
-        expected_M = model(probe.batch(model.path)).logprobs_M.float().cpu().numpy()
-    card = policy_card(facts, place=options.push_to_hub or HERE)
-    save_policy(directory, model, loaded.tokenizer, card=card)
-    facts.save(directory)
-    del model, loaded  # one model at a time
-    gc.collect()
-    found_M = plain_logprobs(
-        directory, probe.sequences_N, probe.rows.starts_N.tolist(), device=device
-    )
-    worst = largest_difference(found_M, expected_M)
-    tolerance = GOLDEN_TOLERANCE.get(options.dtype, LOW_PRECISION_TOLERANCE)
-    if not worst <= tolerance:
-        raise ModelError(
-            f"plain transformers gives other log-probabilities from what was written (largest "
-            f"difference {worst:.3g}, allowed {tolerance:.0e}). It was not kept; please report the "
-            "model"
-        )
-    say(
-        f"tested  plain transformers gives the same log-probabilities of {len(found_M)} tokens in "
-        f"a padded batch (max difference {worst:.1e}, allowed {tolerance:.0e})"
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# A reward model as a plain Hugging Face directory, and the test of what was written.
-
-LONGEST_PROBE = 1024
-"""Where conversations of more tokens are cut, no probe is made longer than that."""
-
-
-def write_reward_model(
-    directory: Path,
-    place: ModelPlace,
-    loaded_with: ScorerOptions,
-    options: ExportOptions,
-    tables: Sequence[EvaluationTable],
-    say: Say,
-) -> None:
-    """Write it, load it anew without Laurel and with it, and compare.
-
-    Args:
-        directory: Exists and is empty.
-        place: What is written.
-        loaded_with: How it is loaded.
-        options: What the command line says.
-        tables: Evaluations for its card.
-        say: Told what was found.
-
-    Raises:
-        UserError: It is no reward model, or what was written gives other scores.
-    """
-    scorer = load_scorer(place, loaded_with, say=say)
-    bias = _leave_out_bias(scorer)
-    facts = _facts(place, scorer, bias, say)
-    contract = _contract(scorer, options, say)
-    probes = [golden.messages for golden in contract.rules.golden]
-    probes += [probe for probe in probes_for(contract) if probe not in probes]
-    expected_NK = _scores(scorer, probes)
-    card = reward_model_card(facts, contract, evaluations=tables, place=options.push_to_hub or HERE)
-    save_reward_model(directory, scorer.model, contract, card=card)
-    facts.save(directory)
-    device = scorer.model.device
-    del scorer  # one model at a time
-    gc.collect()
-    tolerance = golden_tolerance(contract, options.dtype)
-    found_NK = plain_scores(directory, probes, device=device)
-    worst = _compare("plain transformers", found_NK, expected_NK, tolerance)
-    say(
-        f"tested  plain transformers gives the same scores of {len(probes)} conversations in "
-        f"padded batches (max difference {worst:.1e}, allowed {tolerance:.0e})"
-    )
-    again = load_scorer(
-        ModelPlace(name=str(directory)),
-        replace(loaded_with, policy=None),
-        say=lambda text: None,
-    )
-    worst = _compare("Laurel", _scores(again, probes), expected_NK, tolerance)
-    say(f"tested  Laurel gives the same, from what was written (max difference {worst:.1e})")
-
-
-def probes_for(contract: ScoringContract) -> list[Conversation]:
-    """Conversations of several lengths, nobody's data, and one too long where that is cheap."""
-    asked = Message("user", "Where does the laurel grow?")
-    probes: list[Conversation] = [
-        (asked, Message("assistant", "No.")),
-        (asked, Message("assistant", "By the western gate, under the old wall.")),
-        (
-            Message("user", "Name three rivers."),
-            Message("assistant", "The Rhine, the Po and the Ebro."),
-            Message("user", "And a lake?"),
-            Message("assistant", "Como. It is deep, and the road along it is narrow."),
-        ),
-        (
-            Message("user", "Why is the sky blue? Answer in a paragraph."),
-            Message("assistant", "Air scatters short waves of light more than long ones. " * 4),
-        ),
-    ]
-    if contract.rules.max_length <= LONGEST_PROBE:
-        said = "Over the hills, and over them again. " * contract.rules.max_length
-        probes.append((asked, Message("assistant", said[: 8 * contract.rules.max_length])))
-    return probes
-
-
-def _leave_out_bias(scorer: LocalScorer) -> float:
-    """Take the bias from a head; what it added to every score."""
-    name = scorer.model.head_name
-    head = None if name is None else getattr(scorer.model.classifier, name)
-    if head is None or head.bias is None:
-        return 0.0
-    bias = float(head.bias.detach().reshape(-1)[0])
-    head.bias = None
-    return bias
-
-
-def _facts(place: ModelPlace, scorer: LocalScorer, bias: float, say: Say) -> CardFacts:
-    """What is known of the model, and what was changed."""
-    facts = CardFacts.load(Path(place.name)) if Path(place.name).is_dir() else None
-    if facts is None:
-        on_hub = hub_name(place.name)
-        facts = CardFacts(base_model=on_hub or "", hub_base=on_hub)
-    if not bias:
-        return facts
-    note = (
-        f"The program that trained it adds {bias:.6g} to every score, the bias of its head. "
-        "Hugging Face's classes have no place for that, and no comparison needs it."
-    )
-    say(f"note    {note}")
-    return facts.model_copy(update={"notes": (*facts.notes, note)})
-
-
-def _contract(scorer: LocalScorer, options: ExportOptions, say: Say) -> ScoringContract:
-    """The contract with golden scores of the weights as they are written."""
-    contract = scorer.contract
-    kept = [golden.messages for golden in contract.rules.golden]
-    if options.without_conversations:
-        kept = []
-    elif kept and options.push_to_hub is not None:
-        say(
-            f"note    scoring.json holds {len(kept)} conversations of the data of the run, which "
-            "go to the hub; --without-conversations puts others in their place"
-        )
-    conversations = kept or probes_for(contract)[:3]
-    golden = golden_scores(
-        scorer.model, contract, [conversation_group(messages) for messages in conversations]
-    )
-    return contract.with_rules(
-        golden=golden, golden_dtype=options.dtype, versions=library_versions()
-    )
-
-
-def _scores(scorer: LocalScorer, conversations: Sequence[Conversation]) -> np.ndarray:
-    """Scores `[N, K]`, each conversation by itself.
-
-    Raises:
-        ScoringContractError: One has no score.
-    """
-    groups = [conversation_group(messages) for messages in conversations]
-    scores = [score for (score,) in scorer.score_now(groups)]
-    for score in scores:
-        if score.failure is not None:
-            raise ScoringContractError(f"a conversation of the test has no score: {score.failure}")
-    return np.asarray([score.values_K for score in scores], dtype=np.float64)
-
-
-def _compare(who: str, found: np.ndarray, expected: np.ndarray, tolerance: float) -> float:
-    """The largest difference.
-
-    Raises:
-        ScoringContractError: It is beyond the tolerance.
-    """
-    worst = largest_difference(found, expected)
-    if not worst <= tolerance:
-        row = int(np.argmax(np.nan_to_num(np.abs(found - expected).max(axis=1), nan=np.inf)))
-        raise ScoringContractError(
-            f"{who} gives other scores from what was written: {found[row, 0]:.6g} where "
-            f"{expected[row, 0]:.6g} was expected (largest difference {worst:.3g}, allowed "
-            f"{tolerance:.0e}). It was not kept. Most likely it is pooled from another token, or "
-            "the architecture reads padding; please report the model"
-        )
-    return worst
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import tiny
 import tiny_tokenizers as made
 from laurel.errors import CheckpointError, ConfigError, DataError, ModelError, ScoringContractError
 from laurel.export import export as export_module
-from laurel.export import export as reward_module
-from laurel.export.export import ExportOptions, run_export
+from laurel.export import writing
+from laurel.export.export import run_export
+from laurel.export.options import ExportOptions
 from laurel.models.checkpoint.card import CardFacts
 from laurel.rewards.open import open_scorer
 from laurel.types import Message, group_of
@@ -175,7 +176,7 @@ def test_a_directory_that_pools_another_token_is_not_kept(
     checkpoint, export, monkeypatch, tmp_path
 ):
     """As with pad == eos: plain transformers would read the token before the last."""
-    save = reward_module.save_reward_model
+    save = writing.save_reward_model
 
     def sabotage(directory, model, contract, *, card):
         save(directory, model, contract, card=card)
@@ -185,7 +186,7 @@ def test_a_directory_that_pools_another_token_is_not_kept(
         config["pad_token_id"] = int(tokens.branches_ids_G[0][-1])
         path.write_text(json.dumps(config), encoding="utf-8")
 
-    monkeypatch.setattr(reward_module, "save_reward_model", sabotage)
+    monkeypatch.setattr(writing, "save_reward_model", sabotage)
     with pytest.raises(
         ScoringContractError, match=r"gives other scores from what was written.*not"
     ):
@@ -195,7 +196,7 @@ def test_a_directory_that_pools_another_token_is_not_kept(
 
 @pytest.mark.slow
 def test_a_directory_with_a_weight_missing_is_not_kept(checkpoint, export, monkeypatch, tmp_path):
-    save = reward_module.save_reward_model
+    save = writing.save_reward_model
 
     def sabotage(directory, model, contract, *, card):
         save(directory, model, contract, card=card)
@@ -203,7 +204,7 @@ def test_a_directory_with_a_weight_missing_is_not_kept(checkpoint, export, monke
         weights.pop("score.weight")
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
-    monkeypatch.setattr(reward_module, "save_reward_model", sabotage)
+    monkeypatch.setattr(writing, "save_reward_model", sabotage)
     with pytest.raises(ScoringContractError, match=r"does not find the weights .*score\.weight"):
         export(checkpoint)
     assert list(tmp_path.iterdir()) == []
@@ -222,7 +223,7 @@ def test_what_is_there_stays_unless_told_otherwise(checkpoint, export, tmp_path,
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(reward_module, "save_reward_model", fail)
+        patch.setattr(writing, "save_reward_model", fail)
         with pytest.raises(DataError, match=r"cannot be written: .*No space left"):
             export(checkpoint, overwrite=True)
     assert (out / "mine.txt").read_text() == "mine"
