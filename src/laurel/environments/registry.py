@@ -33,6 +33,8 @@ BUILT_IN: dict[str, tuple[str, str]] = {
 it is asked for."""
 
 _NEEDED = ("step", "global_post_process_and_metrics", "shutdown")
+_PAIRS = (("state_dict", "load_state_dict"), ("notes", "take_notes"))
+"""What an environment has together, or not at all."""
 _registered: dict[str, str] = {}
 
 
@@ -272,6 +274,34 @@ def _checked(name: str, made: Any) -> Environment:
             f"environment '{name}': {type(made).__name__} lacks {', '.join(missing)}; derive it "
             "from laurel.environments.interface.EnvironmentInterface"
         )
+    _check_pairs(name, made)
     environment: Environment = made
     judged_by(environment)
     return environment
+
+
+def _check_pairs(name: str, made: Any) -> None:
+    """Refuse what would lose its state at a checkpoint without a word.
+
+    Raises:
+        ConfigError: It has half of a pair, or wraps an environment whose state it does not pass on.
+    """
+    where = f"environment '{name}': {type(made).__name__}"
+    for save, load in _PAIRS:
+        has = [method for method in (save, load) if callable(getattr(made, method, None))]
+        if len(has) == 1:
+            lacks = load if has == [save] else save
+            raise ConfigError(
+                f"{where} has {has[0]}, but not {lacks}: what it remembers would be lost when the "
+                "run is resumed. Define both, or neither"
+            )
+        if has:
+            continue
+        for attribute, wrapped in getattr(made, "__dict__", {}).items():
+            is_environment = all(callable(getattr(wrapped, each, None)) for each in _NEEDED)
+            if is_environment and callable(getattr(wrapped, save, None)):
+                raise ConfigError(
+                    f"{where} wraps a {type(wrapped).__name__} ({attribute}), and does not pass on "
+                    f"its {save} and {load}: what it remembers would be lost when the run is "
+                    "resumed. Define both, e.g. by calling those of the environment inside"
+                )

@@ -633,13 +633,18 @@ class Moments:
         return math.sqrt(self.squares / self.count)
 
 
+MOST_WAITING = 65_536
+"""Scores of a batch at most: more than a step of any size has, and half a megabyte."""
+
+
 class ScoreTransform:
     """What `ScoreTransformConfig` says is done to scores. Safe to call from several threads.
 
     With `normalize: running` the mean and the deviation change only when a batch ends
     (`end_batch`), and before the first has ended scores stay as they are. Were they to change with
     every score, completions of one prompt that are judged at different times would be measured by
-    different rules, and learn from the difference.
+    different rules, and learn from the difference. Where nobody ends batches (`step` alone is
+    called), a batch ends with `MOST_WAITING` scores.
     """
 
     def __init__(
@@ -695,6 +700,14 @@ class ScoreTransform:
         if config.normalize == "running":
             with self._lock:
                 self._waiting.extend(scores)
+                is_full = len(self._waiting) >= MOST_WAITING
+            if is_full:
+                logging.getLogger(__name__).warning(
+                    "env.reward_model.transform.normalize=running: %s scores have come since a "
+                    "batch ended (global_post_process_and_metrics); they count from now on",
+                    f"{MOST_WAITING:,}",
+                )
+                self.end_batch()
         mean, std = self._mean_and_std()
         if config.normalize == "stored" and references is not None:
             mean = 0.0

@@ -25,6 +25,7 @@ import numpy as np
 from laurel.config.grpo import GRPOConfig
 from laurel.data.loader import Stream
 from laurel.errors import EngineError, TrainingError
+from laurel.grpo.advantages import scaled, slope
 from laurel.grpo.judging import Clock, end_all
 from laurel.grpo.metrics import environment_notes, failure_counts, take_environment_notes
 from laurel.grpo.rollouts import CLOSING_SECONDS, Rollouts
@@ -196,11 +197,15 @@ class BatchPlayer:
             for r in group.rollouts_G
             if r.reward is not None and not (r.truncated and self._config.overlong_filtering)
         ]
-        columns = [[r.reward for r in used if r.reward is not None]]
+        # What the clamp of `reward_scaling` makes equal teaches nothing.
+        scaling = self._config.reward_scaling
+        rewards = [r.reward for r in used if r.reward is not None]
+        columns = [[scaled(reward, scaling) for reward in rewards] if scaling.enabled else rewards]
         if self._config.adv_estimator.name == "gdpo":  # which compares them one by one
             names = sorted({name for r in used for name in r.components})
             columns = [[r.components.get(name, 0.0) for r in used] for name in names] or columns
-        floor = self._config.adv_estimator.noise_floor_factor * self._noise(group.task.environment)
+        noise = slope(scaling) * self._noise(group.task.environment)
+        floor = self._config.adv_estimator.noise_floor_factor * noise
         return (
             len(used) > 1
             and self._is_valid(group)

@@ -149,12 +149,13 @@ class RayGroup(GroupCalls):
         sent: dict[int, list[Any]] = {}
         refs = {}
         for rank, call in calls.items():
-            # One call for everybody is sent once.
-            if id(call) not in sent:
+            # What several ranks are given is sent once: to all of them, or, of a place of the
+            # data-parallel mesh, to each of its tensor- and context-parallel ranks.
+            if id(call.args) not in sent:
                 rest, shared = without_shared(call)
-                sent[id(call)] = [ray.put(cloudpickle.dumps((None, rest)))]
-                sent[id(call)] += [each.carried(self._put) for each in shared]
-            refs[rank] = self._seats[rank].run.remote(*sent[id(call)])
+                sent[id(call.args)] = [ray.put(cloudpickle.dumps((None, rest)))]
+                sent[id(call.args)] += [each.carried(self._put) for each in shared]
+            refs[rank] = self._seats[rank].run.remote(*sent[id(call.args)])
         return _RayPending(self, refs, next(iter(calls.values())).method)
 
     def _put(self, value: Any) -> Any:

@@ -265,3 +265,40 @@ def test_rays_own_decorator_is_seen_through():
     assert _undecorated(ray.remote(Constant)) is Constant
     assert _undecorated(ray.remote(num_cpus=2)(Constant)) is Constant
     assert _undecorated(Constant) is Constant
+
+
+class Counting(Constant):
+    """Remembers something between steps."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Wrapping(Constant):
+    """Passes on `step`, and nothing that is remembered."""
+
+    def __init__(self):
+        self.inside = Counting()
+
+    def step(self, message_log_batch, metadata):
+        return self.inside.step(message_log_batch, metadata)
+
+
+class Forgetful(Constant):
+    def state_dict(self):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Wrapping, r"Wrapping wraps a Counting \(inside\), .* its state_dict and load_state_dict"),
+        (Forgetful, "Forgetful has state_dict, but not load_state_dict"),
+    ],
+)
+def test_state_that_a_checkpoint_would_lose_is_told(kind, said):
+    with pytest.raises(ConfigError, match=said):
+        create_environment("mine", config_of(custom={"mine": own(kind.__name__)}))

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.config.environments import ScoreTransformConfig
+from laurel.environments import reward_model_environment
 from laurel.environments.reward_model_environment import Moments, ScoreTransform
 from laurel.errors import ConfigError
 
@@ -125,3 +126,12 @@ def test_threads_lose_no_score():
     made.end_batch()
     assert made.seen.count == 1600
     assert made.seen.mean == pytest.approx(99.5)
+
+
+def test_scores_count_although_nobody_ends_a_batch(monkeypatch, caplog):
+    monkeypatch.setattr(reward_model_environment, "MOST_WAITING", 4)
+    made = transform(normalize="running")
+    assert made.rewards([1.0, 3.0]) == [1.0, 3.0]
+    made.rewards([1.0, 3.0])  # the fourth: mean 2, standard deviation 1
+    assert made.rewards([4.0]) == [2.0]
+    assert "4 scores have come since a batch ended" in caplog.text

@@ -347,6 +347,35 @@ def test_more_tasks_can_be_drawn_at_once() -> None:
     assert (batch.num_batches, batch.num_without_signal) == (1, 3)
 
 
+def test_what_the_clamp_of_scaled_rewards_makes_equal_is_no_signal() -> None:
+    # 2 and 3 are both 1 after the clamp to [0, 1]: the step would learn nothing from them.
+    generator, judge = by_task(SIGNAL | {"task 1": (2.0, 3.0)})
+    with source_of(
+        generator,
+        judge=judge,
+        shuffle=False,
+        use_dynamic_sampling=True,
+        max_num_epochs=2,
+        reward_scaling={"enabled": True},
+    ) as source:
+        assert ids(source.take(0)) == ["task 2", "task 5", "task 7"]
+
+
+def test_noise_is_measured_in_scaled_rewards() -> None:
+    # Their deviation 0.0105 and 10 times the noise, 0.01, are both halved.
+    generator, judge = by_task({"task 0": (0.0, 0.021)})
+    with source_of(
+        generator,
+        judge=judge,
+        shuffle=False,
+        use_dynamic_sampling=True,
+        noise=lambda name: 0.001,
+        num_prompts_per_step=1,
+        reward_scaling={"enabled": True, "target_max": 0.5},
+    ) as source:
+        assert ids(source.take(0)) == ["task 0"]
+
+
 def test_without_dynamic_sampling_everything_is_kept_and_nothing_more_is_drawn() -> None:
     generator, judge = by_task(SIGNAL)
     with source_of(generator, judge=judge, shuffle=False, batch_multiplier=2.0) as source:
