@@ -86,8 +86,7 @@ def _slime(**scorer: Any) -> RewardServer:
     words = WordScorer(**scorer)
 
     def score(asked: Asked) -> Any:
-        group = wire.read_remote_rm_request(asked.value).group
-        assert group is not None
+        (group,) = wire.read_remote_rm_request(asked.value).groups
         ((score,),) = asyncio.run(words.score([group]))
         return score
 

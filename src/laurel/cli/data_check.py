@@ -38,9 +38,9 @@ from laurel.data.task_formats import OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, load_task_data
 from laurel.errors import ConfigError, DataError, Terms, UserError, speaking
 from laurel.observe.console import make_console, message_console, shorten_middle, visible
+from laurel.observe.counts import counted
 from laurel.observe.hub import check_fetchable
 from laurel.observe.json_output import write_json
-from laurel.observe.metrics import counted
 from laurel.rewards.open import check_not_missing
 from laurel.run.reward_model import load_data
 from laurel.run.schemas import SCHEMAS

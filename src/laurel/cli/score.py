@@ -13,9 +13,9 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
 from laurel.observe.console import make_console, message_console, print_scores
+from laurel.observe.counts import counted
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_stream, json_text
-from laurel.observe.metrics import counted
 from laurel.observe.progress import RowProgress
 from laurel.rewards.open import Say, ScorerOptions
 from laurel.run.scorer import check_named, find_local, open_local, say_on

@@ -25,9 +25,9 @@ from laurel.data.task_formats import TASK_SETS
 from laurel.data.tasks import NOT_WHAT_IS_RIGHT
 from laurel.errors import ConfigError, DataError, Terms, UserError, speaking
 from laurel.observe.console import make_console, message_console, shorten_middle, visible
+from laurel.observe.counts import counted, counted_that
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import write_json
-from laurel.observe.metrics import counted, counted_that
 from laurel.rewards.open import check_not_missing
 from laurel.run.schemas import SCHEMAS
 from laurel.run.scorer import find_local, say_on

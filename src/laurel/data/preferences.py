@@ -40,7 +40,7 @@ from laurel.data.sources import (
     text,
 )
 from laurel.errors import DataError
-from laurel.observe.metrics import counted_that
+from laurel.observe.counts import counted_that
 from laurel.types import Completion, Conversation, Group, Message, Preference
 
 Remedy = Callable[[UnusableRow], str]

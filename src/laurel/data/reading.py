@@ -28,7 +28,7 @@ from laurel.data.sources import (
     read_rows,
 )
 from laurel.errors import DataError
-from laurel.observe.metrics import counted, counted_that
+from laurel.observe.counts import counted, counted_that
 from laurel.types import Conversation, Message
 
 # --------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from typing import IO, Any, Generic, Literal, NoReturn, TypeVar, cast
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
 from laurel.errors import DataError, setting_of
+from laurel.observe.counts import counted
 from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
-from laurel.observe.metrics import counted
 from laurel.types import Conversation, Message
 
 # --------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from laurel.data.task_formats import (
     settle,
 )
 from laurel.errors import ConfigError, DataError
-from laurel.observe.metrics import counted_that
+from laurel.observe.counts import counted_that
 from laurel.types import Message, Task
 
 # --------------------------------------------------------------------------------------------------

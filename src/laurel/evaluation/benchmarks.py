@@ -31,7 +31,7 @@ from laurel.evaluation.statistics import (
     shares_by_subset,
 )
 from laurel.observe.console import conversation_text
-from laurel.observe.metrics import counted
+from laurel.observe.counts import counted
 from laurel.types import Group, Preference, Score
 
 MOST_MALFORMED = 0.5

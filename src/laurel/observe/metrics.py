@@ -290,32 +290,6 @@ def _average_ranks(values: npt.NDArray[np.generic]) -> FloatArray:
 
 
 # --------------------------------------------------------------------------------------------------
-# Numbers of things, in words.
-
-
-def counted(number: int, what: str) -> str:
-    """E.g. `1 row`, `2,000 rows`.
-
-    Args:
-        number: How many.
-        what: One of them; more take an s.
-    """
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
-
-
-def counted_that(number: int, what: str, verb: str) -> str:
-    """E.g. `1 row has`, `2 rows have`.
-
-    Args:
-        number: How many.
-        what: One of them.
-        verb: What more than one do.
-    """
-    does = {"have": "has", "were": "was", "are": "is"}.get(verb, f"{verb}s")
-    return f"{counted(number, what)} {does if number == 1 else verb}"
-
-
-# --------------------------------------------------------------------------------------------------
 # The one definition of how long an answer is, and of what preferring the longer one would get.
 #
 # Data reports, validations, evaluations and model cards count alike, so that their figures on the

@@ -13,7 +13,7 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.report import DataReport, RowReport, TextReport
 from laurel.errors import DataError
 from laurel.models.checkpoint.card import EvaluationRow, EvaluationTable
-from laurel.observe.metrics import counted
+from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
     from laurel.evaluation.benchmarks import BenchmarkSet

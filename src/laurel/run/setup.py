@@ -19,8 +19,8 @@ from laurel.errors import CheckpointError, ConfigError
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.models.checkpoint.store import LOCK_NAME, CheckpointStore
 from laurel.observe.console import visible
+from laurel.observe.counts import counted
 from laurel.observe.loggers import next_run_dir, open_loggers
-from laurel.observe.metrics import counted
 from laurel.observe.progress import TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
 from laurel.planning.memory import MASTER_BYTES, OPTIMIZER_STATES

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from laurel.config.policy import Milestones, NamedCall
 from laurel.errors import ConfigError
-from laurel.observe.metrics import counted
+from laurel.observe.counts import counted
 
 
 def build_optimizer(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from laurel import SLEEPING_THREADS, __version__
 from laurel.observe.console import format_number
-from laurel.observe.metrics import counted
+from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -52,8 +52,8 @@ from laurel.models.checkpoint.manifest import (
     verify,
     write_manifest,
 )
+from laurel.observe.counts import counted
 from laurel.observe.json_output import json_text
-from laurel.observe.metrics import counted
 
 __all__ = [
     "CheckpointStore",

@@ -11,8 +11,9 @@ from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 from laurel.observe.console import format_number
+from laurel.observe.counts import counted
 from laurel.observe.gold import gold_metric
-from laurel.observe.metrics import counted, is_lower_better
+from laurel.observe.metrics import is_lower_better
 from laurel.observe.run_record import RunRecord, Series
 
 Weight = Literal["bad", "look", "good", "note"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from laurel.observe.console import format_number
+from laurel.observe.counts import counted
 from laurel.observe.gold import gold_metric
-from laurel.observe.metrics import counted
 from laurel.observe.report.findings import Finding, findings
 from laurel.observe.run_record import RunRecord
 

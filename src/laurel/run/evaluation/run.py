@@ -28,9 +28,9 @@ from laurel.evaluation.benchmarks import (
 from laurel.evaluation.reward_bench import ZeroSpread
 from laurel.evaluation.statistics import Measured
 from laurel.observe.console import make_console, message_console, visible
+from laurel.observe.counts import counted
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
-from laurel.observe.metrics import counted
 from laurel.observe.progress import RowProgress
 from laurel.rewards.open import Say, ScorerOptions
 from laurel.run.evaluation.results import Evaluation, check_directory, write_results

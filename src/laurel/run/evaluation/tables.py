@@ -47,8 +47,8 @@ from laurel.evaluation.statistics import (
     scored,
 )
 from laurel.observe.console import format_number, make_console, shorten_middle, visible
+from laurel.observe.counts import counted, counted_that
 from laurel.observe.json_output import write_json
-from laurel.observe.metrics import counted, counted_that
 from laurel.run.evaluation.results import Result, read_result
 
 if TYPE_CHECKING:
