@@ -227,7 +227,7 @@ def test_watch_reward_hacking(tmp_path: Path) -> None:
     said = figures("watch_reward_hacking", tmp_path)
     gold, reward = said["gold"], said["reward"]
     assert said["right_on_short"] < 0.2  # the bias shows before any policy has learned it
-    assert said["alarm"] == "length_bias"
+    assert said["alarm"] == "overoptimisation"
     assert said["first_alarm"] < said["fallen"]
     assert gold[0] + 0.02 < max(gold)  # better first ...
     assert gold[-1] < 0.8 * max(gold)  # ... then worse,
