@@ -12,7 +12,7 @@ import pytest
 
 import runs
 from laurel.errors import ConfigError, DataError
-from laurel.rewards.open import ScorerOptions
+from laurel.rewards.open import ScorerSpec
 from laurel.run.evaluation.run import EvalScorer, Request, run_benchmark
 from policy_runs import grpo, grpo_settings, metrics_of
 from runs import BAD, GOOD, series, write_rows
@@ -77,7 +77,7 @@ def settings(directory: Path, *changes: str, sets: dict[str, str] | None = None)
 
 def evaluated(model: Path, name: Any, data: Path, output: Path) -> dict[str, Any]:
     """What `laurel eval` finds of a model."""
-    scorer = EvalScorer(model=str(model), options=ScorerOptions(device="cpu"), cpu_threads=1)
+    scorer = EvalScorer(model=str(model), options=ScorerSpec(device="cpu"), cpu_threads=1)
     run_benchmark(name, Request(scorer=scorer, data=(str(data),), output=output, as_json=True))
     found: dict[str, Any] = json.loads((output / f"{name}-report.json").read_text())
     return found

@@ -595,12 +595,12 @@ def _about_scratch(task: StarterTask) -> str:
 
 
 def _positions(name: str) -> int | None:
-    from laurel.config.policy import PolicyConfig
     from laurel.models.loading.pretrained import read_config
+    from laurel.models.spec import ModelSpec
     from laurel.rewards.open import quiet_libraries
 
     quiet_libraries()
-    hf_config = read_config(PolicyConfig(), name).get_text_config()
+    hf_config = read_config(ModelSpec(), name).get_text_config()
     positions: int | None = getattr(hf_config, "max_position_embeddings", None)
     return positions
 
