@@ -20,7 +20,7 @@ import yaml
 
 from laurel.cli.data_check import examine
 from laurel.config.load import load_config, to_yaml
-from laurel.config.policy import PolicyConfig, TokenizerConfig
+from laurel.config.policy import TokenizerConfig
 from laurel.config.tree import nearest
 from laurel.data.preferences import DATASET_CLASSES
 from laurel.data.reading import unknown_class
@@ -178,6 +178,7 @@ def _model(said: str, *, trainer: str) -> Chosen:
 
 def _model_in(directory: str, trainer: str) -> Chosen:
     from laurel.models.loading.pretrained import read_config
+    from laurel.models.spec import ModelSpec
     from laurel.models.tokenizer import load_tokenizer
 
     quiet_libraries()
@@ -198,7 +199,7 @@ def _model_in(directory: str, trainer: str) -> Chosen:
     if trainer == "rm" and bare.pad_token == bare.eos_token:
         settings["policy.tokenizer.pad_token"] = "auto"
         notes.append(f"{name} pads with its end token: another is chosen (pad_token: auto)")
-    network = read_config(PolicyConfig(), name).get_text_config()
+    network = read_config(ModelSpec(), name).get_text_config()
     longest = getattr(network, "max_position_embeddings", None) or math.inf
     return Chosen(settings=settings, notes=notes, longest=longest)
 
