@@ -14,7 +14,7 @@ from laurel.environments.code.nodes import ClusterNodes
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan
 from laurel.planning.request import RoleName
-from laurel.planning.roles import as_ranges, where
+from laurel.planning.roles import where
 from laurel.run.request import request_of, uses_reward_model
 from laurel.run.schemas import Run
 from laurel.workers.launch import (
@@ -212,19 +212,7 @@ def _refuse_unbuilt(config: Run, plan: Plan) -> None:
             f"{where}.context_parallel_size={cp}: only token forests are divided; set it to 1, or "
             "policy.sequence_packing.enabled to true"
         )
-    policy, generation = plan.role("policy"), plan.role("generation")
-    if (
-        isinstance(config, GRPORun)
-        and config.policy.generation.weight_transfer == "ipc"
-        and policy is not None
-        and generation is not None
-        and (far := {s.node for s in generation.slots} - {s.node for s in policy.slots})
-    ):
-        raise ConfigError(
-            "policy.generation.weight_transfer=ipc: replicas read the memory of a rank of the "
-            f"policy on their own node, and it has none on node {as_ranges(sorted(far))}; set it "
-            "to auto, broadcast or object_store"
-        )
+    policy = plan.role("policy")
     if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
         raise ConfigError(
             f"{where}.cpu_offload=true: shares of a spread model can be kept on the host, and the "

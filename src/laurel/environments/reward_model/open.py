@@ -22,7 +22,7 @@ from laurel.config.environments import (
     RewardModelEnvironmentConfig,
     ScorerSource,
 )
-from laurel.config.policy import PolicyConfig, TokenizerConfig
+from laurel.config.policy import TokenizerConfig
 from laurel.errors import (
     ConfigError,
     Terms,
@@ -36,6 +36,7 @@ from laurel.errors import (
 )
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import ScoringContract, ScoringRules
+from laurel.models.spec import ModelSpec
 from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.function import FunctionScorer
@@ -44,7 +45,7 @@ from laurel.rewards.loop_scorer import LoopScorer, OneModelDesk
 from laurel.rewards.open import (
     ModelPlace,
     Say,
-    ScorerOptions,
+    ScorerSpec,
     check_at_once,
     check_files,
     check_not_missing,
@@ -423,7 +424,7 @@ class FoundRewardModel:
 
     config: RewardModelEnvironmentConfig
     place: ModelPlace
-    options: ScorerOptions
+    options: ScorerSpec
 
     def open(self, make_group: MakeGroup, *, shape: ParallelShape, say: Say) -> GroupScorer:
         """The scorer in processes of its own; see `open_reward_model_group`."""
@@ -490,7 +491,7 @@ def _in_its_words(config: RewardModelEnvironmentConfig) -> AbstractContextManage
 
 def _found(
     config: RewardModelEnvironmentConfig, *, tp: int, device: Device, say: Say
-) -> tuple[ModelPlace, ScorerOptions]:
+) -> tuple[ModelPlace, ScorerSpec]:
     """The model, its files checked, and how it is to score."""
     _check_settings(config)
     place = _place_of(config)
@@ -505,22 +506,24 @@ def _found(
 
 def _options(
     config: RewardModelEnvironmentConfig, place: ModelPlace, *, tp: int, device: Device
-) -> ScorerOptions:
+) -> ScorerSpec:
     """How the model is to score."""
-    policy = PolicyConfig(
+    model = ModelSpec(
         trust_remote_code=config.trust_remote_code,
         safetensors_only=config.safetensors_only,
         tokenizer=_tokenizer(config, place),
-        sequence_packing=config.sequence_packing,
-        reward_model_cfg=config.reward_model_cfg,
-        dtensor_cfg=config.dtensor_cfg.model_copy(update={"tensor_parallel_size": tp}),
+        head=config.reward_model_cfg,
+        reads_forests=config.sequence_packing.enabled,
+        activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
+        tensor_parallel_size=tp,
+        parallel_plan=config.dtensor_cfg.custom_parallel_plan,
     )
     return replace(
         _batches(config),
         max_length=config.max_model_len,
         precision=config.precision,
         device=device,
-        policy=policy,
+        model=model,
     )
 
 
@@ -596,12 +599,12 @@ def _tokenizer(config: RewardModelEnvironmentConfig, place: ModelPlace) -> Token
     return given.model_copy(update={"name": name})
 
 
-def _batches(config: RewardModelEnvironmentConfig) -> ScorerOptions:
+def _batches(config: RewardModelEnvironmentConfig) -> ScorerSpec:
     """How conversations are divided over forward passes."""
     for block in (config.sequence_packing, config.dynamic_batching):
         if block.enabled:
-            return ScorerOptions(batch_tokens=block.train_mb_tokens or config.batch_tokens)
-    return ScorerOptions(batch_size=config.batch_size)
+            return ScorerSpec(batch_tokens=block.train_mb_tokens or config.batch_tokens)
+    return ScorerSpec(batch_size=config.batch_size)
 
 
 # --------------------------------------------------------------------------------------------------
