@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,10 @@ def test_what_is_said_and_kept(finished: tuple[Path, runs.Finished]) -> None:
     assert "bench   validation-Rewards: RewardBench" in run.text
     assert "bench.jsonl: 40 of 40 rows" in run.text
     assert "step 9  validation-Rewards  final_score 0." in run.text
+    small = (
+        r"step 9  validation-Small  accuracy \S+ of 10 rows \(longer answer \S+, bag of words \S+\)"
+    )
+    assert re.search(small, run.text)
     assert "validation-Small: cut to 10 of 40 rows (max_samples)" in run.text
     assert series(directory, "validation-Small/num_rows") == {3: 10.0, 6: 10.0, 9: 10.0}
     assert series(directory, "validation-Small/final_score") == {}
