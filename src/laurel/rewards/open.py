@@ -169,6 +169,24 @@ def check_files(place: ModelPlace) -> Manifest | None:
     return verify(place.name) if place.is_checkpoint else None
 
 
+def find_whole(model: str, *, say: Say) -> ModelPlace:
+    """The model that a directory or a name means, with all that can be checked before it is loaded.
+
+    Args:
+        model: See `find_model`.
+        say: Told what was decided on the way.
+
+    Raises:
+        UserError: See `find_model`, `check_at_once` and `check_files`.
+    """
+    place = find_model(model)
+    for note in place.notes:
+        say(note)
+    check_at_once(place)
+    check_files(place)
+    return place
+
+
 def check_at_once(place: ModelPlace) -> None:
     """Refuse what a moment shows to give no scores: before torch is imported, or data are read.
 
@@ -257,16 +275,12 @@ def _headless(name: str, strange_weights: Sequence[str]) -> str:
 
 
 def open_scorer(model: str, *, say: Say) -> LocalScorer:
-    """A scorer with every default from wherever a user says it is; see the three steps.
+    """A scorer with every default from wherever a user says it is.
 
     Raises:
-        UserError: See there.
+        UserError: See `find_whole` and `load_scorer`.
     """
-    place = find_model(model)
-    for note in place.notes:
-        say(note)
-    check_files(place)
-    return load_scorer(place, ScorerSpec(), say=say)
+    return load_scorer(find_whole(model, say=say), ScorerSpec(), say=say)
 
 
 def read_rules(place: ModelPlace) -> ScoringRules | None:

@@ -32,8 +32,8 @@ from laurel.rewards.open import (
     Say,
     ScorerSpec,
     check_at_once,
-    check_files,
     find_model,
+    find_whole,
     load_scorer,
 )
 from laurel.rewards.preparing import Rendered
@@ -492,10 +492,7 @@ def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, Batchi
     from laurel.workers.process import prepare
 
     prepare(ClusterConfig(device=settings.device, cpu_threads=settings.cpu_threads), seed=0)
-    place = find_model(settings.model)
-    for note in place.notes:
-        say(note)
-    check_files(place)
+    place = find_whole(settings.model, say=say)
     spec = ScorerSpec(
         max_length=settings.max_length,
         batch_tokens=settings.batch_tokens,
