@@ -35,6 +35,7 @@ from laurel.evaluation.statistics import (
     length_difference,
     scored,
 )
+from laurel.observe.metrics import spearman
 from laurel.types import Conversation, Group, Score, group_of
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
@@ -133,28 +134,6 @@ def score_length_correlation(pairs: Iterable[ScoredPair]) -> float | None:
     """
     answers = [(score, len(text)) for _, text, score in _answers(pairs)]
     return spearman([score for score, _ in answers], [float(length) for _, length in answers])
-
-
-def spearman(values: Sequence[float], others: Sequence[float]) -> float | None:
-    """Pearson's correlation of the ranks; equal values share the mean of theirs.
-
-    None where either side has fewer than two different values.
-    """
-    ranks, other_ranks = (_ranks(side) for side in (values, others))
-    deviations, other_deviations = ranks - ranks.mean(), other_ranks - other_ranks.mean()
-    scale = math.sqrt(float(deviations @ deviations) * float(other_deviations @ other_deviations))
-    if scale == 0:
-        return None
-    # Rounding must not carry it past its bounds.
-    return max(-1.0, min(1.0, float(deviations @ other_deviations) / scale))
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray:
-    if not len(values):
-        return np.zeros(1)
-    _, place, counts = np.unique(np.array(values), return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[place]
 
 
 def _answers(pairs: Iterable[ScoredPair]) -> list[tuple[Conversation, str, float]]:
@@ -568,13 +547,6 @@ def normalised(prompt: Conversation) -> str:
     return _collapsed("\n".join(message.content for message in prompt)).casefold()
 
 
-def jaccard(text: str, other: str) -> float:
-    """Similarity of two normalised prompts by their runs of words; 0 where either has no word."""
-    one, two = _grams(text), _grams(other)
-    shared = len(np.intersect1d(one, two, assume_unique=True))
-    return shared / (len(one) + len(two) - shared) if shared else 0.0
-
-
 def _collapsed(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
@@ -765,8 +737,15 @@ def sensitivity(
         )
         for place, (pair, sides) in enumerate(zip(pairs, forms, strict=True))
     ]
+    scored_groups = score(groups)
+    if len(scored_groups) != len(groups):
+        raise ProtocolError(
+            f"the scorer gave scores of {len(scored_groups)} groups where it was given "
+            f"{len(groups)}",
+            kind="count",
+        )
     answers = []
-    for group, sides, scores in zip(groups, forms, _checked(groups, score(groups)), strict=True):
+    for group, sides, scores in zip(groups, forms, scored_groups, strict=True):
         if len(scores) != len(group.completions_G):
             raise ProtocolError(
                 f"the scorer gave {len(scores)} scores for the {len(group.completions_G)} answers "
@@ -814,17 +793,6 @@ _ORIGINAL = ""
 def _forms(text: str, variants: Mapping[str, Variant]) -> dict[str, str]:
     made = {name: variant(text) for name, variant in variants.items()}
     return {_ORIGINAL: text} | {name: form for name, form in made.items() if form is not None}
-
-
-def _checked(
-    groups: Sequence[Group], scored: list[tuple[Score, ...]]
-) -> Iterable[tuple[Score, ...]]:
-    if len(scored) != len(groups):
-        raise ProtocolError(
-            f"the scorer gave scores of {len(scored)} groups where it was given {len(groups)}",
-            kind="count",
-        )
-    return scored
 
 
 def _answer(scores: Mapping[str, Score]) -> _Answer:

@@ -9,20 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from rich.text import Text
-
 from laurel.config.policy import ClusterConfig
-from laurel.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    key_of,
-    speaking,
-)
+from laurel.errors import CheckpointError, ConfigError, DataError, key_of, speaking
 from laurel.export.directory import check_target, whole_directory
 from laurel.export.options import ExportOptions
 from laurel.models.tokenizer import first_line
-from laurel.observe.console import message_console, visible
+from laurel.observe.console import message_console
 from laurel.observe.json_output import write_json
 from laurel.rewards.open import (
     ModelPlace,
@@ -33,7 +25,7 @@ from laurel.rewards.open import (
     quiet_libraries,
     read_rules,
 )
-from laurel.run.scorer import OPTIONS, policy_of_settings
+from laurel.run.scorer import OPTIONS, policy_of_settings, say_on
 from laurel.run.specs import model_spec, scorer_spec
 
 if TYPE_CHECKING:
@@ -60,9 +52,7 @@ def run_export(
     """
     messages = messages or message_console()
 
-    def say(text: str) -> None:
-        messages.print(Text("\n".join(map(visible, text.split("\n")))), soft_wrap=True)
-
+    say = say_on(messages)
     place = _find(options)
     target = check_target(options.output, overwrite=options.overwrite, read_from=place.name)
     if options.push_to_hub is not None:

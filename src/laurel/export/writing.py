@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from laurel.errors import (
-    ModelError,
-    ScoringContractError,
-)
+from laurel.errors import ModelError, ScoringContractError
 from laurel.models.checkpoint.card import HERE, CardFacts, hub_name, policy_card, reward_model_card
 from laurel.models.checkpoint.export import (
     largest_difference,
@@ -26,12 +23,7 @@ from laurel.models.loading.policy import SHAPES, check_policy_paths, draw_probe,
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec
-from laurel.rewards.open import (
-    ModelPlace,
-    Say,
-    ScorerSpec,
-    load_scorer,
-)
+from laurel.rewards.open import ModelPlace, Say, ScorerSpec, load_scorer
 from laurel.rewards.scorer import (
     GOLDEN_TOLERANCE,
     LOW_PRECISION_TOLERANCE,

@@ -218,7 +218,7 @@ def _completion_metrics(
     metrics = {"rewards_mean": _mean(scores_N[used_N]), "rewards_std": _std(scores_N[used_N])}
     if lengths_BG is not None:
         lengths_N = np.array([length for lengths_G in lengths_BG for length in lengths_G])
-        correlation = _pearson(_average_ranks(scores_N[used_N]), _average_ranks(lengths_N[used_N]))
+        correlation = spearman(scores_N[used_N], lengths_N[used_N])
         if correlation is not None:
             metrics["score_length_correlation"] = correlation
     return metrics
@@ -282,7 +282,12 @@ def _unit_deviation(values: FloatArray) -> FloatArray:
     return np.asarray(deviation / math.sqrt(math.fsum(deviation**2)))
 
 
-def _average_ranks(values: npt.NDArray[np.generic]) -> FloatArray:
+def spearman(values: npt.ArrayLike, others: npt.ArrayLike) -> float | None:
+    """Pearson's correlation of the ranks; None where a side does not vary."""
+    return _pearson(_average_ranks(values), _average_ranks(others))
+
+
+def _average_ranks(values: npt.ArrayLike) -> FloatArray:
     """Ranks from 1; equal values share the mean of theirs."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = np.cumsum(counts) - (counts - 1) / 2

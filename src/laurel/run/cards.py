@@ -182,22 +182,11 @@ def _table(report: dict[str, Any]) -> EvaluationTable:
     final = report["final"]
     entries = [*(report["sections"] or report["subsets"]), final]
     # A figure without rows is absent there, and is no row here.
-    rows = tuple(_row(entry) for entry in entries if entry["value"] is not None)
+    rows = [EvaluationRow.model_validate(one) for one in entries if one["value"] is not None]
     return EvaluationTable(
         title=_TITLES.get(benchmark, benchmark),
         data=tuple(Path(str(one)).name or str(one) for one in report["data"]),
         num_rows=int(report["num_rows"]),
         rows=tuple(dict.fromkeys(rows)),
         notes=tuple(str(note) for note in report["notes"]),
-    )
-
-
-def _row(entry: dict[str, Any]) -> EvaluationRow:
-    longer_wins = entry["longer_wins"]
-    return EvaluationRow(
-        name=str(entry["name"]),
-        value=float(entry["value"]),
-        longer_wins=None if longer_wins is None else float(longer_wins),
-        num_rows=int(entry["num_rows"]),
-        num_failures=int(entry["num_failures"]),
     )

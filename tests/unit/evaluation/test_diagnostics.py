@@ -18,7 +18,6 @@ from laurel.evaluation.diagnostics import (
     longer_scored_higher,
     score_distribution,
     score_length_correlation,
-    spearman,
 )
 from laurel.evaluation.statistics import (
     BagOfWords,
@@ -31,6 +30,7 @@ from laurel.evaluation.statistics import (
     interval_of_share,
     longer_wins,
 )
+from laurel.observe.metrics import spearman
 from laurel.types import Message
 
 _ids = itertools.count()

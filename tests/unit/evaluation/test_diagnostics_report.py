@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from laurel.errors import ConfigError, DataError
-from laurel.evaluation.diagnostics import find_leaks, find_repeats, jaccard, normalised
+from laurel.evaluation.diagnostics import find_leaks, find_repeats, normalised
 from laurel.evaluation.statistics import (
     BagOfWords,
     ScoredPair,
@@ -49,6 +49,11 @@ def pair(
     return ScoredPair(**(fields | others))
 
 
+def similarity(prompt: str, other: str) -> float:
+    leaks = find_leaks([pair("a", prompt)], [pair("b", other, "1", "2")], threshold=1e-9)
+    return leaks[0].similarity if leaks else 0.0
+
+
 def words(start: int, end: int) -> str:
     return " ".join(f"w{number}" for number in range(start, end))
 
@@ -58,22 +63,23 @@ def words(start: int, end: int) -> str:
 
 def test_similarity_by_hand() -> None:
     # 10 words hold 3 runs of 8. Words 0-9 and 1-10 share 2 of 4 runs; 0-9 and 8-17 none.
-    assert jaccard(words(0, 10), words(1, 11)) == 0.5
-    assert jaccard(words(0, 10), words(8, 18)) == 0.0
+    assert similarity(words(0, 10), words(1, 11)) == 0.5
+    assert similarity(words(0, 10), words(8, 18)) == 0.0
     # Shorter ones are one run; punctuation is no word, but a sign is one.
-    assert jaccard("what is it?", "what is it") == 1.0
-    assert jaccard("2+3", "2*3") == 0.0
-    assert jaccard("is it what", "what is it") == 0.0
-    assert jaccard("", "") == 0.0
+    assert similarity("what is it?", "what is it") == 1.0
+    assert similarity("2+3", "2*3") == 0.0
+    assert similarity("is it what", "what is it") == 0.0
+    assert similarity("", "") == 0.0
     # Without spaces, each of 9 characters is a word: 2 runs, of which 1 is shared by 3.
-    assert jaccard("日本語の文章です。", "本語の文章です。か") == pytest.approx(1 / 3)
+    assert similarity("日本語の文章です。", "本語の文章です。か") == pytest.approx(1 / 3)
 
 
 @given(st.text(alphabet="ab ,.", max_size=40), st.text(alphabet="ab ,.", max_size=40))
 def test_similarity_is_a_share_and_has_no_side(text: str, other: str) -> None:
-    assert 0 <= jaccard(text, other) <= 1
-    assert jaccard(text, other) == jaccard(other, text)
-    assert jaccard(text, text) == (1.0 if any(letter in "ab" for letter in text) else 0.0)
+    assert 0 <= similarity(text, other) <= 1
+    assert similarity(text, other) == similarity(other, text)
+    if any(letter in "ab" for letter in text):
+        assert similarity(text, text) == 1.0
 
 
 def test_leaks_by_hand() -> None:

@@ -81,9 +81,10 @@ class CardFacts(BaseModel):
             ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRow:
+class EvaluationRow(BaseModel):
     """One figure of an evaluation, and what a scorer by length has there."""
+
+    model_config = ConfigDict(frozen=True)
 
     name: str
     value: float | None
