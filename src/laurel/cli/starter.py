@@ -38,6 +38,7 @@ from laurel.run.scorer import find_local, say_on
 
 _TABLE = yaml.safe_load(files(__package__).joinpath("starters.yaml").read_text(encoding="utf-8"))
 TASKS: Mapping[str, Any] = _TABLE["tasks"]
+_HELD_OUT = "data.split_validation_size"
 _BEFORE_SECTION = re.compile(r"^([^#\n].*\n)(?=# )", re.MULTILINE)
 Ask = Callable[[str, str], str]
 """Given a question and its default answer; returns the answer."""
@@ -112,19 +113,22 @@ def run_init(
     rows: Chosen = answer("--data", data, question, table["data"], partial(_rows, task=table))
     num_gpus = _num_gpus() if num_gpus is None else num_gpus
     device = counted(num_gpus, "GPU") if num_gpus else "a CPU"
-    _write(output, task, chosen, rows, reward_model or "results/rm", num_gpus)
+    judge = reward_model or "results/rm"
+    _write(output, task, chosen, rows, judge, num_gpus)
     notes = [*chosen.notes, *rows.notes]
-    if task == "grpo-rm" and reward_model is None and not Path("results/rm").exists():
+    if task == "grpo-rm" and not Path(judge).expanduser().exists():
         notes.append(
-            "the reward model is to be results/rm, which is not there yet: laurel init --task rm "
-            "and laurel rm make it; or name another with --reward-model"
+            f"the reward model is to be {judge}, which is not there yet: laurel init --task rm and "
+            "laurel rm make it; or name another with --reward-model"
+            if judge == "results/rm"
+            else f"the reward model {judge} is taken for a name on the Hugging Face hub"
         )
     warnings = [f"the data does not fit: {rows.misfit}"] if rows.misfit else []
     say(f"wrote    {output}, made for {device}; it fits the schema")
     for line in (*(f"note     {n}" for n in notes), *(f"warning  {w}" for w in warnings)):
         say(line)
     if as_json:
-        settings = [f"{key}={value}" for key, value in rows.settings.items()]
+        settings = [f"{key}={value}" for key, value in rows.settings.items() if key != _HELD_OUT]
         name = json.loads(chosen.settings["policy.model_name"])
         facts = {"output": output, "task": task, "model": name, "data": settings, "device": device}
         write_json({**facts, "notes": notes, "misfit": rows.misfit or None})
@@ -168,7 +172,8 @@ def _model(said: str, *, trainer: str) -> Chosen:
         if trainer == "grpo":
             note += ": it writes noise; warm it up first, with laurel sft on examples"
         return Chosen(settings={"policy.model_name": "null"}, notes=[note])
-    check_not_missing(said, key="--model")
+    is_path = said.endswith("/") and not said.startswith(("/", "~", "."))
+    check_not_missing(f"./{said}" if is_path else said, key="--model")
     if not Path(said).expanduser().is_dir():
         note = f"{said} is taken for a name on the Hugging Face hub, and was not looked at"
         return Chosen(settings={"policy.model_name": json.dumps(said)}, notes=[note])
@@ -216,7 +221,7 @@ def _rows(said: str, *, task: Mapping[str, Any]) -> Chosen:
         note = f"{said} is fetched from the Hugging Face hub when the run begins"
         settings = {"data.dataset_name": said}
         if task["trainer"] == "rm" and DATASET_CLASSES[said].has_validation:
-            settings["data.split_validation_size"] = "0.0"
+            settings[_HELD_OUT] = "0.0"
         return Chosen(settings=settings, notes=[note])
     if "/" not in said:
         raise DataError(
@@ -232,8 +237,9 @@ def _rows_in(path: str, task: Mapping[str, Any]) -> Chosen:
     ]
     findings, told = examine(path, task["trainer"], said), []
     if not findings.is_usable:
-        told = [one for near in findings.near[:1] for one in near.settings]
-        told = [one for one in told if not one.startswith("data.env_name=")]
+        near = next((one for one in findings.near if one.trainer == task["trainer"]), None)
+        columns = near.settings if near is not None else ()
+        told = [one for one in columns if not one.startswith("data.env_name=")]
         findings = examine(path, task["trainer"], [*told, *said])
     reading = findings.readings[0]
     settings = {"data.train_data_path": json.dumps(path)}
@@ -258,7 +264,7 @@ def _rows_in(path: str, task: Mapping[str, Any]) -> Chosen:
         )
     # Of few rows more are held out to validate on, up to a fifth.
     share = min(0.2, max(0.05, math.ceil(2000 / report.num_kept) / 100))
-    settings["data.split_validation_size"] = f"{share if report.num_prompts > 1 else 0.0}"
+    settings[_HELD_OUT] = f"{share if report.num_prompts > 1 else 0.0}"
     return Chosen(settings=settings, notes=notes)
 
 
@@ -268,7 +274,7 @@ def _write(output: Path, task: str, model: Chosen, rows: Chosen, judge: str, num
     own: dict[str, Any] = {
         "policy.precision": "bfloat16" if num_gpus else "float32",
         "checkpointing.checkpoint_dir": f"results/{output.stem}",
-        "data.split_validation_size": 0.05,
+        _HELD_OUT: 0.05,
         "cluster.gpus_per_node": max(1, num_gpus),
     }
     own |= table["settings"] | table[device]
