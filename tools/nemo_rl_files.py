@@ -23,9 +23,8 @@ from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.tree import MISSING, find, plain, read_file
 from laurel.errors import ConfigError
-from laurel.planning.roles import Run
 from laurel.run.places import plan_places
-from laurel.run.schemas import SCHEMAS, Kind
+from laurel.run.schemas import SCHEMAS, Kind, Run
 from laurel.training.selection import select_by, select_demonstrations_by, select_policy_by
 
 KINDS: tuple[Kind, ...] = ("rm", "grpo", "sft")

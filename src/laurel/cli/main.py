@@ -147,7 +147,7 @@ def plan(
     """Say where everything of a run would go, and whether it fits.
 
     Nothing is loaded or started. The exit code is 2 where it does not fit; every misfit
-    is told, with changes that mend it.
+    is told, with the nearest setting that fits.
 
     Example: laurel plan -c examples/configs/grpo_rm_1B.yaml --nodes 4 --gpus-per-node 8
     """
@@ -194,9 +194,9 @@ def score(
     """
     from laurel.cli.score import run_score
     from laurel.config.overrides import columns_of
-    from laurel.rewards.open import ScorerOptions
+    from laurel.rewards.open import ScorerSpec
 
-    options = ScorerOptions(
+    options = ScorerSpec(
         max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device
     )
     exit_code = run_score(

@@ -13,7 +13,8 @@ from laurel.config.environments import ScorerSource
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import DTensorConfig, PolicyConfig
-from laurel.errors import CheckpointError, ModelError
+from laurel.errors import CheckpointError, ModelError, Terms, speaking
+from laurel.models.spec import ModelSpec
 from laurel.observe.json_output import write_json
 from laurel.planning.fit import GIB, FittedPlan, fit
 from laurel.planning.memory import (
@@ -26,18 +27,11 @@ from laurel.planning.memory import (
     parse_shape,
 )
 from laurel.planning.plan import BatchPlan, Plan
-from laurel.planning.roles import (
-    Misfit,
-    RoleName,
-    RolePlan,
-    Run,
-    Slot,
-    as_ranges,
-    title,
-    uses_reward_model,
-    where,
-)
-from laurel.run.schemas import SCHEMAS, Kind, kind_of
+from laurel.planning.request import ClusterRequest, RoleName
+from laurel.planning.roles import Misfit, RolePlan, Slot, as_ranges, title, where
+from laurel.run.request import request_of, uses_reward_model
+from laurel.run.schemas import SCHEMAS, Kind, Run, kind_of
+from laurel.run.specs import model_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +61,12 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
         print(f"warning: {warning}", file=sys.stderr)
     config = cast(Run, loaded.config)
     read = read_shapes(config, options)
-    fitted = fit(config, read.shapes, device_memory=device_memory)
+    request = request_of(config)
+    fitted = fit(request, read.shapes, device_memory=device_memory)
     if options.as_json:
         write_json(as_facts(fitted, read, device_memory=device_memory))
     else:
-        print(as_text(config, fitted, read, device_memory=device_memory))
+        print(as_text(request, fitted, read, device_memory=device_memory))
     return fitted.fits
 
 
@@ -94,8 +89,7 @@ def read_shapes(config: Run, options: PlanOptions) -> ReadShapes:
             split = config.env.reward_model.dtensor_cfg  # of all of them
             judges = tuple(_judge_shape(judge, split, options.reward_shape) for judge in loaded)
         except (ModelError, CheckpointError) as error:
-            said = str(error).replace("policy.model_name", "env.reward_model.model_name")
-            unknown["reward_model"] = f"{said.rstrip('.')}. --reward-shape would tell it"
+            unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
     shapes = Shapes(policy=policy, reward_models=judges)
     return ReadShapes(shapes=shapes, unknown=unknown, notes=tuple(notes))
 
@@ -119,27 +113,36 @@ def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -
     from laurel.run.model import found_name
 
     name = found_name(str(policy.model_name), say=notes.append)
-    return _read(policy, name, has_head)
+    return _read(replace(model_spec(policy), name=name), has_head)
 
 
 def _judge_shape(judge: ScorerSource, split: DTensorConfig, written: str | None) -> ModelShape:
     if written is not None:
         return parse_shape(written, has_language_head=False)
-    name = judge.checkpoint_path or judge.model_name
+    name, key = judge.model_name, "model_name"
+    if judge.checkpoint_path:
+        name, key = judge.checkpoint_path, "checkpoint_path"
     if name is None:
         raise ModelError("env.reward_model.model_name is not said.")
     from laurel.run.model import found_name
 
-    policy = PolicyConfig(trust_remote_code=judge.trust_remote_code, dtensor_cfg=split)
-    return _read(policy, found_name(name, say=lambda _: None), False)
+    section = "env.reward_model"
+    with speaking(Terms({"policy": section, "policy.model_name": f"{section}.{key}"})):
+        spec = ModelSpec(
+            name=found_name(name, say=lambda _: None),
+            trust_remote_code=judge.trust_remote_code,
+            sequence_parallel=split.sequence_parallel,
+            parallel_plan=split.custom_parallel_plan,
+        )
+        return _read(spec, False)
 
 
-def _read(policy: PolicyConfig, name: str, has_head: bool) -> ModelShape:
+def _read(spec: ModelSpec, has_head: bool) -> ModelShape:
     from laurel.models.loading.pretrained import read_shape
     from laurel.rewards.open import quiet_libraries
 
     quiet_libraries()
-    return read_shape(policy, name, has_language_head=has_head)
+    return read_shape(spec, has_language_head=has_head)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -191,13 +194,16 @@ def as_facts(fitted: FittedPlan, read: ReadShapes, *, device_memory: int | None)
             {"phase": p.name, "slots_of": p.slots_of, "parts": dict(p.parts), "total": p.total}
             for p in fitted.phases
         ],
-        "misfits": [asdict(misfit) for misfit in fitted.misfits],
+        "misfits": [
+            {"problem": misfit.problem, "mends": [misfit.fix], "is_fatal": misfit.is_fatal}
+            for misfit in fitted.misfits
+        ],
         "notes": list(read.notes),
     }
 
 
 def as_text(
-    config: Run,
+    request: ClusterRequest,
     fitted: FittedPlan,
     read: ReadShapes,
     *,
@@ -214,7 +220,7 @@ def as_text(
             batches = [b for b in plan.batches if b.is_validation == is_validation]
             lines += ["", name, *(f"  {_batch(batch)}" for batch in batches)] if batches else []
     if fitted.phases:
-        lines += ["", *_memory(fitted, device_memory), "", *_arithmetic(config, plan, read.shapes)]
+        lines += ["", *_memory(fitted, device_memory), "", *_arithmetic(request, plan, read.shapes)]
     lines += ["", *(f"note    {note}" for note in read.notes)] if read.notes else []
     for misfit in fitted.misfits:
         lines += ["", *_misfit(misfit)]
@@ -310,7 +316,7 @@ def _phase(phase: Phase) -> tuple[str, str, str, str]:
     return phase.name, title(phase.slots_of), total, parts
 
 
-def _arithmetic(config: Run, plan: Plan, shapes: Shapes) -> Iterator[str]:
+def _arithmetic(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[str]:
     """Where the largest numbers come from."""
     role, shape = plan.role("policy"), shapes.policy
     if role is not None and shape is not None:
@@ -323,33 +329,29 @@ def _arithmetic(config: Run, plan: Plan, shapes: Shapes) -> Iterator[str]:
             "states"
             + (
                 "; LoRA: gradients and states of adapters only"
-                if config.policy.dtensor_cfg.lora_cfg.enabled
+                if request.training.adapters.enabled
                 else ""
             )
         )
         how = "recomputed: each layer's input, and one layer whole"
-        if not config.policy.dtensor_cfg.activation_checkpointing:
+        if not request.training.recomputes:
             how = "every layer whole"
         yield (
             f"              activations of {tokens} tokens in {shape.num_layers} layers of width "
             f"{shape.hidden_size}, {shape.intermediate_size} / tp {role.mesh.tp}: {how}"
         )
     judge = plan.role("reward_model")
-    if isinstance(config, GRPORun) and judge is not None:
-        for settings, shape in zip(
-            config.env.reward_model.loaded, shapes.reward_models, strict=False
-        ):
+    if judge is not None:
+        for precision, shape in zip(request.judging, shapes.reward_models, strict=False):
             yield (
-                f"reward model  {_count(shape.num_parameters)} parameters in "
-                f"{settings.precision} / {judge.mesh.group_size} ranks of each of "
-                f"{judge.mesh.dp} replicas"
+                f"reward model  {_count(shape.num_parameters)} parameters in {precision} / "
+                f"{judge.mesh.group_size} ranks of each of {judge.mesh.dp} replicas"
             )
 
 
 def _misfit(misfit: Misfit) -> Iterator[str]:
     yield f"{'MISFIT' if misfit.is_fatal else 'WASTE':<8}{misfit.problem}"
-    for number, mend in enumerate(misfit.mends):
-        yield f"  {'mend  ' if number == 0 else '   or '}{mend}"
+    yield f"  mend  {misfit.fix}"
 
 
 # ------------------------------------------------------------------------------------------- text

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
 
 from laurel.config.grpo import GRPORun
-from laurel.config.policy import PolicyConfig
 from laurel.errors import ConfigError
 from laurel.run.places import Places
+from laurel.run.specs import generator_spec, model_spec
 
 QUICKER = "it was quicker where the two were measured (docs/benchmarks.md)"
 
@@ -105,17 +105,13 @@ def _vllm(config: GRPORun, model: TrainedModel, chat: ChatFormat) -> Generator:
     """vLLM, started from a directory with the policy's weights as they are now."""
     from laurel.generation.vllm.engine import VllmEngine
 
-    policy = config.policy
     with tempfile.TemporaryDirectory(prefix="laurel-policy-") as directory:
         model.learner.export(Path(directory), "")
         return VllmEngine(
             directory,
-            generation=policy.generation,
-            max_length=policy.max_total_sequence_length,
-            precision=policy.precision,
-            end_ids=chat.end_ids,
+            generator_spec(config, chat.end_ids),
+            precision=config.policy.precision,
             probe=probe_of(model.learner, model.facts.path),
-            seed=config.grpo.seed,
         )
 
 
@@ -209,16 +205,13 @@ def _transformers_maker(
 ) -> EngineMaker:
     from laurel.generation.load import TransformersMaker, from_directory
 
-    policy: PolicyConfig = config.policy
+    policy = model_spec(config.policy)
     if starts_from.checkpoint is not None:
         policy = from_directory(policy, starts_from.checkpoint)
     return TransformersMaker(
-        policy=policy,
+        model=policy,
         cluster=config.cluster,
-        seed=config.grpo.seed,
-        end_ids=tuple(chat.end_ids),
-        max_length=policy.max_total_sequence_length,
-        max_concurrent=config.policy.generation.max_concurrent,
+        spec=generator_spec(config, chat.end_ids),
         texts=starts_from.texts,
     )
 
@@ -244,11 +237,8 @@ def _vllm_maker(
         model.learner.export(Path(directory), "")
     return VllmMaker(
         directory=directory,
-        generation=policy.generation,
-        max_length=policy.max_total_sequence_length,
+        spec=generator_spec(config, chat.end_ids),
         precision=policy.precision,
-        end_ids=tuple(chat.end_ids),
-        seed=config.grpo.seed,
     )
 
 

@@ -22,12 +22,12 @@ from laurel.errors import ConfigError, DataError
 from laurel.generation.vllm.settings import check_has_vllm
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.observe.loggers import check_available
-from laurel.planning.roles import uses_reward_model
 from laurel.run.cards import facts_of_policy
 from laurel.run.generator import StartingPoint, describe_generator, make_generator
 from laurel.run.model import with_found_model
 from laurel.run.places import Places, open_places, plan_places
 from laurel.run.policy import describe_policy, load_policy_to_train, policy_settings
+from laurel.run.request import uses_reward_model
 from laurel.run.setup import choose_run_dir, judge_benchmarks, judge_figures, open_store, surround
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
 from laurel.training.selection import Selection, policy_goal, select_policy_by

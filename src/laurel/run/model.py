@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from laurel.config.policy import ClusterConfig, PolicyConfig
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
 from laurel.observe.hub import check_fetchable
-from laurel.planning.roles import Run
 from laurel.rewards.open import Say, find_model, quiet_libraries
 from laurel.run.places import Places
+from laurel.run.schemas import Run
 from laurel.run.scorer import say_on
 
 if TYPE_CHECKING:

@@ -13,7 +13,10 @@ from laurel.config.grpo import GRPORun
 from laurel.environments.code.nodes import ClusterNodes
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan
-from laurel.planning.roles import RoleName, Run, uses_reward_model, where
+from laurel.planning.request import RoleName
+from laurel.planning.roles import where
+from laurel.run.request import request_of, uses_reward_model
+from laurel.run.schemas import Run
 from laurel.workers.launch import (
     backend_of,
     device_of,
@@ -169,9 +172,9 @@ def plan_places(config: Run) -> PlannedPlaces:
     """Where everything will go; nothing is started.
 
     Raises:
-        ConfigError: Everything that does not fit, with what would mend it.
+        ConfigError: Everything that does not fit, with the nearest setting that does.
     """
-    plan = plan_to_run(config)
+    plan = plan_to_run(request_of(config))
     _refuse_unbuilt(config, plan)
     return PlannedPlaces(
         config=config, plan=plan, are_remote=backend_of(plan, config.cluster) == "ray"

@@ -24,6 +24,7 @@ from laurel.run.cards import facts_of_reward_model
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, with_found_model
 from laurel.run.places import Places, open_places, plan_places
 from laurel.run.setup import choose_run_dir, describe_benchmark, describe_data, open_store, surround
+from laurel.run.specs import model_spec
 from laurel.training.selection import Selection, select_by
 from laurel.training.stopping import Deadline
 from laurel.types import Preference
@@ -213,7 +214,7 @@ def _load_model(
         from laurel.training.state import settings_of
     load = partial(
         load_reward_model,
-        config.policy,
+        model_spec(config.policy),
         seed=config.rm.seed,
         max_length=config.data.max_input_seq_length or config.policy.max_total_sequence_length,
         truncation_side=config.data.truncation_side,

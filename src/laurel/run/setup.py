@@ -23,8 +23,8 @@ from laurel.observe.counts import counted
 from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
-from laurel.planning.memory import MASTER_BYTES, OPTIMIZER_STATES
-from laurel.planning.roles import Run
+from laurel.planning.memory import MASTER_BYTES, optimizer_states
+from laurel.run.schemas import Run
 from laurel.training.selection import Selection
 from laurel.training.stopping import Deadline, StopRequest
 
@@ -134,8 +134,7 @@ def checkpoint_bytes(facts: ModelFacts, policy: PolicyConfig, saving: Checkpoint
     weights = MASTER_BYTES * facts.num_parameters
     if facts.num_trained != facts.num_parameters:
         weights += MASTER_BYTES * facts.num_trained  # adapters lie beside the merged weights
-    optimizer = policy.optimizer.name.rsplit(".", 1)[-1]
-    states = OPTIMIZER_STATES.get(optimizer, 2) if saving.save_optimizer else 0
+    states = optimizer_states(policy.optimizer.name) if saving.save_optimizer else 0
     return weights + MASTER_BYTES * states * facts.num_trained
 
 

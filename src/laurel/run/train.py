@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from laurel.config.policy import ClusterConfig
     from laurel.config.tree import Section
-    from laurel.planning.roles import Run
+    from laurel.run.schemas import Run
     from laurel.training.loop import Outcome
 
 MAX_LINES = 10
