@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from laurel.config.policy import ClusterConfig
 from laurel.errors import CheckpointError, ConfigError, DataError, key_of, speaking
 from laurel.export.directory import check_target, whole_directory
 from laurel.export.options import ExportOptions
@@ -125,7 +124,7 @@ def _write(
     from laurel.export import writing
     from laurel.workers.process import prepare
 
-    prepare(ClusterConfig(device=options.device, cpu_threads=options.cpu_threads), seed=0)
+    prepare(options.device, cpu_threads=options.cpu_threads, seed=0)
     quiet_libraries()
     rules = read_rules(place)
     policy = policy_of_settings(options.settings, rules=rules, say=say)
