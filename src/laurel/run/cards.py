@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from laurel.config.policy import PolicyConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.report import DataReport, RowReport, TextReport
@@ -114,6 +116,7 @@ def _rows(report: RowReport) -> str:
 # Tables of evaluations for model cards, from the reports of `laurel eval`.
 
 _SUFFIX = "-report.json"
+_ROW = TypeAdapter(EvaluationRow)
 _TITLES = {
     "reward-bench": "RewardBench",
     "reward-bench-2": "RewardBench 2",
@@ -182,7 +185,7 @@ def _table(report: dict[str, Any]) -> EvaluationTable:
     final = report["final"]
     entries = [*(report["sections"] or report["subsets"]), final]
     # A figure without rows is absent there, and is no row here.
-    rows = [EvaluationRow.model_validate(one) for one in entries if one["value"] is not None]
+    rows = [_ROW.validate_python(one) for one in entries if one["value"] is not None]
     return EvaluationTable(
         title=_TITLES.get(benchmark, benchmark),
         data=tuple(Path(str(one)).name or str(one) for one in report["data"]),

@@ -81,10 +81,9 @@ class CardFacts(BaseModel):
             ) from error
 
 
-class EvaluationRow(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRow:
     """One figure of an evaluation, and what a scorer by length has there."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     value: float | None
