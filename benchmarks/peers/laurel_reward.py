@@ -105,7 +105,9 @@ def main() -> None:
         loaded.model, optimizer=policy.optimizer, max_grad_norm=policy.max_grad_norm
     )
     loss = RewardLoss(LossConfig())
-    batcher = Batcher(loaded.model.path, policy, pad_id=loaded.contract.rules.pad_id or 0)
+    batcher = Batcher(
+        loaded.model.path, policy.batch_limits, pad_id=loaded.contract.rules.pad_id or 0
+    )
     micro_batch = SETTINGS["micro_batch_pairs"]
 
     def first_loss(num_pairs: int) -> float:

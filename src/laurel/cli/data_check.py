@@ -18,6 +18,7 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS, columns_of
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.schemas import SCHEMAS
 from laurel.config.sft import SFTRun
 from laurel.data.benchmarks import BEST_OF_N, ON_HUB, read_benchmark
 from laurel.data.conversations import Dialogue, load_demonstration_data, read_scoring_rows
@@ -43,7 +44,6 @@ from laurel.observe.hub import check_fetchable
 from laurel.observe.json_output import write_json
 from laurel.rewards.open import check_not_missing
 from laurel.run.reward_model import load_data
-from laurel.run.schemas import SCHEMAS
 from laurel.run.scorer import find_local
 from laurel.run.tasks import check_tests, needs_of
 from laurel.types import Conversation, Message, Preference, Task
@@ -240,7 +240,7 @@ def _read_tasks(config: GRPORun, settings: tuple[str, ...]) -> Reading:
         # Where nobody has said who judges, what each environment lacks is counted afterwards.
         needs=needs_of(config.env) if config.data.env_name is not None else NO_NEEDS,
     )
-    check_tests(data, config)
+    check_tests(data, config.env.code)
     return Reading(
         trainer="grpo",
         config=config,

@@ -13,6 +13,7 @@ from laurel.config.environments import ScorerSource
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import DTensorConfig, PolicyConfig
+from laurel.config.schemas import SCHEMAS, Kind, kind_of
 from laurel.errors import CheckpointError, ModelError
 from laurel.observe.json_output import write_json
 from laurel.planning.fit import GIB, FittedPlan, fit
@@ -37,7 +38,6 @@ from laurel.planning.roles import (
     uses_reward_model,
     where,
 )
-from laurel.run.schemas import SCHEMAS, Kind, kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from laurel.cli.data_check import Findings, examine
 from laurel.config.load import load_config, to_yaml
+from laurel.config.schemas import SCHEMAS
 from laurel.config.tree import Section, nearest
 from laurel.data.formats import KEYS_OF_COLUMNS, Trainer, could_be_named
 from laurel.data.preferences import DATASET_CLASSES
@@ -29,7 +30,6 @@ from laurel.observe.counts import counted, counted_that
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import write_json
 from laurel.rewards.open import check_not_missing
-from laurel.run.schemas import SCHEMAS
 from laurel.run.scorer import find_local, say_on
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from laurel.environments.interface import (
     group_id_of,
     judged_by,
     mean_of,
+    noise_floor_of,
     numbers,
     settings_of,
 )
@@ -309,8 +310,7 @@ class CompositeEnvironment(EnvironmentInterface):
     def noise_floor(self) -> float:
         """How far apart rewards can be that mean the same: that of the parts, weighted."""
         return math.fsum(
-            abs(part.weight) * float(getattr(self._environments[part.env], "noise_floor", 0.0))
-            for part in self._added
+            abs(part.weight) * noise_floor_of(self._environments[part.env]) for part in self._added
         )
 
     def shutdown(self) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "group_id_of",
     "judged_by",
     "mean_of",
+    "noise_floor_of",
     "numbers",
     "pass_at_k",
     "response_of",
@@ -258,6 +259,11 @@ def judged_by(environment: Environment) -> Judged:
         known = ", ".join(get_args(Judged))
         raise ConfigError(f"{type(environment).__name__}: judges={found!r} must be one of {known}")
     return cast(Judged, found)
+
+
+def noise_floor_of(environment: Environment) -> float:
+    """Standard deviation of the own noise of an environment's rewards."""
+    return float(getattr(environment, "noise_floor", 0.0))
 
 
 # ------------------------------------------------------------------------------------------ figures

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from laurel.config.environments import EnvironmentsConfig
+from laurel.config.environments import CodeEnvironmentConfig, EnvironmentsConfig
 from laurel.config.grpo import GRPORun
 from laurel.data.tasks import TaskData, TaskNeeds
 from laurel.environments.code.tests import problem_of
 from laurel.environments.interface import RejectedTask
 from laurel.environments.registry import create_environments
 from laurel.errors import DataError
-from laurel.run.places import Places, nodes_of, opening_on
+from laurel.run.context import RunContext
+from laurel.run.places import nodes_of, opening_on
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,23 +47,23 @@ def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
     return TaskNeeds(answers=frozenset(answers), tests=frozenset(tests))
 
 
-def environments_of(
-    data: TaskData, config: GRPORun, stack: ExitStack, places: Places, console: Console
-) -> dict[str, Environment]:
+def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, Environment]:
     """The environments that the tasks ask for, each started once."""
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    config, places = context.config, context.allocation
+    say = partial(context.console.print, markup=False, highlight=False, soft_wrap=True)
     names = sorted({task.environment for task in (*data.train, *data.validation)})
     opening = opening_on(places, config, say) if places.are_remote else None
-    environments = create_environments(
-        names,
-        config.env,
-        device=config.cluster.device,
-        opening=opening,
-        nodes=nodes_of(places),
-        say=say,
-    )
+    with context.console.status("starting the environments"):
+        environments = create_environments(
+            names,
+            config.env,
+            device=config.cluster.device,
+            opening=opening,
+            nodes=nodes_of(places),
+            say=say,
+        )
     for environment in environments.values():
-        stack.callback(environment.shutdown)
+        context.stack.callback(environment.shutdown)
     return environments
 
 
@@ -80,14 +80,14 @@ def check_answers(data: TaskData, environments: dict[str, Environment], console:
             leave_out(rejected, tasks, data.reports[name], name=name, environment=env_name)
 
 
-def check_tests(data: TaskData, config: GRPORun) -> None:
+def check_tests(data: TaskData, config: CodeEnvironmentConfig) -> None:
     """Of what `check_answers` does, what needs no environment that runs: are tests well formed?"""
     for name, tasks in (("train", data.train), ("validation", data.validation)):
         rejected = [
             RejectedTask(task=task, reason=reason)
             for task in tasks
             if task.environment == "code"
-            and (reason := problem_of(task.metadata, config.env.code)) is not None
+            and (reason := problem_of(task.metadata, config)) is not None
         ]
         if rejected:
             leave_out(rejected, tasks, data.reports[name], name=name, environment="code")

@@ -1,4 +1,4 @@
-"""Groups of tokens to micro-batches, as the policy section asks."""
+"""Groups of tokens to micro-batches, within the limits of the policy section."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar
 
-from laurel.config.policy import PolicyConfig
+from laurel.config.policy import BatchLimits
 from laurel.data.forest import pack, pack_evenly, pack_padded, pad, plant
 from laurel.training.learner import MicroBatch
 from laurel.types import TokenGroup
@@ -20,7 +20,7 @@ class Batcher:
     def __init__(
         self,
         path: Literal["forest", "padded"],
-        policy: PolicyConfig,
+        limits: BatchLimits,
         *,
         pad_id: int,
         places: int = 1,
@@ -29,12 +29,12 @@ class Batcher:
 
         Args:
             path: How batches reach the model.
-            policy: Budgets.
+            limits: How large they may be.
             pad_id: For models on the padded path.
             places: `Learner.num_places`.
         """
         self.path: Literal["forest", "padded"] = path
-        self._policy = policy
+        self.limits = limits
         self._pad_id = pad_id
         self._places = places
 
@@ -47,15 +47,13 @@ class Batcher:
         are filled too where dynamic batching is on, or packing is on and the model cannot read
         forests; otherwise they hold `micro_batch_size` groups each, in order.
         """
-        policy = self._policy
+        limits = self.limits
         if self._is_forest:
-            share = policy.sequence_packing.share_prompts
+            share = limits.share_prompts
             sizes = [t.num_tokens if share else sum(t.lengths_G) for t in tokens]
-            parts = pack_evenly(sizes, self.forest_budget, places=self._places)
-        elif policy.dynamic_batching.enabled or policy.sequence_packing.enabled:
-            dynamic, packing = policy.dynamic_batching, policy.sequence_packing
-            budget = policy.token_budget(dynamic if dynamic.enabled else packing)
-            parts = pack_padded([t.lengths_G for t in tokens], budget)
+            parts = pack_evenly(sizes, limits.forest_tokens, places=self._places)
+        elif limits.padded_tokens is not None:
+            parts = pack_padded([t.lengths_G for t in tokens], limits.padded_tokens)
         else:
             starts = range(0, len(tokens), micro_batch_size)
             parts = [list(range(s, min(s + micro_batch_size, len(tokens)))) for s in starts]
@@ -67,11 +65,6 @@ class Batcher:
     @property
     def _is_forest(self) -> bool:
         return self.path == "forest"
-
-    @property
-    def forest_budget(self) -> int:
-        """Tokens of one forest."""
-        return self._policy.token_budget(self._policy.sequence_packing)
 
     def divide(
         self,
@@ -99,12 +92,12 @@ class Batcher:
         return parts, their_labels
 
     def _shares(self, group: TokenGroup) -> list[list[int]]:
-        shares_prompt = self._is_forest and self._policy.sequence_packing.share_prompts
-        return shares(group, budget=self.forest_budget if shares_prompt else None)
+        shares_prompt = self._is_forest and self.limits.share_prompts
+        return shares(group, budget=self.limits.forest_tokens if shares_prompt else None)
 
     def _lay_out(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> MicroBatch[Label]:
         if self._is_forest:
-            forest = plant(tokens, share_prompts=self._policy.sequence_packing.share_prompts)
+            forest = plant(tokens, share_prompts=self.limits.share_prompts)
             return MicroBatch(inputs=forest, labels=labels, num_tokens=len(forest.ids_T))
         rows = pad(tokens, pad_id=self._pad_id)
         return MicroBatch(inputs=rows, labels=labels, num_tokens=rows.ids_NL.numel())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from laurel.config.policy import ClusterConfig, PolicyConfig
+from laurel.config.policy import ClusterConfig, Milestones, NamedCall
 from laurel.errors import BroadcastError, CheckpointError, WorkerError
 from laurel.generation.transformers.cpu_products import quick_products
 from laurel.generation.weights.broadcast import Meeting, WeightLink, send
@@ -463,7 +463,9 @@ class LearnerWorker(WeightGiver):
         load: Load,
         *,
         shape: ParallelShape,
-        policy: PolicyConfig,
+        optimizer: NamedCall,
+        scheduler: NamedCall | list[NamedCall | Milestones] | None,
+        max_grad_norm: float | None,
         cluster: ClusterConfig,
         seed: int,
         load_reference: Load | None = None,
@@ -475,7 +477,9 @@ class LearnerWorker(WeightGiver):
             place: In the group.
             load: Loads the model.
             shape: How the group's ranks are arranged; of one rank the model is not spread.
-            policy: Optimizer, schedule and limit of the gradient.
+            optimizer: Makes the optimizer.
+            scheduler: Makes what changes the learning rate; None keeps it.
+            max_grad_norm: Larger gradients are scaled down; None: none is.
             cluster: Device and threads.
             seed: Seeds dropout.
             load_reference: Loads the policy as it was before any training, where log-probabilities
@@ -503,9 +507,9 @@ class LearnerWorker(WeightGiver):
             reference = _reference(loaded, load, load_reference, device=device, mesh=mesh)
         self._learner = LocalLearner(
             loaded.model,
-            optimizer=policy.optimizer,
-            scheduler=policy.scheduler,
-            max_grad_norm=policy.max_grad_norm,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            max_grad_norm=max_grad_norm,
             # Shares of layers are multiplied by what divided them.
             products=quick_products if is_policy and shape.tp == 1 else None,
             reference=reference,

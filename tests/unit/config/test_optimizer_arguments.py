@@ -12,8 +12,8 @@ import torch
 
 from laurel.config.load import load_config
 from laurel.config.policy import arguments_of, check_arguments
+from laurel.config.schemas import SCHEMAS, Kind
 from laurel.errors import ConfigError
-from laurel.run.schemas import SCHEMAS, Kind
 
 OPTIMIZERS = [
     name
