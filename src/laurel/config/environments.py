@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -25,17 +25,19 @@ from laurel.sandbox.comparison import Comparison
 # --------------------------------------------------------------------------------------------------
 # The `sandbox` section: how programs that a model wrote are locked in.
 
+_NO_SERVER = (
+    "programs run in Laurel's own sandbox, on this machine or the nodes of a cluster; a server of "
+    "yours may judge as an environment of env.custom"
+)
+
 
 class SandboxConfig(Section):
     """Where programs run, and what each may use."""
 
+    removed: ClassVar[Mapping[str, str]] = dict.fromkeys(("url", "api_key_env"), _NO_SERVER)
+
     num_workers: int = Field(default=8, ge=1)
     """Programs at a time; at most one per core, and as many as fit into memory."""
-    url: str | None = None
-    """A server that locks programs in instead of this machine, spoken to as SandboxFusion is
-    (`/run_code`). A program and the tests that call it are two processes of one run there."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the server's API key; never the key itself."""
     min_tier: Literal["A", "B", "C", "D"] = "C"
     """Worst isolation that a run may start with; `laurel sandbox check` says which one this machine
     gives. A: namespaces, Landlock and seccomp; B: no namespaces; C: no Landlock; D: neither, so
@@ -78,8 +80,6 @@ class SandboxConfig(Section):
                 f"wall_seconds={self.wall_seconds:g} is less than cpu_seconds="
                 f"{self.cpu_seconds:g}, which could then never be used up"
             )
-        if self.api_key_env is not None and self.url is None:
-            raise ValueError("api_key_env is for a server, and there is no url; leave it out")
         return self
 
     @property

@@ -210,7 +210,7 @@ class Checker:
                     continue
                 values[key] = self._value(kinds, child, here)
                 whole = whole and not _has_broken(values[key])
-            elif key in section.foreign_keys:
+            elif key in section.foreign_keys or (key in section.removed and child.value is None):
                 self.ignored.append(dotted(here))
             else:
                 whole = False

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from laurel.config.policy import unknown_argument
 from laurel.config.shape import (
     Kinds,
     Step,
@@ -177,11 +176,9 @@ class _Edit:
     def __init__(self, schema: type[Section], override: Override) -> None:
         self.schema = schema
         self.override = override
-        self.blocks: list[Node] = []  # those on the way, from the top
 
     def apply(self, block: Node, kinds: Kinds, path: KeyPath) -> Node:
         """The block at `path` with the change made in it or further down."""
-        self.blocks.append(block)
         key = self._key_in(block, path)
         here = (*path, key)
         step, child = step_into(kinds, key), find(block, [key])
@@ -234,17 +231,7 @@ class _Edit:
             return
         if sections and step.standing == "unknown":
             raise self._error(here, unknown_key(self.schema, sections[0], str(here[-1])))
-        problem = self._no_argument(here)
-        if problem is not None:
-            raise self._error(here, problem)
         raise self._error(here, f"is not there to be changed; to add it: '+{self.override.text}'")
-
-    def _no_argument(self, here: KeyPath) -> str | None:
-        """What is wrong with a key that would be an argument of an optimizer that takes no such."""
-        if here[-2:-1] != ("kwargs",):
-            return None
-        name = find(self.blocks[-2], ["name"])
-        return None if name is None else unknown_argument(str(name.value), str(here[-1]))
 
     def _without(self, block: Node, key: str | int, here: KeyPath) -> Node:
         if find(block, [key]) is None:

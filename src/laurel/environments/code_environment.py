@@ -344,9 +344,7 @@ def _whole_number(metadata: Mapping[str, Any], key: str) -> int:
 def _opened(
     config: SandboxConfig, detection: Detection | None, nodes: ClusterNodes | None
 ) -> SandboxPool:
-    """What runs the programs: a server, the nodes of a cluster, or this machine."""
-    if config.url is not None:
-        return open_pool(config)
+    """What runs the programs: the nodes of a cluster, or this machine."""
     if nodes is not None and not nodes.is_only_this():
         return open_pool_on(config, nodes)
     return open_pool(config, detection=detection or _detected())

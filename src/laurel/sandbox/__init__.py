@@ -5,7 +5,7 @@
     SandboxPool --socket--> zygote --fork--> monitor --fork--> the program
        pool, grading         inside/zygote    inside/monitor (pid 1 of its namespaces)
 
-    runner       what runs programs: zygote_process on this machine, remote on a server
+    runner       what runs programs: zygote_process on this machine
     jobs         what is asked, and what comes back
     tiers        how well it is locked in, in words
     detection    which tier this machine gives: found by trying

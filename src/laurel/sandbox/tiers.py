@@ -39,8 +39,6 @@ class Tier(enum.Enum):
     NO_LANDLOCK = "C"
     SECCOMP_ONLY = "D"
     LIMITS_ONLY = "0"
-    REMOTE = "R"
-    """None of this machine's: a server locks programs in."""
 
     @property
     def layers(self) -> frozenset[str]:
@@ -70,12 +68,7 @@ class Tier(enum.Enum):
     @classmethod
     def of(cls, layers: frozenset[str]) -> Tier:
         """The best tier whose layers are all there."""
-        return next(tier for tier in cls.here() if tier.layers <= layers)
-
-    @classmethod
-    def here(cls) -> tuple[Tier, ...]:
-        """Those that a machine may give itself, best first."""
-        return tuple(tier for tier in cls if tier is not cls.REMOTE)
+        return next(tier for tier in cls if tier.layers <= layers)
 
     def sentence(self, reasons: Mapping[str, str]) -> str:
         """One line for a log.
@@ -84,8 +77,6 @@ class Tier(enum.Enum):
             reasons: Why a layer is missing, by its name.
         """
         said = f"sandbox tier {self.value}"
-        if self is Tier.REMOTE:
-            return f"{said}: programs are run by a server, which stops what it stops."
         missing = [name for name in LAYERS if name not in self.layers]
         if not missing:
             return f"{said}: {self.stops}."
@@ -127,11 +118,5 @@ _WORDS: Mapping[Tier, _Words] = {
         "accidents: endless loops, too much memory or output",
         "everything else: files, network, processes of this account",
         "run on Linux (x86_64 or aarch64) with seccomp filters, which containers have by default",
-    ),
-    Tier.REMOTE: _Words(
-        frozenset(),
-        "what the server stops; a program and its tests are apart as two processes of one run are",
-        "what the server does not stop",
-        "the server's own documentation",
     ),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from laurel.config.data import DatasetConfig
+from laurel.config.grpo import GRPORun
 from laurel.config.load import LoadedConfig, load_config, to_yaml
 from laurel.config.policy import NamedCall
 from laurel.config.reward_model import RewardTrainingRun
@@ -374,3 +375,13 @@ def test_a_small_model_that_cannot_be_made_is_told_by_the_schema(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(RewardTrainingRun, None, [override])
+
+
+def test_a_key_that_is_gone_is_told_unless_an_older_file_leaves_it_null(tmp_path: Path) -> None:
+    older = tmp_path / "older.yaml"
+    older.write_text("env: {code: {sandbox: {url: null, num_workers: 8}}}\n", encoding="utf-8")
+    loaded = load_config(GRPORun, older)
+    assert "env.code.sandbox.url" in loaded.warnings[0]
+    older.write_text("env: {code: {sandbox: {url: 'http://127.0.0.1:9'}}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"no such key any more .*Laurel's own sandbox"):
+        load_config(GRPORun, older)

@@ -129,6 +129,6 @@ def test_a_tier_says_what_is_lost_and_what_to_do():
     )
     assert "Docker" in said
     assert "Lost" not in Tier.FULL.sentence({})
-    for tier in Tier.here():
+    for tier in Tier:
         assert tier.stops
         assert bool(tier.lost) == bool(tier.remedy) == (tier is not Tier.FULL)

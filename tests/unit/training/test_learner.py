@@ -327,6 +327,7 @@ def test_the_fused_kernel_unless_the_configuration_chooses(
         ("no.such.module.Adam", {}, "no such class"),
         ("torch.optim.AdamW", {"lrr": 1}, r"refuses these kwargs .*lrr.*It takes: lr, betas, eps"),
         ("torch.optim.AdamW", {"lr": -1.0}, "refuses these kwargs .*Invalid learning rate"),
+        ("torch.optim.AdamW", {"lr": "fast"}, "refuses these kwargs"),
         ("torch.optim.LBFGS", {}, "compute the loss several times"),
         ("torch.optim.SparseAdam", {}, "sparse gradients"),
         ("torch.optim.Optimizer", {}, "policy.optimizer"),
