@@ -23,10 +23,12 @@ import transformers  # noqa: E402
 import laurel  # noqa: E402
 from laurel.config.policy import ClusterConfig, PolicyConfig  # noqa: E402
 from laurel.config.reward_model import LossConfig  # noqa: E402
-from laurel.data.loader import StepOrder  # noqa: E402
 from laurel.models.loading.reward_model import load_reward_model  # noqa: E402
 from laurel.models.scoring import ScoringContract  # noqa: E402
-from laurel.training.batches import Batcher  # noqa: E402
+from laurel.training.batches import (
+    Batcher,
+    StepOrder,
+)
 from laurel.training.learner import (  # noqa: E402
     LocalLearner,
     MicroBatch,

@@ -938,7 +938,7 @@ def tokenised_row(reading: Reading, model: str) -> FirstRow:
         ModelError: No tokenizer or template that could be used.
         DataError: The template cannot render the row.
     """
-    from laurel.rewards.open import quiet_libraries
+    from laurel.observe.console import quiet_libraries
 
     quiet_libraries()
     row = reading.first

@@ -136,7 +136,7 @@ def _judge_shape(judge: ScorerSource, split: DTensorConfig, written: str | None)
 
 def _read(policy: PolicyConfig, name: str, has_head: bool) -> ModelShape:
     from laurel.models.loading.pretrained import read_shape
-    from laurel.rewards.open import quiet_libraries
+    from laurel.observe.console import quiet_libraries
 
     quiet_libraries()
     return read_shape(policy, name, has_language_head=has_head)

@@ -597,7 +597,7 @@ def _about_scratch(task: StarterTask) -> str:
 def _positions(name: str) -> int | None:
     from laurel.config.policy import PolicyConfig
     from laurel.models.loading.pretrained import read_config
-    from laurel.rewards.open import quiet_libraries
+    from laurel.observe.console import quiet_libraries
 
     quiet_libraries()
     hf_config = read_config(PolicyConfig(), name).get_text_config()

@@ -19,6 +19,7 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     RejectedTask,
     batch_figures,
+    checked_return,
     group_id_of,
     judged_by,
     mean_of,
@@ -26,7 +27,6 @@ from laurel.environments.interface import (
     numbers,
     settings_of,
 )
-from laurel.environments.returned import checked_return
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.protocols import Environment, Judged, MessageLog
 from laurel.types import Task

@@ -21,7 +21,7 @@ from laurel.errors import (
 from laurel.export.directory import check_target, whole_directory
 from laurel.export.options import ExportOptions
 from laurel.models.tokenizer import first_line
-from laurel.observe.console import message_console, visible
+from laurel.observe.console import message_console, quiet_libraries, visible
 from laurel.observe.json_output import write_json
 from laurel.rewards.open import (
     ModelPlace,
@@ -29,7 +29,6 @@ from laurel.rewards.open import (
     ScorerOptions,
     check_files,
     find_model,
-    quiet_libraries,
     read_rules,
 )
 from laurel.run.scorer import OPTIONS, policy_of_settings

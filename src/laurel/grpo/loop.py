@@ -27,6 +27,7 @@ from laurel.grpo.advantages import (
     fail_without_divergence,
     lacks_divergences,
     mean_divergence,
+    resolve,
     shape_rewards,
     slope,
     subtract_divergences,
@@ -42,9 +43,14 @@ from laurel.grpo.metrics import (
 )
 from laurel.grpo.source import Batch, RolloutSource
 from laurel.grpo.state import GRPORunState, write_bad_rollouts
-from laurel.grpo.validation import PolicyValidation, completion_rows, validation_metrics
+from laurel.grpo.validation import PolicyValidation, validation_metrics
 from laurel.models.forest.outputs import TokenOutputs
-from laurel.observe.console import CompletionRow, print_completions, write_completions
+from laurel.observe.console import (
+    CompletionRow,
+    completion_rows,
+    print_completions,
+    write_completions,
+)
 from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import Phase, Timers
 from laurel.observe.report.last_words import accuracy_words
@@ -98,6 +104,7 @@ class GRPO(TrainingLoop):
         super().__init__(surroundings)
         self.settings = settings
         self.parts = parts
+        self.rule = resolve(settings.grpo)
         self.loss = PolicyLoss(settings.loss, max_length=settings.longest_completion)
         self._noted_unended = False
         self.health = HealthWatch(
@@ -190,7 +197,7 @@ class GRPO(TrainingLoop):
         noise_B = [noises[group.task.environment] for group in groups]
         advantages = compute_advantages(
             rewards_BG,
-            settings.grpo,
+            self.rule,
             noise=noise_B,
             components_BG=[[r.components for r in g.rollouts_G] for g in groups],
         )

@@ -7,7 +7,6 @@ a command line or the section of an environment, puts them in those words with `
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from laurel.errors import CheckpointError, ModelError, UserError, setting_of
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, Manifest
 from laurel.models.checkpoint.store import BEST_NAME, CheckpointStore, verify
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
+from laurel.observe.console import quiet_libraries
 from laurel.observe.hub import check_fetchable
 
 if TYPE_CHECKING:
@@ -340,16 +340,6 @@ def reworded(reword: Callable[[str], str]) -> Iterator[None]:
         yield
     except UserError as error:
         raise type(error)(reword(str(error))) from error
-
-
-def quiet_libraries() -> None:
-    """Keep progress bars and advice of the libraries out of our own display."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    for name in ("torch", "huggingface_hub"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _check(

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
+from laurel.observe.console import quiet_libraries
 from laurel.observe.hub import check_fetchable
-from laurel.rewards.open import Say, find_model, quiet_libraries
 from laurel.run.context import R, RunContext
-from laurel.run.scorer import say_on
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from laurel.rewards.open import Say
     from laurel.training.learner import Learner
     from laurel.training.learner_group import Load, ModelFacts
 
@@ -143,6 +143,8 @@ def with_found_model(config: R, console: Console) -> R:
     goes_on = saving.enabled and steps_in(Path(saving.checkpoint_dir))
     if goes_on and not Path(policy.model_name).expanduser().is_dir():
         return config  # its checkpoint has the weights
+    from laurel.run.scorer import say_on
+
     say = say_on(console)
     name = found_name(policy.model_name, say=lambda note: say(f"note    {note}"), instead=_INSTEAD)
     if name == policy.model_name:
@@ -165,6 +167,8 @@ def found_name(name: str, *, say: Say, instead: str = "") -> str:
     Raises:
         UserError: There is no such model, or the hub that has it does not answer.
     """
+    from laurel.rewards.open import find_model
+
     place = find_model(name)
     directory = Path(name).expanduser()
     if not directory.is_dir():

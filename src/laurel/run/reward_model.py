@@ -120,8 +120,7 @@ def _train(
     """Everything after the data: model, tokens, loop. Nothing is written before all is well."""
     config, console = context.config, context.console
     model = _load_model(context, data)
-    from laurel.data.loader import StepOrder
-    from laurel.training.batches import Batcher
+    from laurel.training.batches import Batcher, StepOrder
     from laurel.training.epochs import EpochParts, total_steps
     from laurel.training.loop import Schedule
     from laurel.training.losses import RewardLoss

@@ -49,9 +49,8 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
             context, seed=config.sft.seed, texts=_texts(data), identity=_settings(config)
         )
         facts, resume_from = model.facts, context.resume_from
-        from laurel.data.loader import StepOrder
         from laurel.models.chat import ChatFormat
-        from laurel.training.batches import Batcher
+        from laurel.training.batches import Batcher, StepOrder
         from laurel.training.epochs import EpochParts, total_steps
         from laurel.training.loop import Schedule
         from laurel.training.sft import SupervisedFineTuning

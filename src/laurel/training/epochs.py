@@ -19,12 +19,11 @@ from torch import Tensor
 
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.config.sft import SFTConfig
-from laurel.data.loader import StepOrder
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.models.scoring import ScoringContract
 from laurel.observe.metrics import answer_length, attribute_metrics, preference_metrics
 from laurel.observe.progress import Phase
-from laurel.training.batches import Batcher
+from laurel.training.batches import Batcher, StepOrder
 from laurel.training.learner import Learner, Loss, MicroBatch, Update, add_up
 from laurel.training.loop import Surroundings, TrainingLoop
 from laurel.training.losses import RewardLoss

@@ -12,8 +12,8 @@ from rich.console import Console
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.run.context import RunContext
-from laurel.run.places import Places, nodes_of
-from laurel.run.tasks import environments_of
+from laurel.run.places import Places
+from laurel.run.tasks import environments_of, nodes_of
 from laurel.types import Message, Task
 
 DATA: Any = SimpleNamespace(

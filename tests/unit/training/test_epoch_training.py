@@ -9,7 +9,7 @@ import pytest
 
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.config.sft import SFTConfig
-from laurel.data.loader import StepOrder
+from laurel.training.batches import StepOrder
 from laurel.training.epochs import rows_to_validate, total_steps
 from laurel.types import TokenGroup
 
