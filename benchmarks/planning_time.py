@@ -24,7 +24,7 @@ LLAMA_70B = (
 )
 SHAPES = Shapes(
     policy=parse_shape(LLAMA_70B, has_language_head=True),
-    reward_model=parse_shape(LLAMA_70B, has_language_head=False),
+    reward_models=(parse_shape(LLAMA_70B, has_language_head=False),),
 )
 
 

@@ -41,11 +41,7 @@ from laurel.workers.ray_cluster import RayCluster
 from laurel.workers.ray_group import RayGroup
 from laurel.workers.reservations import Resources
 
-WAYS = {
-    "object_store": "Ray's object store",
-    "broadcast": "broadcast (gloo)",
-    "ipc": "shared memory (ipc)",
-}
+WAYS = {"object_store": "Ray's object store", "broadcast": "broadcast (gloo)"}
 SIZES = {"tiny": TINY_SHAPE, "25M": TRAINING_SHAPE, "110M": SCORING_SHAPE}
 MAX_LENGTH = 64
 CPU = ClusterConfig(device="cpu", cpu_threads=1)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
-import signal
 import socket
 from collections.abc import AsyncGenerator, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ from laurel.errors import EngineError
 from laurel.generation.engine_worker import EngineWorker
 from laurel.generation.weights.broadcast import Meeting, WeightLink, received, send
 from laurel.generation.weights.buckets import unpack
-from laurel.generation.weights.shared_memory import Lender, Reach, borrowed, reach_of
 from laurel.training.learner_group import WeightGiver
 from laurel.types import Generated, GenerationRequest, Weights
 from laurel.workers.rendezvous import LOOPBACK, Place, store_of
@@ -48,16 +44,8 @@ def every_kind(seed: int) -> dict[str, Tensor]:
 class Giving(WeightGiver):
     """What of a `LearnerWorker` gives weights away; its tensors are those of `every_kind`."""
 
-    def __init__(
-        self,
-        place: Place,
-        *,
-        host: str | None = None,
-        takes_port: bool = False,
-        is_far: bool = False,
-    ) -> None:
+    def __init__(self, place: Place, *, host: str | None = None, takes_port: bool = False) -> None:
         super().__init__(place)
-        self._is_far = is_far
         self._host = host
         self._other = socket.socket() if takes_port else None
         self._seed = 0
@@ -83,26 +71,6 @@ class Giving(WeightGiver):
 
     def named_weights(self, changing_only: bool) -> Iterator[tuple[str, Tensor]]:
         return of(self._seed, changing_only)
-
-    def weight_reach(self, device: str) -> Reach:
-        return Reach("another machine") if self._is_far else super().weight_reach(device)
-
-    def memory_files(self) -> list[str]:
-        return memory_files()
-
-    def limit(self, num_bytes: int) -> None:
-        """Let it have no larger file: there is no room for a bucket."""
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-
-
-def memory_files() -> list[str]:
-    """Shared memory that this process has open, or mapped."""
-    descriptors = Path("/proc/self/fd")
-    named = [os.readlink(path) for path in descriptors.iterdir() if path.is_symlink()]
-    mapped = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in (*named, *mapped) if "laurel-weights" in line]
 
 
 def of(seed: int, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -159,9 +127,6 @@ class KeepingWorker(EngineWorker):
     def pid(self) -> int:
         return os.getpid()
 
-    def memory_files(self) -> list[str]:
-        return memory_files()
-
     def kept(self) -> tuple[int, list[str], dict[str, Tensor]]:
         engine: Any = self._engine
         return engine.weight_version, engine.came, engine.kept
@@ -189,25 +154,4 @@ def told(device: str) -> list[tuple[str, Tensor]]:
         return []
     parts = [part for bucket in received(group) for part in bucket]
     assert all(unpack(part).device.type == device for part in parts)
-    return [(part.name, unpack(part).cpu()) for part in parts]
-
-
-def shared_on_gpu() -> list[tuple[str, Tensor]]:
-    """What the second of two processes reads from the memory of the first, on one GPU."""
-    rank = dist.get_rank()
-    reaches: list[Any] = [None, None]
-    dist.all_gather_object(reaches, reach_of("cuda"))
-    assert reaches[0] == reaches[1]
-    lender = Lender(of(1), max_bytes=1024, device="cuda") if rank == 0 else None
-    parts = []
-    while True:
-        told = [None if lender is None else lender.next()]
-        dist.broadcast_object_list(told)
-        if told[0] is None:
-            break
-        parts += [] if lender else borrowed(told[0])
-        dist.barrier()
-    if lender is not None:
-        lender.close()
-    assert all(unpack(part).device.type == "cuda" for part in parts)
     return [(part.name, unpack(part).cpu()) for part in parts]

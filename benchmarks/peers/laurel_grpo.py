@@ -1,6 +1,6 @@
 """Laurel's GRPO behind a channel: run by `grpo_step.py`.
 
-The run that `laurel grpo` would begin (`cli.assemble_grpo.assemble`), with its logs, tables and
+The run that `laurel grpo` would begin (`run.grpo.assemble`), with its logs, tables and
 timers. Its steps are taken one by one, as the driver asks for them.
 """
 

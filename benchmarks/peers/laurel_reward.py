@@ -25,10 +25,7 @@ from laurel.config.policy import ClusterConfig, PolicyConfig  # noqa: E402
 from laurel.config.reward_model import LossConfig  # noqa: E402
 from laurel.models.loading.reward_model import load_reward_model  # noqa: E402
 from laurel.models.scoring import ScoringContract  # noqa: E402
-from laurel.training.batches import (
-    Batcher,
-    StepOrder,
-)
+from laurel.training.batches import Batcher, StepOrder  # noqa: E402
 from laurel.training.learner import (  # noqa: E402
     LocalLearner,
     MicroBatch,

@@ -27,7 +27,7 @@ FIRST_HALF = 5
 SIGNALS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
 
 
-@pytest.fixture(params=["object_store", "broadcast", "ipc"])
+@pytest.fixture(params=["object_store", "broadcast"])
 def way(request):
     return request.param
 
@@ -121,7 +121,7 @@ def test_only_what_changes_travels_to_who_has_the_rest(play, way):
 MESHES = {"alone": {}, "dp": {"dp_shard": 2}, "tp": {"tp": 2}}
 
 
-@pytest.mark.slow_parameters("object_store-tp", "broadcast-tp", "ipc-tp")
+@pytest.mark.slow_parameters("object_store-tp", "broadcast-tp")
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_a_learner_of_any_mesh(play, way, sizes, tmp_path):
     """Its own weights are those of one process; tied ones come once."""
@@ -137,7 +137,7 @@ def test_a_learner_of_any_mesh(play, way, sizes, tmp_path):
         playing.require(3, expected)
 
 
-@pytest.mark.slow_parameters("broadcast-dp", "ipc-dp")
+@pytest.mark.slow_parameters("broadcast-dp")
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}], ids=["dp"])
 def test_of_adapters_only_what_they_change(play, way, sizes, tmp_path):
     pytest.importorskip("peft")
@@ -159,7 +159,7 @@ def test_of_adapters_only_what_they_change(play, way, sizes, tmp_path):
             assert "model.layers.1.mlp.up_proj.weight" in came
 
 
-@pytest.mark.slow_parameters("object_store-hung", "broadcast-hung", "ipc-hung")
+@pytest.mark.slow_parameters("object_store-hung", "broadcast-hung")
 @pytest.mark.parametrize("fate", SIGNALS)
 def test_an_engine_that_is_lost_in_the_middle(play, way, fate):
     """It is named and started again, and all have the weights in the end, as next time."""
@@ -194,54 +194,6 @@ def test_a_learner_that_dies_ends_the_run(play, way):
     with pytest.raises(WorkerError, match="policy rank 0") as raised:
         playing.give(2)
     assert raised.value.is_lost
-
-
-# ------------------------------------------------------------------------------------ sharing alone
-
-
-def test_an_engine_that_is_lost_does_not_keep_the_others_from_it(play):
-    playing = play("ipc", patience=5.0, count=3)
-    playing.groups[2].call("expect", fate=(FIRST_HALF, signal.SIGKILL))
-    asked = [listened(group) for index, group in playing.groups.items() if index != 2]
-    playing.give(1)
-    playing.require(1)
-    assert playing.generator.num_weight_fallbacks == 0
-    assert playing.generator.num_restarts == 1
-    for calls in asked:
-        assert "borrow_weights" in calls
-        assert not {"repeat_weights", "take_weights"} & set(calls)
-
-
-def test_memory_is_given_back(play):
-    playing = play("ipc")
-    playing.give(1)
-    groups = [playing.learner, *playing.groups.values()]
-    before = [group.call_one(0, "memory_files") for group in groups]
-    for version in (2, 3, 4):
-        playing.give(version)
-    assert [group.call_one(0, "memory_files") for group in groups] == before == [[], [], []]
-
-
-def test_a_learner_elsewhere_is_told_once(play):
-    playing = play("ipc", given={"is_far": True})
-    for version in (1, 2):
-        playing.give(version)
-        playing.require(version)
-    (said,) = playing.said
-    assert "no rank of the learner is on the machine of generation replica 0" in said
-    assert said.endswith("through Ray's object store, and all later ones too")
-
-
-@pytest.mark.parametrize("most", [0, 4096], ids=["at once", "for the large one"])
-def test_without_room_for_a_bucket(play, most):
-    """The kernel refuses it (here by a limit of files); all weights come in another way."""
-    playing = play("ipc")
-    playing.learner.call("limit", most)
-    playing.give(1)
-    playing.require(1)
-    (said,) = playing.said
-    assert "cannot be had in shared memory" in said
-    assert playing.learner.call_one(0, "memory_files") == []
 
 
 # ------------------------------------------------------------------------------- broadcasting alone
@@ -298,8 +250,7 @@ def test_a_meeting_that_cannot_be_is_tried_once(play, given, why):
     assert said.endswith("through Ray's object store, and all later ones too")
 
 
-@pytest.mark.parametrize("way", ["broadcast", "ipc"])
-def test_weights_that_nobody_can_send(play, way):
-    playing = play(way)
+def test_weights_that_nobody_can_send(play):
+    playing = play("broadcast")
     with pytest.raises(TypeError, match="only the weights of a LearnerGroup"):
         playing.update(Weights(version=1, tensors=partial(of, 1)))

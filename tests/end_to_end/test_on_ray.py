@@ -175,7 +175,7 @@ ROLES = {
         "cluster.gpus_per_node=4",
         "env.reward_model.resources.gpus_per_node=2",
         "policy.dtensor_cfg.tensor_parallel_size=2",
-        "policy.generation.weight_transfer=ipc",
+        "policy.generation.weight_transfer=object_store",
     ),
 }
 
@@ -198,7 +198,8 @@ def test_grpo_is_the_same_with_roles_of_their_own(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     finished = grpo(grpo_settings(tmp_path, model, *GRPO, *own_slots(judge), *ways))
-    way = "ipc" if "policy.generation.weight_transfer=ipc" in ways else "broadcast"
+    setting = "policy.generation.weight_transfer=object_store"
+    way = "object_store" if setting in ways else "broadcast"
     assert f"drawn by GeneratorReplicas, weights by {way}" in finished.text
     assert "broke off" not in caplog.text
     lines = read_metrics(tmp_path / "logs" / "exp_001" / "metrics.jsonl")

@@ -65,7 +65,7 @@ def test_its_advantages_by_hand(name: str) -> None:
 def test_gdpo_hears_each_component_by_hand() -> None:
     parts = [{"a": a, "b": b} for a, b in zip(ONE_RIGHT, [0.0, 0.0, 0.0, 10.0], strict=True)]
     found = compute_advantages(
-        [[1.0, 0.0, 0.0, 10.0]], of("gdpo").grpo, components_BG=[parts]
+        [[1.0, 0.0, 0.0, 10.0]], resolve(of("gdpo").grpo), components_BG=[parts]
     ).values_BG[0]
     # Each component alone is 3/2 and -1/2; their sums 1 and -1 have a deviation of sqrt(4/3).
     assert list(found) == pytest.approx(

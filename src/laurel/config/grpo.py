@@ -64,6 +64,9 @@ class ColocatedConfig(Section):
 class GenerationConfig(Section):
     """How completions are drawn."""
 
+    removed: ClassVar[Mapping[str, str]] = {
+        "ipc": "use auto or broadcast, which is quicker, or object_store"
+    }
     foreign_keys: ClassVar[frozenset[str]] = frozenset(
         {
             "refit_transport",
@@ -120,12 +123,11 @@ class GenerationConfig(Section):
     """Further arguments of vLLM's engine."""
     colocated: ColocatedConfig = ColocatedConfig()
     """See there."""
-    weight_transfer: Literal["auto", "object_store", "broadcast", "ipc"] = "auto"
-    """How weights come to engines in other processes: through Ray's object store, told to all at
-    once by the learner's first rank (gloo; NCCL between GPUs), or read from the memory of a rank on
-    the same node (`ipc`; of a GPU that both have in turns, by CUDA IPC). The run says which `auto`
-    is, and why. In one process nothing travels. Default: the broadcast, which was the quickest
-    wherever it was measured (docs/benchmarks.md)."""
+    weight_transfer: Literal["auto", "object_store", "broadcast"] = "auto"
+    """How weights come to engines in other processes: through Ray's object store, or told to all at
+    once by the learner's first rank (gloo; NCCL between GPUs). The run says which `auto` is, and
+    why. In one process nothing travels. Default: the broadcast, which was the quicker one wherever
+    it was measured (docs/benchmarks.md)."""
     weight_probe_tolerance: float | None = Field(default=None, gt=0)
     """Largest difference between the engine's and the learner's log-probabilities of a probe after
     each transfer of weights, beyond which the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""

@@ -15,7 +15,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, get_args
 from laurel.config.load import Checker, warnings_of
 from laurel.config.shape import with_defaults
 from laurel.config.tree import Section, graft
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, EnvironmentFailedError
+from laurel.observe.hub import line_of
 from laurel.protocols import Environment, Judged, MessageLog
 from laurel.types import EnvironmentReturn, Task
 

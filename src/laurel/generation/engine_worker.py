@@ -18,7 +18,6 @@ from laurel.generation.waiting import BackgroundLoop
 from laurel.generation.weights.broadcast import Meeting, WeightLink, received
 from laurel.generation.weights.buckets import Bucket, WeightStream
 from laurel.generation.weights.probe import ProbeAnswer
-from laurel.generation.weights.shared_memory import Reach, SharedBucket, borrowed, reach_of
 from laurel.protocols import Generator
 from laurel.types import Generated, GenerationRequest, Weights
 from laurel.workers.rendezvous import Place
@@ -206,26 +205,6 @@ class EngineWorker:
         except BroadcastError as error:
             self._link.close()
             return str(error)
-        return None
-
-    def weight_reach(self, device: str) -> Reach:
-        """Whose memory can be read here."""
-        return reach_of(device)
-
-    def borrow_weights(self, shared: SharedBucket) -> str | None:
-        """Copy the next bucket from the memory of a rank of the learner.
-
-        Returns:
-            Why it cannot be, after which all may come in another way (`repeat_weights`).
-
-        Raises:
-            EngineError: The engine refuses what it got.
-        """
-        try:
-            bucket = borrowed(shared)
-        except BroadcastError as error:
-            return str(error)
-        self.take_weights(bucket)
         return None
 
     def repeat_weights(self) -> None:

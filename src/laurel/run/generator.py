@@ -155,7 +155,7 @@ def describe_generator(generator: Generator) -> str:
 
 
 def transfer_of(
-    setting: Literal["auto", "object_store", "broadcast", "ipc"],
+    setting: Literal["auto", "object_store", "broadcast"],
     *,
     device: str,
     uses_vllm: bool,
@@ -173,10 +173,6 @@ def transfer_of(
 
     if setting == "object_store":
         return WeightTransfer(name="object_store", reason="it is set")
-    if setting == "ipc" and device == "cuda" and take_turns and not uses_vllm:
-        return WeightTransfer(name="ipc", device="cuda", reason="it is set; memory of a GPU")
-    if setting == "ipc":
-        return WeightTransfer(name="ipc", reason="it is set; memory of the machine")
     why = "it is set" if setting == "broadcast" else QUICKER
     if device == "cuda" and not uses_vllm and not take_turns:
         return WeightTransfer(

@@ -7,10 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from laurel.config.grpo import GRPORun
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan
-from laurel.planning.roles import RoleName, Run, as_ranges, where
+from laurel.planning.roles import RoleName, Run, where
 from laurel.workers.launch import (
     backend_of,
     device_of,
@@ -202,19 +201,7 @@ def _refuse_unbuilt(config: Run, plan: Plan) -> None:
             f"{where}.context_parallel_size={cp}: only token forests are divided; set it to 1, or "
             "policy.sequence_packing.enabled to true"
         )
-    policy, generation = plan.role("policy"), plan.role("generation")
-    if (
-        isinstance(config, GRPORun)
-        and config.policy.generation.weight_transfer == "ipc"
-        and policy is not None
-        and generation is not None
-        and (far := {s.node for s in generation.slots} - {s.node for s in policy.slots})
-    ):
-        raise ConfigError(
-            "policy.generation.weight_transfer=ipc: replicas read the memory of a rank of the "
-            f"policy on their own node, and it has none on node {as_ranges(sorted(far))}; set it "
-            "to auto, broadcast or object_store"
-        )
+    policy = plan.role("policy")
     if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
         raise ConfigError(
             f"{where}.cpu_offload=true: shares of a spread model can be kept on the host, and the "

@@ -47,7 +47,6 @@ from laurel.workers.rendezvous import Place, join, leave
 
 if TYPE_CHECKING:
     from laurel.generation.weights.broadcast import Meeting, WeightLink
-    from laurel.generation.weights.shared_memory import Lender, Reach, SharedBucket
 
 ROUND = 8
 """Batches that a place is asked for at a time: while one round travels, nobody computes."""
@@ -285,7 +284,6 @@ class WeightGiver(ABC):
         """Give nothing yet."""
         self._place = place
         self._weights: Iterator[tuple[str, Tensor]] = iter(())
-        self._lender: Lender | None = None
         self._link: WeightLink | None = None
 
     @abstractmethod
@@ -293,8 +291,7 @@ class WeightGiver(ABC):
         """See `Learner.named_weights`."""
 
     def give_no_more(self) -> None:
-        """Let go of everybody and of everything lent. Idempotent."""
-        self.end_lending()
+        """Let go of everybody. Idempotent."""
         if self._link is not None:
             self._link.close()
 
@@ -364,41 +361,6 @@ class WeightGiver(ABC):
         for _ in weights:  # the other ranks still gather them
             pass
         return reason
-
-    def weight_reach(self, device: str) -> Reach:
-        """Who can read this rank's memory."""
-        from laurel.generation.weights.shared_memory import reach_of
-
-        return reach_of(device)
-
-    def lend_weights(
-        self, ranks: Sequence[int], device: str, changing_only: bool, num_bytes: int
-    ) -> None:
-        """Begin with `next_lent` at the first weight.
-
-        Args:
-            ranks: Those whose memory engines read.
-            device: `cpu` or `cuda`: of that memory.
-            changing_only: See `Learner.named_weights`.
-            num_bytes: Size of a bucket.
-        """
-        from laurel.generation.weights.shared_memory import Lender
-
-        self.end_lending()
-        weights = self.named_weights(changing_only)
-        lends = self._place.rank in ranks
-        self._lender = Lender(weights, max_bytes=num_bytes, device=device if lends else None)
-
-    def next_lent(self) -> SharedBucket | str | None:
-        """See `Lender.next`. Every rank takes part."""
-        assert self._lender is not None, "nothing is lent"
-        return self._lender.next()
-
-    def end_lending(self) -> None:
-        """Let go of what was lent. Idempotent."""
-        if self._lender is not None:
-            self._lender.close()
-        self._lender = None
 
 
 def in_own_memory(value: Tensor) -> Tensor:

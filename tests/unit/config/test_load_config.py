@@ -385,3 +385,8 @@ def test_a_key_that_is_gone_is_told_unless_an_older_file_leaves_it_null(tmp_path
     older.write_text("env: {code: {sandbox: {url: 'http://127.0.0.1:9'}}}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"no such key any more .*Laurel's own sandbox"):
         load_config(GRPORun, older)
+
+
+def test_a_choice_that_is_gone_is_told_with_what_to_use() -> None:
+    with pytest.raises(ConfigError, match=r"no ipc any more \(use auto or broadcast"):
+        load_config(GRPORun, None, ["policy.generation.weight_transfer=ipc"])

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.rewards.batching import ScoreCache, Unit, halves, joined, keys_of, planned, units_of
-from laurel.rewards.ensemble import NullScorer
 from laurel.rewards.preparing import rendered_group, rendered_rows
+from laurel.rewards.server.service import NullScorer
 from laurel.types import Completion, Group, Message, Score, SentTurn, TokenGroup, group_of
 
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=40)

@@ -15,10 +15,6 @@ from laurel.run.generator import describe_generator, transfer_of
         ("auto", "cuda", False, True, ("broadcast", "cpu", "gloo")),
         ("auto", "cuda", True, False, ("broadcast", "cpu", "gloo")),
         ("broadcast", "cuda", False, False, ("broadcast", "cuda", "it is set; NCCL")),
-        ("ipc", "cpu", False, True, ("ipc", "cpu", "it is set; memory of the machine")),
-        ("ipc", "cuda", False, False, ("ipc", "cpu", "memory of the machine")),
-        ("ipc", "cuda", True, True, ("ipc", "cpu", "memory of the machine")),
-        ("ipc", "cuda", False, True, ("ipc", "cuda", "it is set; memory of a GPU")),
         ("object_store", "cuda", False, False, ("object_store", "cpu", "it is set")),
     ],
 )

@@ -51,16 +51,6 @@ def test_more_slots_or_an_address_are_ray(overrides: tuple[str, ...]) -> None:
         (("policy.dtensor_cfg.tensor_parallel_size=2",), r"tensor_parallel_size=2.*\n.*mend"),
         (("policy.dtensor_cfg.cpu_offload=true",), "the policy has one rank"),
         (("cluster.gpus_per_node=1", *ONE_FOR_JUDGING), "resources.gpus_per_node"),
-        (
-            (
-                "policy.generation.weight_transfer=ipc",
-                "cluster.num_nodes=3",
-                "cluster.gpus_per_node=2",
-                "policy.generation.colocated.enabled=false",
-                "policy.generation.colocated.resources.num_nodes=2",
-            ),
-            "it has none on node 1-2; set it to auto, broadcast or object_store",
-        ),
     ],
 )
 def test_what_cannot_be_is_told_with_the_key(overrides: tuple[str, ...], said: str) -> None:

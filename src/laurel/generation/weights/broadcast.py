@@ -12,16 +12,18 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laurel.errors import BroadcastError
-from laurel.generation.weights.buckets import Bucket, Entry, Parcel, part_of
+from laurel.generation.weights.buckets import Bucket, Entry, bytes_of, part_of
 from laurel.workers.process import Broadcast, BroadcastGroup, reason_of
 from laurel.workers.rendezvous import Place, bind_master, store_of
+
+ALIGNMENT = 16
+"""Bytes: a tensor in a bucket begins at a multiple, so that it can be read where it lies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +133,14 @@ def send(group: BroadcastGroup, tensors: Iterable[tuple[str, Tensor]], *, max_by
     Raises:
         BroadcastError: Somebody is gone; the rest of the tensors has not been asked for.
     """
-    filling, leaving = _Leaving(group, max_bytes), _Leaving(group, max_bytes)
+    filling, leaving = _Parcel(group, max_bytes), _Parcel(group, max_bytes)
     for name, tensor in tensors:
-        if not filling.parcel.has_room(tensor):
+        if not filling.has_room(tensor):
             filling.send()
             filling, leaving = leaving, filling
             filling.clear()
-        filling.parcel.add(name, tensor)
-    if not filling.parcel.is_empty:
+        filling.add(name, tensor)
+    if not filling.is_empty:
         filling.send()
     leaving.wait()
     filling.wait()
@@ -170,24 +172,46 @@ def _lengths(group: BroadcastGroup, words: int = 0, values: int = 0) -> Tensor:
     return torch.tensor([words, values], dtype=torch.int64, device=group.device)
 
 
-class _Leaving:
-    """A parcel that is filled, sent and filled again."""
+class _Parcel:
+    """A bucket in one piece of memory, that is filled, sent and filled again."""
 
     def __init__(self, group: BroadcastGroup, max_bytes: int) -> None:
         self._group = group
-        memory = partial(torch.empty, dtype=torch.uint8, device=group.device)
-        self.parcel = Parcel(memory, max_bytes=max_bytes)
+        self._max_bytes = max_bytes
+        self._memory = torch.empty(0, dtype=torch.uint8, device=group.device)
+        self._filled = 0
+        self._table: list[Entry] = []
         self._on_its_way: list[tuple[Broadcast, Tensor]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been added."""
+        return not self._table
+
+    def has_room(self, tensor: Tensor) -> bool:
+        """Whether one more tensor may be added; a first one may."""
+        return self.is_empty or self._filled + tensor.nbytes <= self._max_bytes
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor in."""
+        first, end = self._filled, self._filled + tensor.nbytes
+        if end > self._memory.numel():  # then it is the first one
+            size = max(end, self._max_bytes)
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._group.device)
+        self._memory[first:end].copy_(bytes_of(tensor))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._table.append(Entry(name, dtype, tuple(tensor.shape), first, tensor.nbytes))
+        self._filled = -(-end // ALIGNMENT) * ALIGNMENT
 
     def clear(self) -> None:
         """Begin anew, when what is on its way has come."""
         self.wait()
-        self.parcel.clear()
+        self._table, self._filled = [], 0
 
     def send(self) -> None:
         """Let it go. It may be filled again after `clear`."""
-        values = self.parcel.values
-        text = bytearray(json.dumps(self.parcel.table).encode())
+        values = self._memory[: self._table[-1].start + self._table[-1].num_bytes]
+        text = bytearray(json.dumps(self._table).encode())
         words = torch.frombuffer(text, dtype=torch.uint8).to(self._group.device)
         lengths = _lengths(self._group, words.numel(), values.numel())
         pieces = [piece for piece in (lengths, words, values) if piece.numel()]

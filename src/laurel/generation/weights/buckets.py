@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +20,6 @@ from torch import Tensor
 
 from laurel.errors import BroadcastError, EngineError
 from laurel.types import Weights
-
-ALIGNMENT = 16
-"""Bytes: a tensor in a parcel begins at a multiple, so that it can be read where it lies."""
 
 
 class PackedTensor(NamedTuple):
@@ -79,7 +76,7 @@ def buckets_of(tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iter
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies in a parcel."""
+    """Where a tensor lies among the bytes of a bucket."""
 
     name: str
     dtype: str
@@ -88,66 +85,8 @@ class Entry(NamedTuple):
     num_bytes: int
 
 
-class Parcel:
-    """A bucket in one piece of memory, that is filled, sent and filled again."""
-
-    def __init__(self, memory: Callable[[int], Tensor | None], *, max_bytes: int) -> None:
-        """Begin empty.
-
-        Args:
-            memory: Gives so many bytes, as uint8, for as long as the parcel is used or asks for
-                others; None: only what would lie where is kept.
-            max_bytes: Size of a bucket; a larger tensor is one by itself.
-        """
-        self._had = memory
-        self._max_bytes = max_bytes
-        self._memory: Tensor | None = None
-        self._size = self._filled = 0
-        self.table: list[Entry] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has been added."""
-        return not self.table
-
-    @property
-    def values(self) -> Tensor:
-        """Of all tensors, with the gaps between them."""
-        assert self._memory is not None, "it keeps nothing"
-        return self._memory[: self.table[-1].start + self.table[-1].num_bytes]
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self.table, self._filled = [], 0
-
-    def keep_none(self) -> None:
-        """Give its memory away; what is added from now on is only counted."""
-        self._had, self._memory, self._size = _no_memory, None, 0
-
-    def has_room(self, tensor: Tensor) -> bool:
-        """Whether one more tensor may be added; a first one may."""
-        return self.is_empty or self._filled + tensor.nbytes <= self._max_bytes
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor in."""
-        first, end = self._filled, self._filled + tensor.nbytes
-        if self._size == 0 or end > self._size:  # then it is the first one
-            self._memory = None
-            self._memory = self._had(max(end, self._max_bytes))
-            self._size = max(end, self._max_bytes)
-        if self._memory is not None:
-            self._memory[first:end].copy_(bytes_of(tensor))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.table.append(Entry(name, dtype, tuple(tensor.shape), first, tensor.nbytes))
-        self._filled = -(-end // ALIGNMENT) * ALIGNMENT
-
-
-def _no_memory(_: int) -> None:
-    return None
-
-
 def part_of(values: Tensor, entry: Entry) -> PackedTensor:
-    """A tensor of a parcel, on the parcel's bytes.
+    """A tensor of a bucket, on the bucket's bytes.
 
     Raises:
         BroadcastError: They are too few.

@@ -2,8 +2,7 @@
 
 `ObjectStore`: they come to this process and go on through Ray's object store, once for all engines.
 `Broadcast`: the learner's first rank gives them to all engines itself; this process only says when.
-`Sharing`: engines read the memory of a rank that is on their machine, or on their GPU.
-The last two end on the first way where they break, and engines go on where they were.
+Where the broadcast breaks it ends on the first way, and engines go on where they were.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from laurel.workers.rendezvous import LOOPBACK
 class WeightTransfer:
     """Which way, as it was chosen."""
 
-    name: Literal["object_store", "broadcast", "ipc"]
+    name: Literal["object_store", "broadcast"]
     device: Literal["cpu", "cuda"] = "cpu"
-    """Of `broadcast` and `ipc`: where weights arrive."""
+    """Of `broadcast`: where weights arrive."""
     reason: str = "by default"
     """Of the choice, in words."""
 
@@ -51,7 +50,7 @@ class SentWeights(Weights):
 THROUGH_RAY = WeightTransfer(name="object_store")
 
 
-BUCKET_BYTES = {"object_store": 64 << 20, "broadcast": 16 << 20, "ipc": 16 << 20}
+BUCKET_BYTES = {"object_store": 64 << 20, "broadcast": 16 << 20}
 """Sizes of buckets that were quickest of 16, 64 and 256 MiB (`benchmarks/weight_transfer.py`)."""
 
 
@@ -66,8 +65,7 @@ def route_of(
     bucket_bytes = bucket_bytes or BUCKET_BYTES[transfer.name]
     if transfer.name == "object_store":
         return ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
-    kind = Broadcast if transfer.name == "broadcast" else Sharing
-    return kind(bucket_bytes=bucket_bytes, patience=patience, say=say, device=transfer.device)
+    return Broadcast(bucket_bytes=bucket_bytes, patience=patience, say=say, device=transfer.device)
 
 
 def name_of(group: WorkerGroup, index: int) -> str:
@@ -180,11 +178,12 @@ class ObjectStore(WeightRoute):
         to.wait(under_way, timeout=self.patience)
 
 
-class Straight(WeightRoute):
-    """A way past this process. Where it breaks, the rest goes through Ray's object store."""
+class Broadcast(WeightRoute):
+    """Learner and engines meet, and stay linked as long as they are the same ones.
 
-    what = ""
-    """In messages."""
+    Between GPUs no two processes have the same one. Where a broadcast breaks, the rest goes through
+    Ray's object store.
+    """
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class Straight(WeightRoute):
         """Link nobody yet.
 
         Args:
-            bucket_bytes: See `WeightRoute`. A rank of the learner that gives holds two of them.
+            bucket_bytes: See `WeightRoute`. The learner's first rank holds two of them.
             patience: Seconds for everybody to come, and for each bucket to be taken.
             say: Told of every transfer that breaks.
             device: `cuda`: weights go from GPU to GPU.
@@ -207,6 +206,10 @@ class Straight(WeightRoute):
         self._device = device
         self._is_given_up = False
         self._other = ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
+        self._numbers = itertools.count()
+        self._met: tuple[WorkerGroup, ...] = ()
+        """The learner and the engines that are linked."""
+        self._meeting: tuple[int, str, int] = (0, "", 0)
 
     def carry(self, weights: Weights, to: Round, *, changing_only: bool) -> None:
         """See `WeightRoute`.
@@ -225,10 +228,6 @@ class Straight(WeightRoute):
             to.call("repeat_weights")
         self._other.carry(weights, to, changing_only=changing_only)
 
-    @abstractmethod
-    def _send(self, learner: WorkerGroup, to: Round, *, changing_only: bool) -> str | None:
-        """Why they have not all come to all who are left, where they have not."""
-
     def _tell(self, version: int, reason: str, lost: Iterable[int], to: Round) -> None:
         self.num_fallbacks += 1
         losses = [f"{to.name(index)} was lost" for index in lost]
@@ -236,27 +235,10 @@ class Straight(WeightRoute):
         # Where nobody was lost the next one would break as well, and cost as much time.
         self._is_given_up = not losses
         self._say(
-            f"{self.what} of the weights of step {version} broke off ({why}); the engines that "
+            f"the broadcast of the weights of step {version} broke off ({why}); the engines that "
             "are left get them through Ray's object store"
             + (", and all later ones too" if self._is_given_up else "")
         )
-
-
-class Broadcast(Straight):
-    """Learner and engines meet, and stay linked as long as they are the same ones.
-
-    Between GPUs no two processes have the same one.
-    """
-
-    what = "the broadcast"
-
-    def __init__(self, **options: Any) -> None:
-        """See `Straight`."""
-        super().__init__(**options)
-        self._numbers = itertools.count()
-        self._met: tuple[WorkerGroup, ...] = ()
-        """The learner and the engines that are linked."""
-        self._meeting: tuple[int, str, int] = (0, "", 0)
 
     def _send(self, learner: WorkerGroup, to: Round, *, changing_only: bool) -> str | None:
         """Why they have not all come to all who are left, where they have not."""
@@ -308,47 +290,6 @@ class Broadcast(Straight):
             device=self._device,
             patience=self.patience,
         )
-
-
-class Sharing(Straight):
-    """Engines copy buckets from the memory of a rank; while they do, it fills another.
-
-    Who is lost on the way does not keep the others from it.
-    """
-
-    what = "the sharing"
-
-    def _send(self, learner: WorkerGroup, to: Round, *, changing_only: bool) -> str | None:
-        """See `Straight`."""
-        reaches = [reach.name for reach in learner.call("weight_reach", self._device)]
-        lender_of = {}
-        for index, reach in to.call("weight_reach", self._device, timeout=self.patience).items():
-            if reach.name is None or reach.name not in reaches:
-                place = "machine" if self._device == "cpu" else "GPU"
-                return (
-                    reach.why_not or f"no rank of the learner is on the {place} of {to.name(index)}"
-                )
-            lender_of[index] = reaches.index(reach.name)
-        lenders = sorted(set(lender_of.values()))
-        learner.call("lend_weights", lenders, self._device, changing_only, self.bucket_bytes)
-        reason = self._hand_over(learner, to, lender_of)
-        learner.call("end_lending")
-        return reason
-
-    def _hand_over(
-        self, learner: WorkerGroup, to: Round, lender_of: Mapping[int, int]
-    ) -> str | None:
-        gathering = learner.start("next_lent")
-        under_way: dict[int, Pending] = {}
-        while True:
-            lent = gathering.wait()
-            reasons = to.wait(under_way, timeout=self.patience).values()
-            reason = next((why for why in (*lent, *reasons) if isinstance(why, str)), None)
-            if reason is not None or all(bucket is None for bucket in lent):
-                return reason
-            buckets = {index: (lent[lender_of[index]],) for index in to.left}
-            under_way = to.start_each("borrow_weights", buckets)
-            gathering = learner.start("next_lent")
 
 
 def _first_line(error: Exception) -> str:

@@ -251,7 +251,7 @@ def _show(
     options: EvalOptions,
     console: Console,
 ) -> None:
-    from laurel.grpo.validation import completion_rows
+    from laurel.observe.console import completion_rows
     from laurel.observe.console import write_completions
 
     if options.output is not None:
