@@ -251,8 +251,7 @@ def _show(
     options: EvalOptions,
     console: Console,
 ) -> None:
-    from laurel.observe.console import completion_rows
-    from laurel.observe.console import write_completions
+    from laurel.observe.console import completion_rows, write_completions
 
     if options.output is not None:
         with replace_file(options.output) as file:
