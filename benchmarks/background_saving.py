@@ -32,6 +32,7 @@ from laurel.data.forest import plant
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.pretrained import train_tokenizer
+from laurel.run.specs import model_spec
 from laurel.training.learner import LocalLearner, MicroBatch
 from laurel.training.losses import LossOutput
 from laurel.training.state import PolicyRunState, Position
@@ -92,7 +93,7 @@ class Run:
         tokenizer = train_tokenizer(["laurel"], vocab_size=300)
         save_policy(place / "model", shape, tokenizer)
         policy = GRPOPolicyConfig(model_name=str(place / "model"), precision="float32")
-        loaded = load_policy(policy, seed=0, max_length=4096, device=self.device)
+        loaded = load_policy(model_spec(policy), seed=0, max_length=4096, device=self.device)
         self.num_parameters = sum(p.numel() for p in loaded.model.parameters())
         self.learner = LocalLearner(
             loaded.model, optimizer=policy.optimizer, tokenizer=loaded.tokenizer

@@ -32,6 +32,7 @@ from laurel.config.policy import ClusterConfig, DTensorConfig, NamedCall, Policy
 from laurel.config.reward_model import LossConfig
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.parallel.mesh import ParallelShape
+from laurel.run.specs import model_spec
 from laurel.training.batches import Batcher
 from laurel.training.learner_group import LearnerGroup, LearnerWorker, ModelFacts
 from laurel.training.losses import RewardLoss
@@ -152,7 +153,9 @@ def started(
     slots: Reservation, directory: Path, optimizer: NamedCall, spread: ParallelShape
 ) -> LearnerGroup:
     policy = policy_of(directory, optimizer, spread)
-    load = partial(load_reward_model, policy, seed=1, max_length=512, truncation_side="left")
+    load = partial(
+        load_reward_model, model_spec(policy), seed=1, max_length=512, truncation_side="left"
+    )
     group = RayGroup(
         slots,
         Measured,

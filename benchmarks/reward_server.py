@@ -359,9 +359,9 @@ def measure_model(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(options.threads)
-    from laurel.rewards.open import ScorerOptions, find_model, load_scorer
+    from laurel.rewards.open import ScorerSpec, find_model, load_scorer
 
-    limits = ScorerOptions(max_length=1024, device="cpu")
+    limits = ScorerSpec(max_length=1024, device="cpu")
     scorer = load_scorer(find_model(str(directory)), limits, say=lambda _: None)
     vocabulary = len(scorer.contract.tokenizer)
     seconds: dict[str, list[float]] = {}

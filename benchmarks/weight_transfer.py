@@ -32,10 +32,12 @@ from laurel.config.policy import ClusterConfig
 from laurel.generation.engine_worker import EngineWorker
 from laurel.generation.load import TransformersMaker
 from laurel.generation.replicas import GeneratorReplicas
+from laurel.generation.requests import GeneratorSpec
 from laurel.generation.weights.routes import WeightTransfer
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.pretrained import train_tokenizer
 from laurel.models.parallel.mesh import ParallelShape
+from laurel.run.specs import model_spec
 from laurel.training.learner_group import LearnerGroup, LearnerWorker
 from laurel.workers.ray_cluster import RayCluster
 from laurel.workers.ray_group import RayGroup
@@ -145,7 +147,7 @@ def started(
     group = RayGroup(
         slots,
         Shifting,
-        partial(load_policy, policy, seed=1, max_length=MAX_LENGTH),
+        partial(load_policy, model_spec(policy), seed=1, max_length=MAX_LENGTH),
         shape=shape,
         optimizer=policy.optimizer,
         scheduler=policy.scheduler,
@@ -169,7 +171,9 @@ def generator_of(
     slots = cluster.reserve("generation", count, Resources(cpus=1))
     stack.callback(slots.release)
     maker = TransformersMaker(
-        policy=policy, cluster=CPU, seed=1, end_ids=(0,), max_length=MAX_LENGTH
+        model=model_spec(policy),
+        cluster=CPU,
+        spec=GeneratorSpec(seed=1, end_ids=(0,), max_length=MAX_LENGTH),
     )
     groups: dict[int, RayGroup] = {}
 

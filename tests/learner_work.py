@@ -24,6 +24,7 @@ from laurel.models.forest.policy import Reference
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.parallel.mesh import ParallelShape
+from laurel.run.specs import model_spec
 from laurel.training.learner import Learner, LocalLearner, MicroBatch, Update
 from laurel.training.learner_group import LearnerGroup, LearnerWorker
 from laurel.training.losses import LossOutput, RewardLoss
@@ -68,9 +69,10 @@ def section(kind: str, directory: Path, *, tp: int = 1, cp: int = 1, **changes: 
 
 def loader(kind: str, policy: Any) -> Callable[..., Any]:
     """Loads the model of a section, as a worker wants it."""
+    spec = model_spec(policy)
     if kind == "policy":
-        return partial(load_policy, policy, seed=1, max_length=128)
-    return partial(load_reward_model, policy, seed=1, max_length=128, truncation_side="left")
+        return partial(load_policy, spec, seed=1, max_length=128)
+    return partial(load_reward_model, spec, seed=1, max_length=128, truncation_side="left")
 
 
 def local(kind: str, directory: Path, **changes: Any) -> LocalLearner:

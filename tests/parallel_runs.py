@@ -54,8 +54,9 @@ def start_server() -> None:
     """The process that all others are forked from, which has imported torch and the models."""
     forkserver.set_forkserver_preload(["parallel_runs", "parallel_work", "learner_work"])
     with pytest.MonkeyPatch.context() as environment:
-        # Python 3.11 does not tell it where the tests lie.
-        environment.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        # Its imports look here alone (Python 3.11 does not tell it where the tests lie).
+        tests = Path(__file__).resolve().parent
+        environment.setenv("PYTHONPATH", os.pathsep.join(map(str, (tests, tests.parent / "src"))))
         forkserver.ensure_running()
 
 

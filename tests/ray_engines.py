@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from laurel.config.grpo import GRPOPolicyConfig
+from laurel.config.grpo import GenerationConfig
 from laurel.config.policy import ClusterConfig
 from laurel.generation.engine_worker import EngineWorker
-from laurel.generation.load import EngineMaker, TransformersMaker, from_directory
+from laurel.generation.load import EngineMaker, TransformersMaker
+from laurel.generation.requests import GeneratorSpec
 from laurel.models.checkpoint.export import save_policy
+from laurel.models.spec import ModelSpec
 from laurel.protocols import WorkerGroup
 from laurel.workers.reservations import Resources
 
@@ -33,12 +35,13 @@ def maker(directory: str, policy: Any, tokenizer: Any, *, max_concurrent: int) -
     """Saves a policy of the test, and says how an engine is made of it."""
     save_policy(Path(directory), policy, tokenizer, card="")
     return TransformersMaker(
-        policy=from_directory(GRPOPolicyConfig(precision="float32"), directory),
+        model=ModelSpec(name=directory, precision="float32"),
         cluster=ClusterConfig(device="cpu", cpu_threads=1),
-        seed=0,
-        end_ids=(tokenizer.eos_token_id,),
-        max_length=MAX_LENGTH,
-        max_concurrent=max_concurrent,
+        spec=GeneratorSpec(
+            settings=GenerationConfig(max_concurrent=max_concurrent),
+            end_ids=(tokenizer.eos_token_id,),
+            max_length=MAX_LENGTH,
+        ),
     )
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from laurel.config.policy import PolicyConfig, RewardModelConfig, ScratchConfig
+from laurel.config.policy import RewardModelConfig, ScratchConfig
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.loading.pretrained import scratch_config, train_tokenizer
 from laurel.models.loading.reward_model import LoadedRewardModel, load_reward_model
+from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import golden_scores
 from laurel.types import Message, group_of
 
@@ -28,11 +29,10 @@ def small_model(
     seed: int = 0,
 ) -> LoadedRewardModel:
     """A random reward model whose scores are of size 1."""
-    config = PolicyConfig(
-        model_name=None,
+    spec = ModelSpec(
         scratch=ScratchConfig(hidden_size=32, vocab_size=400),
         precision="float32",
-        reward_model_cfg=RewardModelConfig(
+        head=RewardModelConfig(
             enabled=True,
             reward_model_type="regression" if attributes else "bradley_terry",
             attributes=list(attributes),
@@ -41,7 +41,7 @@ def small_model(
     )
     torch.set_num_threads(1)
     loaded = load_reward_model(
-        config,
+        spec,
         seed=seed,
         max_length=max_length,
         truncation_side="left",

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from laurel.config.policy import PackingConfig, PolicyConfig, ScratchConfig, TokenizerConfig
+from laurel.config.policy import ScratchConfig, TokenizerConfig
 from laurel.models.loading.reward_model import LoadedRewardModel, load_reward_model
 from laurel.models.parallel.mesh import ParallelShape, parallelise
+from laurel.models.spec import ModelSpec
 from laurel.rewards.replicas import GroupScorer, ScoringWorker
 from laurel.rewards.scorer import LocalScorer
 
@@ -27,15 +28,14 @@ TEMPLATE = (
 
 def loaded(packing: bool) -> LoadedRewardModel:
     """A random model with weights so large that every word shows in the score."""
-    config = PolicyConfig(
-        model_name=None,
+    spec = ModelSpec(
         scratch=ScratchConfig(hidden_size=32, vocab_size=400),
         tokenizer=TokenizerConfig(chat_template=TEMPLATE),
         precision="float32",
-        sequence_packing=PackingConfig(enabled=packing),
+        reads_forests=packing,
     )
     model = load_reward_model(
-        config,
+        spec,
         seed=0,
         max_length=MAX_LENGTH,
         truncation_side="left",

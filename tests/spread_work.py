@@ -40,6 +40,7 @@ from laurel.models.parallel.mesh import (
     whole,
 )
 from laurel.rewards.scorer import check_paths, golden_scores
+from laurel.run.specs import model_spec
 from laurel.types import Message, group_of
 from laurel.workers.process import give_back_freed_memory
 from parallel_work import EPSILON, SHAPES, Allocations, loss_of, weight_of
@@ -71,10 +72,10 @@ def load(
         "resume_from": None if resume is None else Path(resume),
     }
     if kind == "policy":
-        return load_policy(GRPOPolicyConfig(**settings), **rest)
+        return load_policy(model_spec(GRPOPolicyConfig(**settings)), **rest)
     section = PolicyConfig(**settings, reward_model_cfg={"enabled": True})
     torch.manual_seed(1)  # as a run does: new adapters of a reward model are drawn from it
-    return load_reward_model(section, truncation_side="left", **rest)
+    return load_reward_model(model_spec(section), truncation_side="left", **rest)
 
 
 def save(kind: str, loaded: Any, directory: str) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tiny
 import tiny_tokenizers
 from laurel.config.grpo import GenerationConfig
+from laurel.generation.requests import GeneratorSpec
 from laurel.generation.vllm.engine import VllmEngine
 from laurel.types import Weights
 
@@ -77,13 +78,12 @@ def started(
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         settings: dict[str, Any] = {
-            "generation": GenerationConfig(max_concurrent=max_concurrent),
+            "settings": GenerationConfig(max_concurrent=max_concurrent),
             "max_length": MAX_LENGTH,
-            "precision": "float32",
-            "end_ids": [tokenizer.eos_token_id],
-            "probe": probe,
+            "end_ids": (tokenizer.eos_token_id,),
         }
-        engine = VllmEngine(Path(directory), **{**settings, **options})
+        spec = GeneratorSpec(**{**settings, **options})
+        engine = VllmEngine(Path(directory), spec, precision="float32", probe=probe)
     # The directory is gone: nothing reads it again.
     try:
         yield engine

@@ -10,8 +10,9 @@ import torch
 
 import tiny
 import tiny_tokenizers
-from laurel.config.policy import PolicyConfig, RewardModelConfig
+from laurel.config.policy import RewardModelConfig
 from laurel.models.loading.reward_model import LoadedRewardModel, load_reward_model
+from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import LocalScorer
 from reward_models import write_model
 
@@ -49,7 +50,7 @@ def saved(
     )
     torch.set_num_threads(1)
     loaded = load_reward_model(
-        PolicyConfig(model_name=str(raw), precision="float32", reward_model_cfg=head),
+        ModelSpec(name=str(raw), precision="float32", head=head),
         seed=0,
         max_length=max_length,
         truncation_side="left",

@@ -25,6 +25,7 @@ from laurel.config.policy import ClusterConfig, PolicyConfig  # noqa: E402
 from laurel.config.reward_model import LossConfig  # noqa: E402
 from laurel.models.loading.reward_model import load_reward_model  # noqa: E402
 from laurel.models.scoring import ScoringContract  # noqa: E402
+from laurel.run.specs import model_spec  # noqa: E402
 from laurel.training.batches import Batcher, StepOrder  # noqa: E402
 from laurel.training.learner import (  # noqa: E402
     LocalLearner,
@@ -97,7 +98,7 @@ def main() -> None:
     )
     device = prepare(ClusterConfig(device="cpu", cpu_threads=SETTINGS["threads"]), seed=SEED)
     loaded = load_reward_model(
-        policy, seed=SEED, max_length=LONGEST, truncation_side="left", device=device
+        model_spec(policy), seed=SEED, max_length=LONGEST, truncation_side="left", device=device
     )
     samples = encode(loaded.contract, read_rows(Path(SETTINGS["rows"])))
     learner = LocalLearner(

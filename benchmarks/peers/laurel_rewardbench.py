@@ -28,7 +28,7 @@ from laurel.evaluation.rewardbench_tokens import (  # noqa: E402
     summary,
 )
 from laurel.observe.console import make_console  # noqa: E402
-from laurel.rewards.open import ScorerOptions  # noqa: E402
+from laurel.rewards.open import ScorerSpec  # noqa: E402
 from laurel.run.evaluation.run import (  # noqa: E402
     EvalScorer,
     Request,
@@ -43,7 +43,7 @@ def main() -> None:
             model=SETTINGS["model"],
             reproduces=form,
             cpu_threads=SETTINGS["threads"],
-            options=ScorerOptions(device="cpu"),
+            options=ScorerSpec(device="cpu"),
         ),
         data=(SETTINGS["rows"],),
     )

@@ -36,7 +36,7 @@ from laurel.export.options import ExportOptions
 from laurel.observe.console import make_console, silent_console
 from laurel.observe.run_record import RunRecord, Series
 from laurel.observe.run_record import read_run as _read_run
-from laurel.rewards.open import ScorerOptions
+from laurel.rewards.open import ScorerSpec
 from laurel.rewards.open import open_scorer as _open_scorer
 from laurel.run.evaluation.results import Evaluation
 from laurel.run.evaluation.run import EvalScorer, Request, evaluated, show_evaluation
@@ -175,7 +175,7 @@ def evaluate(
     settings: Mapping[str, Any] | None = None,
     max_samples: int | None = None,
     output: str | Path | None = None,
-    scorer_options: ScorerOptions | None = None,
+    scorer_options: ScorerSpec | None = None,
     cpu_threads: int | None = None,
     quiet: bool = False,
 ) -> Evaluation:
@@ -203,7 +203,7 @@ def evaluate(
     """
     _check_choice("benchmark", benchmark, get_args(BenchmarkName))
     scorer = EvalScorer(
-        model=str(model), options=scorer_options or ScorerOptions(), cpu_threads=cpu_threads
+        model=str(model), options=scorer_options or ScorerSpec(), cpu_threads=cpu_threads
     )
     request = Request(
         scorer=scorer,

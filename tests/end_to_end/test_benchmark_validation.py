@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 import runs
 from laurel.errors import ConfigError, DataError
-from laurel.rewards.open import ScorerOptions
+from laurel.rewards.open import ScorerSpec
 from laurel.run.evaluation.run import EvalScorer, Request, run_benchmark
 from policy_runs import grpo, grpo_settings, metrics_of
 from runs import BAD, GOOD, series, write_rows
@@ -76,7 +77,7 @@ def settings(directory: Path, *changes: str, sets: dict[str, str] | None = None)
 
 def evaluated(model: Path, name: Any, data: Path, output: Path) -> dict[str, Any]:
     """What `laurel eval` finds of a model."""
-    scorer = EvalScorer(model=str(model), options=ScorerOptions(device="cpu"), cpu_threads=1)
+    scorer = EvalScorer(model=str(model), options=ScorerSpec(device="cpu"), cpu_threads=1)
     run_benchmark(name, Request(scorer=scorer, data=(str(data),), output=output, as_json=True))
     found: dict[str, Any] = json.loads((output / f"{name}-report.json").read_text())
     return found
@@ -143,6 +144,10 @@ def test_what_is_said_and_kept(finished: tuple[Path, runs.Finished]) -> None:
     assert "bench   validation-Rewards: RewardBench" in run.text
     assert "bench.jsonl: 40 of 40 rows" in run.text
     assert "step 9  validation-Rewards  final_score 0." in run.text
+    small = (
+        r"step 9  validation-Small  accuracy \S+ of 10 rows \(longer answer \S+, bag of words \S+\)"
+    )
+    assert re.search(small, run.text)
     assert "validation-Small: cut to 10 of 40 rows (max_samples)" in run.text
     assert series(directory, "validation-Small/num_rows") == {3: 10.0, 6: 10.0, 9: 10.0}
     assert series(directory, "validation-Small/final_score") == {}

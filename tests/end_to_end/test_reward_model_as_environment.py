@@ -10,7 +10,7 @@ import runs
 from laurel.cli.score import run_score
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.models.checkpoint.export import save_reward_model
-from laurel.rewards.open import ScorerOptions, find_model, load_scorer
+from laurel.rewards.open import ScorerSpec, find_model, load_scorer
 
 PROMPTS = ("question 9?", "question 10?", "another question?")
 ANSWERS = ("one clear answer", "this is rude", "more wrong reply", "useful")
@@ -24,7 +24,7 @@ def directories(tmp_path_factory):
     step = finished.outcome.latest
     bare, exported = root / "bare", root / "exported"
     shutil.copytree(step, bare, ignore=shutil.ignore_patterns("MANIFEST.json", "training"))
-    scorer = load_scorer(find_model(str(step)), ScorerOptions(device="cpu"), say=lambda _: None)
+    scorer = load_scorer(find_model(str(step)), ScorerSpec(device="cpu"), say=lambda _: None)
     exported.mkdir()
     save_reward_model(exported, scorer.model, scorer.contract, card="")
     return {"run": root / "saves", "step": step, "bare": bare, "exported": exported}
@@ -32,7 +32,7 @@ def directories(tmp_path_factory):
 
 def said_by_score(model, path, capsys):
     """What `laurel score` prints, flat."""
-    options = ScorerOptions(device="cpu")
+    options = ScorerSpec(device="cpu")
     capsys.readouterr()
     code = run_score(
         str(path), model=str(model), output=None, as_json=True, options=options, cpu_threads=1

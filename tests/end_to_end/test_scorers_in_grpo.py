@@ -14,7 +14,7 @@ from judges import judge_server, question
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import ConfigError, EnvironmentFailedError, UserError
-from laurel.rewards.open import ScorerOptions, find_model, load_scorer
+from laurel.rewards.open import ScorerSpec, find_model, load_scorer
 from policy_runs import completions_of, grpo, grpo_settings, metrics_of, warm_started
 from reward_models import small_model, write_model
 from reward_servers import Answer, RewardServer
@@ -151,7 +151,7 @@ def test_servers_give_the_run_that_the_model_gives(
         return Answer(status=500) if number % 3 == 1 else None
 
     name = reward_models["first"]
-    scorer = load_scorer(find_model(name), ScorerOptions(device="cpu"), say=lambda _: None)
+    scorer = load_scorer(find_model(name), ScorerSpec(device="cpu"), say=lambda _: None)
     run(tmp_path / "here", model, {"model_name": name, "precision": "float32"})
     with RewardServer() as one, RewardServer(at_times) as other:
         one.scorer = other.scorer = scorer  # type: ignore[assignment]

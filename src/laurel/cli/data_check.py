@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -45,6 +45,7 @@ from laurel.observe.json_output import write_json
 from laurel.rewards.open import check_not_missing
 from laurel.run.reward_model import load_data
 from laurel.run.scorer import find_local
+from laurel.run.specs import model_spec
 from laurel.run.tasks import check_tests, needs_of
 from laurel.types import Conversation, Message, Preference, Task
 
@@ -963,9 +964,8 @@ def _scored(row: Preference, config: Any, model: str) -> FirstRow:
     from laurel.models.loading.reward_model import load_contract
 
     run = cast("RewardTrainingRun", config)
-    policy = run.policy.model_copy(update={"model_name": model})
     contract, notes = load_contract(
-        policy,
+        replace(model_spec(run.policy), name=model),
         max_length=run.data.max_input_seq_length or run.policy.max_total_sequence_length,
         truncation_side=run.data.truncation_side,
         for_training=True,

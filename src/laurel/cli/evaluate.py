@@ -437,7 +437,7 @@ def _request(
 ) -> Request:
     """What the options say; `reproduces` is the benchmark of a program whose tokens are wanted."""
     from laurel.evaluation.rewardbench_tokens import FORMATS, MAX_LENGTH
-    from laurel.rewards.open import ScorerOptions
+    from laurel.rewards.open import ScorerSpec
     from laurel.run.evaluation.run import EvalScorer, Request
 
     form = None
@@ -445,7 +445,7 @@ def _request(
         form = replace(FORMATS[reproduces], max_length=how.max_length or MAX_LENGTH)
     scorer = EvalScorer(
         model=rows.model,
-        options=ScorerOptions(
+        options=ScorerSpec(
             max_length=how.max_length,
             batch_tokens=how.batch_tokens,
             precision=how.precision,

@@ -62,17 +62,12 @@ def init(
 
     Example: laurel init --task rm --model Qwen/Qwen3-0.6B --data pairs.jsonl
     """
-    from laurel.cli.starter import InitOptions, run_init
+    from laurel.cli.starter import run_init
+    from laurel.errors import ConfigError
 
-    run_init(
-        InitOptions(
-            task=task,
-            model=model,
-            scratch=scratch,
-            data=data,
-            reward_model=reward_model,
-            output=output,
-            force=force,
-            as_json=as_json,
+    if scratch and model is not None:
+        raise ConfigError(
+            f"--scratch makes a new model, and --model {model} names one; say one of them"
         )
-    )
+    model = "scratch" if scratch else model
+    run_init(task, model, data, reward_model, output, force=force, as_json=as_json)

@@ -194,9 +194,9 @@ def score(
     """
     from laurel.cli.score import run_score
     from laurel.config.overrides import columns_of
-    from laurel.rewards.open import ScorerOptions
+    from laurel.rewards.open import ScorerSpec
 
-    options = ScorerOptions(
+    options = ScorerSpec(
         max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device
     )
     exit_code = run_score(

@@ -14,7 +14,8 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import DTensorConfig, PolicyConfig
 from laurel.config.schemas import SCHEMAS, Kind, kind_of
-from laurel.errors import CheckpointError, ModelError
+from laurel.errors import CheckpointError, ModelError, Terms, speaking
+from laurel.models.spec import ModelSpec
 from laurel.observe.json_output import write_json
 from laurel.planning.fit import GIB, FittedPlan, fit
 from laurel.planning.memory import (
@@ -38,6 +39,7 @@ from laurel.planning.roles import (
     uses_reward_model,
     where,
 )
+from laurel.run.specs import model_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +96,7 @@ def read_shapes(config: Run, options: PlanOptions) -> ReadShapes:
             split = config.env.reward_model.dtensor_cfg  # of all of them
             judges = tuple(_judge_shape(judge, split, options.reward_shape) for judge in loaded)
         except (ModelError, CheckpointError) as error:
-            said = str(error).replace("policy.model_name", "env.reward_model.model_name")
-            unknown["reward_model"] = f"{said.rstrip('.')}. --reward-shape would tell it"
+            unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
     shapes = Shapes(policy=policy, reward_models=judges)
     return ReadShapes(shapes=shapes, unknown=unknown, notes=tuple(notes))
 
@@ -119,27 +120,36 @@ def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -
     from laurel.run.model import found_name
 
     name = found_name(str(policy.model_name), say=notes.append)
-    return _read(policy, name, has_head)
+    return _read(replace(model_spec(policy), name=name), has_head)
 
 
 def _judge_shape(judge: ScorerSource, split: DTensorConfig, written: str | None) -> ModelShape:
     if written is not None:
         return parse_shape(written, has_language_head=False)
-    name = judge.checkpoint_path or judge.model_name
+    name, key = judge.model_name, "model_name"
+    if judge.checkpoint_path:
+        name, key = judge.checkpoint_path, "checkpoint_path"
     if name is None:
         raise ModelError("env.reward_model.model_name is not said.")
     from laurel.run.model import found_name
 
-    policy = PolicyConfig(trust_remote_code=judge.trust_remote_code, dtensor_cfg=split)
-    return _read(policy, found_name(name, say=lambda _: None), False)
+    section = "env.reward_model"
+    with speaking(Terms({"policy": section, "policy.model_name": f"{section}.{key}"})):
+        spec = ModelSpec(
+            name=found_name(name, say=lambda _: None),
+            trust_remote_code=judge.trust_remote_code,
+            sequence_parallel=split.sequence_parallel,
+            parallel_plan=split.custom_parallel_plan,
+        )
+        return _read(spec, False)
 
 
-def _read(policy: PolicyConfig, name: str, has_head: bool) -> ModelShape:
+def _read(spec: ModelSpec, has_head: bool) -> ModelShape:
     from laurel.models.loading.pretrained import read_shape
     from laurel.observe.console import quiet_libraries
 
     quiet_libraries()
-    return read_shape(policy, name, has_language_head=has_head)
+    return read_shape(spec, has_language_head=has_head)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from laurel.observe.counts import counted
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_stream, json_text
 from laurel.observe.progress import RowProgress
-from laurel.rewards.open import Say, ScorerOptions
+from laurel.rewards.open import Say, ScorerSpec
 from laurel.run.scorer import check_named, find_local, open_local, say_on
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run_score(
     columns: Mapping[str, str] | None = None,
     output: Path | None,
     as_json: bool,
-    options: ScorerOptions,
+    options: ScorerSpec,
     settings: Sequence[str] = (),
     cpu_threads: int | None = None,
     stdin: IO[bytes] | None = None,

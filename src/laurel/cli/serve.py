@@ -21,9 +21,9 @@ from laurel.errors import (
     WorkerError,
     speaking,
 )
+from laurel.models.spec import Precision
 from laurel.observe.console import verbosity
 from laurel.observe.json_output import write_json
-from laurel.rewards.open import Precision
 from laurel.rewards.server.keys import is_loopback, private_network
 from laurel.rewards.server.service import (
     AccessLog,

@@ -212,6 +212,7 @@ class ConversationMemo(Generic[T]):
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._kept: Memory[T] = Memory(capacity)
+        self._capacity = capacity
 
     def put(self, message_log: MessageLog, value: T, group_id: str | None = None) -> None:
         """Keep `value` for this conversation, in place of what was kept before."""
@@ -231,7 +232,14 @@ class ConversationMemo(Generic[T]):
     def get_all(
         self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None
     ) -> list[T | None]:
-        """What was kept for each of these conversations."""
+        """What was kept for each of these conversations. More than fit in are told in the log."""
+        if (count := len(message_logs)) > self._capacity:
+            logging.getLogger(__name__).warning(
+                "a batch of %s conversations: figures of what was found out about each are of the "
+                "last %s of them",
+                f"{count:,}",
+                f"{self._capacity:,}",
+            )
         ids: Sequence[str | None] = group_ids or [None] * len(message_logs)
         return [self.get(one, own) for one, own in zip(message_logs, ids, strict=True)]
 

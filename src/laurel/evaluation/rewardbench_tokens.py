@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
-from laurel.config.policy import PolicyConfig
 from laurel.errors import DataError, ModelError
 from laurel.models.scoring import ScoringContract, TrainedIds, token_group
+from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import render
 from laurel.rewards.preparing import Prepared, prepared_by
 from laurel.types import Conversation, Group, Message, TokenGroup
@@ -107,14 +107,13 @@ class RewardBenchContract(ScoringContract):
 
     @classmethod
     def beside(
-        cls, contract: ScoringContract, config: PolicyConfig, name: str, *, form: ReferenceFormat
+        cls, contract: ScoringContract, spec: ModelSpec, *, form: ReferenceFormat
     ) -> RewardBenchContract:
-        """For the model at a place, with its files as the reference would read them.
+        """For a model with its files as the reference would read them.
 
         Args:
-            contract: Of the model that was loaded from there.
-            config: The policy section: another place of the tokenizer, trust in its code.
-            name: A directory or a hub name.
+            contract: Of the model.
+            spec: Where it lies, another place of its tokenizer, trust in its code.
             form: Which program.
 
         Raises:
@@ -125,9 +124,9 @@ class RewardBenchContract(ScoringContract):
         from laurel.models.loading.pretrained import read_config
 
         tokenizer = AutoTokenizer.from_pretrained(
-            config.tokenizer.name or name, trust_remote_code=config.trust_remote_code
+            spec.tokenizer.name or spec.name, trust_remote_code=spec.trust_remote_code
         )
-        pad_id = getattr(read_config(config, name), "pad_token_id", None)
+        pad_id = getattr(read_config(spec, str(spec.name)), "pad_token_id", None)
         return cls(contract, tokenizer, pad_id=pad_id, form=form)
 
     def render(self, conversation: Conversation) -> str:

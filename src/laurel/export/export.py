@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -26,12 +27,13 @@ from laurel.observe.json_output import write_json
 from laurel.rewards.open import (
     ModelPlace,
     Say,
-    ScorerOptions,
+    ScorerSpec,
     check_files,
     find_model,
     read_rules,
 )
 from laurel.run.scorer import OPTIONS, policy_of_settings
+from laurel.run.specs import model_spec, scorer_spec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,16 +144,13 @@ def _write(
             raise ConfigError(
                 f"--eval is for reward models, and {place.name} writes text; leave it out"
             )
-        writing.write_policy(directory, place, policy, options, say)
+        spec = replace(model_spec(policy), name=place.name, precision=options.dtype)
+        writing.write_policy(directory, spec, options, say)
         return
-
-    scorer_options = ScorerOptions(
-        max_length=options.max_length,
-        precision=options.dtype,
-        device=options.device,
-        policy=policy,
+    asked = ScorerSpec(
+        max_length=options.max_length, precision=options.dtype, device=options.device
     )
-    writing.write_reward_model(directory, place, scorer_options, options, tables, say)
+    writing.write_reward_model(directory, place, scorer_spec(asked, policy), options, tables, say)
 
 
 def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model", "policy"]:

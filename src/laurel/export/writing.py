@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from laurel.config.policy import PolicyConfig
 from laurel.errors import (
     ModelError,
     ScoringContractError,
@@ -26,10 +25,11 @@ from laurel.models.checkpoint.export import (
 from laurel.models.loading.policy import SHAPES, check_policy_paths, draw_probe, load_policy
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import ScoringContract
+from laurel.models.spec import ModelSpec
 from laurel.rewards.open import (
     ModelPlace,
     Say,
-    ScorerOptions,
+    ScorerSpec,
     load_scorer,
 )
 from laurel.rewards.scorer import (
@@ -53,39 +53,32 @@ if TYPE_CHECKING:
 # A policy as a plain Hugging Face directory, and the test of what was written.
 
 
-def write_policy(
-    directory: Path, place: ModelPlace, policy: PolicyConfig, options: ExportOptions, say: Say
-) -> None:
+def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: Say) -> None:
     """Write it, load it anew without Laurel, and compare log-probabilities.
 
     Args:
         directory: Exists and is empty.
-        place: What is written.
-        policy: Its section, from `--set`.
+        spec: What is written.
         options: What the command line says.
         say: Told what was found.
 
     Raises:
         UserError: It writes no text, or what was written says other words.
     """
-    config = policy.model_copy(update={"model_name": place.name, "precision": options.dtype})
     device = choose_device(options.device)
     loaded = load_policy(
-        config, seed=0, max_length=1, device=device, weights_dtype=DTYPES[options.dtype]
+        spec, seed=0, max_length=1, device=device, weights_dtype=DTYPES[options.dtype]
     )
-    model = loaded.model
+    model, name = loaded.model, str(spec.name)
     found = check_policy_paths(model)
     say(
-        f"model   {type(model.network).__name__} from {place.name}: "
+        f"model   {type(model.network).__name__} from {name}: "
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {options.dtype} on "
         f"{device.type} (self-check: {found:.1e})"
     )
     for note in loaded.notes:
         say(f"note    {note}")
-    facts = CardFacts.load(Path(place.name)) if Path(place.name).is_dir() else None
-    if facts is None:
-        on_hub = hub_name(place.name)
-        facts = CardFacts(base_model=on_hub or "", hub_base=on_hub)
+    facts = facts_beside(name)
     probe = draw_probe(model, SHAPES, seed=0)
     model.eval()
     with model.without_gradients(), model.in_full_precision():
@@ -122,7 +115,7 @@ LONGEST_PROBE = 1024
 def write_reward_model(
     directory: Path,
     place: ModelPlace,
-    loaded_with: ScorerOptions,
+    spec: ScorerSpec,
     options: ExportOptions,
     tables: Sequence[EvaluationTable],
     say: Say,
@@ -132,7 +125,7 @@ def write_reward_model(
     Args:
         directory: Exists and is empty.
         place: What is written.
-        loaded_with: How it is loaded.
+        spec: How it is loaded.
         options: What the command line says.
         tables: Evaluations for its card.
         say: Told what was found.
@@ -140,7 +133,7 @@ def write_reward_model(
     Raises:
         UserError: It is no reward model, or what was written gives other scores.
     """
-    scorer = load_scorer(place, loaded_with, say=say)
+    scorer = load_scorer(place, spec, say=say)
     bias = _leave_out_bias(scorer)
     facts = _facts(place, scorer, bias, say)
     contract = _contract(scorer, options, say)
@@ -162,7 +155,7 @@ def write_reward_model(
     )
     again = load_scorer(
         ModelPlace(name=str(directory)),
-        replace(loaded_with, policy=None),
+        replace(spec, model=ModelSpec()),
         say=lambda text: None,
     )
     worst = _compare("Laurel", _scores(again, probes), expected_NK, tolerance)
@@ -192,6 +185,15 @@ def probes_for(contract: ScoringContract) -> list[Conversation]:
     return probes
 
 
+def facts_beside(name: str) -> CardFacts:
+    """What is known of a model by its directory, or by its name on the hub."""
+    facts = CardFacts.load(Path(name)) if Path(name).is_dir() else None
+    if facts is not None:
+        return facts
+    on_hub = hub_name(name)
+    return CardFacts(base_model=on_hub or "", hub_base=on_hub)
+
+
 def _leave_out_bias(scorer: LocalScorer) -> float:
     """Take the bias from a head; what it added to every score."""
     name = scorer.model.head_name
@@ -205,10 +207,7 @@ def _leave_out_bias(scorer: LocalScorer) -> float:
 
 def _facts(place: ModelPlace, scorer: LocalScorer, bias: float, say: Say) -> CardFacts:
     """What is known of the model, and what was changed."""
-    facts = CardFacts.load(Path(place.name)) if Path(place.name).is_dir() else None
-    if facts is None:
-        on_hub = hub_name(place.name)
-        facts = CardFacts(base_model=on_hub or "", hub_base=on_hub)
+    facts = facts_beside(place.name)
     if not bias:
         return facts
     note = (

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laurel.config.grpo import GenerationConfig
-from laurel.config.policy import ClusterConfig, PolicyConfig
+from laurel.config.policy import ClusterConfig, TokenizerConfig
+from laurel.generation.requests import GeneratorSpec
+from laurel.models.spec import ModelSpec
 from laurel.protocols import Generator
 
 if TYPE_CHECKING:
@@ -23,21 +24,13 @@ EngineMaker = Callable[[], Generator]
 class TransformersMaker:
     """Loads the policy and makes a `TransformersEngine` of it, which has the only copy of it."""
 
-    policy: PolicyConfig
+    model: ModelSpec
     """As the learner's. To begin with a directory, name it: see `from_directory`."""
     cluster: ClusterConfig
     """Device and threads."""
-    seed: int
-    """As the learner's: of a policy from scratch."""
-    end_ids: tuple[int, ...]
-    """Tokens that end every completion."""
-    max_length: int
-    """Longest prompt with its completion."""
-    max_concurrent: int = 256
+    spec: GeneratorSpec
     texts: tuple[str, ...] = ()
     """What a tokenizer from scratch learns from, as the learner's."""
-    weight_version: int = 0
-    """Of the weights that are loaded."""
 
     def __call__(self) -> TransformersEngine:
         """Load and make.
@@ -51,20 +44,21 @@ class TransformersMaker:
         from laurel.workers.process import prepare
 
         loaded = load_policy(
-            _without_training(self.policy),
-            seed=self.seed,
-            max_length=self.max_length,
-            device=prepare(self.cluster, seed=self.seed),
+            # Adapters begin as nothing, and come merged with the weights of later steps.
+            replace(self.model, lora=None, activation_checkpointing=False),
+            seed=self.spec.seed,
+            max_length=self.spec.max_length,
+            device=prepare(self.cluster, seed=self.spec.seed),
             texts=self.texts,
         )
         return TransformersEngine(
             loaded.model,
             loaded.tokenizer,
-            end_ids=self.end_ids,
-            max_concurrent=self.max_concurrent,
+            end_ids=self.spec.end_ids,
+            max_concurrent=self.spec.settings.max_concurrent,
             shares_weights=False,
             owns_model=True,
-            weight_version=self.weight_version,
+            weight_version=self.spec.weight_version,
         )
 
 
@@ -74,16 +68,9 @@ class VllmMaker:
 
     directory: str
     """With weights and tokenizer; every node must see it."""
-    generation: GenerationConfig
-    max_length: int
-    """Longest prompt with its completion."""
+    spec: GeneratorSpec
     precision: str
     """Of the learner."""
-    end_ids: tuple[int, ...]
-    """Tokens that end every completion."""
-    seed: int = 0
-    weight_version: int = 0
-    """Of the weights in the directory."""
 
     def __call__(self) -> VllmEngine:
         """Start vLLM.
@@ -93,34 +80,9 @@ class VllmMaker:
         """
         from laurel.generation.vllm.engine import VllmEngine
 
-        return VllmEngine(
-            self.directory,
-            generation=self.generation,
-            max_length=self.max_length,
-            precision=self.precision,
-            end_ids=self.end_ids,
-            probe=None,
-            seed=self.seed,
-            weight_version=self.weight_version,
-        )
+        return VllmEngine(self.directory, self.spec, precision=self.precision, probe=None)
 
 
-def from_directory(policy: PolicyConfig, directory: Path | str) -> PolicyConfig:
-    """The same policy, begun with the weights and the tokenizer of a directory."""
-    tokenizer = type(policy.tokenizer)()
-    return policy.model_copy(
-        update={"model_name": str(directory), "scratch": None, "tokenizer": tokenizer}
-    )
-
-
-def _without_training(policy: PolicyConfig) -> PolicyConfig:
-    """The same weights without what only training needs: adapters begin as nothing, and come
-    merged with the weights of later steps."""
-    parallel = policy.dtensor_cfg
-    plain = parallel.model_copy(
-        update={
-            "activation_checkpointing": False,
-            "lora_cfg": parallel.lora_cfg.model_copy(update={"enabled": False}),
-        }
-    )
-    return policy.model_copy(update={"dtensor_cfg": plain})
+def from_directory(model: ModelSpec, directory: Path | str) -> ModelSpec:
+    """The same model, begun with the weights and the tokenizer of a directory."""
+    return replace(model, name=str(directory), scratch=None, tokenizer=TokenizerConfig())

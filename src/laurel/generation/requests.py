@@ -1,9 +1,31 @@
-"""What a generator accepts."""
+"""What a generator is made with, and what it accepts."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+from laurel.config.grpo import GenerationConfig
 from laurel.errors import ConfigError, DataError
 from laurel.types import GenerationRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSpec:
+    """An engine that is to be made, whichever it is; which weights it draws from is said beside it.
+
+    Sampling is said by each request.
+    """
+
+    settings: GenerationConfig = field(default_factory=GenerationConfig)
+    """The section of that name; the keys that hold of an engine are read."""
+    max_length: int
+    """Longest prompt with its completion."""
+    end_ids: tuple[int, ...]
+    """Tokens that end every completion."""
+    seed: int = 0
+    """As the learner's: of a policy from scratch."""
+    weight_version: int = 0
+    """Of the weights that it begins with."""
 
 
 def check_request(request: GenerationRequest, *, vocab_size: int) -> None:

@@ -80,7 +80,7 @@ def preference_metrics(
     - `ece`: see `calibration_error`.
     - `top1`: share of groups of more than two whose best completion scores strictly highest.
     - `score_length_correlation`: Spearman, over completions. `longer_wins_baseline`: see
-      `lengths.longer_credit`; equal lengths count half.
+      `longer_credit`; equal lengths count half.
     - `num_valid_samples`: pairs. `num_nonfinite`: scores that are NaN or infinite, which nothing
       else counts; present where there are any.
 

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from laurel.config.environments import FunctionConfig
-from laurel.config.policy import PolicyConfig
 from laurel.config.tree import nearest
 from laurel.errors import ConfigError, EnvironmentFailedError, UserError
+from laurel.models.spec import ModelSpec
 from laurel.observe.hub import own_line_of
 from laurel.rewards.remote.replica import failed
 from laurel.types import Group, Score
@@ -552,9 +552,7 @@ def served_arguments(function: Function, config: FunctionConfig, *, where: str) 
         from laurel.models.loading.pretrained import find_tokenizer
 
         name = served["reward_model_tokenizer"]
-        served["reward_model_tokenizer"] = find_tokenizer(
-            PolicyConfig(model_name=name), name, (), is_resumed=False
-        )
+        served["reward_model_tokenizer"] = find_tokenizer(ModelSpec(name=name))
     return served
 
 

@@ -1,16 +1,15 @@
 """A reward model from wherever a user says it is, checked before its first score is believed.
 
 Errors and notes name the keys of the `policy` section. A caller whose users write something else,
-a command line or the section of an environment, puts them in those words with `reworded`.
+a command line or the section of an environment, says so with `errors.speaking`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +19,7 @@ from laurel.errors import CheckpointError, ModelError, UserError, setting_of
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, Manifest
 from laurel.models.checkpoint.store import BEST_NAME, CheckpointStore, verify
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
+from laurel.models.spec import ModelSpec, Precision
 from laurel.observe.console import quiet_libraries
 from laurel.observe.hub import check_fetchable
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from laurel.rewards.scorer import LocalScorer
 
 Say = Callable[[str], None]
-Precision = Literal["float32", "bfloat16", "float16"]
+MAX_LENGTH = PolicyConfig().max_total_sequence_length
+"""Of a conversation in tokens, where neither the model nor anybody else says another."""
 
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 """How transformers calls classes that write text."""
@@ -58,12 +59,11 @@ class ModelPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScorerOptions:
+class ScorerSpec:
     """How a model is to score."""
 
     max_length: int | None = None
-    """Longest conversation in tokens, for a model that brings no contract; None means
-    `policy.max_total_sequence_length`."""
+    """Longest conversation in tokens, for a model that brings no contract; None is `MAX_LENGTH`."""
     batch_tokens: int = 8192
     """Token budget of one forward pass."""
     batch_size: int | None = None
@@ -72,9 +72,9 @@ class ScorerOptions:
     """Dtype of the weights and of the decoder's arithmetic; the head computes in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU where there is one."""
-    policy: PolicyConfig | None = None
-    """Settings of the model and its tokenizer. Its model name and precision are not read, nor its
-    reward head where the model brings a contract."""
+    model: ModelSpec = field(default_factory=ModelSpec)
+    """How the model and its tokenizer are loaded. Its name and precision are not read, nor its
+    head where the model brings a contract."""
 
 
 def find_model(model: str) -> ModelPlace:
@@ -169,6 +169,24 @@ def check_files(place: ModelPlace) -> Manifest | None:
     return verify(place.name) if place.is_checkpoint else None
 
 
+def find_whole(model: str, *, say: Say) -> ModelPlace:
+    """The model that a directory or a name means, with all that can be checked before it is loaded.
+
+    Args:
+        model: See `find_model`.
+        say: Told what was decided on the way.
+
+    Raises:
+        UserError: See `find_model`, `check_at_once` and `check_files`.
+    """
+    place = find_model(model)
+    for note in place.notes:
+        say(note)
+    check_at_once(place)
+    check_files(place)
+    return place
+
+
 def check_at_once(place: ModelPlace) -> None:
     """Refuse what a moment shows to give no scores: before torch is imported, or data are read.
 
@@ -200,7 +218,7 @@ def _is_language_model(directory: Path) -> bool:
 
 
 def load_scorer(
-    place: ModelPlace, options: ScorerOptions, *, say: Say, mesh: DeviceMesh | None = None
+    place: ModelPlace, spec: ScorerSpec, *, say: Say, mesh: DeviceMesh | None = None
 ) -> LocalScorer:
     """Load a model and make it prove that it scores as it did when it was saved.
 
@@ -208,7 +226,7 @@ def load_scorer(
 
     Args:
         place: Where it is; see `find_model` and `check_files`.
-        options: How it is to score.
+        spec: How it is to score.
         say: Told what was loaded and found.
         mesh: What it is spread over: a collective call, with the same arguments on every rank.
 
@@ -222,28 +240,22 @@ def load_scorer(
     from laurel.workers.process import choose_device
 
     rules = read_rules(place)
-    config = _policy_of(place, options, rules)
     quiet_libraries()
     loaded = load_reward_model(
-        config,
+        _model_of(place, spec, rules),
         seed=0,
-        max_length=(
-            rules.max_length if rules else options.max_length or config.max_total_sequence_length
-        ),
+        max_length=rules.max_length if rules else spec.max_length or MAX_LENGTH,
         truncation_side=rules.truncation_side if rules else DataConfig().truncation_side,
-        device=choose_device(options.device),
-        weights_dtype=DTYPES[options.precision],
+        device=choose_device(spec.device),
+        weights_dtype=DTYPES[spec.precision],
         mesh=mesh,
         keeps_bias=True,
     )
     if loaded.has_new_head:
         raise ModelError(_headless(place.name, loaded.strange_weights))
-    _check(loaded, place, precision=options.precision, has_contract=rules is not None, say=say)
+    _check(loaded, place, precision=spec.precision, has_contract=rules is not None, say=say)
     return LocalScorer(
-        loaded.model,
-        loaded.contract,
-        batch_tokens=options.batch_tokens,
-        batch_size=options.batch_size,
+        loaded.model, loaded.contract, batch_tokens=spec.batch_tokens, batch_size=spec.batch_size
     )
 
 
@@ -263,16 +275,12 @@ def _headless(name: str, strange_weights: Sequence[str]) -> str:
 
 
 def open_scorer(model: str, *, say: Say) -> LocalScorer:
-    """A scorer with every default from wherever a user says it is; see the three steps.
+    """A scorer with every default from wherever a user says it is.
 
     Raises:
-        UserError: See there.
+        UserError: See `find_whole` and `load_scorer`.
     """
-    place = find_model(model)
-    for note in place.notes:
-        say(note)
-    check_files(place)
-    return load_scorer(place, ScorerOptions(), say=say)
+    return load_scorer(find_whole(model, say=say), ScorerSpec(), say=say)
 
 
 def read_rules(place: ModelPlace) -> ScoringRules | None:
@@ -283,12 +291,12 @@ def read_rules(place: ModelPlace) -> ScoringRules | None:
     return ScoringRules.read(directory) if (directory / FILE_NAME).is_file() else None
 
 
-def read_contract(place: ModelPlace, options: ScorerOptions, *, say: Say) -> ScoringContract:
+def read_contract(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> ScoringContract:
     """The contract that a model scores by; its weights are not read, and need not be there.
 
     Args:
         place: Where it is; see `find_model`.
-        options: What it would be loaded with.
+        spec: What it would be loaded with.
         say: Told what was found.
 
     Raises:
@@ -297,13 +305,10 @@ def read_contract(place: ModelPlace, options: ScorerOptions, *, say: Say) -> Sco
     from laurel.models.loading.reward_model import load_contract
 
     rules = read_rules(place)
-    config = _policy_of(place, options, rules)
     quiet_libraries()
     contract, notes = load_contract(
-        config,
-        max_length=(
-            rules.max_length if rules else options.max_length or config.max_total_sequence_length
-        ),
+        _model_of(place, spec, rules),
+        max_length=rules.max_length if rules else spec.max_length or MAX_LENGTH,
         truncation_side=rules.truncation_side if rules else DataConfig().truncation_side,
     )
     for note in notes:
@@ -311,12 +316,9 @@ def read_contract(place: ModelPlace, options: ScorerOptions, *, say: Say) -> Sco
     return contract
 
 
-def _policy_of(
-    place: ModelPlace, options: ScorerOptions, rules: ScoringRules | None
-) -> PolicyConfig:
-    """The policy section of a reward model that is there already."""
-    policy = options.policy or PolicyConfig()
-    head = policy.reward_model_cfg
+def _model_of(place: ModelPlace, spec: ScorerSpec, rules: ScoringRules | None) -> ModelSpec:
+    """How a reward model is loaded that is there already."""
+    head = spec.model.head
     if rules is not None:
         weights = rules.attribute_weights
         head = RewardModelConfig(
@@ -324,22 +326,7 @@ def _policy_of(
             attributes=list(rules.attributes),
             attribute_weights=None if weights is None else list(weights),
         )
-    return policy.model_copy(
-        update={
-            "model_name": place.name,
-            "precision": options.precision,
-            "reward_model_cfg": head.model_copy(update={"enabled": True}),
-        }
-    )
-
-
-@contextmanager
-def reworded(reword: Callable[[str], str]) -> Iterator[None]:
-    """Say of errors that the user can mend what they are errors of."""
-    try:
-        yield
-    except UserError as error:
-        raise type(error)(reword(str(error))) from error
+    return replace(spec.model, name=place.name, precision=spec.precision, head=head)
 
 
 def _check(
@@ -364,14 +351,14 @@ def _check(
     for note in loaded.notes:
         say(f"note    {note}")
     if rules.golden:
-        with reworded(
-            lambda message: (
-                f"{place.name} does not score as it did when it was saved: {message}. "
+        try:
+            worst = check_golden(model, loaded.contract)
+        except UserError as error:
+            raise type(error)(
+                f"{place.name} does not score as it did when it was saved: {error}. "
                 "Use the files and the library versions it was saved with, or, where the change is "
                 "meant, remove `golden` from its scoring.json"
-            )
-        ):
-            worst = check_golden(model, loaded.contract)
+            ) from error
         say(f"checked golden scores agree (max difference {worst:.1e})")
     else:
         missing = "its scoring.json has no" if has_contract else "it has no scoring.json, so no"

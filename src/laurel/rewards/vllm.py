@@ -15,13 +15,12 @@ from pathlib import Path as FilePath
 
 import numpy as np
 
-from laurel.config.policy import PolicyConfig
-from laurel.errors import ModelError, ScoringContractError, key_of
+from laurel.errors import ModelError, ScoringContractError, UserError, key_of
 from laurel.generation.vllm.pooling import PoolingOptions, VllmPooling
 from laurel.models.forest.decoder import Path
 from laurel.models.loading.pretrained import find_tokenizer
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.open import ModelPlace, ScorerOptions, load_scorer, read_rules, reworded
+from laurel.rewards.open import ModelPlace, ScorerSpec, load_scorer, read_rules
 from laurel.rewards.remote.foreign import sigmoid
 from laurel.rewards.remote.router import CANARY
 from laurel.rewards.scorer import (
@@ -151,7 +150,7 @@ class VllmScorer(ContractScorer):
 
 def load_vllm_scorer(
     place: ModelPlace,
-    options: ScorerOptions,
+    spec: ScorerSpec,
     *,
     say: Say,
     pooling: PoolingOptions | None = None,
@@ -163,24 +162,26 @@ def load_vllm_scorer(
 
     Args:
         place: Where it is; see `find_model` and `check_files`.
-        options: How it is to score. vLLM chooses the device.
+        spec: How it is to score. vLLM chooses the device.
         say: Told what was loaded and found.
-        pooling: How vLLM is to hold it; what `options` says as well is taken from there.
+        pooling: How vLLM is to hold it; what `spec` says as well is taken from there.
 
     Raises:
         UserError: Not a reward model, or not the one it was; or vLLM is not installed.
         EngineError: vLLM does not start.
     """
-    contract = _contract_of(place, options, say)
-    with reworded(lambda message: f"{place.name} in vLLM: {message}"):
+    contract = _contract_of(place, spec, say)
+    try:
         scorer = VllmScorer(
             place.name,
             contract,
-            options=_as_asked(pooling or PoolingOptions(), options),
-            batch_tokens=options.batch_tokens,
+            options=_as_asked(pooling or PoolingOptions(), spec),
+            batch_tokens=spec.batch_tokens,
         )
+    except UserError as error:
+        raise type(error)(f"{place.name} in vLLM: {error}") from error
     rules = contract.rules
-    say(f"model   {place.name} in vLLM, {options.precision}")
+    say(f"model   {place.name} in vLLM, {spec.precision}")
     say(f"checked golden scores agree (max difference {scorer.golden_difference:.1e})")
     say(
         f"lengths conversations of more than {rules.max_length:,} tokens are cut on the "
@@ -191,29 +192,27 @@ def load_vllm_scorer(
     return scorer
 
 
-def _as_asked(pooling: PoolingOptions, options: ScorerOptions) -> PoolingOptions:
-    policy = options.policy or PolicyConfig()
+def _as_asked(pooling: PoolingOptions, spec: ScorerSpec) -> PoolingOptions:
     return replace(
         pooling,
-        precision=options.precision,
-        revision=policy.revision,
-        trust_remote_code=policy.trust_remote_code,
-        safetensors_only=policy.safetensors_only,
-        config_overrides=policy.hf_config_overrides,
+        precision=spec.precision,
+        revision=spec.model.revision,
+        trust_remote_code=spec.model.trust_remote_code,
+        safetensors_only=spec.model.safetensors_only,
+        config_overrides=spec.model.config_overrides,
     )
 
 
-def _contract_of(place: ModelPlace, options: ScorerOptions, say: Say) -> ScoringContract:
+def _contract_of(place: ModelPlace, spec: ScorerSpec, say: Say) -> ScoringContract:
     """The contract that was saved with a model, or a new one; with golden scores."""
     rules = read_rules(place)
     if rules is not None and rules.golden:
-        config = options.policy or PolicyConfig()
-        tokenizer = find_tokenizer(config, place.name, (), is_resumed=False)
+        tokenizer = find_tokenizer(replace(spec.model, name=place.name))
         return ScoringContract.load(FilePath(place.name), tokenizer)
-    own = load_scorer(place, options, say=say)
+    own = load_scorer(place, spec, say=say)
     say("note    golden scores for vLLM were computed with Hugging Face's own class")
     return own.contract.with_rules(
-        golden=golden_scores(own.model, own.contract, [CANARY]), golden_dtype=options.precision
+        golden=golden_scores(own.model, own.contract, [CANARY]), golden_dtype=spec.precision
     )
 
 

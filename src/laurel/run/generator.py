@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
 
 from laurel.config.grpo import GRPORun
-from laurel.config.policy import PolicyConfig
 from laurel.errors import ConfigError
 from laurel.run.context import RunContext
+from laurel.run.specs import generator_spec, model_spec
 
 QUICKER = "it was quicker where the two were measured (docs/benchmarks.md)"
 
@@ -84,17 +84,13 @@ def _vllm(config: GRPORun, model: TrainedModel, chat: ChatFormat) -> Generator:
     """vLLM, started from a directory with the policy's weights as they are now."""
     from laurel.generation.vllm.engine import VllmEngine
 
-    policy = config.policy
     with tempfile.TemporaryDirectory(prefix="laurel-policy-") as directory:
         model.learner.export(Path(directory), "")
         return VllmEngine(
             directory,
-            generation=policy.generation,
-            max_length=policy.max_total_sequence_length,
-            precision=policy.precision,
-            end_ids=chat.end_ids,
+            generator_spec(config, chat.end_ids),
+            precision=config.policy.precision,
             probe=probe_of(model.learner, model.facts.path),
-            seed=config.grpo.seed,
         )
 
 
@@ -189,16 +185,13 @@ def _transformers_maker(
     from laurel.generation.load import TransformersMaker, from_directory
 
     config = context.config
-    policy: PolicyConfig = config.policy
+    policy = model_spec(config.policy)
     if context.resume_from is not None:
         policy = from_directory(policy, context.resume_from)
     return TransformersMaker(
-        policy=policy,
+        model=policy,
         cluster=config.cluster,
-        seed=config.grpo.seed,
-        end_ids=tuple(chat.end_ids),
-        max_length=policy.max_total_sequence_length,
-        max_concurrent=config.policy.generation.max_concurrent,
+        spec=generator_spec(config, chat.end_ids),
         texts=tuple(texts),
     )
 
@@ -218,11 +211,8 @@ def _vllm_maker(context: RunContext[GRPORun], model: TrainedModel, chat: ChatFor
         model.learner.export(Path(directory), "")
     return VllmMaker(
         directory=directory,
-        generation=policy.generation,
-        max_length=policy.max_total_sequence_length,
+        spec=generator_spec(config, chat.end_ids),
         precision=policy.precision,
-        end_ids=tuple(chat.end_ids),
-        seed=config.grpo.seed,
     )
 
 

@@ -12,6 +12,7 @@ from laurel.data.report import TextReport
 from laurel.errors import ModelError
 from laurel.run.context import R, RunContext, describe_data, describe_output
 from laurel.run.model import TrainedModel, describe_model, load_trained_model
+from laurel.run.specs import model_spec
 from laurel.workers.machine import GIB, memory
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def load_policy_to_train(
     policy, resume_from = context.config.policy, context.resume_from
     load = partial(
         load_policy,
-        policy,
+        model_spec(policy),
         seed=seed,
         max_length=policy.max_total_sequence_length,
         texts=tuple(texts) if policy.scratch is not None else (),
@@ -122,7 +123,7 @@ def check_memory(
         return
     from laurel.models.loading.pretrained import count_parameters
 
-    num_parameters = count_parameters(policy, str(policy.model_name))
+    num_parameters = count_parameters(model_spec(policy))
     has_adapters = policy.dtensor_cfg.lora_cfg.enabled
     copies = {"weights": 1}
     if not has_adapters:

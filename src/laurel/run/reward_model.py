@@ -27,6 +27,7 @@ from laurel.run.context import (
 )
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, with_found_model
 from laurel.run.places import plan_places
+from laurel.run.specs import model_spec
 from laurel.training.selection import Selection, select_by
 from laurel.training.stopping import Deadline
 from laurel.types import Preference
@@ -214,7 +215,7 @@ def _load_model(context: RunContext[RewardTrainingRun], data: PreferenceData) ->
         from laurel.models.loading.reward_model import load_reward_model
     load = partial(
         load_reward_model,
-        config.policy,
+        model_spec(config.policy),
         seed=config.rm.seed,
         max_length=config.data.max_input_seq_length or config.policy.max_total_sequence_length,
         truncation_side=config.data.truncation_side,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -16,13 +15,14 @@ from laurel.observe.console import visible
 from laurel.rewards.open import (
     ModelPlace,
     Say,
-    ScorerOptions,
+    ScorerSpec,
     check_at_once,
     check_files,
     find_model,
     load_scorer,
     read_rules,
 )
+from laurel.run.specs import scorer_spec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,7 +81,7 @@ def find_local(model: str, *, scores: bool = False) -> ModelPlace:
 
 def open_local(
     place: ModelPlace,
-    options: ScorerOptions,
+    spec: ScorerSpec,
     *,
     settings: Sequence[str],
     cpu_threads: int | None,
@@ -92,7 +92,7 @@ def open_local(
 
     Args:
         place: See `find_local`.
-        options: How it is loaded and scores; the policy section is that of the settings.
+        spec: How it scores; how it is loaded is said by the settings.
         settings: What `--set` says; see `policy_of_settings`.
         cpu_threads: On CPU; None is one per core.
         console: Where to say what is found.
@@ -109,13 +109,13 @@ def open_local(
     with console.status("loading torch and the model"), speaking(OPTIONS):
         rules = read_rules(place)
         policy = policy_of_settings(settings, rules=rules, say=say)
-        is_idle = rules is not None and options.max_length not in (None, rules.max_length)
+        is_idle = rules is not None and spec.max_length not in (None, rules.max_length)
         if rules is not None and is_idle and note_max_length:
             say(f"note    --max-length is not used: scoring.json says {rules.max_length} tokens")
         from laurel.workers.process import prepare
 
-        prepare(ClusterConfig(device=options.device, cpu_threads=cpu_threads), seed=0)
-        return load_scorer(place, replace(options, policy=policy), say=say)
+        prepare(ClusterConfig(device=spec.device, cpu_threads=cpu_threads), seed=0)
+        return load_scorer(place, scorer_spec(spec, policy), say=say)
 
 
 # --------------------------------------------------------------------------------------------------

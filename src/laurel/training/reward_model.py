@@ -20,7 +20,7 @@ from laurel.config.reward_model import RewardTrainingConfig
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.evaluation.statistics import BagOfWords, unscored_pairs
 from laurel.models.scoring import ScoringContract
-from laurel.observe.console import PairRow, print_pairs, visible
+from laurel.observe.console import PairRow, conversation_text, print_pairs, visible
 from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import Phase
 from laurel.observe.report.last_words import accuracy_words
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 MOST_ROWS_OF_BASELINE = 2_000
 """Training rows that the bag of words learns from: a baseline must cost less than a validation."""
-SHOWN_OF_BENCHMARKS = ("final_score", "accuracy", "longer_wins_baseline")
 SHOWN = ("loss", "accuracy", "margin_mean", "score_length_correlation", "ece")
 
 
@@ -143,15 +142,31 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         known = self._baselines.get(id(samples))
         if known is None:
             pairs = [pair for one in samples for pair in unscored_pairs(one.preference)]
-            if self._bag_of_words is None:
-                rows = self.train[:MOST_ROWS_OF_BASELINE]
-                learned = [pair for one in rows for pair in unscored_pairs(one.preference)]
-                self._bag_of_words = BagOfWords.train(learned) if learned else None
-            if self._bag_of_words is None or not pairs:
+            if not pairs or (bag := self._learned_bag()) is None:
                 return None
-            credits = [self._bag_of_words.credits([pair])[pair.id] for pair in pairs]
+            credits = [bag.credits([pair])[pair.id] for pair in pairs]
             known = self._baselines[id(samples)] = math.fsum(credits) / len(credits)
         return known
+
+    def _bag_of_words_on(self, benchmark: BenchmarkSet) -> float | None:
+        """The accuracy of the same bag of words on the rows of a benchmark."""
+        known = self._baselines.get(id(benchmark))
+        if known is None and (bag := self._learned_bag()) is not None:
+            scores = [
+                [Score(value=bag.score(conversation_text(c.messages))) for c in group.completions_G]
+                for group in benchmark.groups
+            ]
+            known = benchmark.figures(scores).get("accuracy")
+            if known is not None:
+                self._baselines[id(benchmark)] = known
+        return known
+
+    def _learned_bag(self) -> BagOfWords | None:
+        if self._bag_of_words is None:
+            rows = self.train[:MOST_ROWS_OF_BASELINE]
+            learned = [pair for one in rows for pair in unscored_pairs(one.preference)]
+            self._bag_of_words = BagOfWords.train(learned) if learned else None
+        return self._bag_of_words
 
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
         """See `TrainingLoop`; the benchmarks come after the sets."""
@@ -164,6 +179,9 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
                 scores = self.scorer.score_now(benchmark.groups, partial(self._scored, phase))
             seconds = self.timers.collect()["total_validation_time"]
             figures = benchmark.figures(scores)
+            baseline = self._bag_of_words_on(benchmark)
+            if baseline is not None and "accuracy" in figures:
+                figures["bag_of_words_baseline"] = baseline
             logged |= {f"validation-{name}/{key}": value for key, value in figures.items()}
             logged[f"timing/validation-{name}/total_validation_time"] = seconds
             keyed |= {f"validation-{name}_{key}": value for key, value in figures.items()}
@@ -181,7 +199,8 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         *,
         step: int,
     ) -> None:
-        shown = "  ".join(f"{k} {figures[k]:.4f}" for k in SHOWN_OF_BENCHMARKS if k in figures)
+        final = [f"final_score {figures['final_score']:.4f}"] if "final_score" in figures else []
+        shown = "  ".join([*final, accuracy_words(figures) or "no row has a verdict"])
         self.progress.message(f"step {step}  validation-{benchmark.name}  {shown}", is_routine=True)
         failures = [one.failure for of_row in scores for one in of_row if one.failure is not None]
         if failures:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ from typer.testing import CliRunner
 
 import tiny_tokenizers
 from laurel.cli.main import app
-from laurel.cli.starter import TASKS, InitOptions, Machine, run_init, share_held_out
+from laurel.cli.starter import TASKS, run_init
 from laurel.config.load import load_config
 from laurel.config.schemas import SCHEMAS
 from laurel.errors import ConfigError, UserError
-from laurel.run.reward_model import load_data
 from model_directories import save_model
 from tiny import tiny_language_model
 
@@ -33,7 +31,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "grpo-rm": PAIRS,
     "grpo-code": PROGRAMS,
 }
-CPU = Machine()
+CPU = 0
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +54,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def options(task: Any, model: str, **more: Any) -> InitOptions:
-    """What a script would say."""
-    return InitOptions(**{"task": task, "model": model, "data": f"{task}.jsonl"} | more)
+def init(task: str, model: str, num_gpus: int = CPU, **more: Any) -> None:
+    """As a script would."""
+    run_init(**{"task": task, "model": model, "data": f"{task}.jsonl", "num_gpus": num_gpus} | more)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -66,9 +64,9 @@ def options(task: Any, model: str, **more: Any) -> InitOptions:
 def test_each_starter_is_read_by_its_command(
     task: Any, num_gpus: int, here: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_init(options(task, model), machine=Machine(num_gpus=num_gpus))
+    init(task, model, num_gpus=num_gpus)
     path = here / f"{task}.yaml"
-    config: Any = load_config(SCHEMAS[TASKS[task].trainer], path).config
+    config: Any = load_config(SCHEMAS[TASKS[task]["trainer"]], path).config
     assert config.policy.model_name == model
     assert config.policy.precision == ("bfloat16" if num_gpus else "float32")
     assert config.policy.max_total_sequence_length <= 1024  # what the model can number
@@ -76,9 +74,9 @@ def test_each_starter_is_read_by_its_command(
     assert config.data.train_data_path == f"{task}.jsonl"
     assert config.checkpointing.checkpoint_dir == f"results/{task}"
     if task != "rm":
-        assert config.default_environment == TASKS[task].environment
+        assert config.default_environment == TASKS[task]["settings"]["data.env_name"]
     said = capsys.readouterr()
-    assert f"laurel {TASKS[task].trainer} --config {task}.yaml" in said.out
+    assert f"laurel {TASKS[task]['trainer']} --config {task}.yaml" in said.out
     assert "laurel plan" in said.out
     assert "laurel data check" in said.out
     assert "warning" not in said.err
@@ -88,7 +86,7 @@ def test_each_starter_is_read_by_its_command(
 def test_every_key_has_a_comment_and_no_comment_points_elsewhere(
     task: Any, here: Path, model: str
 ) -> None:
-    run_init(options(task, model), machine=CPU)
+    init(task, model)
     lines = (here / f"{task}.yaml").read_text(encoding="utf-8").splitlines()
     for before, line in zip(["", *lines], lines, strict=False):
         key = line.strip()
@@ -111,7 +109,7 @@ def test_a_starter_runs_as_it_is(task: str, here: Path, model: str) -> None:
     more = ["cluster.cpu_threads=1", "logger.tensorboard_enabled=false"]
     if task != "rm":
         more += ["grpo.max_num_steps=1", "policy.generation.max_new_tokens=8"]
-    command = TASKS["rm" if task == "rm" else "grpo-math"].trainer
+    command = TASKS[task]["trainer"]
     done = runner.invoke(app, [command, "--config", f"{task}.yaml", *more], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "finished after step 1" in done.output
@@ -139,10 +137,12 @@ def test_a_starter_from_scratch_runs_as_it_is_without_a_hub(task: str, here: Pat
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_model_from_scratch_has_a_learning_rate_of_its_own(task: Any, here: Path) -> None:
-    pretrained: Any = load_config(SCHEMAS[TASKS[task].trainer], None, ["policy.scratch={}"]).config
+    pretrained: Any = load_config(
+        SCHEMAS[TASKS[task]["trainer"]], None, ["policy.scratch={}"]
+    ).config
     for num_gpus in (0, 2):
-        run_init(options(task, "scratch", force=True), machine=Machine(num_gpus=num_gpus))
-        config: Any = load_config(SCHEMAS[TASKS[task].trainer], here / f"{task}.yaml").config
+        init(task, "scratch", force=True, num_gpus=num_gpus)
+        config: Any = load_config(SCHEMAS[TASKS[task]["trainer"]], here / f"{task}.yaml").config
         assert config.policy.model_name is None
         kwargs = config.policy.optimizer.kwargs
         assert kwargs["lr"] >= 50 * pretrained.policy.optimizer.kwargs["lr"]
@@ -160,7 +160,7 @@ def test_scratch_is_an_answer_and_still_there_are_three_questions(here: Path) ->
         asked.append(question)
         return next(answers)
 
-    run_init(InitOptions(), ask=ask, machine=CPU)
+    run_init(ask=ask, num_gpus=CPU)
     assert len(asked) == 3
     assert "or scratch for a small new one" in asked[1]
     config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
@@ -177,7 +177,7 @@ def test_one_malformed_row_is_one(
     here: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(here / "own.jsonl", [*PAIRS, {"prompt": "Why?", "chosen": None, "rejected": "?"}])
-    run_init(options("rm", model, data="own.jsonl"), machine=CPU)
+    init("rm", model, data="own.jsonl")
     said = " ".join(capsys.readouterr().err.split())
     assert "1 row is malformed, and the run stops at own.jsonl:5: mend it, or" in said
 
@@ -192,7 +192,7 @@ def test_questions_are_asked_once_each_and_again_after_a_wrong_answer(
         asked.append(question)
         return next(answers)
 
-    run_init(InitOptions(), ask=ask, machine=CPU)
+    run_init(ask=ask, num_gpus=CPU)
     assert (here / "rm.yaml").is_file()
     assert len(asked) == 7
     assert len(set(asked)) == 3
@@ -228,16 +228,16 @@ def test_a_file_is_not_written_over_unless_that_is_forced(here: Path, model: str
     path = here / "mine.yaml"
     path.write_text("precious", encoding="utf-8")
     with pytest.raises(ConfigError, match="--force"):
-        run_init(options("rm", model, output=Path("mine.yaml")), machine=CPU)
+        init("rm", model, output=Path("mine.yaml"))
     assert path.read_text(encoding="utf-8") == "precious"
-    run_init(options("rm", model, output=Path("mine.yaml"), force=True), machine=CPU)
+    init("rm", model, output=Path("mine.yaml"), force=True)
     assert "checkpoint_dir: results/mine" in path.read_text(encoding="utf-8")
 
 
 def test_columns_of_other_names_are_mapped_in_the_file(here: Path, model: str) -> None:
     rows = [{"question": r["prompt"], "better": r["chosen"], "worse": r["rejected"]} for r in PAIRS]
     write(here / "own.jsonl", rows)
-    run_init(options("rm", model, data="own.jsonl"), machine=CPU)
+    init("rm", model, data="own.jsonl")
     config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
     keys = config.data.prompt_key, config.data.chosen_key, config.data.rejected_key
     assert keys == ("question", "better", "worse")
@@ -261,7 +261,7 @@ def test_data_that_does_not_fit_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write(here / "own.jsonl", rows)
-    run_init(options(task, model, data="own.jsonl"), machine=CPU)
+    init(task, model, data="own.jsonl")
     said = " ".join(capsys.readouterr().err.split())
     assert "warning the data does not fit" in said
     assert why in said
@@ -270,26 +270,21 @@ def test_data_that_does_not_fit_is_said(
 def test_preferences_are_not_answers_to_check_by(
     here: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_init(options("grpo-math", model, data="rm.jsonl"), machine=CPU)
+    init("grpo-math", model, data="rm.jsonl")
     said = " ".join(capsys.readouterr().err.split())
     assert "rm.jsonl holds preferences: the answers that people preferred are what is" in said
     assert "laurel init --task grpo-rm" in said
 
 
-def test_columns_that_tell_nothing_have_lines_to_fill_in(
+def test_columns_that_tell_nothing_are_said(
     here: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"prompt": "Frage", "chosen": "gute Antwort", "rejected": "schlechte"}
     write(here / "own.jsonl", [{names[key]: row[key] for key in names} for row in PAIRS])
-    run_init(options("rm", model, data="own.jsonl"), machine=CPU)
-    assert "data.prompt_key, data.chosen_key, data.rejected_key" in capsys.readouterr().err
-    text = (here / "rm.yaml").read_text(encoding="utf-8")
-    for key, name in names.items():
-        assert f"  # {key}_key: COLUMN\n" in text
-        text = text.replace(f"  # {key}_key: COLUMN\n", f"  {key}_key: {name}\n")
-    (here / "rm.yaml").write_text(text, encoding="utf-8")
-    config = load_config(SCHEMAS["rm"], here / "rm.yaml").config
-    assert load_data(config).reports["train"].num_kept
+    init("rm", model, data="own.jsonl")
+    said = capsys.readouterr().err
+    assert "the data does not fit" in said
+    assert "ask laurel data check own.jsonl" in said
 
 
 @pytest.mark.parametrize(
@@ -306,7 +301,7 @@ def test_what_is_said_wrong_is_an_error_and_nothing_is_written(
     changes: dict[str, Any], says: str, here: Path, model: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        run_init(replace(options("rm", model), **changes), machine=CPU)
+        init("rm", **({"model": model} | changes))
     assert not list(here.glob("**/*.yaml"))
 
 
@@ -314,20 +309,22 @@ def test_what_a_tokenizer_lacks_is_settled_in_the_file(here: Path) -> None:
     bare = tiny_tokenizers.make_tokenizer(pad="</s>", more=("<pad>",), template=None)
     directory = here / "bare"
     save_model(directory, tiny_language_model("qwen3"), bare)
-    run_init(options("rm", "bare"), machine=CPU)
+    init("rm", "bare")
     config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
     assert config.policy.tokenizer.chat_template == "chatml"
     assert config.policy.tokenizer.pad_token == "auto"
 
 
 def test_data_sets_of_the_table_are_named_and_not_looked_at(here: Path, model: str) -> None:
-    run_init(options("grpo-code", model, data="HumanEval"), machine=CPU)
+    init("grpo-code", model, data="HumanEval")
     config: Any = load_config(SCHEMAS["grpo"], here / "grpo-code.yaml").config
     assert (config.data.dataset_name, config.data.train_data_path) == ("HumanEval", None)
 
 
-@pytest.mark.parametrize(
-    ("rows", "share"), [(10, 0.2), (60, 0.2), (200, 0.1), (300, 0.07), (400, 0.05), (9999, 0.05)]
-)
-def test_of_few_rows_more_are_held_out(rows: int, share: float) -> None:
-    assert share_held_out(rows) == share
+@pytest.mark.parametrize(("rows", "share"), [(10, 0.2), (60, 0.2), (200, 0.1), (300, 0.07)])
+def test_of_few_rows_more_are_held_out(rows: int, share: float, here: Path, model: str) -> None:
+    pairs = [{**PAIRS[0], "prompt": f"{number}?"} for number in range(rows)]
+    write(here / "own.jsonl", pairs)
+    init("rm", model, data="own.jsonl")
+    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
+    assert config.data.split_validation_size == share

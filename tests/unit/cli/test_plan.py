@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from laurel.cli.plan import PlanOptions, kind_of, read_shapes, run_plan
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.config.policy import PolicyConfig
 from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.loading.pretrained import count_parameters, read_shape
 from laurel.models.parallel.tensor import tensor_plan
+from laurel.models.spec import ModelSpec
 from laurel.planning.fit import fit
 from laurel.planning.memory import Shapes
 from model_directories import save_model
@@ -162,13 +162,13 @@ def test_a_model_in_a_directory_tells_its_own_shape(
     config.num_labels = 1
     network = AutoModelForSequenceClassification.from_config(config)
     parameters = sum(p.numel() for p in network.parameters())
-    shape = read_shape(PolicyConfig(), str(tmp_path), has_language_head=False)
+    shape = read_shape(ModelSpec(name=str(tmp_path)), has_language_head=False)
     assert shape.num_parameters == parameters
     assert (shape.num_layers, shape.num_heads, shape.num_kv_heads) == (3, 4, 2)
     assert (shape.hidden_size, shape.intermediate_size, shape.head_dim) == (64, 96, 16)
     assert shape.normalises_heads
     # the language head is tied to the embedding or as large as it
-    language = count_parameters(PolicyConfig(), str(tmp_path))
+    language = count_parameters(ModelSpec(name=str(tmp_path)))
     tied = config.tie_word_embeddings
     assert language == parameters - 64 + (0 if tied else 500 * 64)
     changes = [f"policy.model_name={tmp_path}"]
@@ -276,7 +276,7 @@ def test_what_loading_would_not_split_is_a_misfit_and_never_proposed(
     capsys.readouterr()
     # Where memory is short, two tensor-parallel ranks would do, if loading took them.
     run = load_config(SFTRun, None, ["cluster.device=cpu", "cluster.gpus_per_node=4"]).config
-    shape = read_shape(PolicyConfig(), str(tmp_path), has_language_head=True)
+    shape = read_shape(ModelSpec(name=str(tmp_path)), has_language_head=True)
     assert shape.refuses_tensor_parallel == str(refused.value)
     taken = fit(run, Shapes(policy=shape)).phases[0].total
     for refusal, proposes in ((None, True), (shape.refuses_tensor_parallel, False)):

@@ -19,7 +19,7 @@ from laurel.errors import (
     ModelError,
     ScoringContractError,
 )
-from laurel.rewards.open import ScorerOptions
+from laurel.rewards.open import ScorerSpec
 from reward_models import small_model, write_foreign_model, write_model, write_run
 
 ROWS = [
@@ -57,7 +57,7 @@ def score(capsys):
 
     def run(model, rows=ROWS, *, file="-", as_json=True, output=None, settings=(), **options):
         stdin = io.BytesIO(rows if isinstance(rows, bytes) else lines(rows))
-        chosen = ScorerOptions(**{"device": "cpu", **options})
+        chosen = ScorerSpec(**{"device": "cpu", **options})
         capsys.readouterr()
         code = run_score(
             str(file),

@@ -125,6 +125,18 @@ def test_the_memo_forgets_the_oldest():
     assert [memo.get(said(text)) for text in "abc"] == [None, "b", "c"]
 
 
+def test_a_batch_that_does_not_fit_into_the_memo_is_told(caplog):
+    memo = ConversationMemo(capacity=2)
+    logs = [[{"role": "assistant", "content": str(i)}] for i in range(3)]
+    for i, log in enumerate(logs[:2]):
+        memo.put(log, i, "g")
+    assert memo.get_all(logs[:2], ["g", "g"]) == [0, 1]
+    assert not caplog.records
+    memo.put(logs[2], 2, "g")
+    assert memo.get_all(logs, ["g"] * 3) == [None, 1, 2]
+    assert "a batch of 3 conversations" in caplog.text
+
+
 def test_the_memo_takes_any_text_from_any_thread():
     memo = ConversationMemo(capacity=10_000)
     texts = [f"{i} \ud800 ☃" for i in range(400)]

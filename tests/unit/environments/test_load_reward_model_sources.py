@@ -17,7 +17,7 @@ from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, ScoringContractError, UserError
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.open import ScorerOptions, find_model, load_scorer, read_contract
+from laurel.rewards.open import ScorerSpec, find_model, load_scorer, read_contract
 from laurel.rewards.remote.foreign import sigmoid
 from laurel.rewards.scorer import LocalScorer
 from laurel.types import Score
@@ -52,7 +52,7 @@ def scorers(models):
 
 
 def local(directory: Path) -> LocalScorer:
-    options = ScorerOptions(device="cpu")
+    options = ScorerSpec(device="cpu")
     return load_scorer(find_model(str(directory)), options, say=lambda _: None)
 
 
@@ -218,7 +218,7 @@ def test_servers_that_render_by_themselves_need_no_model_here(settings, reply):
 
 def test_the_contract_that_is_read_without_weights_is_that_of_the_loaded_model(models, tmp_path):
     for name in ("first", "foreign"):
-        place, options = find_model(str(models / name)), ScorerOptions(device="cpu")
+        place, options = find_model(str(models / name)), ScorerSpec(device="cpu")
         whole = load_scorer(place, options, say=lambda _: None).contract
         bare = tmp_path / name
         bare.mkdir()

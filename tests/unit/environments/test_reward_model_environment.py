@@ -31,7 +31,7 @@ from laurel.errors import (
 )
 from laurel.models.scoring import ScoringContract
 from laurel.rewards import vllm
-from laurel.rewards.open import ScorerOptions, find_model, load_scorer
+from laurel.rewards.open import ScorerSpec, find_model, load_scorer
 from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, Task, group_of
 from reward_models import small_model, write_foreign_model, write_model, write_run
@@ -71,7 +71,7 @@ def make(directory=None, **settings):
 
 
 def local_scorer(directory):
-    options = ScorerOptions(precision="float32", device="cpu")
+    options = ScorerSpec(precision="float32", device="cpu")
     return load_scorer(find_model(str(directory)), options, say=lambda line: None)
 
 

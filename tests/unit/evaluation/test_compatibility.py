@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, Qwen3Config
 
-from laurel.config.policy import PolicyConfig
 from laurel.evaluation.rewardbench_tokens import (
     BOS,
     CUT,
@@ -26,6 +25,7 @@ from laurel.evaluation.rewardbench_tokens import (
     summary,
 )
 from laurel.models.scoring import ScoringContract
+from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import CHATML
 from laurel.rewards.open import open_scorer
 from laurel.rewards.scorer import LocalScorer
@@ -194,7 +194,7 @@ def test_scores_are_those_of_a_padded_batch_with_the_first_bos_hidden(tmp_path, 
     scorer = open_scorer(str(tmp_path), say=lambda _: None)
     form = ReferenceFormat(program="it", truncation_side="left", max_length=80)
     reference = RewardBenchContract.beside(
-        scorer.contract, PolicyConfig(model_name=str(tmp_path)), str(tmp_path), form=form
+        scorer.contract, ModelSpec(name=str(tmp_path)), form=form
     )
     found = LocalScorer(scorer.model, reference).score_now(groups)
     assert [score.truncated for scores_G in found for score in scores_G] == [

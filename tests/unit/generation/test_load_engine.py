@@ -9,15 +9,17 @@ import torch
 import tiny_tokenizers
 import vllm_engines
 from generators import collect, draw, policy_and_tokenizer, request, run
-from laurel.config.grpo import GenerationConfig, GRPOPolicyConfig
-from laurel.config.policy import ClusterConfig, ScratchConfig
+from laurel.config.grpo import GenerationConfig
+from laurel.config.policy import ClusterConfig, LoraConfig, ScratchConfig, TokenizerConfig
 from laurel.generation.engine_worker import EngineWorker
 from laurel.generation.load import TransformersMaker, VllmMaker, from_directory
 from laurel.generation.replicas import GeneratorReplicas
+from laurel.generation.requests import GeneratorSpec
 from laurel.generation.transformers.engine import HeldWeights
 from laurel.models.checkpoint.export import save_policy
 from laurel.models.loading.adapters import adapted_layers, add_adapters
 from laurel.models.loading.policy import load_policy
+from laurel.models.spec import ModelSpec
 from laurel.workers.calls import LocalGroup
 
 TEXTS = ("The laurel is evergreen.", "Where does it grow?", "By the sea, in the sun. " * 5)
@@ -25,24 +27,23 @@ ONE_THREAD = ClusterConfig(device="cpu", cpu_threads=1)
 
 
 def scratch_policy(**changes):
-    return GRPOPolicyConfig(
-        model_name=None,
+    return ModelSpec(
         scratch=ScratchConfig(hidden_size=32, num_layers=2, num_heads=2, vocab_size=300),
         precision="float32",
         **changes,
     )
 
 
-def maker_of(policy, **changes):
-    options = {"cluster": ONE_THREAD, "seed": 3, "end_ids": (1,), "max_length": 64}
-    return TransformersMaker(policy=policy, **{**options, **changes})
+def maker_of(model, *, texts=(), **changes):
+    spec = GeneratorSpec(seed=3, end_ids=(1,), max_length=64, **changes)
+    return TransformersMaker(model=model, cluster=ONE_THREAD, spec=spec, texts=texts)
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_it_has_the_learners_weights_and_no_more(lora):
     if lora:
         pytest.importorskip("peft")
-    policy = scratch_policy(dtensor_cfg={"lora_cfg": {"enabled": lora, "dim": 4}})
+    policy = scratch_policy(lora=LoraConfig(enabled=True, dim=4) if lora else None)
     learner = load_policy(policy, seed=3, max_length=64, device=torch.device("cpu"), texts=TEXTS)
     maker = maker_of(policy, texts=TEXTS, weight_version=5)
     with contextlib.closing(pickle.loads(pickle.dumps(maker))()) as engine:
@@ -61,7 +62,8 @@ def test_it_has_the_learners_weights_and_no_more(lora):
 def test_it_begins_with_a_directory(tmp_path):
     policy, tokenizer = policy_and_tokenizer()
     save_policy(tmp_path, policy, tokenizer, card="")
-    named = from_directory(scratch_policy(tokenizer={"chat_template": "plain"}), tmp_path)
+    plain = scratch_policy(tokenizer=TokenizerConfig(chat_template="plain"))
+    named = from_directory(plain, tmp_path)
     with contextlib.closing(maker_of(named)()) as engine:
         found = dict(engine._held.model.named_weights())
         for name, tensor in policy.named_weights():
@@ -75,8 +77,8 @@ def test_a_model_that_nobody_else_has_is_not_copied():
     assert HeldWeights(policy).model is not policy
     pytest.importorskip("peft")
     policy, _ = policy_and_tokenizer()
-    lora = GRPOPolicyConfig(dtensor_cfg={"lora_cfg": {"enabled": True, "dim": 4}}).dtensor_cfg
-    policy.causal_lm = add_adapters(policy.causal_lm, lora.lora_cfg, trains_head=False)
+    lora = LoraConfig(enabled=True, dim=4)
+    policy.causal_lm = add_adapters(policy.causal_lm, lora, trains_head=False)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_" in name:
@@ -101,10 +103,12 @@ def test_vllm_behind_replicas(tmp_path):
     learner = vllm_engines.Learner(models[0])
     maker = VllmMaker(
         directory=str(tmp_path),
-        generation=GenerationConfig(max_concurrent=6),
-        max_length=vllm_engines.MAX_LENGTH,
+        spec=GeneratorSpec(
+            settings=GenerationConfig(max_concurrent=6),
+            max_length=vllm_engines.MAX_LENGTH,
+            end_ids=(tokenizer.eos_token_id,),
+        ),
         precision="float32",
-        end_ids=(tokenizer.eos_token_id,),
     )
 
     def make_group(index):

@@ -22,6 +22,7 @@ import tiny_tokenizers
 from generators import collect, draw, request, run
 from laurel.config.grpo import GenerationConfig
 from laurel.errors import DataError, EngineError, MissingDependencyError
+from laurel.generation.requests import GeneratorSpec
 from laurel.types import Weights
 from vllm_engines import HAS_VLLM, MAX_LENGTH, Learner, random_model, require_vllm, started
 
@@ -181,7 +182,7 @@ def test_transfers_leave_nothing_behind(engine, learner):
 def test_a_pipeline_gets_the_weights_of_each_of_its_stages(models, learner):
     learner.model = models[0]
     stages = GenerationConfig(max_concurrent=6, vllm_cfg={"pipeline_parallel_size": 2})
-    with started(models[0], learner.logprobs, generation=stages) as engine:
+    with started(models[0], learner.logprobs, settings=stages) as engine:
         assert len(engine._processes) == 3, "a scheduler, and a worker for each stage"
         assert largest_difference(engine, models[0]) < EXACT
         learner.model = models[1]
@@ -308,9 +309,7 @@ def test_without_vllm_the_error_says_how_to_install_it():
     with pytest.raises(MissingDependencyError, match=r"pip install 'laurel-rl\[vllm\]'"):
         VllmEngine(
             "nowhere",
-            generation=GenerationConfig(),
-            max_length=8,
+            GeneratorSpec(max_length=8, end_ids=()),
             precision="float32",
-            end_ids=[],
             probe=lambda ids: np.zeros(len(ids) - 1, np.float32),
         )

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import tiny
 import tiny_tokenizers as made
-from laurel.config.policy import PolicyConfig
+from laurel.config.policy import LoraConfig
 from laurel.data.forest import plant
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint.card import CARD, CardFacts, reward_model_card
@@ -20,6 +20,7 @@ from laurel.models.forest.attention import FOREST
 from laurel.models.loading.adapters import ADAPTERS, load_adapters, merged_weights, trained_weights
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.scoring import ScoringContract
+from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, group_of
 
@@ -179,16 +180,12 @@ def adapted(tmp_path):
     directory = tmp_path / "base"
     tiny.tiny_language_model("qwen3").save_pretrained(directory)
     made.chatml().save_pretrained(directory)
-    config = PolicyConfig(
-        model_name=str(directory),
-        precision="float32",
-        reward_model_cfg={"enabled": True},
-        dtensor_cfg={"lora_cfg": {"enabled": True, "dim": 4, "alpha": 8}},
-    )
+    lora = LoraConfig(enabled=True, dim=4, alpha=8)
+    spec = ModelSpec(name=str(directory), precision="float32", lora=lora)
 
     def load(resume_from=None):
         return load_reward_model(
-            config,
+            spec,
             seed=3,
             max_length=512,
             truncation_side="left",

@@ -10,13 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tiny
 import tiny_tokenizers as made
-from laurel.config.policy import LoraConfig, PolicyConfig
+from laurel.config.policy import LoraConfig
 from laurel.models.checkpoint.card import CARD, CardFacts, policy_card
 from laurel.models.checkpoint.export import save_policy
 from laurel.models.forest.attention import FOREST
 from laurel.models.forest.policy import PolicyModel
 from laurel.models.loading.adapters import ADAPTERS, add_adapters
 from laurel.models.loading.policy import load_policy
+from laurel.models.spec import ModelSpec
 
 IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -113,7 +114,7 @@ def test_generation_settings_of_the_model_do_not_stop_a_save(tmp_path):
     content = json.loads(path.read_text(encoding="utf-8")) | {"temperature": 0.6, "top_p": 0.9}
     path.write_text(json.dumps(content), encoding="utf-8")
     loaded = load_policy(
-        PolicyConfig(model_name=str(first)), seed=0, max_length=64, device=torch.device("cpu")
+        ModelSpec(name=str(first)), seed=0, max_length=64, device=torch.device("cpu")
     )
     save(second, loaded.model, loaded.tokenizer)
     saved = json.loads((second / "generation_config.json").read_text(encoding="utf-8"))

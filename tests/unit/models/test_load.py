@@ -12,6 +12,7 @@ from laurel.data.forest import pad, plant
 from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.models.forest.attention import FOREST
 from laurel.models.loading.reward_model import load_reward_model
+from laurel.run.specs import model_spec
 from laurel.types import Message, group_of
 from model_directories import edit_json, edit_weights
 
@@ -20,7 +21,7 @@ GROUP = group_of([Message("user", "Where is the laurel?")], ["By the gate."], gr
 
 def policy(directory, **changes):
     settings = {"precision": "float32", "reward_model_cfg": {"enabled": True}, **changes}
-    return PolicyConfig(model_name=str(directory), **settings)
+    return model_spec(PolicyConfig(model_name=str(directory), **settings))
 
 
 def load(

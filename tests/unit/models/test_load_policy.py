@@ -1,5 +1,7 @@
 """What is loaded as a policy, what is refused, and that each planted fault is found before use."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,6 +26,7 @@ from laurel.models.forest.attention import FOREST
 from laurel.models.loading.adapters import ADAPTERS
 from laurel.models.loading.policy import check_policy_paths, load_policy
 from laurel.models.tokenizer import load_tokenizer
+from laurel.run.specs import model_spec
 from model_directories import edit_json, edit_weights
 from planted_faults import double_logits
 
@@ -37,7 +40,7 @@ def load(
 ):
     name = None if directory is None else str(directory)
     return load_policy(
-        GRPOPolicyConfig(model_name=name, **{"precision": "float32", **changes}),
+        model_spec(GRPOPolicyConfig(model_name=name, **{"precision": "float32", **changes})),
         seed=seed,
         max_length=max_length,
         device=torch.device("cpu"),
@@ -88,8 +91,8 @@ def test_settings_reach_the_model(save):
     ).model
     assert (loaded.temperature, loaded.logprob_chunk_size) == (0.7, 5)
     for section in (SFTPolicyConfig(logprob_chunk_size=5), PolicyConfig()):
-        section = section.model_copy(update={"model_name": str(directory)})
-        other = load_policy(section, seed=0, max_length=512, device=torch.device("cpu")).model
+        spec = replace(model_spec(section), name=str(directory))
+        other = load_policy(spec, seed=0, max_length=512, device=torch.device("cpu")).model
         assert other.logprob_chunk_size == (5 if isinstance(section, SFTPolicyConfig) else None)
     assert (loaded.precision, loaded.weights_dtype) == (torch.bfloat16, torch.float32)
     assert loaded.causal_lm.model.layers[0].gradient_checkpointing

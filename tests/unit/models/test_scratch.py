@@ -8,7 +8,9 @@ from laurel.data.forest import plant
 from laurel.errors import ConfigError
 from laurel.models.loading.pretrained import scratch_config, start_of, train_tokenizer
 from laurel.models.loading.reward_model import load_reward_model
+from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import check_paths
+from laurel.run.specs import model_spec
 from laurel.types import Message, group_of
 
 TEXTS = ["the gate by the wall", "the wall by the gate", "där är lagern 月桂"] * 20
@@ -17,14 +19,8 @@ ARCHITECTURES = "qwen2, qwen3, llama, mistral, gemma, gemma2, gemma3_text, phi, 
 
 def make(*, seed=1, texts=TEXTS, **settings):
     scratch = {"hidden_size": 32, "vocab_size": 320, "num_layers": 1, "num_heads": 2, **settings}
-    config = PolicyConfig(
-        model_name=None,
-        precision="float32",
-        scratch=scratch,
-        reward_model_cfg={"enabled": True},
-    )
     return load_reward_model(
-        config,
+        ModelSpec(precision="float32", scratch=ScratchConfig.model_validate(scratch)),
         seed=seed,
         max_length=64,
         truncation_side="left",
@@ -65,7 +61,7 @@ def test_the_seed_decides_every_weight():
     [({}, False), ({"model_name": None}, False), ({"model_name": "a/b"}, True)],
 )
 def test_a_name_beside_scratch_is_not_loaded_and_that_is_said(given, is_noted):
-    start, notes = start_of(PolicyConfig(scratch=ScratchConfig(), **given))
+    start, notes = start_of(model_spec(PolicyConfig(scratch=ScratchConfig(), **given)))
     assert start == "nothing (qwen3)"
     assert [note.startswith("warning: policy.model_name=a/b is not loaded") for note in notes] == (
         [True] if is_noted else []
@@ -73,7 +69,7 @@ def test_a_name_beside_scratch_is_not_loaded_and_that_is_said(given, is_noted):
 
 
 def test_a_name_without_scratch_is_where_it_starts():
-    assert start_of(PolicyConfig(model_name="a/b")) == ("a/b", [])
+    assert start_of(ModelSpec(name="a/b")) == ("a/b", [])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.split(", "))

@@ -189,10 +189,10 @@ def test_memory_at_its_highest_falls_with_the_ranks(tmp_path):
 
 HUB = """
 import sys
-from laurel.config.policy import PolicyConfig
 from laurel.models.parallel.weights import weight_files
-print(weight_files(PolicyConfig(), "gods/laurel"))
-print(weight_files(PolicyConfig(), "gods/olive"))
+from laurel.models.spec import ModelSpec
+print(weight_files(ModelSpec(), "gods/laurel"))
+print(weight_files(ModelSpec(), "gods/olive"))
 """
 
 

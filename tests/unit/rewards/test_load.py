@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from laurel.config.policy import PackingConfig, PolicyConfig, TokenizerConfig
+from laurel.config.policy import TokenizerConfig
 from laurel.errors import CheckpointError, ConfigError, ModelError
+from laurel.models.spec import ModelSpec
 from laurel.rewards.open import (
     ModelPlace,
-    ScorerOptions,
+    ScorerSpec,
     check_at_once,
     check_files,
     check_not_missing,
     find_model,
     load_scorer,
     open_scorer,
-    reworded,
 )
 from laurel.types import Message, group_of
 from model_directories import edit_weights
@@ -43,7 +43,7 @@ def quiet(_text):
 
 
 def load(directory, **options):
-    options = ScorerOptions(**{"device": "cpu", **options})
+    options = ScorerSpec(**{"device": "cpu", **options})
     return load_scorer(find_model(str(directory)), options, say=quiet)
 
 
@@ -144,8 +144,7 @@ def test_the_head_computes_in_float32(checkpoint):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 100])
 def test_padded_rows_by_number(checkpoint, size):
-    unpacked = PolicyConfig(sequence_packing=PackingConfig(enabled=False))
-    scorer = load(checkpoint, policy=unpacked, batch_size=size)
+    scorer = load(checkpoint, model=ModelSpec(reads_forests=False), batch_size=size)
     assert scorer.model.path == "padded"
     seen = []
     singles = [
@@ -162,8 +161,8 @@ def test_padded_rows_by_number(checkpoint, size):
 
 def test_a_model_without_a_contract_takes_a_tokenizer_and_a_length(tmp_path):
     write_foreign_model(tmp_path)
-    policy = PolicyConfig(tokenizer=TokenizerConfig(chat_template="plain"))
-    scorer = load(tmp_path, policy=policy, max_length=20)
+    plain = ModelSpec(tokenizer=TokenizerConfig(chat_template="plain"))
+    scorer = load(tmp_path, model=plain, max_length=20)
     assert scorer.contract.rules.max_length == 20
     assert scorer.contract.render(GROUPS[0].conversation(0)).startswith("User: Where?")
     assert values(scorer) != pytest.approx(values(load(tmp_path)), abs=1e-3)
@@ -178,13 +177,6 @@ def test_a_device_that_is_not_there(checkpoint):
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         load(checkpoint, device="cuda")
-
-
-def test_errors_are_put_in_other_words_and_keep_their_kind():
-    with pytest.raises(CheckpointError, match=r"^THE FILE$"), reworded(str.upper):
-        raise CheckpointError("the file")
-    with pytest.raises(KeyError), reworded(str.upper):
-        raise KeyError("not the user's")
 
 
 def test_a_place_is_shown_from_where_one_stands(tmp_path, monkeypatch):

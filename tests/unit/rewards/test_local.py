@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 import tiny_tokenizers as made
-from laurel.config.policy import PolicyConfig
 from laurel.data.forest import plant
 from laurel.errors import ScoringContractError
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.models.forest.reward_model import RewardModel
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.scoring import ScoringContract
+from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import (
     LocalScorer,
     check_golden,
@@ -302,11 +302,8 @@ def checkpoint(tmp_path):
     save_reward_model(directory, model, contract, card="")
 
     def load(precision="float32", weights=torch.float32):
-        config = PolicyConfig(
-            model_name=str(directory), precision=precision, reward_model_cfg={"enabled": True}
-        )
         return load_reward_model(
-            config,
+            ModelSpec(name=str(directory), precision=precision),
             seed=0,
             max_length=256,
             truncation_side="left",

@@ -28,7 +28,7 @@ from laurel.errors import (
 )
 from laurel.generation.vllm import pooling
 from laurel.rewards.batching import BatcherLimits, BatchingScorer
-from laurel.rewards.open import ModelPlace, ScorerOptions, find_model, load_scorer
+from laurel.rewards.open import ModelPlace, ScorerSpec, find_model, load_scorer
 from laurel.rewards.scorer import conversation_group
 from laurel.rewards.vllm import VllmScorer, load_vllm_scorer
 from laurel.types import Message, group_of
@@ -60,7 +60,7 @@ def pair(request, tmp_path_factory):
     """A model in vLLM, the same here, and where it lies; Llama's is from another program."""
     require_vllm()
     directory, said = tmp_path_factory.mktemp(request.param), []
-    options = ScorerOptions(max_length=MAX_LENGTH, device="cpu")
+    options = ScorerSpec(max_length=MAX_LENGTH, device="cpu")
     place = ModelPlace(name=str(directory))
     if request.param == "llama":
         write_raw(directory, "llama")
@@ -81,7 +81,7 @@ def several(tmp_path_factory):
     require_vllm()
     directory = tmp_path_factory.mktemp("several")
     loaded = saved(directory, "qwen3", attributes=ATTRIBUTES, max_length=256, poison=POISON)
-    scorer = load_vllm_scorer(find_model(str(directory)), ScorerOptions(), say=lambda _: None)
+    scorer = load_vllm_scorer(find_model(str(directory)), ScorerSpec(), say=lambda _: None)
     yield scorer, local(loaded)
     scorer.close()
 
@@ -263,7 +263,7 @@ def test_scores_of_another_position_keep_a_scorer_from_starting(tmp_path, monkey
     children = set(psutil.Process().children(recursive=True))
     monkeypatch.setattr(pooling, "_import_vllm", elsewhere)
     with pytest.raises(ScoringContractError, match="another position than the last token"):
-        load_vllm_scorer(find_model(str(tmp_path)), ScorerOptions(), say=lambda _: None)
+        load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)
     assert set(psutil.Process().children(recursive=True)) <= children
 
 
@@ -288,7 +288,7 @@ def test_a_vllm_of_other_words_does_not_start(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(pooling, "_import_vllm", lambda: vllm)
     with pytest.raises(EngineError, match=r"did not start the reward model .*: unknown: task"):
-        load_vllm_scorer(find_model(str(tmp_path)), ScorerOptions(), say=lambda _: None)
+        load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)
     assert set(threading.enumerate()) <= threads
     assert not loaded.has_new_head
 
@@ -301,12 +301,12 @@ def test_a_killed_program_leaves_no_reward_model_behind(tmp_path):
         textwrap.dedent(
             f"""
             import json, os, signal
-            from laurel.rewards.open import ScorerOptions, find_model
+            from laurel.rewards.open import ScorerSpec, find_model
             from laurel.rewards.vllm import load_vllm_scorer
 
             if __name__ == "__main__":
                 place = find_model({str(tmp_path / "model")!r})
-                scorer = load_vllm_scorer(place, ScorerOptions(), say=lambda _: None)
+                scorer = load_vllm_scorer(place, ScorerSpec(), say=lambda _: None)
                 print(json.dumps([process.pid for process in scorer._model._processes]), flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             """
@@ -371,4 +371,4 @@ def test_a_dead_engine_ends_what_waits_for_it_and_every_call_after(several):
 def test_without_vllm_the_error_says_how_to_install_it(tmp_path):
     saved(tmp_path, "qwen3")
     with pytest.raises(MissingDependencyError, match=r"pip install 'laurel-rl\[vllm\]'"):
-        load_vllm_scorer(find_model(str(tmp_path)), ScorerOptions(), say=lambda _: None)
+        load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from laurel.errors import ConfigError
-from laurel.rewards.open import ScorerOptions
+from laurel.rewards.open import ScorerSpec
 from laurel.rewards.remote.wire import dump, error_json
 from laurel.run.evaluation.run import EvalScorer, open_scorer
 from reward_servers import Answer, RewardServer
@@ -16,7 +16,7 @@ def refused(status: int, said: str, **settings: str) -> tuple[str, str]:
     """The address that was asked, and what its refusal is told as."""
     answer = Answer(status=status, body=dump(error_json("x", said)))
     with RewardServer(lambda number, asked: answer) as server:
-        model = EvalScorer(model=server.url, options=ScorerOptions(device="cpu"), **settings)
+        model = EvalScorer(model=server.url, options=ScorerSpec(device="cpu"), **settings)
         with (
             pytest.raises(ConfigError) as caught,
             open_scorer(model, Console(file=io.StringIO())),

@@ -1,10 +1,18 @@
-"""How weights are to travel."""
+"""How weights are to travel, and what lost replicas are made from again."""
 
 import re
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from laurel.run.generator import describe_generator, transfer_of
+from laurel.config.grpo import GRPORun
+from laurel.config.load import load_config
+from laurel.run.context import RunContext
+from laurel.run.generator import _vllm_maker, describe_generator, transfer_of
 
 
 @pytest.mark.parametrize(
@@ -33,3 +41,25 @@ def test_who_draws_in_words():
     engine = Engine()
     engine.transfer = transfer_of("object_store", device="cpu", uses_vllm=False, take_turns=False)
     assert describe_generator(engine) == "Engine, weights by object_store (it is set)"
+
+
+def test_vllm_starts_a_policy_from_nothing_again_from_what_lasts_as_long_as_the_run(tmp_path):
+    """It had lain in the temporary folder of the driver, and had gone with the first start."""
+    settings = [
+        "policy.scratch.hidden_size=16",
+        "policy.generation.backend=vllm",
+        f"checkpointing.checkpoint_dir={tmp_path}",
+    ]
+    config = load_config(GRPORun, None, settings).config
+
+    def export(directory: Path, _: str) -> None:
+        (directory / "config.json").write_text("{}", encoding="utf-8")
+
+    model: Any = SimpleNamespace(learner=SimpleNamespace(export=export))
+    chat: Any = SimpleNamespace(end_ids=[2])
+    with ExitStack() as stack:
+        context = RunContext(config=config, console=Console(), stack=stack)
+        made = _vllm_maker(context, model, chat)
+        assert Path(made.directory).parent == tmp_path  # every node sees it
+        assert (Path(made.directory) / "config.json").is_file()
+    assert not list(tmp_path.iterdir())

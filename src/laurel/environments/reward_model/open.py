@@ -22,7 +22,7 @@ from laurel.config.environments import (
     RewardModelEnvironmentConfig,
     ScorerSource,
 )
-from laurel.config.policy import PolicyConfig, TokenizerConfig
+from laurel.config.policy import TokenizerConfig
 from laurel.errors import (
     ConfigError,
     Terms,
@@ -36,6 +36,7 @@ from laurel.errors import (
 )
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import ScoringContract, ScoringRules
+from laurel.models.spec import ModelSpec
 from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.function import FunctionScorer
@@ -44,11 +45,10 @@ from laurel.rewards.loop_scorer import LoopScorer, OneModelDesk
 from laurel.rewards.open import (
     ModelPlace,
     Say,
-    ScorerOptions,
-    check_at_once,
-    check_files,
+    ScorerSpec,
     check_not_missing,
     find_model,
+    find_whole,
     load_scorer,
     read_contract,
     read_rules,
@@ -337,8 +337,8 @@ def open_reward_model(
     """
     check_one_rank(config)
     with _in_its_words(config):
-        place, options = _found(config, tp=1, device=device, say=say)
-        return load_scorer(place, options, say=say)
+        place, spec = _found(config, tp=1, device=device, say=say)
+        return load_scorer(place, spec, say=say)
 
 
 def open_in_vllm(config: RewardModelEnvironmentConfig, *, say: Say) -> ContractScorer:
@@ -361,8 +361,8 @@ def open_in_vllm(config: RewardModelEnvironmentConfig, *, say: Say) -> ContractS
         may_sleep=True,
     )
     with _in_its_words(config):
-        place, options = _found(config, tp=1, device="auto", say=say)
-        return load_vllm_scorer(place, options, say=say, pooling=pooling)
+        place, spec = _found(config, tp=1, device="auto", say=say)
+        return load_vllm_scorer(place, spec, say=say, pooling=pooling)
 
 
 def check_one_rank(config: RewardModelEnvironmentConfig) -> None:
@@ -413,8 +413,8 @@ def found_reward_model(
         UserError: See `open_reward_model`.
     """
     with _in_its_words(config):
-        place, options = _found(config, tp=tp, device=device, say=say)
-    return FoundRewardModel(config, place, options)
+        place, spec = _found(config, tp=tp, device=device, say=say)
+    return FoundRewardModel(config, place, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,15 +423,15 @@ class FoundRewardModel:
 
     config: RewardModelEnvironmentConfig
     place: ModelPlace
-    options: ScorerOptions
+    spec: ScorerSpec
 
     def open(self, make_group: MakeGroup, *, shape: ParallelShape, say: Say) -> GroupScorer:
         """The scorer in processes of its own; see `open_reward_model_group`."""
         with _in_its_words(self.config):
             # The workers say what is wrong in the words that it is said in here.
-            load = partial(spoken_in, terms_in_use(), load_scorer, self.place, self.options)
+            load = partial(spoken_in, terms_in_use(), load_scorer, self.place, self.spec)
             try:
-                group = make_group(ScoringWorker, load, shape=shape, device=self.options.device)
+                group = make_group(ScoringWorker, load, shape=shape, device=self.spec.device)
             except WorkerError as error:
                 cause = error.__cause__
                 if isinstance(cause, UserError):  # every rank says the same
@@ -440,8 +440,8 @@ class FoundRewardModel:
         try:
             scorer = GroupScorer(
                 group,
-                batch_tokens=self.options.batch_tokens,
-                batch_size=self.options.batch_size,
+                batch_tokens=self.spec.batch_tokens,
+                batch_size=self.spec.batch_size,
                 batch_timeout=self.config.batch_timeout,
             )
         except BaseException:
@@ -459,10 +459,10 @@ def read_contract_of(config: RewardModelEnvironmentConfig, *, say: Say) -> Scori
         UserError: See `open_reward_model`.
     """
     with _in_its_words(config):
-        place = _place_of(config)
+        place = find_model(_model_of(config))
         rules = read_rules(place)
         _check_against(config, rules, place, say)
-        return read_contract(place, _options(config, place, tp=1, device="cpu"), say=say)
+        return read_contract(place, _spec_of(config, place, tp=1, device="cpu"), say=say)
 
 
 def rules_of(config: RewardModelEnvironmentConfig) -> ScoringRules | None:
@@ -474,11 +474,11 @@ def rules_of(config: RewardModelEnvironmentConfig) -> ScoringRules | None:
     if config.model_name is None and config.checkpoint_path is None:
         return None
     with _in_its_words(config):
-        return read_rules(_place_of(config))
+        return read_rules(find_model(_model_of(config)))
 
 
-def _place_of(config: RewardModelEnvironmentConfig) -> ModelPlace:
-    return find_model(config.checkpoint_path or config.model_name or "")
+def _model_of(config: RewardModelEnvironmentConfig) -> str:
+    return config.checkpoint_path or config.model_name or ""
 
 
 def _in_its_words(config: RewardModelEnvironmentConfig) -> AbstractContextManager[None]:
@@ -490,37 +490,35 @@ def _in_its_words(config: RewardModelEnvironmentConfig) -> AbstractContextManage
 
 def _found(
     config: RewardModelEnvironmentConfig, *, tp: int, device: Device, say: Say
-) -> tuple[ModelPlace, ScorerOptions]:
+) -> tuple[ModelPlace, ScorerSpec]:
     """The model, its files checked, and how it is to score."""
     _check_settings(config)
-    place = _place_of(config)
-    for note in place.notes:
-        say(note)
-    check_at_once(place)
-    check_files(place)
+    place = find_whole(_model_of(config), say=say)
     rules = read_rules(place)
     _check_against(config, rules, place, say)
-    return place, _options(config, place, tp=tp, device=device)
+    return place, _spec_of(config, place, tp=tp, device=device)
 
 
-def _options(
+def _spec_of(
     config: RewardModelEnvironmentConfig, place: ModelPlace, *, tp: int, device: Device
-) -> ScorerOptions:
+) -> ScorerSpec:
     """How the model is to score."""
-    policy = PolicyConfig(
+    model = ModelSpec(
         trust_remote_code=config.trust_remote_code,
         safetensors_only=config.safetensors_only,
         tokenizer=_tokenizer(config, place),
-        sequence_packing=config.sequence_packing,
-        reward_model_cfg=config.reward_model_cfg,
-        dtensor_cfg=config.dtensor_cfg.model_copy(update={"tensor_parallel_size": tp}),
+        head=config.reward_model_cfg,
+        reads_forests=config.sequence_packing.enabled,
+        activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
+        tensor_parallel_size=tp,
+        parallel_plan=config.dtensor_cfg.custom_parallel_plan,
     )
     return replace(
         _batches(config),
         max_length=config.max_model_len,
         precision=config.precision,
         device=device,
-        policy=policy,
+        model=model,
     )
 
 
@@ -596,12 +594,12 @@ def _tokenizer(config: RewardModelEnvironmentConfig, place: ModelPlace) -> Token
     return given.model_copy(update={"name": name})
 
 
-def _batches(config: RewardModelEnvironmentConfig) -> ScorerOptions:
+def _batches(config: RewardModelEnvironmentConfig) -> ScorerSpec:
     """How conversations are divided over forward passes."""
     for block in (config.sequence_packing, config.dynamic_batching):
         if block.enabled:
-            return ScorerOptions(batch_tokens=block.train_mb_tokens or config.batch_tokens)
-    return ScorerOptions(batch_size=config.batch_size)
+            return ScorerSpec(batch_tokens=block.train_mb_tokens or config.batch_tokens)
+    return ScorerSpec(batch_size=config.batch_size)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -30,9 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from laurel.config.grpo import GenerationConfig
 from laurel.errors import ConfigError, DataError, EngineError, LaurelError
-from laurel.generation.requests import check_request
+from laurel.generation.requests import GeneratorSpec, check_request
 from laurel.generation.transformers.batch import StopStringWatch
 from laurel.generation.vllm.settings import (
     ENVIRONMENT,
@@ -58,11 +57,10 @@ class VllmEngine:
 
     Args:
         model_dir: Hugging Face directory, tokenizer included, with the weights of `weight_version`.
-        generation: `max_concurrent`, `vllm_cfg`, `vllm_kwargs`, `colocated` and
-            `weight_probe_tolerance` are read.
-        max_length: Longest prompt with its completion, where `vllm_cfg.max_model_len` says nothing.
+        spec: Of its settings `max_concurrent`, `vllm_cfg`, `vllm_kwargs`, `colocated` and
+            `weight_probe_tolerance` are read; `vllm_cfg.max_model_len` goes before `max_length`.
+            vLLM's own idea of the tokens that end a completion is not asked.
         precision: Dtype of the weights, where `vllm_cfg.precision` is `auto`.
-        end_ids: Tokens that end every completion. vLLM's own idea of them is not asked.
         probe: The learner's log-probabilities of given tokens; asked at the start and after every
             `update_weights`, in a thread other than the caller's. None: somebody else compares
             them with `answer_probe`.
@@ -74,23 +72,15 @@ class VllmEngine:
     """
 
     def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        generation: GenerationConfig,
-        max_length: int,
-        precision: str,
-        end_ids: Sequence[int],
-        probe: Probe | None,
-        seed: int = 0,
-        weight_version: int = 0,
+        self, model_dir: str | Path, spec: GeneratorSpec, *, precision: str, probe: Probe | None
     ) -> None:
-        self._max_length = generation.vllm_cfg.max_model_len or max_length
-        self._end_ids = tuple(end_ids)
+        generation = spec.settings
+        self._max_length = generation.vllm_cfg.max_model_len or spec.max_length
+        self._end_ids = spec.end_ids
         self._probe = probe
         learner, precision = precision, precision_of(generation, precision)
         self._tolerance = generation.weight_probe_tolerance or default_tolerance(precision, learner)
-        self._weight_version = weight_version
+        self._weight_version = spec.weight_version
         self._shapes, self._num_bytes = shapes_in(Path(model_dir))
         self._num_requests = itertools.count()
         self._life = Lifeline()
@@ -112,7 +102,7 @@ class VllmEngine:
                 generation,
                 max_length=self._max_length,
                 precision=precision,
-                seed=seed,
+                seed=spec.seed,
                 worker=_WORKER,
                 on_cpu=on_cpu,
                 known=self._vllm.argument_names,

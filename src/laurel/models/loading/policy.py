@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from laurel.config.policy import PolicyConfig
 from laurel.errors import ConfigError, ModelError, key_of
 from laurel.models.forest.attention import register
 from laurel.models.forest.decoder import Decoder
 from laurel.models.forest.decoder import Path as ComputePath
 from laurel.models.forest.outputs import predictors
 from laurel.models.forest.policy import PolicyModel
-from laurel.models.loading.adapters import add_adapters, load_adapters
+from laurel.models.loading.adapters import with_adapters
 from laurel.models.loading.pretrained import (
     REWARD_HEADS,
     agree_on_padding,
@@ -38,6 +37,7 @@ from laurel.models.loading.pretrained import (
 )
 from laurel.models.parallel.mesh import whole
 from laurel.models.parallel.weights import refuse_unspreadable
+from laurel.models.spec import ModelSpec
 from laurel.types import PaddedRows, Span, TokenForest, Tree
 
 SHAPES = ((11, (5, 1, 8)), (1, (7,)))
@@ -57,7 +57,7 @@ class LoadedPolicy:
 
 
 def load_policy(
-    config: PolicyConfig,
+    spec: ModelSpec,
     *,
     seed: int,
     max_length: int,
@@ -68,10 +68,10 @@ def load_policy(
     temperature: float = 1.0,
     mesh: DeviceMesh | None = None,
 ) -> LoadedPolicy:
-    """Load or make the policy that a configuration describes.
+    """Load or make a policy.
 
     Args:
-        config: The policy section.
+        spec: Which model.
         seed: Seeds adapters and a model from scratch.
         max_length: Longest prompt with its completion.
         device: Where it goes.
@@ -86,26 +86,22 @@ def load_policy(
         ConfigError: It cannot read texts as long as the configuration says, or be spread so.
     """
     register()
-    refuse_unspreadable(config, mesh)
-    base, notes = start_of(config)
-    is_random = config.scratch is not None and resume_from is None
+    refuse_unspreadable(spec, mesh)
+    base, notes = start_of(spec)
+    is_random = spec.scratch is not None and resume_from is None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        causal_lm, tokenizer = _fitted(config, max_length, texts, weights_dtype, resume_from, mesh)
-        path = take_path(causal_lm, config, notes)
-        if config.dtensor_cfg.lora_cfg.enabled:
-            causal_lm = add_adapters(causal_lm, config.dtensor_cfg.lora_cfg, trains_head=False)
-            if resume_from is not None:
-                load_adapters(resume_from, causal_lm)
+        causal_lm, tokenizer = _fitted(spec, max_length, texts, weights_dtype, resume_from, mesh)
+        path = take_path(causal_lm, spec, notes)
+        causal_lm = with_adapters(causal_lm, spec.lora, resume_from, trains_head=False)
     model = PolicyModel(
         causal_lm,
         path=path,
-        precision=precision_of(config, weights_dtype),
+        precision=precision_of(spec, weights_dtype),
         temperature=temperature,
-        # Only the policies of runs that write or imitate text have the key.
-        logprob_chunk_size=getattr(config, "logprob_chunk_size", None),
+        logprob_chunk_size=spec.logprob_chunk_size,
     )
-    settle(model, config, device, mesh)
+    settle(model, spec, device, mesh)
     if is_random:
         notes.append("the weights are new and random: the policy writes noise before training")
     return LoadedPolicy(
@@ -118,7 +114,7 @@ def load_policy(
 
 
 def _fitted(
-    config: PolicyConfig,
+    spec: ModelSpec,
     max_length: int,
     texts: Iterable[str],
     weights_dtype: torch.dtype,
@@ -126,32 +122,21 @@ def _fitted(
     mesh: DeviceMesh | None,
 ) -> tuple[Any, Any]:
     """The language model and its tokenizer, once they are known to belong together."""
-    uses_adapters = config.dtensor_cfg.lora_cfg.enabled
-    name = str(resume_from or config.model_name)
-    tokenizer = find_tokenizer(
-        config, name, texts, is_resumed=resume_from is not None, pad_may_end=True
-    )
-    if config.scratch is not None and (resume_from is None or uses_adapters):
-        causal_lm = _make(config, tokenizer, max_length)
+    tokenizer = find_tokenizer(spec, texts, resume_from=resume_from, pad_may_end=True)
+    source = spec.weights_from(resume_from)
+    if source is None:
+        from transformers import AutoModelForCausalLM
+
+        causal_lm = make_network(AutoModelForCausalLM, spec, tokenizer, max_length)
     else:
-        # A checkpoint of a run with adapters has them merged; they belong on what was before.
-        name = str(config.model_name) if uses_adapters else name
-        causal_lm = _load(config, name, weights_dtype, mesh)
-    _refuse_unfit(causal_lm, name, max_length)
+        causal_lm = _load(spec, source, weights_dtype, mesh)
+    _refuse_unfit(causal_lm, source or "policy.scratch", max_length)
     refuse_large_tokenizer(causal_lm, tokenizer)
     agree_on_padding(causal_lm, tokenizer, teaches_padding=True)
     return causal_lm, tokenizer
 
 
-def _make(config: PolicyConfig, tokenizer: Any, max_length: int) -> Any:
-    """A small random language model for a tokenizer."""
-    from transformers import AutoModelForCausalLM
-
-    factory: Any = AutoModelForCausalLM
-    return make_network(factory, config, tokenizer, max_length)
-
-
-def _load(config: PolicyConfig, name: str, dtype: torch.dtype, mesh: DeviceMesh | None) -> Any:
+def _load(spec: ModelSpec, name: str, dtype: torch.dtype, mesh: DeviceMesh | None) -> Any:
     """The language model.
 
     Raises:
@@ -159,12 +144,12 @@ def _load(config: PolicyConfig, name: str, dtype: torch.dtype, mesh: DeviceMesh 
     """
     from transformers import AutoModelForCausalLM
 
-    hf_config = read_config(config, name)
+    hf_config = read_config(spec, name)
     architectures: list[str] = hf_config.architectures or []
     if any(a.endswith("ForSequenceClassification") for a in architectures):
         raise ModelError(_is_reward_model(name, architectures[0]))
     causal_lm, info = read_weights(
-        AutoModelForCausalLM, config, name, hf_config, dtype, may_be_empty=mesh is not None
+        AutoModelForCausalLM, spec, name, hf_config, dtype, may_be_empty=mesh is not None
     )
     refuse_other_sizes(name, info["mismatched_keys"])
     _refuse_headless(name, causal_lm, info)

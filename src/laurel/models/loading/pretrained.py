@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from laurel.config.policy import DTensorConfig, PolicyConfig, ScratchConfig, TokenizerConfig
+from laurel.config.policy import ScratchConfig, TokenizerConfig
 from laurel.errors import ConfigError, ModelError, key_of, setting_of
 from laurel.models.forest.attention import FOREST
 from laurel.models.forest.decoder import Decoder, Path
@@ -23,6 +23,7 @@ from laurel.models.parallel.tensor import (
     vocabulary_layers,
 )
 from laurel.models.parallel.weights import empty_network, is_empty, spread
+from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import CHATML, first_line, load_tokenizer, settle_template
 from laurel.observe.hub import check_fetchable
 from laurel.planning.memory import ModelShape
@@ -35,52 +36,51 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # ------------------------------------------------------------------------- tokenizer and weights
 
 
-def start_of(config: PolicyConfig) -> tuple[str, list[str]]:
+def start_of(spec: ModelSpec) -> tuple[str, list[str]]:
     """What training starts from, in words, and the notes on it: a name that is not loaded."""
-    if config.scratch is None:
-        return str(config.model_name), []
+    if spec.scratch is None:
+        return str(spec.name), []
     notes = []
-    if config.model_name is not None and "model_name" in config.model_fields_set:
+    if spec.name is not None:
         notes.append(
-            f"warning: policy.model_name={config.model_name} is not loaded: policy.scratch makes a "
+            f"warning: policy.model_name={spec.name} is not loaded: policy.scratch makes a "
             "new model of random weights. To train the named one, take it out: '~policy.scratch'"
         )
-    return f"nothing ({config.scratch.architecture})", notes
+    return f"nothing ({spec.scratch.architecture})", notes
 
 
 def find_tokenizer(
-    config: PolicyConfig,
-    name: str,
-    texts: Iterable[str],
+    spec: ModelSpec,
+    texts: Iterable[str] = (),
     *,
-    is_resumed: bool,
+    resume_from: os.PathLike[str] | None = None,
     pad_may_end: bool = False,
 ) -> Any:
-    """The tokenizer that is there, or one learned from the texts.
+    """The tokenizer of a model, or of the checkpoint of a run; or one learned from the texts.
 
     Raises:
         ModelError: See `load_tokenizer`.
     """
-    if config.scratch is not None and not is_resumed:
-        tokenizer = train_tokenizer(texts, vocab_size=config.scratch.vocab_size)
-        settle_template(tokenizer, config.tokenizer.chat_template)
+    if spec.scratch is not None and resume_from is None:
+        tokenizer = train_tokenizer(texts, vocab_size=spec.scratch.vocab_size)
+        settle_template(tokenizer, spec.tokenizer.chat_template)
         return tokenizer
     return load_tokenizer(
-        TokenizerConfig() if is_resumed else config.tokenizer,
-        model_name=name,
-        trust_remote_code=config.trust_remote_code,
+        spec.tokenizer if resume_from is None else TokenizerConfig(),
+        model_name=str(resume_from or spec.name),
+        trust_remote_code=spec.trust_remote_code,
         pad_may_end=pad_may_end,
     )
 
 
 def make_network(
-    factory: Any, config: PolicyConfig, tokenizer: Any, max_length: int, **special: Any
+    factory: Any, spec: ModelSpec, tokenizer: Any, max_length: int, **special: Any
 ) -> Any:
     """A small random network for a tokenizer.
 
     Args:
         factory: transformers' `AutoModelFor...`.
-        config: The policy section, with `scratch`.
+        spec: With `scratch`.
         tokenizer: It gives the size of the vocabulary.
         max_length: Positions.
         special: Further settings of the network's configuration.
@@ -88,8 +88,8 @@ def make_network(
     Raises:
         ConfigError: `scratch` describes something that cannot be made.
     """
-    assert config.scratch is not None
-    hf_config = scratch_config(config.scratch, tokenizer, max_length=max_length)
+    assert spec.scratch is not None
+    hf_config = scratch_config(spec.scratch, tokenizer, max_length=max_length)
     for key, value in special.items():
         setattr(hf_config, key, value)
     try:
@@ -102,7 +102,7 @@ def make_network(
         ) from error
 
 
-def read_config(config: PolicyConfig, name: str) -> Any:
+def read_config(spec: ModelSpec, name: str) -> Any:
     """The configuration that lies with a model, changed as the run asks.
 
     Raises:
@@ -114,10 +114,10 @@ def read_config(config: PolicyConfig, name: str) -> Any:
     if not os.path.exists(name):
         check_fetchable(name, key="policy.model_name")
     try:
-        hf_config = AutoConfig.from_pretrained(name, **_source(config))
+        hf_config = AutoConfig.from_pretrained(name, **_source(spec))
     except (OSError, ValueError) as error:
         raise ModelError(_not_loadable(name, error)) from error
-    for key, value in config.hf_config_overrides.items():
+    for key, value in spec.config_overrides.items():
         if not hasattr(hf_config, key):
             raise ConfigError(
                 f"{key_of('policy.hf_config_overrides')}.{key}: {name} has no such setting"
@@ -128,7 +128,7 @@ def read_config(config: PolicyConfig, name: str) -> Any:
 
 def read_weights(
     factory: Any,
-    config: PolicyConfig,
+    spec: ModelSpec,
     name: str,
     hf_config: Any,
     dtype: torch.dtype,
@@ -139,7 +139,7 @@ def read_weights(
 
     Args:
         factory: transformers' `AutoModelFor...`.
-        config: The policy section.
+        spec: Which model.
         name: Directory or hub name.
         hf_config: Its configuration.
         dtype: Of the weights.
@@ -149,7 +149,7 @@ def read_weights(
         ModelError: They cannot be read, or must not be.
     """
     if may_be_empty:
-        found = empty_network(factory, config, name, hf_config, dtype)
+        found = empty_network(factory, spec, name, hf_config, dtype)
         if found is not None:
             return found
     try:
@@ -157,10 +157,10 @@ def read_weights(
             name,
             config=hf_config,
             dtype=dtype,
-            use_safetensors=True if config.safetensors_only else None,
+            use_safetensors=True if spec.safetensors_only else None,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            **_source(config),
+            **_source(spec),
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(_not_loadable(name, error)) from error
@@ -196,8 +196,8 @@ def refuse_missing(name: str, missing: Iterable[str]) -> None:
         )
 
 
-def _source(config: PolicyConfig) -> dict[str, Any]:
-    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+def _source(spec: ModelSpec) -> dict[str, Any]:
+    return {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
 
 
 def _not_loadable(name: str, error: Exception) -> str:
@@ -252,22 +252,20 @@ def agree_on_padding(network: Any, tokenizer: Any, *, teaches_padding: bool) -> 
     embeddings.padding_idx = None if teaches_padding else tokenizer.pad_token_id
 
 
-def precision_of(config: PolicyConfig, weights_dtype: torch.dtype) -> torch.dtype:
+def precision_of(spec: ModelSpec, weights_dtype: torch.dtype) -> torch.dtype:
     """What a model computes in: as the configuration says, unless its weights are lower."""
-    return DTYPES[config.precision] if weights_dtype == torch.float32 else weights_dtype
+    return DTYPES[spec.precision] if weights_dtype == torch.float32 else weights_dtype
 
 
-def settle(
-    model: Decoder, config: PolicyConfig, device: torch.device, mesh: DeviceMesh | None
-) -> None:
+def settle(model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None) -> None:
     """Bring a model to where it computes, spread over a mesh if there is one, and set how."""
     network = model.network
-    if config.dtensor_cfg.activation_checkpointing:
+    if spec.activation_checkpointing:
         recompute_activations(network)
     if mesh is not None:
         if not is_empty(network):
             _leave_file(network)
-        spread(model, config, mesh, device)
+        spread(model, spec, mesh, device)
         return
     network.to(device=device)
     if device.type == "cpu":
@@ -306,10 +304,10 @@ def _leave_file(network: nn.Module) -> None:
 
 
 def take_path(
-    network: Any, config: PolicyConfig, notes: list[str], *, pools_itself: bool = False
+    network: Any, spec: ModelSpec, notes: list[str], *, pools_itself: bool = False
 ) -> Path:
     """Prepare the network for the way that batches suit it best, and note why if not as forests."""
-    reason = _why_padded(network, config, pools_itself=pools_itself)
+    reason = _why_padded(network, spec, pools_itself=pools_itself)
     if reason is not None:
         notes.append(f"padded path: {reason}")
         return "padded"
@@ -317,9 +315,9 @@ def take_path(
     return "forest"
 
 
-def _why_padded(network: Any, config: PolicyConfig, *, pools_itself: bool) -> str | None:
+def _why_padded(network: Any, spec: ModelSpec, *, pools_itself: bool) -> str | None:
     """Why the network cannot or shall not read forests; None where it can."""
-    if not config.sequence_packing.enabled:
+    if not spec.reads_forests:
         return "policy.sequence_packing.enabled is false"
     kind = type(network).__name__
     if pools_itself:
@@ -356,25 +354,24 @@ def num_positions(network: Any) -> int | None:
 # The shape of a Hugging Face model, read from its configuration; no weight is loaded.
 
 
-def read_shape(policy: PolicyConfig, name: str, *, has_language_head: bool) -> ModelShape:
-    """The measures of the model that lies in a directory or on the hub.
+def read_shape(spec: ModelSpec, *, has_language_head: bool) -> ModelShape:
+    """The measures of a model.
 
     Args:
-        policy: Whether its own code may run, what is changed in its configuration, and how its
-            layers shall be split over tensor-parallel ranks.
-        name: A directory or a name on the hub.
+        spec: Where it lies, whether its own code may run, what is changed in its configuration,
+            and how its layers shall be split over tensor-parallel ranks.
         has_language_head: False for a reward model, whose head is one row.
 
     Raises:
         ModelError: There is none, or it is no decoder whose measures are known.
     """
-    hf_config = read_config(policy, name)
+    hf_config = read_config(spec, str(spec.name))
     text_config = hf_config.get_text_config()
-    network = _on_meta(hf_config, policy, has_language_head=has_language_head)
+    network = _on_meta(hf_config, spec, has_language_head=has_language_head)
     try:
         _, layers = decoder_layers(network)
     except ConfigError as error:
-        raise ModelError(f"{name}: {error}") from error
+        raise ModelError(f"{spec.name}: {error}") from error
     heads = int(text_config.num_attention_heads)
     hidden = int(text_config.hidden_size)
     names = {key.rsplit(".", 1)[-1] for key, _ in network.named_modules()}
@@ -390,35 +387,35 @@ def read_shape(policy: PolicyConfig, name: str, *, has_language_head: bool) -> M
         layer_parameters=max(_count(layer) for layer in layers),
         normalises_heads="q_norm" in names,
         divides_vocabulary=len(vocabulary_layers(network, 1)) == (2 if has_language_head else 1),
-        refuses_tensor_parallel=_refusal(network, policy.dtensor_cfg),
+        refuses_tensor_parallel=_refusal(network, spec),
     )
 
 
-def _refusal(network: Any, config: DTensorConfig) -> str | None:
+def _refusal(network: Any, spec: ModelSpec) -> str | None:
     """What loading would say of splitting its layers, whatever the number of ranks."""
     try:
-        splits = tensor_plan(network, 1, config.custom_parallel_plan)
-        if config.sequence_parallel:
+        splits = tensor_plan(network, 1, spec.parallel_plan)
+        if spec.sequence_parallel:
             token_styles(network, splits)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def count_parameters(policy: PolicyConfig, name: str) -> int:
+def count_parameters(spec: ModelSpec) -> int:
     """Of a causal language model; 0 for what is none, of which loading tells the reason.
 
     Raises:
         ModelError: There is no configuration that can be read.
     """
-    hf_config = read_config(policy, name)
+    hf_config = read_config(spec, str(spec.name))
     try:
-        return _count(_on_meta(hf_config, policy, has_language_head=True))
+        return _count(_on_meta(hf_config, spec, has_language_head=True))
     except ModelError:
         return 0
 
 
-def _on_meta(hf_config: Any, policy: PolicyConfig, *, has_language_head: bool) -> Any:
+def _on_meta(hf_config: Any, spec: ModelSpec, *, has_language_head: bool) -> Any:
     """The network without memory.
 
     Raises:
@@ -432,7 +429,7 @@ def _on_meta(hf_config: Any, policy: PolicyConfig, *, has_language_head: bool) -
         hf_config.num_labels = 1
     with torch.device("meta"):
         try:
-            return factory.from_config(hf_config, trust_remote_code=policy.trust_remote_code)
+            return factory.from_config(hf_config, trust_remote_code=spec.trust_remote_code)
         except ValueError as error:
             kind = "language model" if has_language_head else "reward model"
             raise ModelError(

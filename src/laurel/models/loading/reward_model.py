@@ -13,11 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from laurel.config.policy import PolicyConfig
 from laurel.errors import ConfigError, DataError, ModelError, key_of
 from laurel.models.forest.attention import register
 from laurel.models.forest.reward_model import RewardModel
-from laurel.models.loading.adapters import add_adapters, load_adapters
+from laurel.models.loading.adapters import with_adapters
 from laurel.models.loading.pretrained import (
     REWARD_HEADS,
     agree_on_padding,
@@ -37,6 +36,7 @@ from laurel.models.loading.pretrained import (
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
 from laurel.models.parallel.weights import refuse_unspreadable
 from laurel.models.scoring import FILE_NAME, ScoringContract, check_rendering
+from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import first_line, render, settle_padding
 from laurel.types import Message
 
@@ -339,7 +339,7 @@ class LoadedRewardModel:
 
 
 def load_reward_model(
-    config: PolicyConfig,
+    spec: ModelSpec,
     *,
     seed: int,
     max_length: int,
@@ -351,10 +351,10 @@ def load_reward_model(
     mesh: DeviceMesh | None = None,
     keeps_bias: bool = False,
 ) -> LoadedRewardModel:
-    """Load or make the reward model that a configuration describes.
+    """Load or make a reward model.
 
     Args:
-        config: The policy section.
+        spec: Which model.
         seed: Seeds a new head and a model from scratch.
         max_length: Longest conversation, where the model brings no contract of its own.
         truncation_side: Likewise.
@@ -370,26 +370,28 @@ def load_reward_model(
         ConfigError: It cannot be spread so.
     """
     register()
-    refuse_unspreadable(config, mesh)
-    base, notes = start_of(config)
-    name = str(resume_from or config.model_name)
-    uses_adapters = config.dtensor_cfg.lora_cfg.enabled
+    refuse_unspreadable(spec, mesh)
+    base, notes = start_of(spec)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if config.scratch is not None and (resume_from is None or uses_adapters):
-            tokenizer = find_tokenizer(config, name, texts, is_resumed=resume_from is not None)
-            read = _Read(_make(config, tokenizer, max_length, seed), has_new_head=True)
+        if spec.weights_from(resume_from) is None:
+            tokenizer = find_tokenizer(spec, texts, resume_from=resume_from)
+            read = _Read(_make(spec, tokenizer, max_length, seed), has_new_head=True)
         else:
-            tokenizer, read = _from_files(config, resume_from, weights_dtype, mesh, seed, notes)
+            tokenizer, read = _from_files(spec, resume_from, weights_dtype, mesh, seed, notes)
     _take_head(read, notes, keeps_bias=keeps_bias)
     _agree(read.classifier, tokenizer)
     head_name = _head_name(read.classifier)
-    path = take_path(read.classifier, config, notes, pools_itself=head_name is None)
-    contract = _contract(config, tokenizer, name, read, max_length, truncation_side, notes)
-    classifier = _adapted(read.classifier, config, resume_from, None if mesh is None else seed)
-    precision = precision_of(config, weights_dtype)
+    path = take_path(read.classifier, spec, notes, pools_itself=head_name is None)
+    name = str(resume_from or spec.name)
+    contract = _contract(spec, tokenizer, name, read, max_length, truncation_side, notes)
+    with torch.random.fork_rng(devices=[], enabled=mesh is not None):
+        if mesh is not None:
+            torch.manual_seed(seed)  # new adapters are alike on every rank
+        classifier = with_adapters(read.classifier, spec.lora, resume_from, trains_head=True)
+    precision = precision_of(spec, weights_dtype)
     model = RewardModel(classifier, head_name=head_name, path=path, precision=precision)
-    settle(model, config, device, mesh)
+    settle(model, spec, device, mesh)
     if read.has_new_head and resume_from is None:
         notes.append("the reward head is new and random: its scores mean nothing before training")
     return LoadedRewardModel(
@@ -403,7 +405,7 @@ def load_reward_model(
 
 
 def load_contract(
-    config: PolicyConfig,
+    spec: ModelSpec,
     *,
     max_length: int,
     truncation_side: Literal["left", "right"],
@@ -412,7 +414,7 @@ def load_contract(
     """The contract that a reward model scores by, without its weights, and what to know of it.
 
     Args:
-        config: The policy section.
+        spec: Which model.
         max_length: As for `load_reward_model`.
         truncation_side: Likewise.
         for_training: A language model is taken for what training makes of it, with a new head.
@@ -423,24 +425,24 @@ def load_contract(
     from transformers import AutoModelForSequenceClassification
 
     notes: list[str] = []
-    name = str(config.model_name)
-    foreign = find_value_head(Path(name), safetensors_only=config.safetensors_only)
+    name = str(spec.name)
+    foreign = find_value_head(Path(name), safetensors_only=spec.safetensors_only)
     if foreign is not None:
         raise ModelError(
             f"{name} was made by {foreign.program}, and other processes could not score with it. "
             "Write it as any program reads it, and name that: "
             f"laurel export --model {name} --output DIR"
         )
-    tokenizer = find_tokenizer(config, name, (), is_resumed=False)
-    hf_config = read_config(config, name)
+    tokenizer = find_tokenizer(spec)
+    hf_config = read_config(spec, name)
     has_new_head = for_training and not _is_classifier(hf_config)
-    hf_config.num_labels = _num_outputs(config)
+    hf_config.num_labels = _num_outputs(spec)
     factory: Any = AutoModelForSequenceClassification
     with torch.device("meta"):  # its modules tell how it pools
-        classifier = factory.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+        classifier = factory.from_config(hf_config, trust_remote_code=spec.trust_remote_code)
     agree_on_padding(classifier, tokenizer, teaches_padding=False)
     read = _Read(classifier, has_new_head=has_new_head)
-    contract = _contract(config, tokenizer, name, read, max_length, truncation_side, notes)
+    contract = _contract(spec, tokenizer, name, read, max_length, truncation_side, notes)
     return contract, notes
 
 
@@ -457,9 +459,9 @@ class _Read:
     foreign: ValueHead | None = None
 
 
-def _foreign_head(config: PolicyConfig, source: str, mesh: DeviceMesh | None) -> ValueHead | None:
+def _foreign_head(spec: ModelSpec, source: str, mesh: DeviceMesh | None) -> ValueHead | None:
     """The head of another program, where the model is one's."""
-    foreign = find_value_head(Path(source), safetensors_only=config.safetensors_only)
+    foreign = find_value_head(Path(source), safetensors_only=spec.safetensors_only)
     if foreign is not None and mesh is not None:
         raise ConfigError(
             f"{source} was made by {foreign.program}, and such a model is not spread over ranks. "
@@ -470,7 +472,7 @@ def _foreign_head(config: PolicyConfig, source: str, mesh: DeviceMesh | None) ->
 
 
 def _from_files(
-    config: PolicyConfig,
+    spec: ModelSpec,
     resume_from: Path | None,
     dtype: torch.dtype,
     mesh: DeviceMesh | None,
@@ -478,17 +480,13 @@ def _from_files(
     notes: list[str],
 ) -> tuple[Any, _Read]:
     """The tokenizer and the classifier; of another program's model, both as that program reads."""
-    name = str(resume_from or config.model_name)
-    # A checkpoint of a run with adapters has them merged; they belong on what was before.
-    source = str(config.model_name) if config.dtensor_cfg.lora_cfg.enabled else name
-    foreign = _foreign_head(config, source, mesh)
+    source = str(spec.weights_from(resume_from))
+    foreign = _foreign_head(spec, source, mesh)
     is_theirs = foreign is not None and resume_from is None
-    tokenizer = find_tokenizer(
-        config, name, (), is_resumed=resume_from is not None, pad_may_end=is_theirs
-    )
+    tokenizer = find_tokenizer(spec, resume_from=resume_from, pad_may_end=is_theirs)
     if foreign is not None and resume_from is None:
         foreign.settle_tokenizer(tokenizer, notes)
-    return tokenizer, _load(config, source, dtype, mesh, seed, foreign)
+    return tokenizer, _load(spec, source, dtype, mesh, seed, foreign)
 
 
 def _take_head(read: _Read, notes: list[str], *, keeps_bias: bool) -> None:
@@ -510,19 +508,19 @@ def _take_head(read: _Read, notes: list[str], *, keeps_bias: bool) -> None:
         )
 
 
-def _make(config: PolicyConfig, tokenizer: Any, max_length: int, seed: int) -> Any:
+def _make(spec: ModelSpec, tokenizer: Any, max_length: int, seed: int) -> Any:
     """A small random classifier for a tokenizer."""
     from transformers import AutoModelForSequenceClassification
 
     factory: Any = AutoModelForSequenceClassification
-    num_labels = _num_outputs(config)
-    classifier = make_network(factory, config, tokenizer, max_length, num_labels=num_labels)
+    num_labels = _num_outputs(spec)
+    classifier = make_network(factory, spec, tokenizer, max_length, num_labels=num_labels)
     _init_head(classifier, seed)
     return classifier
 
 
 def _load(
-    config: PolicyConfig,
+    spec: ModelSpec,
     name: str,
     dtype: torch.dtype,
     mesh: DeviceMesh | None,
@@ -536,15 +534,13 @@ def _load(
     """
     from transformers import AutoModelForSequenceClassification
 
-    hf_config = read_config(config, name)
+    hf_config = read_config(spec, name)
     refuse_hub_name(name, hf_config)
     is_classifier = _is_classifier(hf_config)
-    hf_config.num_labels = _num_outputs(config)
+    hf_config.num_labels = _num_outputs(spec)
     factory = AutoModelForSequenceClassification
-    model, info = read_weights(
-        factory, config, name, hf_config, dtype, may_be_empty=mesh is not None
-    )
-    _check_outputs(name, info["mismatched_keys"], _num_outputs(config))
+    model, info = read_weights(factory, spec, name, hf_config, dtype, may_be_empty=mesh is not None)
+    _check_outputs(name, info["mismatched_keys"], _num_outputs(spec))
     refuse_other_sizes(name, info["mismatched_keys"])
     lacks_head = any(key.startswith(REWARD_HEADS) for key in info["missing_keys"])
     may_lack_head = not is_classifier if foreign is None else foreign.is_apart
@@ -569,22 +565,6 @@ def _agree(classifier: Any, tokenizer: Any) -> None:
     agree_on_padding(classifier, tokenizer, teaches_padding=False)
 
 
-def _adapted(
-    classifier: Any, config: PolicyConfig, resume_from: Path | None, seed: int | None
-) -> Any:
-    """The classifier with adapters, where wanted: new ones, alike on every rank by a seed, or a
-    run's."""
-    if not config.dtensor_cfg.lora_cfg.enabled:
-        return classifier
-    with torch.random.fork_rng(devices=[], enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(seed)
-        classifier = add_adapters(classifier, config.dtensor_cfg.lora_cfg, trains_head=True)
-    if resume_from is not None:
-        load_adapters(resume_from, classifier)
-    return classifier
-
-
 def _check_outputs(name: str, mismatched: Iterable[tuple[str, Any, Any]], wanted: int) -> None:
     """Refuse a head with another number of outputs."""
     for key, found, expected in mismatched:
@@ -597,9 +577,8 @@ def _check_outputs(name: str, mismatched: Iterable[tuple[str, Any, Any]], wanted
             )
 
 
-def _num_outputs(config: PolicyConfig) -> int:
-    reward_model = config.reward_model_cfg
-    return len(reward_model.attributes) if reward_model.reward_model_type == "regression" else 1
+def _num_outputs(spec: ModelSpec) -> int:
+    return len(spec.head.attributes) if spec.head.reward_model_type == "regression" else 1
 
 
 def _head_name(classifier: Any) -> str | None:
@@ -625,7 +604,7 @@ def _init_head(classifier: Any, seed: int) -> None:
 
 
 def _contract(
-    config: PolicyConfig,
+    spec: ModelSpec,
     tokenizer: Any,
     base: str,
     read: _Read,
@@ -635,16 +614,15 @@ def _contract(
 ) -> ScoringContract:
     """The contract saved with the model, or a new one."""
     directory = Path(base)
-    reward_model = config.reward_model_cfg
     classifier, foreign = read.classifier, read.foreign
     if (directory / FILE_NAME).is_file():
         contract = ScoringContract.load(directory, tokenizer)
         rules = contract.rules
-        if list(rules.attributes) != reward_model.attributes:
+        if list(rules.attributes) != spec.head.attributes:
             raise ModelError(
                 f"{base} gives the attributes {list(rules.attributes)} and "
                 f"{key_of('policy.reward_model_cfg.attributes')} asks for "
-                f"{reward_model.attributes}; give the same, in the same order"
+                f"{spec.head.attributes}; give the same, in the same order"
             )
         if (rules.max_length, rules.truncation_side) != (max_length, truncation_side):
             notes.append(
@@ -664,10 +642,10 @@ def _contract(
         truncation_side=truncation_side,
         append_eos=read.has_new_head,
         closes_ends=foreign is None,
-        template_kwargs=config.tokenizer.chat_template_kwargs,
+        template_kwargs=spec.tokenizer.chat_template_kwargs,
         pooled="last" if _head_name(classifier) is not None else "model",
-        attributes=reward_model.attributes,
-        attribute_weights=reward_model.attribute_weights,
+        attributes=spec.head.attributes,
+        attribute_weights=spec.head.attribute_weights,
     )
     if contract.rules.pinned_date is not None:
         notes.append(

@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from laurel.config.policy import PolicyConfig
 from laurel.errors import ConfigError, ModelError, setting_of
 from laurel.models.forest.decoder import Decoder
 from laurel.models.loading.adapters import merged_weights
 from laurel.models.loading.weight_names import INDEX, SINGLE
 from laurel.models.parallel.mesh import SHARD, TENSOR, host_copy, local, parallelise
 from laurel.models.parallel.tensor import decoder_layers
+from laurel.models.spec import ModelSpec
 
 FILE_BYTES = 2_000_000_000
 _UNNAMED = "model.part-"
@@ -244,7 +244,7 @@ NEW_HEAD = ("score.weight", "score.bias")
 WEIGHT_FILES = [SINGLE, INDEX, "model-*.safetensors"]
 
 
-def refuse_unspreadable(config: PolicyConfig, mesh: DeviceMesh | None) -> None:
+def refuse_unspreadable(spec: ModelSpec, mesh: DeviceMesh | None) -> None:
     """Refuse ways to spread a model over a mesh that there are not.
 
     Raises:
@@ -252,14 +252,12 @@ def refuse_unspreadable(config: PolicyConfig, mesh: DeviceMesh | None) -> None:
     """
     if mesh is None:
         return
-    parallel = config.dtensor_cfg
-    if (cp := parallel.context_parallel_size) > 1 and mesh[SHARD].size() % cp:
+    if (cp := spec.context_parallel_size) > 1 and mesh[SHARD].size() % cp:
         raise ConfigError(
             f"{setting_of('policy.dtensor_cfg.context_parallel_size', cp)} does not divide the "
             f"{mesh[SHARD].size()} ranks that hold shares of the weights"
         )
-    if mesh[TENSOR].size() != parallel.tensor_parallel_size:
-        tp = parallel.tensor_parallel_size
+    if mesh[TENSOR].size() != (tp := spec.tensor_parallel_size):
         raise ConfigError(
             f"{setting_of('policy.dtensor_cfg.tensor_parallel_size', tp)} and a mesh "
             f"with {mesh[TENSOR].size()} tensor-parallel ranks do not belong together"
@@ -267,13 +265,13 @@ def refuse_unspreadable(config: PolicyConfig, mesh: DeviceMesh | None) -> None:
 
 
 def empty_network(
-    factory: Any, config: PolicyConfig, name: str, hf_config: Any, dtype: torch.dtype
+    factory: Any, spec: ModelSpec, name: str, hf_config: Any, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]] | None:
     """The network without memory, if its files can be read straight into shares.
 
     Args:
         factory: transformers' `AutoModelFor...`.
-        config: The policy section.
+        spec: Which model.
         name: Directory or hub name.
         hf_config: Its configuration.
         dtype: Of the weights.
@@ -284,13 +282,13 @@ def empty_network(
         not hold exactly its weights, each in the form it has in memory: transformers may still
         make sense of them, or says best what is wrong.
     """
-    directory = weight_files(config, name)
+    directory = weight_files(spec, name)
     if directory is None or getattr(hf_config, "quantization_config", None) is not None:
         return None
     with torch.device("meta"):
         try:
             network = factory.from_config(
-                hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+                hf_config, dtype=dtype, trust_remote_code=spec.trust_remote_code
             )
         except (OSError, ValueError):
             return None
@@ -312,12 +310,12 @@ def empty_network(
 
         with suppress(OSError):
             network.generation_config = GenerationConfig.from_pretrained(
-                name, revision=config.revision or "main"
+                name, revision=spec.revision or "main"
             )
     return network.eval(), info
 
 
-def weight_files(config: PolicyConfig, name: str) -> Path | None:
+def weight_files(spec: ModelSpec, name: str) -> Path | None:
     """The directory of a model's safetensors; those of a hub are fetched if they are not here."""
     directory = Path(name)
     if not directory.is_dir():
@@ -325,7 +323,7 @@ def weight_files(config: PolicyConfig, name: str) -> Path | None:
 
         try:
             directory = Path(
-                snapshot_download(name, revision=config.revision, allow_patterns=WEIGHT_FILES)
+                snapshot_download(name, revision=spec.revision, allow_patterns=WEIGHT_FILES)
             )
         except (OSError, ValueError):
             return None
@@ -339,12 +337,12 @@ def is_empty(network: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in network.parameters())
 
 
-def spread(model: Decoder, config: PolicyConfig, mesh: DeviceMesh, device: torch.device) -> None:
+def spread(model: Decoder, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
     """Spread a loaded model over a mesh, and read what it lacks straight into its shares.
 
     Args:
         model: Whole, or without memory as `empty_network` gives it.
-        config: How it is spread, and where its files are.
+        spec: How it is spread, and where its files are.
         mesh: See `ParallelShape.mesh`.
         device: Where this rank computes.
 
@@ -361,16 +359,16 @@ def spread(model: Decoder, config: PolicyConfig, mesh: DeviceMesh, device: torch
     parallelise(
         model,
         mesh,
-        cp=config.dtensor_cfg.context_parallel_size,
-        plan=config.dtensor_cfg.custom_parallel_plan,
-        sequence_parallel=config.dtensor_cfg.sequence_parallel,
+        cp=spec.context_parallel_size,
+        plan=spec.parallel_plan,
+        sequence_parallel=spec.sequence_parallel,
         precision=model.precision if is_rounded else None,
-        cpu_offload=config.dtensor_cfg.cpu_offload,
+        cpu_offload=spec.cpu_offload,
     )
     if lacks:
-        directory = weight_files(config, network.name_or_path)
+        directory = weight_files(spec, network.name_or_path)
         assert directory is not None, "it was there a moment ago"
-        on_host = config.dtensor_cfg.cpu_offload and device.type != "cpu"
+        on_host = spec.cpu_offload and device.type != "cpu"
         fill_shares(model, directory, device, others=others, on_host=on_host)
 
 

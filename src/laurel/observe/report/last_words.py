@@ -24,12 +24,15 @@ def accuracy_words(figures: Mapping[str, float]) -> str | None:
         figures: Of one validation set, by bare name.
     """
     accuracy, count = figures.get("accuracy"), figures.get("num_valid_samples")
+    rows = figures.get("num_rows")  # of a benchmark
     if accuracy is None:
         return None
     has_pairs = "longer_wins_baseline" in figures or "margin_mean" in figures
     said = f"accuracy {accuracy:.4f}"
     if count is not None:
         said += f" of {counted(round(count), 'pair' if has_pairs else 'completion')}"
+    elif rows is not None:
+        said += f" of {counted(round(rows), 'row')}"
     beside = [
         f"{label} {figures[name]:.4f}"
         for name, label in (

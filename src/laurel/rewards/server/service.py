@@ -26,14 +26,14 @@ import numpy as np
 from laurel.config.policy import ClusterConfig
 from laurel.errors import BusyError, ConfigError, DataError, LaurelError
 from laurel.generation.vllm.settings import check_has_vllm
+from laurel.models.spec import Precision
 from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer
 from laurel.rewards.open import (
-    Precision,
     Say,
-    ScorerOptions,
+    ScorerSpec,
     check_at_once,
-    check_files,
     find_model,
+    find_whole,
     load_scorer,
 )
 from laurel.rewards.preparing import Rendered
@@ -492,11 +492,8 @@ def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, Batchi
     from laurel.workers.process import prepare
 
     prepare(ClusterConfig(device=settings.device, cpu_threads=settings.cpu_threads), seed=0)
-    place = find_model(settings.model)
-    for note in place.notes:
-        say(note)
-    check_files(place)
-    options = ScorerOptions(
+    place = find_whole(settings.model, say=say)
+    spec = ScorerSpec(
         max_length=settings.max_length,
         batch_tokens=settings.batch_tokens,
         precision=settings.precision,
@@ -505,9 +502,9 @@ def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, Batchi
     if settings.engine == "vllm":
         from laurel.rewards.vllm import load_vllm_scorer
 
-        scorer: Backend = load_vllm_scorer(place, options, say=say)
+        scorer: Backend = load_vllm_scorer(place, spec, say=say)
     else:
-        scorer = load_scorer(place, options, say=say)
+        scorer = load_scorer(place, spec, say=say)
     version = version_of(place.name)
     return settings.model, version, batcher(scorer, version)
 

@@ -32,7 +32,7 @@ from laurel.observe.counts import counted
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import RowProgress
-from laurel.rewards.open import Say, ScorerOptions
+from laurel.rewards.open import Say, ScorerSpec
 from laurel.run.evaluation.results import Evaluation, check_directory, write_results
 from laurel.run.evaluation.tables import (
     diagnostics_report,
@@ -44,6 +44,7 @@ from laurel.run.evaluation.tables import (
     share_text,
 )
 from laurel.run.scorer import check_named, find_local, open_local, policy_of_settings, say_on
+from laurel.run.specs import model_spec
 from laurel.types import Score
 
 if TYPE_CHECKING:
@@ -330,7 +331,7 @@ class EvalScorer:
 
     model: str
     """A directory, a hub name, or the address of a running `laurel serve`."""
-    options: ScorerOptions = field(default_factory=ScorerOptions)
+    options: ScorerSpec = field(default_factory=ScorerSpec)
     settings: tuple[str, ...] = ()
     """What `--set` says; see `policy_of_settings`."""
     cpu_threads: int | None = None
@@ -432,7 +433,8 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
     from laurel.rewards.scorer import LocalScorer
 
     policy = policy_of_settings(scorer.settings, rules=None, say=lambda _: None)
-    reference = RewardBenchContract.beside(own.contract, policy, place.name, form=form)
+    spec = replace(model_spec(policy), name=place.name)
+    reference = RewardBenchContract.beside(own.contract, spec, form=form)
     console.print(
         f"format  of {form.program}: more than {reference.form.max_length:,} tokens are cut on the "
         f"{reference.form.truncation_side}",

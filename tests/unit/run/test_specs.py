@@ -1,0 +1,86 @@
+"""What models, scorers and engines are given out of the configuration of a run."""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+from laurel.config.grpo import GRPOPolicyConfig, GRPORun
+from laurel.config.policy import LoraConfig, PolicyConfig, ScratchConfig
+from laurel.models.spec import ModelSpec
+from laurel.rewards.open import ScorerSpec
+from laurel.run.specs import generator_spec, model_spec, scorer_spec
+
+SECTION = {
+    "model_name": "gods/laurel",
+    "revision": "abc",
+    "trust_remote_code": True,
+    "safetensors_only": False,
+    "hf_config_overrides": {"attention_dropout": 0.25},
+    "scratch": {"hidden_size": 32},
+    "tokenizer": {"pad_token": "auto"},
+    "reward_model_cfg": {"reward_model_type": "regression", "attributes": ["helpfulness"]},
+    "precision": "float32",
+    "sequence_packing": {"enabled": False},
+    "logprob_chunk_size": 5,
+    "dtensor_cfg": {
+        "lora_cfg": {"enabled": True},
+        "activation_checkpointing": True,
+        "tensor_parallel_size": 2,
+        "context_parallel_size": 4,
+        "sequence_parallel": True,
+        "cpu_offload": True,
+        "custom_parallel_plan": "their.plan",
+    },
+}
+
+
+def test_nothing_of_a_model_is_left_out():
+    spec = model_spec(GRPOPolicyConfig.model_validate(SECTION))
+    alike = [
+        one.name for one in fields(spec) if asdict(spec)[one.name] == asdict(ModelSpec())[one.name]
+    ]
+    assert alike == []
+    assert (spec.name, spec.lora, spec.parallel_plan) == (
+        "gods/laurel",
+        LoraConfig(enabled=True),
+        "their.plan",
+    )
+
+
+def test_the_defaults_are_those_of_the_section():
+    assert model_spec(PolicyConfig(model_name="a/b")) == ModelSpec(name="a/b")
+
+
+@pytest.mark.parametrize(
+    ("given", "resume_from", "expected"),
+    [
+        ({}, None, "a/b"),
+        ({}, Path("step_1"), "step_1"),
+        ({"lora": LoraConfig()}, Path("step_1"), "a/b"),
+        ({"scratch": ScratchConfig()}, None, None),
+        ({"scratch": ScratchConfig()}, Path("step_1"), "step_1"),
+        ({"scratch": ScratchConfig(), "lora": LoraConfig()}, Path("step_1"), None),
+    ],
+)
+def test_where_weights_are_read(given, resume_from, expected):
+    assert ModelSpec(name="a/b", **given).weights_from(resume_from) == expected
+
+
+def test_a_length_that_is_asked_for_goes_before_that_of_the_section():
+    policy = PolicyConfig(max_total_sequence_length=100)
+    assert scorer_spec(ScorerSpec(), policy).max_length == 100
+    found = scorer_spec(ScorerSpec(max_length=50, precision="float16"), policy)
+    assert (found.max_length, found.precision, found.model) == (50, "float16", model_spec(policy))
+
+
+def test_an_engine_is_told_of_the_whole_section():
+    config = GRPORun.model_validate(
+        {
+            "grpo": {"seed": 3},
+            "policy": {"max_total_sequence_length": 100, "generation": {"max_concurrent": 7}},
+        }
+    )
+    spec = generator_spec(config, [1, 2])
+    assert (spec.seed, spec.max_length, spec.end_ids, spec.weight_version) == (3, 100, (1, 2), 0)
+    assert spec.settings == config.policy.generation
