@@ -147,7 +147,7 @@ def plan(
     """Say where everything of a run would go, and whether it fits.
 
     Nothing is loaded or started. The exit code is 2 where it does not fit; every misfit
-    is told, with changes that mend it.
+    is told, with the nearest setting that fits.
 
     Example: laurel plan -c examples/configs/grpo_rm_1B.yaml --nodes 4 --gpus-per-node 8
     """

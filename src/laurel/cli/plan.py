@@ -13,7 +13,7 @@ from laurel.config.environments import ScorerSource
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import DTensorConfig, PolicyConfig
-from laurel.config.schemas import SCHEMAS, Kind, kind_of
+from laurel.config.schemas import SCHEMAS, Kind, Run, kind_of
 from laurel.errors import CheckpointError, ModelError, Terms, speaking
 from laurel.models.spec import ModelSpec
 from laurel.observe.json_output import write_json
@@ -28,17 +28,9 @@ from laurel.planning.memory import (
     parse_shape,
 )
 from laurel.planning.plan import BatchPlan, Plan
-from laurel.planning.roles import (
-    Misfit,
-    RoleName,
-    RolePlan,
-    Run,
-    Slot,
-    as_ranges,
-    title,
-    uses_reward_model,
-    where,
-)
+from laurel.planning.request import ClusterRequest, RoleName
+from laurel.planning.roles import Misfit, RolePlan, Slot, as_ranges, title, where
+from laurel.run.request import request_of, uses_reward_model
 from laurel.run.specs import model_spec
 
 
@@ -69,11 +61,12 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
         print(f"warning: {warning}", file=sys.stderr)
     config = cast(Run, loaded.config)
     read = read_shapes(config, options)
-    fitted = fit(config, read.shapes, device_memory=device_memory)
+    request = request_of(config)
+    fitted = fit(request, read.shapes, device_memory=device_memory)
     if options.as_json:
         write_json(as_facts(fitted, read, device_memory=device_memory))
     else:
-        print(as_text(config, fitted, read, device_memory=device_memory))
+        print(as_text(request, fitted, read, device_memory=device_memory))
     return fitted.fits
 
 
@@ -201,13 +194,16 @@ def as_facts(fitted: FittedPlan, read: ReadShapes, *, device_memory: int | None)
             {"phase": p.name, "slots_of": p.slots_of, "parts": dict(p.parts), "total": p.total}
             for p in fitted.phases
         ],
-        "misfits": [asdict(misfit) for misfit in fitted.misfits],
+        "misfits": [
+            {"problem": misfit.problem, "mends": [misfit.fix], "is_fatal": misfit.is_fatal}
+            for misfit in fitted.misfits
+        ],
         "notes": list(read.notes),
     }
 
 
 def as_text(
-    config: Run,
+    request: ClusterRequest,
     fitted: FittedPlan,
     read: ReadShapes,
     *,
@@ -224,7 +220,7 @@ def as_text(
             batches = [b for b in plan.batches if b.is_validation == is_validation]
             lines += ["", name, *(f"  {_batch(batch)}" for batch in batches)] if batches else []
     if fitted.phases:
-        lines += ["", *_memory(fitted, device_memory), "", *_arithmetic(config, plan, read.shapes)]
+        lines += ["", *_memory(fitted, device_memory), "", *_arithmetic(request, plan, read.shapes)]
     lines += ["", *(f"note    {note}" for note in read.notes)] if read.notes else []
     for misfit in fitted.misfits:
         lines += ["", *_misfit(misfit)]
@@ -320,7 +316,7 @@ def _phase(phase: Phase) -> tuple[str, str, str, str]:
     return phase.name, title(phase.slots_of), total, parts
 
 
-def _arithmetic(config: Run, plan: Plan, shapes: Shapes) -> Iterator[str]:
+def _arithmetic(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[str]:
     """Where the largest numbers come from."""
     role, shape = plan.role("policy"), shapes.policy
     if role is not None and shape is not None:
@@ -333,33 +329,29 @@ def _arithmetic(config: Run, plan: Plan, shapes: Shapes) -> Iterator[str]:
             "states"
             + (
                 "; LoRA: gradients and states of adapters only"
-                if config.policy.dtensor_cfg.lora_cfg.enabled
+                if request.training.adapters.enabled
                 else ""
             )
         )
         how = "recomputed: each layer's input, and one layer whole"
-        if not config.policy.dtensor_cfg.activation_checkpointing:
+        if not request.training.recomputes:
             how = "every layer whole"
         yield (
             f"              activations of {tokens} tokens in {shape.num_layers} layers of width "
             f"{shape.hidden_size}, {shape.intermediate_size} / tp {role.mesh.tp}: {how}"
         )
     judge = plan.role("reward_model")
-    if isinstance(config, GRPORun) and judge is not None:
-        for settings, shape in zip(
-            config.env.reward_model.loaded, shapes.reward_models, strict=False
-        ):
+    if judge is not None:
+        for precision, shape in zip(request.judging, shapes.reward_models, strict=False):
             yield (
-                f"reward model  {_count(shape.num_parameters)} parameters in "
-                f"{settings.precision} / {judge.mesh.group_size} ranks of each of "
-                f"{judge.mesh.dp} replicas"
+                f"reward model  {_count(shape.num_parameters)} parameters in {precision} / "
+                f"{judge.mesh.group_size} ranks of each of {judge.mesh.dp} replicas"
             )
 
 
 def _misfit(misfit: Misfit) -> Iterator[str]:
     yield f"{'MISFIT' if misfit.is_fatal else 'WASTE':<8}{misfit.problem}"
-    for number, mend in enumerate(misfit.mends):
-        yield f"  {'mend  ' if number == 0 else '   or '}{mend}"
+    yield f"  mend  {misfit.fix}"
 
 
 # ------------------------------------------------------------------------------------------- text

@@ -10,6 +10,8 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
 from laurel.config.tree import Section, read_file
 
+Run = RewardTrainingRun | SFTRun | GRPORun
+"""The configuration of a run of any kind."""
 Kind = Literal["rm", "sft", "grpo"]
 """A command that trains."""
 

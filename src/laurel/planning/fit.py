@@ -1,28 +1,17 @@
-"""Whether a plan fits its models and its devices too, and which changes would mend it.
-
-Each change that is named for want of memory was tried: with it, and nothing else, it fits.
-"""
+"""Whether a plan fits its models and its devices, and the nearest setting with which it would."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from laurel.planning.memory import ModelShape, Phase, Shapes, estimate
 from laurel.planning.plan import Plan, plan_run
-from laurel.planning.roles import (
-    PARALLEL_KEYS,
-    Change,
-    Misfit,
-    Run,
-    as_typed,
-    divisors,
-    with_changes,
-)
+from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
+from laurel.planning.roles import Misfit, RolePlan, divisors
 
 GIB = 2**30
-MOST_NODES = 1024
-"""Larger clusters are not tried as a mend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,69 +30,69 @@ class FittedPlan:
         return not any(misfit.is_fatal for misfit in self.misfits)
 
 
-def fit(config: Run, shapes: Shapes, *, device_memory: int | None = None) -> FittedPlan:
+def fit(request: ClusterRequest, shapes: Shapes, *, device_memory: int | None = None) -> FittedPlan:
     """Plan a run and check it against its models and, where it is said, the devices' memory."""
-    found = _examine(config, shapes, device_memory)
-    if device_memory is None:
-        return found
-    crowded = [phase for phase in found.phases if not phase.fits(device_memory)]
-    before = [misfit.problem for misfit in found.misfits if misfit.is_fatal]
-    misfits = [_too_large(config, shapes, device_memory, phase, before) for phase in crowded]
-    return replace(found, misfits=(*found.misfits, *misfits))
-
-
-def _examine(config: Run, shapes: Shapes, device_memory: int | None) -> FittedPlan:
-    """Everything but what does not fit into the devices."""
-    plan = plan_run(config)
-    return FittedPlan(
-        plan=plan,
-        phases=estimate(config, plan, shapes, device_memory=device_memory),
-        misfits=(*plan.misfits, *_indivisible(plan, shapes)),
-    )
+    plan = plan_run(request)
+    phases = estimate(request, plan, shapes, device_memory=device_memory)
+    misfits = [*plan.misfits, *_indivisible(request, plan, shapes)]
+    if device_memory is not None:
+        misfits += [
+            _too_large(request, plan, shapes, device_memory, phase)
+            for phase in phases
+            if not phase.fits(device_memory)
+        ]
+    return FittedPlan(plan=plan, phases=phases, misfits=tuple(misfits))
 
 
 # ----------------------------------------------------------------------------------------- models
 
 
-def _indivisible(plan: Plan, shapes: Shapes) -> Iterator[Misfit]:
+def _models(shapes: Shapes, name: RoleName) -> tuple[ModelShape, ...]:
+    """The models that a role holds, as far as they are known."""
+    if name == "reward_model":
+        return shapes.reward_models
+    return () if shapes.policy is None else (shapes.policy,)
+
+
+def _indivisible(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[Misfit]:
     """Heads and layers that the ranks of a group cannot share evenly."""
-    models = [
-        (role, shape)
-        for role in plan.roles
-        for shape in (shapes.reward_models if role.name == "reward_model" else (shapes.policy,))
-    ]
-    for role, shape in models:
-        if shape is None:
-            continue
-        key, tp, pp = PARALLEL_KEYS[role.name], role.mesh.tp, role.mesh.pp
-        # vLLM, which alone draws on groups of ranks, splits models in its own way.
-        if tp > 1 and shape.refuses_tensor_parallel and role.name != "generation":
-            yield Misfit(
-                problem=f"{key}.tensor_parallel_size={tp} is refused when the model of {role.name} "
-                f"is loaded: {shape.refuses_tensor_parallel}",
-                mends=(f"{key}.tensor_parallel_size=1",),
-            )
-        if bad := _undivided(shape, tp, repeats_heads=role.name == "generation"):
-            sizes = [s for s in divisors(len(role.slots) // (pp * role.mesh.cp)) if s < tp]
-            good = [s for s in sizes if not _undivided(shape, s, repeats_heads=False)]
-            yield Misfit(
-                problem=f"{key}.tensor_parallel_size={tp} does not divide the "
-                f"{' nor the '.join(bad)} of the model of {role.name}",
-                mends=tuple(f"{key}.tensor_parallel_size={size}" for size in reversed(good)),
-            )
-        cp, heads = role.mesh.cp, shape.num_heads // tp
-        if cp > 1 and shape.num_heads % tp == 0 and heads % cp:
-            good = [size for size in divisors(role.mesh.cp * role.mesh.dp) if heads % size == 0]
-            yield Misfit(
-                problem=f"{key}.context_parallel_size={cp} does not divide the {heads} attention "
-                f"heads that a rank of {role.name} has",
-                mends=tuple(f"{key}.context_parallel_size={size}" for size in reversed(good)),
-            )
-        if pp > shape.num_layers:
-            yield Misfit(
-                problem=f"{key}.pipeline_parallel_size={pp}: there are {shape.num_layers} layers",
-                mends=(f"{key}.pipeline_parallel_size=1",),
-            )
+    keys = {role.name: role.parallel_key for role in request.roles}
+    for role in plan.roles:
+        for shape in _models(shapes, role.name):
+            yield from _indivisible_model(keys[role.name], role, shape)
+
+
+def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[Misfit]:
+    tp, cp, pp = role.mesh.tp, role.mesh.cp, role.mesh.pp
+    # vLLM, which alone draws on groups of ranks, splits models in its own way.
+    draws = role.name == "generation"
+    if tp > 1 and shape.refuses_tensor_parallel and not draws:
+        yield Misfit(
+            problem=f"{key}.tensor_parallel_size={tp} is refused when the model of {role.name} is "
+            f"loaded: {shape.refuses_tensor_parallel}",
+            fix=f"{key}.tensor_parallel_size=1",
+        )
+    if bad := _undivided(shape, tp, repeats_heads=draws):
+        sizes = [size for size in divisors(len(role.slots) // (pp * cp)) if size < tp]
+        good = [size for size in sizes if not _undivided(shape, size, repeats_heads=False)]
+        yield Misfit(
+            problem=f"{key}.tensor_parallel_size={tp} does not divide the {' nor the '.join(bad)} "
+            f"of the model of {role.name}",
+            fix=f"{key}.tensor_parallel_size={good[-1]}",
+        )
+    heads = shape.num_heads // tp
+    if cp > 1 and shape.num_heads % tp == 0 and heads % cp:
+        good = [size for size in divisors(cp * role.mesh.dp) if size < cp and heads % size == 0]
+        yield Misfit(
+            problem=f"{key}.context_parallel_size={cp} does not divide the {heads} attention heads "
+            f"that a rank of {role.name} has",
+            fix=f"{key}.context_parallel_size={good[-1]}",
+        )
+    if pp > shape.num_layers:
+        yield Misfit(
+            problem=f"{key}.pipeline_parallel_size={pp}: there are {shape.num_layers} layers",
+            fix=f"{key}.pipeline_parallel_size=1",
+        )
 
 
 def _undivided(shape: ModelShape, tp: int, *, repeats_heads: bool) -> list[str]:
@@ -118,97 +107,124 @@ def _undivided(shape: ModelShape, tp: int, *, repeats_heads: bool) -> list[str]:
 # ----------------------------------------------------------------------------------------- memory
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """A setting that saves memory, and what is asked for and planned with it, on the same slots."""
+
+    setting: str
+    request: ClusterRequest
+    plan: Plan
+
+
 def _too_large(
-    config: Run, shapes: Shapes, device_memory: int, phase: Phase, before: Collection[str]
+    request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: Phase
 ) -> Misfit:
-    """A phase that takes more than a device has, and the changes with which it does not."""
+    """A phase that takes more than a device has: how much, of what, and with what it would fit."""
     parts = sorted(phase.parts.items(), key=lambda part: -part[1])
     said = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
-    accepted: list[Change] = []
-    for change in _changes(config, phase):
-        is_needless = any(_contains(change, mend) for mend in accepted)
-        if not is_needless and _mends(config, shapes, device_memory, phase, change, before):
-            accepted.append(change)
-    mends = [as_typed(change) for change in accepted]
-    if not mends:
-        mends = ["devices with more memory, a smaller model, or shorter sequences"]
+    fix = "more devices or larger ones, a smaller model, or shorter sequences"
+    for change in _changes(request, plan, shapes, device_memory, phase):
+        found = estimate(change.request, change.plan, shapes, device_memory=device_memory)
+        same = next(p for p in found if (p.name, p.slots_of) == (phase.name, phase.slots_of))
+        if same.fits(device_memory):
+            fix = change.setting
+            break
     return Misfit(
         problem=f"{phase.name} takes {phase.total / GIB:.1f} GiB of each device of "
         f"{phase.slots_of}, which has {device_memory * phase.fraction / GIB:.1f}"
         f"{'' if phase.fraction == 1 else ' for it'} ({said})",
-        mends=tuple(mends),
+        fix=fix,
     )
 
 
-def _mends(
-    config: Run,
-    shapes: Shapes,
-    device_memory: int,
-    phase: Phase,
-    change: Change,
-    before: Collection[str],
-) -> bool:
-    """Whether with a change the phase fits, and nothing breaks that did not before."""
-    found = _examine(with_changes(config, change), shapes, device_memory)
-    worse = {m.problem for m in found.misfits if m.is_fatal} - set(before)
-    same = [p for p in found.phases if (p.name, p.slots_of) == (phase.name, phase.slots_of)]
-    return not worse and bool(same) and same[0].fits(device_memory)
-
-
-def _changes(config: Run, phase: Phase) -> Iterator[Change]:
-    """What could be changed, the least costly first."""
-    if phase.slots_of == "policy" and phase.name == "training":
-        yield from _training_changes(config)
-    elif phase.slots_of == "reward_model":
-        key = PARALLEL_KEYS["reward_model"]
-        yield {"env.reward_model.precision": "bfloat16"}
-        yield {"env.reward_model.max_model_len": 4096, "env.reward_model.batch_tokens": 4096}
-        for size in (2, 4, 8):
-            yield {f"{key}.tensor_parallel_size": size}
-            slots = {"env.reward_model.resources.gpus_per_node": size}
-            yield {f"{key}.tensor_parallel_size": size, **slots}
+def _changes(
+    request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: Phase
+) -> Iterator[_Change]:
+    """What could be changed of a phase, the least costly first."""
+    if phase.name == "training":
+        yield from _training_changes(request, plan, shapes)
+    elif phase.name == "generation":
+        yield from _drawing_changes(request, plan, device_memory, phase)
+        if request.drawing is not None and request.drawing.uses_vllm:
+            yield from _larger_groups(request, plan, shapes, "generation")
     else:
-        for share in (0.4, 0.5, 0.7, 0.8, 0.9):
-            yield {"policy.generation.vllm_cfg.gpu_memory_utilization": share}
-        yield {"policy.generation.max_concurrent": 32}
-        for size in (2, 4, 8):
-            yield {f"{PARALLEL_KEYS['generation']}.tensor_parallel_size": size}
-        yield from _more_nodes(config)
+        if request.judging == ("float32",):
+            narrow = replace(request, judging=("bfloat16",))
+            yield _Change(setting="env.reward_model.precision=bfloat16", request=narrow, plan=plan)
+        yield from _larger_groups(request, plan, shapes, "reward_model")
 
 
-def _training_changes(config: Run) -> Iterator[Change]:
-    parallel = "policy.dtensor_cfg"
-    recompute = {f"{parallel}.activation_checkpointing": True}
-    if not config.policy.dtensor_cfg.activation_checkpointing:
-        yield recompute
-    tp = config.policy.dtensor_cfg.tensor_parallel_size
-    shares = {f"{parallel}.sequence_parallel": True}
-    if tp > 1 and not config.policy.dtensor_cfg.sequence_parallel:
-        yield shares
-        yield {**recompute, **shares}
-    for size in (2, 4, 8):
-        if size > tp:
-            yield {f"{parallel}.tensor_parallel_size": size}
-            yield {f"{parallel}.tensor_parallel_size": size, **recompute}
-    for more in _more_nodes(config):
-        yield more
-        yield {**more, **recompute}
-    yield {f"{parallel}.lora_cfg.enabled": True}
-    yield {f"{parallel}.lora_cfg.enabled": True, **recompute}
-    yield {f"{parallel}.cpu_offload": True}
-    yield {f"{parallel}.cpu_offload": True, **recompute}
+def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[_Change]:
+    """Each with those before it."""
+    training, role = request.training, request.roles[0]
+    said: list[str] = []
+
+    def change(setting: str, changed: TrainingRequest) -> _Change:
+        said.append(f"{role.parallel_key}.{setting}=true")
+        changed_request = replace(request, training=changed)
+        return _Change(setting=" ".join(said), request=changed_request, plan=plan)
+
+    if not training.recomputes:
+        training = replace(training, recomputes=True)
+        yield change("activation_checkpointing", training)
+    if role.tp > 1 and not training.sequence_parallel:
+        training = replace(training, sequence_parallel=True)
+        yield change("sequence_parallel", training)
+    for larger in _larger_groups(replace(request, training=training), plan, shapes, "policy"):
+        yield replace(larger, setting=" ".join([*said, larger.setting]))
+    if not training.adapters.enabled:
+        training = replace(training, adapters=replace(training.adapters, enabled=True))
+        yield change("lora_cfg.enabled", training)
+    if not training.offloads and plan.roles[0].mesh.size > 1:
+        yield change("cpu_offload", replace(training, offloads=True))
 
 
-def _more_nodes(config: Run) -> Iterator[Change]:
-    nodes = 2 * config.cluster.num_nodes
-    while nodes <= MOST_NODES:
-        yield {"cluster.num_nodes": nodes}
-        nodes *= 2
+def _drawing_changes(
+    request: ClusterRequest, plan: Plan, device_memory: int, phase: Phase
+) -> Iterator[_Change]:
+    """The share of the device, or the number of completions, for which there is room."""
+    role, drawing, batch = request.role("generation"), request.drawing, plan.batch("generation")
+    assert role is not None
+    assert drawing is not None
+    cache = phase.parts["keys and values"]
+    room = int(device_memory * phase.fraction) - (phase.total - cache)
+    if drawing.uses_vllm:
+        weights = phase.parts.get("engine's weights", phase.parts.get("weights", 0))
+        share = int(100 * (room + weights) / device_memory) / 100
+        if 0 < share < 1:
+            yield _Change(
+                setting=f"{role.parallel_key}.gpu_memory_utilization={share:g}",
+                request=replace(request, drawing=replace(drawing, memory_share=share)),
+                plan=plan,
+            )
+    elif number := max(0, room) * (batch.tokens // batch.longest) // cache:
+        fewer = replace(batch, tokens=number * batch.longest)
+        batches = tuple(fewer if one is batch else one for one in plan.batches)
+        yield _Change(
+            setting=f"policy.generation.max_concurrent={number}",
+            request=request,
+            plan=replace(plan, batches=batches),
+        )
 
 
-def _contains(change: Change, mend: Change) -> bool:
-    """Whether a change does all that a mend does, or the same to a greater degree."""
-    nodes = "cluster.num_nodes"
-    if nodes in mend and nodes in change and mend[nodes] < change[nodes]:
-        change = {**change, nodes: mend[nodes]}
-    return all(key in change and change[key] == value for key, value in mend.items())
+def _larger_groups(
+    request: ClusterRequest, plan: Plan, shapes: Shapes, name: RoleName
+) -> Iterator[_Change]:
+    """More tensor-parallel ranks on the same slots, where nodes and models take them."""
+    role, asked = plan.role(name), request.role(name)
+    if role is None or asked is None:
+        return
+    counts = Counter(slot.node for slot in role.slots).values()
+    draws = name == "generation"
+    for times in divisors(role.mesh.dp)[1:]:
+        mesh = replace(role.mesh, dp=role.mesh.dp // times, tp=role.mesh.tp * times)
+        is_refused = any(count % mesh.group_size for count in counts) or any(
+            _undivided(shape, mesh.tp, repeats_heads=draws)
+            or (shape.refuses_tensor_parallel and not draws)
+            for shape in _models(shapes, name)
+        )
+        if not is_refused:
+            larger = replace(role, mesh=mesh)
+            roles = tuple(larger if one is role else one for one in plan.roles)
+            setting = f"{asked.parallel_key}.tensor_parallel_size={mesh.tp}"
+            yield _Change(setting=setting, request=request, plan=replace(plan, roles=roles))

@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from laurel.config.environments import ScorerSource
-from laurel.config.grpo import GRPORun
-from laurel.config.policy import PolicyConfig
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan
-from laurel.planning.roles import Mesh, RoleName, Run, draws_with_vllm
+from laurel.planning.request import (
+    AdapterRequest,
+    ClusterRequest,
+    Precision,
+    RoleName,
+    TrainingRequest,
+)
+from laurel.planning.roles import Mesh
 
 # --------------------------------------------------------------------------------------------------
 # The measures of a decoder, from which its memory is told.
@@ -195,8 +199,8 @@ RUNTIME_BYTES = 1536 * MIB
 """Of a GPU: the context of CUDA, the libraries' work spaces, NCCL's buffers."""
 MASTER_BYTES = 4
 """Weights that are trained, their gradients and each state of the optimizer are float32."""
-OPTIMIZER_STATES = {"SGD": 1, "Adagrad": 1, "Lion": 1}
-"""Numbers that an optimizer keeps of each weight; all others as AdamW, two."""
+ONE_STATE = ("SGD", "Adagrad", "Lion")
+"""Optimizers that keep one number of each weight; all others keep two, as AdamW does."""
 CHUNK_LOGITS = 2**24
 LOGITS_BYTES = 3 * 4
 """Of each logit of a chunk: itself, its exponential, its gradient."""
@@ -236,7 +240,7 @@ class Shapes:
 
 
 def estimate(
-    config: Run, plan: Plan, shapes: Shapes, *, device_memory: int | None = None
+    request: ClusterRequest, plan: Plan, shapes: Shapes, *, device_memory: int | None = None
 ) -> tuple[Phase, ...]:
     """The memory of each phase, for every role that has slots of its own and a known shape.
 
@@ -244,15 +248,16 @@ def estimate(
     through a phase of another is in that phase, too.
 
     Args:
-        config: The run.
-        plan: Its plan.
+        request: What the run asks for.
+        plan: What it gets.
         shapes: Of its models.
         device_memory: Bytes of a device; vLLM takes a share of it.
     """
-    phases = list(_of_policy(config, plan, shapes, device_memory))
-    if isinstance(config, GRPORun):
-        phases += _of_own_slots(config, plan, shapes, device_memory)
-    runtime = {} if config.cluster.device == "cpu" else {"runtime": RUNTIME_BYTES}
+    phases = [
+        *_on_policy(request, plan, shapes, device_memory),
+        *_on_own_slots(request, plan, shapes, device_memory),
+    ]
+    runtime = {} if request.device == "cpu" else {"runtime": RUNTIME_BYTES}
     fractions = {role.name: role.fraction for role in plan.roles}
     return tuple(
         replace(phase, parts={**phase.parts, **runtime}, fraction=fractions[phase.slots_of])
@@ -260,38 +265,28 @@ def estimate(
     )
 
 
-def _of_policy(
-    config: Run, plan: Plan, shapes: Shapes, device_memory: int | None
+def _on_policy(
+    request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int | None
 ) -> Iterator[Phase]:
     """The phases on the policy's slots: its own, and those of the roles it shares them with."""
-    role, shape = plan.role("policy"), shapes.policy
+    role, shape, drawing = plan.role("policy"), shapes.policy, request.drawing
     if role is None or shape is None:
         return
-    keeps_reference = isinstance(config, GRPORun) and config.loss_fn.reference_policy_kl_penalty > 0
-    own = training_memory(
-        config.policy,
-        shape,
-        role.mesh,
-        tokens=plan.batch("policy").tokens,
-        keeps_reference=keeps_reference,
-        has_logits=not config.policy.reward_model_cfg.enabled,
-        chunk_tokens=getattr(config.policy, "logprob_chunk_size", None),
-    )
-    if not isinstance(config, GRPORun):
-        yield Phase(name="training", slots_of="policy", parts=own)
-        return
-    judge = _judging(config, plan, shapes, shares_with="policy")
+    tokens = plan.batch("policy").tokens
+    own = training_memory(request.training, shape, role.mesh, tokens=tokens)
+    judge = _judging(request, plan, shapes, shares_with="policy")
     guest = {"reward model": judge["weights"]} if judge else {}
     yield Phase(name="training", slots_of="policy", parts={**own, **guest})
     stays = {n: size for n, size in own.items() if n in ("weights", "optimizer", "reference")}
-    if taken := _drawing(config, plan, shapes, device_memory, shares_with="policy"):
+    taken = _drawing(request, plan, shapes, device_memory, shares_with="policy")
+    if drawing is not None and taken:
         copy = {"engine's weights": taken["weights"]}
         taken = {"keys and values": taken["keys and values"]}
-        if draws_with_vllm(config):
+        if drawing.uses_vllm:
             # Optimizer and reference go to the host meanwhile; the weights stay to be handed over.
             stays_now = {n: size for n, size in stays.items() if n == "weights"} | copy
         else:  # the engine draws from the policy's own weights, unless it runs ahead of them
-            stays_now = stays | (copy if config.grpo.max_staleness else {})
+            stays_now = stays | (copy if drawing.runs_ahead else {})
         parts = {**stays_now, **taken, **guest}
         yield Phase(name="generation", slots_of="policy", parts=parts)
     if judge:
@@ -299,18 +294,18 @@ def _of_policy(
         yield Phase(name="judging", slots_of="policy", parts={**stays, **guest, **activations})
 
 
-def _of_own_slots(
-    config: GRPORun, plan: Plan, shapes: Shapes, device_memory: int | None
+def _on_own_slots(
+    request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int | None
 ) -> Iterator[Phase]:
-    judge = _judging(config, plan, shapes, shares_with="generation")
+    judge = _judging(request, plan, shapes, shares_with="generation")
     guest = {"reward model": judge["weights"]} if judge else {}
-    if taken := _drawing(config, plan, shapes, device_memory, shares_with=None):
+    if taken := _drawing(request, plan, shapes, device_memory, shares_with=None):
         yield Phase(name="generation", slots_of="generation", parts={**taken, **guest})
         if judge:
             activations = {"reward model's activations": judge["activations"]}
             parts = {**taken, **guest, **activations}
             yield Phase(name="judging", slots_of="generation", parts=parts)
-    if taken := _judging(config, plan, shapes, shares_with=None):
+    if taken := _judging(request, plan, shapes, shares_with=None):
         yield Phase(name="judging", slots_of="reward_model", parts=taken)
 
 
@@ -318,72 +313,61 @@ def _of_own_slots(
 
 
 def training_memory(
-    policy: PolicyConfig,
-    shape: ModelShape,
-    mesh: Mesh,
-    *,
-    tokens: int,
-    keeps_reference: bool = False,
-    has_logits: bool = True,
-    chunk_tokens: int | None = None,
+    training: TrainingRequest, shape: ModelShape, mesh: Mesh, *, tokens: int
 ) -> dict[str, int]:
     """Bytes of one rank that trains.
 
     Args:
-        policy: Precision, optimizer, adapters, recomputation, offloading.
+        training: Precision, optimizer, adapters, recomputation, offloading.
         shape: Of the model.
         mesh: Weights, gradients and optimizer are divided by all its ranks; where the vocabulary
             does not divide by tp, embeddings and head by the others alone.
         tokens: Of a micro-batch, before context parallelism divides them.
-        keeps_reference: A frozen copy, too, unless there are adapters.
-        has_logits: A language model; a reward model has one score a sequence.
-        chunk_tokens: Tokens whose logits are in memory at a time; None: about 16M logits.
     """
-    parallel = policy.dtensor_cfg
-    adapters = adapter_parameters(policy, shape)
+    width = COMPUTE_BYTES[training.precision]
+    adapters = adapter_parameters(training.adapters, shape)
     trained = shape.num_parameters if adapters is None else adapters
     held = shape.num_parameters + (adapters or 0)
-    optimizer = policy.optimizer.name.rsplit(".", 1)[-1]
-    states = OPTIMIZER_STATES.get(optimizer, 2)
     # What every tensor-parallel rank has whole counts once for each of them.
     again = shape.undivided(mesh.tp) * (mesh.tp - 1)
     held += again
     trained_here = trained + again if adapters is None else trained
     parts: dict[str, int] = {}
-    if not parallel.cpu_offload:
+    if not training.offloads:
         parts["weights"] = MASTER_BYTES * held // mesh.size
         parts["gradients"] = MASTER_BYTES * trained_here // mesh.size
+        states = training.optimizer_states
         parts["optimizer"] = MASTER_BYTES * states * trained_here // mesh.size
-        if keeps_reference and adapters is None:
+        if training.keeps_reference and adapters is None:
             parts["reference"] = MASTER_BYTES * held // mesh.size
-    parts["gathered"] = gathered_bytes(policy, shape, mesh, trained=trained)
+    parts["gathered"] = gathered_bytes(shape, mesh, trained=trained, compute_bytes=width)
     parts["activations"] = activation_bytes(
         shape,
         tokens=-(-tokens // mesh.cp),
         tp=mesh.tp,
-        compute_bytes=COMPUTE_BYTES[policy.precision],
+        compute_bytes=width,
         # Embeddings are float32 masters on one rank and on many, and so are the sums with them.
         keeps_stream_in_float32=True,
-        recomputes=parallel.activation_checkpointing,
-        sequence_parallel=parallel.sequence_parallel,
+        recomputes=training.recomputes,
+        sequence_parallel=training.sequence_parallel,
     )
     if mesh.cp > 1:
         parts["whole row"] = 2 * MASTER_BYTES * tokens * shape.hidden_size
-    if has_logits:
+    if training.has_logits:
         entries = shape.vocab_size // (1 if shape.undivided(mesh.tp) else mesh.tp)
-        chunk = min(tokens, chunk_tokens or max(1, CHUNK_LOGITS // entries))
+        chunk = min(tokens, training.chunk_tokens or max(1, CHUNK_LOGITS // entries))
         parts["logits"] = LOGITS_BYTES * chunk * entries
     return parts
 
 
 def judging_memory(
-    judge: ScorerSource, shape: ModelShape, mesh: Mesh, *, tokens: int
+    precision: Precision, shape: ModelShape, mesh: Mesh, *, tokens: int
 ) -> dict[str, int]:
     """Bytes of one rank of a reward model that only scores: each replica holds it once.
 
     Where it is spread, the weights outside the layers stay gathered beside their shards.
     """
-    width = COMPUTE_BYTES[judge.precision]
+    width = COMPUTE_BYTES[precision]
     again = shape.undivided(mesh.tp) * (mesh.tp - 1)
     weights = width * (shape.num_parameters + again) // mesh.group_size
     if mesh.group_size > 1:
@@ -402,22 +386,22 @@ def judging_memory(
 
 
 def _judging(
-    config: GRPORun, plan: Plan, shapes: Shapes, *, shares_with: RoleName | None
+    request: ClusterRequest, plan: Plan, shapes: Shapes, *, shares_with: RoleName | None
 ) -> dict[str, int]:
     """Bytes of one slot that judges on such slots, of all models. Empty where there is none."""
-    role, judges = plan.role("reward_model"), config.env.reward_model.loaded
+    role = plan.role("reward_model")
     if role is None or not shapes.reward_models or role.shares_with != shares_with:
         return {}
     tokens = plan.batch("reward_model").tokens
     found = [
-        judging_memory(judge, shape, role.mesh, tokens=tokens)
-        for judge, shape in zip(judges, shapes.reward_models, strict=True)
+        judging_memory(precision, shape, role.mesh, tokens=tokens)
+        for precision, shape in zip(request.judging, shapes.reward_models, strict=True)
     ]
     return {name: sum(parts[name] for parts in found) for name in found[0]}
 
 
 def _drawing(
-    config: GRPORun,
+    request: ClusterRequest,
     plan: Plan,
     shapes: Shapes,
     device_memory: int | None,
@@ -428,46 +412,38 @@ def _drawing(
 
     vLLM fills its share of the device with keys and values, whatever is needed of them.
     """
-    role, shape = plan.role("generation"), shapes.policy
-    if role is None or shape is None or role.shares_with != shares_with:
+    role, shape, drawing = plan.role("generation"), shapes.policy, request.drawing
+    if role is None or shape is None or drawing is None or role.shares_with != shares_with:
         return {}
-    uses_vllm = draws_with_vllm(config)
-    width = drawing_bytes(config) if uses_vllm else MASTER_BYTES
-    weights = width * shape.num_parameters // role.mesh.group_size
-    each = key_value_bytes(shape, role.mesh, compute_bytes=drawing_bytes(config))
+    width = COMPUTE_BYTES[drawing.precision]
+    each = key_value_bytes(shape, role.mesh, compute_bytes=width)
+    weights = (width if drawing.uses_vllm else MASTER_BYTES) * shape.num_parameters
+    weights //= role.mesh.group_size
     needed = plan.batch("generation").tokens * each
-    if uses_vllm and device_memory is not None:
-        pool = int(config.policy.generation.vllm_cfg.gpu_memory_utilization * device_memory)
-        needed = max(longest_completion(config) * each, pool - weights)
+    if drawing.uses_vllm and device_memory is not None:
+        pool = int(drawing.memory_share * device_memory)
+        needed = max(drawing.longest * each, pool - weights)
     return {"weights": weights, "keys and values": needed}
-
-
-def drawing_bytes(config: GRPORun) -> int:
-    """Of one number in the engine: its weights, keys and values."""
-    own = config.policy.generation.vllm_cfg.precision
-    return COMPUTE_BYTES[config.policy.precision if own == "auto" else own]
-
-
-def longest_completion(config: GRPORun) -> int:
-    """Tokens for which an engine must have room, at least."""
-    own = config.policy.generation.vllm_cfg.max_model_len
-    return own or config.policy.max_total_sequence_length
 
 
 # --------------------------------------------------------------------------------------- formulas
 
 
-def adapter_parameters(policy: PolicyConfig, shape: ModelShape) -> int | None:
+def optimizer_states(name: str) -> int:
+    """Numbers that an optimizer keeps of each weight, by its import path."""
+    return 1 if name.rsplit(".", 1)[-1] in ONE_STATE else 2
+
+
+def adapter_parameters(adapters: AdapterRequest, shape: ModelShape) -> int | None:
     """Weights of low-rank adapters; None where every weight is trained."""
-    lora = policy.dtensor_cfg.lora_cfg
-    if not lora.enabled:
+    if not adapters.enabled:
         return None
-    chosen = set(lora.target_modules or shape.linear_layers) - set(lora.exclude_modules)
+    chosen = (adapters.layers or set(shape.linear_layers)) - adapters.exclude
     sizes = [size for name, size in shape.linear_layers.items() if name in chosen]
-    return shape.num_layers * sum(lora.dim * (rows + columns) for rows, columns in sizes)
+    return shape.num_layers * sum(adapters.dim * (rows + columns) for rows, columns in sizes)
 
 
-def gathered_bytes(policy: PolicyConfig, shape: ModelShape, mesh: Mesh, *, trained: int) -> int:
+def gathered_bytes(shape: ModelShape, mesh: Mesh, *, trained: int, compute_bytes: int) -> int:
     """Whole weights beside the shards, and gradients on their way.
 
     Sharded: embeddings and head all the while, with their gradients and the sums of these, all in
@@ -475,7 +451,7 @@ def gathered_bytes(policy: PolicyConfig, shape: ModelShape, mesh: Mesh, *, train
     and the latter once more in float32, to be summed. Tensor-parallel ranks have their part of it.
     One process: the copy that autocast makes of float32 weights, and nothing in float32.
     """
-    width = COMPUTE_BYTES[policy.precision]
+    width = compute_bytes
     if mesh.size == 1:
         return 0 if width == MASTER_BYTES else width * trained
     learns = trained == shape.num_parameters

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Literal, TypeVar
 
-from laurel.config.grpo import GRPORun
-from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.sft import SFTRun
-from laurel.config.tree import Section
-
-RoleName = Literal["policy", "generation", "reward_model"]
+from laurel.planning.request import RoleName, RoleRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -50,12 +44,12 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
-    """Something in a configuration that the cluster, or the model, has no place for."""
+    """Something that a run asks for and the cluster, or the model, has no place for."""
 
     problem: str
     """What does not fit, with the keys."""
-    mends: tuple[str, ...]
-    """Changes each of which would mend it, `key=value` where one can be named."""
+    fix: str
+    """The nearest setting that fits, `key=value` where one can be named."""
     is_fatal: bool = True
     """False: it can run, but slots lie idle or wait for each other."""
 
@@ -84,23 +78,13 @@ class RolePlan:
 class Claim:
     """Slots for one role, as the rules or an explicit placement have it."""
 
-    name: RoleName
+    role: RoleRequest
     slots: tuple[Slot, ...]
     """In the order of their ranks."""
-    pp: int = 1
-    cp: int = 1
-    tp: int = 1
-    keys: str
-    """What divides it, as the configuration calls it."""
     shares_with: RoleName | None = None
     fraction: float = 1.0
     is_placed: bool = True
     """False: there is no room; it is only checked whether its ranks could be arranged."""
-
-    @property
-    def group_size(self) -> int:
-        """Slots that hold the model once between them."""
-        return self.pp * self.cp * self.tp
 
 
 def grid(nodes: Iterable[int], indices: Iterable[int]) -> tuple[Slot, ...]:
@@ -111,19 +95,19 @@ def grid(nodes: Iterable[int], indices: Iterable[int]) -> tuple[Slot, ...]:
 
 def place(claim: Claim, misfits: list[Misfit]) -> RolePlan | None:
     """The claim's slots as a mesh; None where they cannot be arranged, or there is no room."""
-    sizes = {"pipeline": claim.pp, "context": claim.cp, "tensor": claim.tp}
+    role, num_slots = claim.role, len(claim.slots)
+    name, each = role.name, role.group_size
+    sizes = {"pipeline": role.pp, "context": role.cp, "tensor": role.tp}
     group = " x ".join(
-        f"{claim.keys}.{axis}_parallel_size={size}" for axis, size in sizes.items() if size > 1
+        f"{role.parallel_key}.{axis}_parallel_size={size}"
+        for axis, size in sizes.items()
+        if size > 1
     )
-    each, rest, num_slots = claim.group_size, claim.pp * claim.cp, len(claim.slots)
     if num_slots % each:
-        fitting = [] if num_slots % rest else divisors(num_slots // rest)
-        mends = [f"{claim.keys}.tensor_parallel_size={size}" for size in fitting]
         misfits.append(
             Misfit(
-                problem=f"{group}: groups of {each} do not divide the {num_slots} slots of "
-                f"{claim.name}",
-                mends=(*mends, f"a multiple of {each} slots for {claim.name}"),
+                problem=f"{group}: groups of {each} do not divide the {num_slots} slots of {name}",
+                fix=_nearest_tp(role, num_slots) or f"a multiple of {each} slots for {name}",
             )
         )
         return None
@@ -131,12 +115,24 @@ def place(claim: Claim, misfits: list[Misfit]) -> RolePlan | None:
         return None
     counts = Counter(slot.node for slot in claim.slots).values()
     if any(count % each for count in counts):
-        misfits.append(_over_nodes(claim, group, counts))
-        if misfits[-1].is_fatal:
+        is_fatal, least, most = name == "generation", min(counts), max(counts)
+        why = "the network between nodes is slow"
+        if is_fatal:
+            why = "vLLM starts the processes of one replica on one node"
+        misfits.append(
+            Misfit(
+                problem=f"{group}: groups of {each} slots reach over nodes, of which each has "
+                f"{least if least == most else f'{least} to {most}'} for {name}; {why}",
+                fix=_nearest_tp(role, gcd(*counts))
+                or f"a multiple of {each} slots of each node for {name}",
+                is_fatal=is_fatal,
+            )
+        )
+        if is_fatal:
             return None
-    mesh = Mesh(dp=num_slots // each, pp=claim.pp, cp=claim.cp, tp=claim.tp)
+    mesh = Mesh(dp=num_slots // each, pp=role.pp, cp=role.cp, tp=role.tp)
     return RolePlan(
-        name=claim.name,
+        name=name,
         slots=claim.slots,
         mesh=mesh,
         shares_with=claim.shares_with,
@@ -144,22 +140,13 @@ def place(claim: Claim, misfits: list[Misfit]) -> RolePlan | None:
     )
 
 
-def _over_nodes(claim: Claim, group: str, counts: Collection[int]) -> Misfit:
-    """Groups that are not on one node each, of which each has so many slots for the role."""
-    each, rest, common = claim.group_size, claim.pp * claim.cp, gcd(*counts)
-    fitting = [] if common % rest else divisors(common // rest)
-    mends = [f"{claim.keys}.tensor_parallel_size={size}" for size in fitting]
-    why, is_fatal = "the network between nodes is slow", claim.name == "generation"
-    if is_fatal:
-        why = "vLLM starts the processes of one replica on one node"
-        mends.append(f"a multiple of {each} slots of each node for {claim.name}")
-    least, most = min(counts), max(counts)
-    return Misfit(
-        problem=f"{group}: groups of {each} slots reach over nodes, of which each has "
-        f"{least if least == most else f'{least} to {most}'} for {claim.name}; {why}",
-        mends=tuple(mends),
-        is_fatal=is_fatal,
-    )
+def _nearest_tp(role: RoleRequest, num_slots: int) -> str | None:
+    """The tensor-parallel size with which groups divide so many slots; None: there is none."""
+    rest = role.pp * role.cp
+    if num_slots % rest:
+        return None
+    size = min(divisors(num_slots // rest), key=lambda size: abs(size - role.tp))
+    return f"{role.parallel_key}.tensor_parallel_size={size}"
 
 
 def title(name: RoleName) -> str:
@@ -198,124 +185,3 @@ def as_ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-# --------------------------------------------------------------------------------------------------
-# Which roles a run has, and what divides the slots of each.
-
-Run = RewardTrainingRun | SFTRun | GRPORun
-
-PARALLEL_KEYS: Mapping[RoleName, str] = {
-    "policy": "policy.dtensor_cfg",
-    "generation": "policy.generation.vllm_cfg",
-    "reward_model": "env.reward_model.dtensor_cfg",
-}
-"""What divides a role's slots into groups."""
-
-
-def roles_of(config: Run) -> tuple[RoleName, ...]:
-    """The roles of a run; the policy is always the first."""
-    if not isinstance(config, GRPORun):
-        return ("policy",)
-    return ("policy", "generation", *(("reward_model",) if uses_reward_model(config) else ()))
-
-
-def uses_reward_model(config: GRPORun) -> bool:
-    """Whether any task may be judged by a reward model that this run loads and gives slots.
-
-    It is enabled, or a data set names it; and no servers, judge or function stand in for it. One of
-    several models is enough, and all that are loaded have the same slots.
-    """
-    if not config.env.reward_model.computes:
-        return False
-    blocks = [*config.data.train_sets(), *config.data.validation_sets()]
-    waiting = [config.default_environment, *(block.env_name or "" for block in blocks)]
-    named: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name not in named and name in config.env.composite:
-            waiting += [part.env for part in config.env.composite[name].parts]
-        named.add(name)
-    return config.env.reward_model.enabled or "reward_model" in named
-
-
-def claim_of(
-    config: Run,
-    name: RoleName,
-    slots: tuple[Slot, ...],
-    *,
-    shares_with: RoleName | None = None,
-    fraction: float = 1.0,
-    is_placed: bool = True,
-) -> Claim:
-    """Slots for a role of the run, with what the configuration divides it by."""
-    tp = pp = cp = 1
-    if name == "generation" and isinstance(config, GRPORun):
-        if draws_with_vllm(config):  # an engine of another kind has one slot
-            vllm = config.policy.generation.vllm_cfg
-            tp, pp = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
-    else:
-        parallel = config.policy.dtensor_cfg
-        if name == "reward_model" and isinstance(config, GRPORun):
-            parallel = config.env.reward_model.dtensor_cfg
-        tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
-    return Claim(
-        name=name,
-        slots=slots,
-        keys=PARALLEL_KEYS[name],
-        pp=pp,
-        cp=cp,
-        tp=tp,
-        shares_with=shares_with,
-        fraction=fraction,
-        is_placed=is_placed,
-    )
-
-
-def draws_with_vllm(config: GRPORun) -> bool:
-    """What `auto` means where nothing can be asked: vLLM, unless the run is for CPUs."""
-    backend = config.policy.generation.backend
-    return backend == "vllm" or (backend == "auto" and config.cluster.device != "cpu")
-
-
-# --------------------------------------------------------------------------------------------------
-# Changes to a configuration that are tried before they are named as mends.
-
-S = TypeVar("S", bound=Section)
-Change = Mapping[str, Any]
-"""Key, `a.b.c`, to value."""
-
-
-def with_changes(config: S, change: Change) -> S:
-    """A copy of a section with some keys changed. What depends on them is not checked."""
-    for key, value in change.items():
-        first, _, rest = key.partition(".")
-        if rest:
-            value = with_changes(_section(config, first), {rest: value})
-        config = config.model_copy(update={first: value})
-    return config
-
-
-def _section(config: Section, name: str) -> Section:
-    """A section of a section; where it is null, its defaults."""
-    section = getattr(config, name)
-    if section is None:
-        kinds = getattr(type(config).model_fields[name].annotation, "__args__", ())
-        section = next(k for k in kinds if isinstance(k, type) and issubclass(k, Section))()
-    assert isinstance(section, Section)
-    return section
-
-
-def as_typed(change: Change) -> str:
-    """A change as it is typed on the command line."""
-    return " ".join(f"{key}={_value(value)}" for key, value in change.items())
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(_value, value))}]"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

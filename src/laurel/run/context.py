@@ -16,6 +16,7 @@ from rich.text import Text
 from laurel.config.data import BenchmarkSetConfig
 from laurel.config.load import to_yaml
 from laurel.config.policy import CheckpointingConfig
+from laurel.config.schemas import Run
 from laurel.errors import CheckpointError, ConfigError
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.models.checkpoint.store import LOCK_NAME, CheckpointStore
@@ -24,8 +25,7 @@ from laurel.observe.counts import counted
 from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
-from laurel.planning.memory import MASTER_BYTES, OPTIMIZER_STATES
-from laurel.planning.roles import Run
+from laurel.planning.memory import MASTER_BYTES, optimizer_states
 from laurel.run.places import Places, PlannedPlaces, open_places
 from laurel.training.selection import Selection
 from laurel.training.stopping import Deadline, StopRequest
@@ -183,9 +183,8 @@ def _checkpoint_bytes(context: RunContext[R], facts: ModelFacts) -> int:
     weights = MASTER_BYTES * facts.num_parameters
     if facts.num_trained != facts.num_parameters:
         weights += MASTER_BYTES * facts.num_trained  # adapters lie beside the merged weights
-    optimizer = context.config.policy.optimizer.name.rsplit(".", 1)[-1]
-    saves = context.config.checkpointing.save_optimizer
-    states = OPTIMIZER_STATES.get(optimizer, 2) if saves else 0
+    optimizer, saving = context.config.policy.optimizer, context.config.checkpointing
+    states = optimizer_states(optimizer.name) if saving.save_optimizer else 0
     return weights + MASTER_BYTES * states * facts.num_trained
 
 

@@ -21,7 +21,6 @@ from laurel.environments.registry import environment_names
 from laurel.errors import ConfigError, DataError
 from laurel.generation.vllm.settings import check_has_vllm
 from laurel.observe.loggers import check_available
-from laurel.planning.roles import uses_reward_model
 from laurel.run.cards import facts_of_policy
 from laurel.run.context import (
     RunContext,
@@ -34,6 +33,7 @@ from laurel.run.generator import describe_generator, make_generator
 from laurel.run.model import with_found_model
 from laurel.run.places import plan_places
 from laurel.run.policy import describe_policy, load_policy_to_train, policy_settings
+from laurel.run.request import uses_reward_model
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
 from laurel.training.selection import Selection, policy_goal, select_policy_by
 from laurel.training.stopping import Deadline

@@ -7,9 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from laurel.config.schemas import Run
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan
-from laurel.planning.roles import RoleName, Run, where
+from laurel.planning.request import RoleName
+from laurel.planning.roles import where
+from laurel.run.request import request_of
 from laurel.workers.launch import (
     backend_of,
     device_of,
@@ -161,9 +164,9 @@ def plan_places(config: Run) -> PlannedPlaces:
     """Where everything will go; nothing is started.
 
     Raises:
-        ConfigError: Everything that does not fit, with what would mend it.
+        ConfigError: Everything that does not fit, with the nearest setting that does.
     """
-    plan = plan_to_run(config)
+    plan = plan_to_run(request_of(config))
     _refuse_unbuilt(config, plan)
     return PlannedPlaces(
         config=config, plan=plan, are_remote=backend_of(plan, config.cluster) == "ray"

@@ -17,9 +17,9 @@ from laurel.environments.code.tests import problem_of
 from laurel.environments.interface import RejectedTask
 from laurel.environments.registry import create_environments
 from laurel.errors import DataError
-from laurel.planning.roles import uses_reward_model
 from laurel.run.context import RunContext
 from laurel.run.places import Places
+from laurel.run.request import uses_reward_model
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.config.policy import ClusterConfig
+    from laurel.config.schemas import Run
     from laurel.config.tree import Section
-    from laurel.planning.roles import Run
     from laurel.training.loop import Outcome
 
 MAX_LINES = 10

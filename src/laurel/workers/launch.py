@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from laurel.config.policy import ClusterConfig
 from laurel.errors import ConfigError
-from laurel.planning.fit import fit
-from laurel.planning.memory import Shapes
-from laurel.planning.plan import Plan
-from laurel.planning.roles import Misfit, RoleName, Run
+from laurel.planning.plan import Plan, plan_run
+from laurel.planning.request import ClusterRequest, RoleName
 from laurel.workers.reservations import (
     SETTLING,
     NodeNeed,
@@ -33,27 +31,19 @@ LOOKING = 0.25
 """Seconds between looks at a cluster that is waited for."""
 
 
-def plan_to_run(config: Run, shapes: Shapes | None = None) -> Plan:
+def plan_to_run(request: ClusterRequest) -> Plan:
     """The plan of a run that is about to start.
 
-    Args:
-        config: The run.
-        shapes: Of its models, where they are known: heads and layers are checked then, too.
-
     Raises:
-        ConfigError: It does not fit; all misfits are told, each with its mends.
+        ConfigError: It does not fit; everything that does not is named, with the nearest setting
+            that does.
     """
-    fitted = fit(config, shapes or Shapes())
-    misfits = [misfit for misfit in fitted.misfits if misfit.is_fatal]
-    if misfits:
-        lines = [line for misfit in misfits for line in _lines(misfit)]
+    plan = plan_run(request)
+    if not plan.fits:
+        misfits = [misfit for misfit in plan.misfits if misfit.is_fatal]
+        lines = [f"  {misfit.problem}\n    mend  {misfit.fix}" for misfit in misfits]
         raise ConfigError("\n".join(["the run does not fit its cluster", *lines]))
-    return fitted.plan
-
-
-def _lines(misfit: Misfit) -> list[str]:
-    first, *others = misfit.mends or ("another cluster",)
-    return [f"  {misfit.problem}", f"    mend  {first}", *(f"       or {o}" for o in others)]
+    return plan
 
 
 def backend_of(plan: Plan, config: ClusterConfig) -> Backend:

@@ -12,7 +12,7 @@ from laurel.config.environments import JudgeConfig, RewardModelEnvironmentConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config, to_yaml
 from laurel.errors import ConfigError
-from laurel.planning.roles import roles_of, uses_reward_model
+from laurel.run.request import request_of, uses_reward_model
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 URL = "http://127.0.0.1:8000"
@@ -171,7 +171,7 @@ def test_slots_are_taken_for_models_that_are_loaded(changes, loads, groups):
         update={"env": config.env.model_copy(update={"reward_model": found})}
     )
     assert uses_reward_model(config) == loads
-    assert ("reward_model" in roles_of(config)) == loads
+    assert (request_of(config).role("reward_model") is not None) == loads
 
 
 @pytest.mark.parametrize(

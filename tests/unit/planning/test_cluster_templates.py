@@ -22,7 +22,8 @@ from packaging.requirements import Requirement
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.planning.plan import Plan, plan_run
+from laurel.planning.plan import Plan
+from planned import planned
 
 pytest.importorskip("ray")
 
@@ -256,7 +257,7 @@ def _planned(text: str) -> tuple[GRPORun, Plan]:
         path = Path(folder) / "run.yaml"
         path.write_text(text)
         config = load_config(GRPORun, path).config
-    return config, plan_run(config)
+    return config, planned(config)
 
 
 # ----------------------------------------------------------------------------------------- ray up

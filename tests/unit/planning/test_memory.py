@@ -10,11 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import spread_work
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.config.policy import PolicyConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
 from laurel.models.loading.pretrained import recompute_activations
-from laurel.planning.fit import FittedPlan, fit
+from laurel.planning.fit import FittedPlan
 from laurel.planning.memory import (
     RUNTIME_BYTES,
     ModelShape,
@@ -28,8 +27,10 @@ from laurel.planning.memory import (
     parse_shape,
     training_memory,
 )
+from laurel.planning.request import TrainingRequest
 from laurel.planning.roles import Mesh
 from parallel_runs import together
+from planned import fitted as fit
 
 GIB = 2**30
 LLAMA_70B = (
@@ -239,24 +240,27 @@ def test_keys_and_values() -> None:
 
 
 def test_gathered_weights() -> None:
-    policy = RewardTrainingRun().policy
     count = SMALL.num_parameters
+
+    def gathered(mesh: Mesh) -> int:
+        return gathered_bytes(SMALL, mesh, trained=count, compute_bytes=2)
+
     # one process: autocast's bfloat16 copy; shards: embeddings and head with their gradients and
     # their sums, in float32, and two layers, one layer's gradients in bfloat16 and float32
-    assert gathered_bytes(policy, SMALL, Mesh(dp=1), trained=count) == 2 * count
+    assert gathered(Mesh(dp=1)) == 2 * count
     outside, layer = SMALL.other_parameters, SMALL.layer_parameters
     expected = 3 * 4 * outside + 2 * 2 * layer + 2 * layer + 4 * layer
-    assert gathered_bytes(policy, SMALL, Mesh(dp=2), trained=count) == expected
-    assert gathered_bytes(policy, SMALL, Mesh(dp=2, tp=2), trained=count) == expected // 2
-    assert gathered_bytes(policy, SMALL, Mesh(dp=1, tp=2), trained=count) == expected // 2
+    assert gathered(Mesh(dp=2)) == expected
+    assert gathered(Mesh(dp=2, tp=2)) == expected // 2
+    assert gathered(Mesh(dp=1, tp=2)) == expected // 2
     # 32,000 entries do not divide by 3: embeddings and head are whole on every rank
     layers = 2 * 2 * layer + 2 * layer + 4 * layer
-    whole = gathered_bytes(policy, SMALL, Mesh(dp=2, tp=3), trained=count)
-    assert whole == 3 * 4 * outside + layers // 3
-    parts = training_memory(policy, SMALL, Mesh(dp=2, tp=3), tokens=8)
+    assert gathered(Mesh(dp=2, tp=3)) == 3 * 4 * outside + layers // 3
+    training = TrainingRequest()
+    parts = training_memory(training, SMALL, Mesh(dp=2, tp=3), tokens=8)
     assert parts["weights"] == 4 * (count + 2 * outside) // 6
     assert parts["logits"] == 3 * parts["logits"] // 3 == 12 * 8 * 32000
-    assert training_memory(policy, SMALL, Mesh(dp=3, tp=2), tokens=8)["logits"] == 12 * 8 * 16000
+    assert training_memory(training, SMALL, Mesh(dp=3, tp=2), tokens=8)["logits"] == 12 * 8 * 16000
 
 
 @pytest.mark.slow_parameters("sizes0", "sizes1")
@@ -274,9 +278,9 @@ def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes: dict[str, 
         head_dim=16,
         vocab_size=151936,
     )
-    policy = PolicyConfig(precision="float32")
+    training = TrainingRequest(precision="float32", chunk_tokens=4)
     mesh = Mesh(dp=sizes.get("dp_shard", 1), tp=sizes.get("tp", 1))
-    parts = training_memory(policy, shape, mesh, tokens=64, chunk_tokens=4)
+    parts = training_memory(training, shape, mesh, tokens=64)
     for found in ranks:
         assert found["held"] == pytest.approx(parts["weights"], rel=0.01)
         # The planner may say more than is taken; less by no more than what a process has besides.
@@ -319,24 +323,23 @@ def test_a_70b_reward_model_trains_on_4_nodes_of_8_x_80_gib() -> None:
     assert 40 * GIB < phase(fitted, "training").total < 46 * GIB
 
 
-def test_what_does_not_fit_names_changes_with_which_it_does() -> None:
+def test_what_does_not_fit_names_the_nearest_setting_that_does() -> None:
     config = reward_training("policy.dtensor_cfg.tensor_parallel_size=8")
     fitted = fit(config, Shapes(policy=REWARD_70B), device_memory=80 * GIB)
     assert not fitted.fits
     (misfit,) = fitted.misfits
     assert "activations" in misfit.problem
-    assert misfit.mends[0] == (
+    assert misfit.fix == (
         "policy.dtensor_cfg.activation_checkpointing=true policy.dtensor_cfg.sequence_parallel=true"
     )
-    for mend in misfit.mends:
-        mended = reward_training("policy.dtensor_cfg.tensor_parallel_size=8", *mend.split())
-        assert fit(mended, Shapes(policy=REWARD_70B), device_memory=80 * GIB).fits, mend
+    config = reward_training("policy.dtensor_cfg.tensor_parallel_size=8", *misfit.fix.split())
+    assert fit(config, Shapes(policy=REWARD_70B), device_memory=80 * GIB).fits
 
 
 def test_nothing_helps_a_model_that_is_far_too_large() -> None:
     fitted = fit(reward_training(), Shapes(policy=REWARD_70B), device_memory=2 * GIB)
-    assert fitted.misfits[-1].mends == (
-        "devices with more memory, a smaller model, or shorter sequences",
+    assert fitted.misfits[-1].fix == (
+        "more devices or larger ones, a smaller model, or shorter sequences"
     )
 
 
@@ -393,7 +396,7 @@ def test_a_70b_reward_model_does_not_judge_from_one_device() -> None:
     shapes = Shapes(policy=SMALL, reward_models=(REWARD_70B,))
     (misfit,) = fit(config, shapes, device_memory=80 * GIB).misfits
     assert "judging takes" in misfit.problem
-    assert misfit.mends[0] == "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
+    assert misfit.fix == "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
 
 
 def test_colocated_roles_take_turns() -> None:
@@ -443,10 +446,7 @@ def test_heads_that_tensor_parallel_ranks_cannot_share() -> None:
     )
     (misfit,) = fit(config, Shapes(policy=shape)).misfits
     assert "12 attention heads nor the 2 key/value heads" in misfit.problem
-    assert misfit.mends == (
-        "policy.dtensor_cfg.tensor_parallel_size=2",
-        "policy.dtensor_cfg.tensor_parallel_size=1",
-    )
+    assert misfit.fix == "policy.dtensor_cfg.tensor_parallel_size=2"
     # vLLM repeats key and value heads: 2 on 4 ranks is no misfit
 
 
@@ -467,7 +467,7 @@ def test_heads_that_context_parallel_ranks_cannot_share() -> None:
     key = "policy.dtensor_cfg.context_parallel_size"
     (misfit,) = fit(grpo(*spread, f"{key}=4"), Shapes(policy=shape)).misfits
     assert "=4 does not divide the 6 attention heads that a rank of policy has" in misfit.problem
-    assert misfit.mends == (f"{key}=2", f"{key}=1")
+    assert misfit.fix == f"{key}=2"
     # Two heads of keys on one rank: copies for three ranks would do, but 16 slots are no 2 x 3.
     divided = fit(grpo(*spread, f"{key}=2"), Shapes(policy=shape))
     assert not divided.misfits

@@ -14,8 +14,11 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
-from laurel.planning.plan import Plan, plan_run
-from laurel.planning.roles import Mesh, RoleName, Slot, uses_reward_model, with_changes
+from laurel.planning.plan import Plan
+from laurel.planning.request import RoleName
+from laurel.planning.roles import Mesh, Slot
+from laurel.run.request import uses_reward_model
+from planned import as_changes, planned, with_changes
 
 REWARD = "env.reward_model.resources"
 GENERATION = "policy.generation.colocated"
@@ -53,7 +56,7 @@ APART = (
 
 
 def test_the_colocated_run_of_the_seed() -> None:
-    plan = plan_run(grpo(*SEED, f"{REWARD}.gpus_per_node=4"))
+    plan = planned(grpo(*SEED, f"{REWARD}.gpus_per_node=4"))
     assert plan.fits
     assert plan.misfits == ()
     policy, generation, judge = plan.roles
@@ -74,7 +77,7 @@ def test_the_colocated_run_of_the_seed() -> None:
 
 
 def test_the_non_colocated_run_of_the_seed() -> None:
-    plan = plan_run(grpo(*SEED, *APART, "cluster.num_nodes=2"))
+    plan = planned(grpo(*SEED, *APART, "cluster.num_nodes=2"))
     assert plan.fits
     assert plan.misfits == ()
     policy, generation, judge = plan.roles
@@ -87,15 +90,15 @@ def test_the_non_colocated_run_of_the_seed() -> None:
 
 
 def test_on_one_node_it_says_which_roles_are_too_many() -> None:
-    (misfit,) = plan_run(grpo(*SEED, *APART)).misfits
+    (misfit,) = planned(grpo(*SEED, *APART)).misfits
     assert "reward model 8 + generation 4 + policy at least 2 = 14 slots" in misfit.problem
     assert "cluster.gpus_per_node=8" in misfit.problem
-    assert "cluster.num_nodes=2" in misfit.mends
+    assert misfit.fix == f"{REWARD}.gpus_per_node=null"
 
 
 def test_the_example_of_the_guide() -> None:
     """8 slots: 2 for the policy, 2 for generation, 4 for the reward model."""
-    plan = plan_run(
+    plan = planned(
         grpo(
             *JUDGED,
             "cluster.gpus_per_node=8",
@@ -113,7 +116,7 @@ def test_the_example_of_the_guide() -> None:
 def validation(config: RewardTrainingRun | SFTRun | GRPORun) -> list[tuple[object, ...]]:
     return [
         (b.role, b.size, b.num_shares, b.per_share, b.tokens, b.num_micro_batches)
-        for b in plan_run(config).batches
+        for b in planned(config).batches
         if b.is_validation
     ]
 
@@ -130,7 +133,7 @@ def test_validation_of_pairs_is_divided_too() -> None:
     config = load_config(RewardTrainingRun, None, changes).config
     # 10 pairs for 4 ranks: at most 3 each; 2 pairs of 2 x 100 tokens in a pass: 2 passes.
     assert validation(config) == [("policy", 10, 4, 3, 400, 2)]
-    assert plan_run(config).batch("policy").tokens == 200, "of a step: 1 pair a pass"
+    assert planned(config).batch("policy").tokens == 200, "of a step: 1 pair a pass"
     never = ["rm.val_period=0", "rm.val_at_end=false"]
     assert validation(load_config(RewardTrainingRun, None, [*changes, *never]).config) == []
     assert validation(load_config(RewardTrainingRun, None, changes[:-1]).config) == []
@@ -175,7 +178,7 @@ def test_validation_of_completions_is_divided_too() -> None:
 def test_training_alone_has_the_whole_cluster() -> None:
     changes = ["cluster.gpus_per_node=4", "cluster.num_nodes=2"]
     for schema in (RewardTrainingRun, SFTRun):
-        plan = plan_run(load_config(schema, None, changes).config)
+        plan = planned(load_config(schema, None, changes).config)
         (role,) = plan.roles
         assert role.slots == slots(range(2), range(4))
         assert role.mesh == Mesh(dp=8)
@@ -183,7 +186,7 @@ def test_training_alone_has_the_whole_cluster() -> None:
 
 
 def test_without_resources_the_reward_model_shares_the_slots_of_the_policy() -> None:
-    plan = plan_run(grpo(*JUDGED, "cluster.gpus_per_node=2"))
+    plan = planned(grpo(*JUDGED, "cluster.gpus_per_node=2"))
     policy, _, judge = plan.roles
     assert judge.shares_with == "policy"
     assert judge.slots == policy.slots
@@ -208,7 +211,7 @@ def several_models(*overrides: str) -> GRPORun:
 
 def test_several_models_have_the_slots_of_one() -> None:
     tp = "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
-    plan = plan_run(several_models("cluster.gpus_per_node=4", f"{REWARD}.gpus_per_node=2", tp))
+    plan = planned(several_models("cluster.gpus_per_node=4", f"{REWARD}.gpus_per_node=2", tp))
     judge = plan.role("reward_model")
     assert judge is not None
     assert judge.slots == slots(range(1), range(2, 4))
@@ -227,7 +230,7 @@ def test_models_of_servers_alone_have_none() -> None:
 
 def test_several_nodes() -> None:
     """16 nodes: 3 judge, 5 draw, 8 learn."""
-    plan = plan_run(
+    plan = planned(
         grpo(
             *JUDGED,
             "cluster.gpus_per_node=8",
@@ -251,18 +254,18 @@ def test_several_nodes() -> None:
 
 
 def test_a_partly_used_node_is_told_and_runs_all_the_same() -> None:
-    plan = plan_run(
+    plan = planned(
         grpo(*JUDGED, "cluster.gpus_per_node=8", "cluster.num_nodes=3", f"{REWARD}.gpus_per_node=6")
     )
     assert plan.fits
     (misfit,) = plan.misfits
     assert "2 slots are left idle" in misfit.problem
-    assert misfit.mends == (f"{REWARD}.gpus_per_node=8",)
+    assert misfit.fix == f"{REWARD}.gpus_per_node=8"
     assert plan.num_idle == 2
 
 
 def test_groups_that_reach_over_nodes_are_told() -> None:
-    plan = plan_run(
+    plan = planned(
         grpo(
             "cluster.gpus_per_node=6",
             "cluster.num_nodes=2",
@@ -274,7 +277,7 @@ def test_groups_that_reach_over_nodes_are_told() -> None:
     assert plan.fits
     (misfit,) = plan.misfits
     assert "reach over nodes" in misfit.problem
-    assert misfit.mends[-1].endswith("tensor_parallel_size=6")
+    assert misfit.fix == "policy.dtensor_cfg.tensor_parallel_size=3"
 
 
 def test_a_replica_of_vllm_is_on_one_node() -> None:
@@ -285,19 +288,16 @@ def test_a_replica_of_vllm_is_on_one_node() -> None:
         "policy.train_global_batch_size=768",
     )
     drawing = "policy.generation.vllm_cfg"
-    plan = plan_run(grpo(*shared, f"{drawing}.tensor_parallel_size=4"))
+    plan = planned(grpo(*shared, f"{drawing}.tensor_parallel_size=4"))
     (problem,) = fatal(plan)
     assert "groups of 4 slots reach over nodes, of which each has 6 for generation" in problem
-    assert plan.misfits[0].mends[-2:] == (
-        f"{drawing}.tensor_parallel_size=6",
-        "a multiple of 4 slots of each node for generation",
-    )
+    assert plan.misfits[0].fix == f"{drawing}.tensor_parallel_size=3"
     both = (f"{drawing}.tensor_parallel_size=2", f"{drawing}.pipeline_parallel_size=2")
-    (misfit,) = plan_run(grpo(*shared, *both)).misfits
-    assert misfit.mends[:-1] == tuple(f"{drawing}.tensor_parallel_size={n}" for n in (1, 3))
+    (misfit,) = planned(grpo(*shared, *both)).misfits
+    assert misfit.fix == f"{drawing}.tensor_parallel_size=1"
     # What draws in process has one slot, whatever is said of vLLM.
     for one in ("policy.generation.backend=transformers", "cluster.device=cpu"):
-        plan = plan_run(grpo(*shared, *both, one))
+        plan = planned(grpo(*shared, *both, one))
         assert plan.fits
         generation = plan.role("generation")
         assert generation is not None
@@ -305,7 +305,7 @@ def test_a_replica_of_vllm_is_on_one_node() -> None:
 
 
 def test_every_misfit_is_told_at_once() -> None:
-    plan = plan_run(
+    plan = planned(
         grpo(
             *JUDGED,
             "cluster.gpus_per_node=8",
@@ -330,8 +330,8 @@ def test_every_misfit_is_told_at_once() -> None:
     assert len(fatal(plan)) == 5
 
 
-def test_a_batch_of_grpo_is_mended_by_sizes_that_divide_a_step() -> None:
-    plan = plan_run(
+def test_the_nearest_batch_of_grpo_divides_a_step() -> None:
+    plan = planned(
         grpo(
             "cluster.gpus_per_node=6",
             "grpo.num_prompts_per_step=96",
@@ -339,20 +339,17 @@ def test_a_batch_of_grpo_is_mended_by_sizes_that_divide_a_step() -> None:
         )
     )
     (misfit,) = plan.misfits
-    # 96 x 16 = 1536 = 2^9 x 3: of its divisors those by 6 nearest to 512 are 384 and 768
-    assert misfit.mends[:2] == (
-        "policy.train_global_batch_size=384",
-        "policy.train_global_batch_size=768",
-    )
+    # 96 x 16 = 1536 = 2^9 x 3: of its divisors the one by 6 nearest to 512 is 384
+    assert misfit.fix == "policy.train_global_batch_size=384"
 
 
 def test_where_no_size_divides_a_step_the_step_changes_too() -> None:
-    plan = plan_run(grpo("cluster.gpus_per_node=8", "cluster.num_nodes=3"))
+    plan = planned(grpo("cluster.gpus_per_node=8", "cluster.num_nodes=3"))
     (misfit,) = plan.misfits
     # 512 = 2^9 is no multiple of 24; with 16 completions each, prompts must be a multiple of 3
     changes = "grpo.num_prompts_per_step=33 policy.train_global_batch_size=528"
-    assert misfit.mends == (changes, "16 data-parallel ranks instead of 24")
-    assert plan_run(grpo("cluster.gpus_per_node=8", "cluster.num_nodes=3", *changes.split())).fits
+    assert misfit.fix == changes
+    assert planned(grpo("cluster.gpus_per_node=8", "cluster.num_nodes=3", *changes.split())).fits
 
 
 @pytest.mark.parametrize(
@@ -378,7 +375,7 @@ def test_where_no_size_divides_a_step_the_step_changes_too() -> None:
     ],
 )
 def test_what_cannot_be_placed(overrides: list[str], said: str) -> None:
-    plan = plan_run(grpo(*SEED, *APART, *overrides))
+    plan = planned(grpo(*SEED, *APART, *overrides))
     assert any(said in problem for problem in fatal(plan)), fatal(plan)
 
 
@@ -488,7 +485,7 @@ def feasible(want: Wanted) -> tuple[int, int, int] | None:
 def test_a_plan_fits_where_trying_everything_finds_one_and_then_it_is_that_one(
     want: Wanted,
 ) -> None:
-    plan = plan_run(configuration(want))
+    plan = planned(configuration(want))
     found = feasible(want)
     assert plan.fits == (found is not None)
     if found is not None:
@@ -501,7 +498,7 @@ def test_a_plan_fits_where_trying_everything_finds_one_and_then_it_is_that_one(
 @settings(max_examples=300, deadline=None)
 @given(wanted)
 def test_every_slot_is_there_and_none_is_given_twice(want: Wanted) -> None:
-    plan = plan_run(configuration(want))
+    plan = planned(configuration(want))
     everything = set(slots(range(want["nodes"]), range(want["slots"])))
     given_out: list[Slot] = []
     for role in plan.roles:
@@ -522,23 +519,15 @@ def test_every_slot_is_there_and_none_is_given_twice(want: Wanted) -> None:
     assert plan.num_idle == len(everything) - len(given_out)
 
 
-READ = {"null": None, "true": True}
-
-
 def kind(problem: str) -> str:
     return re.sub(r"\d+", "#", problem)
 
 
 @settings(max_examples=300, deadline=None)
 @given(wanted)
-def test_a_change_that_is_named_mends_its_misfit(want: Wanted) -> None:
+def test_the_setting_that_is_named_fits(want: Wanted) -> None:
     config = configuration(want)
-    for misfit in (m for m in plan_run(config).misfits if m.is_fatal):
-        assert misfit.mends
-        for mend in misfit.mends:
-            pairs = [word.split("=") for word in mend.split() if "=" in word]
-            if pairs:
-                read = {key: READ[value] if value in READ else int(value) for key, value in pairs}
-                changed = with_changes(config, read)
-                left = {kind(m.problem) for m in plan_run(changed).misfits if m.is_fatal}
-                assert kind(misfit.problem) not in left, mend
+    for misfit in (m for m in planned(config).misfits if m.is_fatal):
+        changed = with_changes(config, as_changes(misfit.fix))
+        left = {kind(m.problem) for m in planned(changed).misfits if m.is_fatal}
+        assert kind(misfit.problem) not in left or not as_changes(misfit.fix), misfit.fix

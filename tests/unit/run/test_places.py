@@ -5,8 +5,8 @@ import pytest
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.schemas import Run
 from laurel.errors import ConfigError
-from laurel.planning.roles import Run
 from laurel.run.places import PlannedPlaces, plan_places
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")

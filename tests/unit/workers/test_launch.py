@@ -17,9 +17,11 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import ClusterConfig
 from laurel.errors import ConfigError, WorkerError
-from laurel.planning.plan import Plan, plan_run
+from laurel.planning.plan import Plan
+from laurel.run.request import request_of
 from laurel.workers.launch import backend_of, device_of, open_cluster, plan_to_run, reserve_roles
 from laurel.workers.reservations import NodeNeed, NodeState, Resources, match
+from planned import planned
 
 ray_cluster = pytest.importorskip("laurel.workers.ray_cluster", exc_type=ImportError)
 ray_group = pytest.importorskip("laurel.workers.ray_group", exc_type=ImportError)
@@ -34,7 +36,7 @@ def run(*overrides: str) -> GRPORun:
 
 def backend(*overrides: str) -> str:
     config = run(*overrides)
-    return backend_of(plan_run(config), config.cluster)
+    return backend_of(planned(config), config.cluster)
 
 
 # ------------------------------------------------------------------------------------------ backend
@@ -57,26 +59,27 @@ def test_what_one_process_cannot_be() -> None:
 def test_a_run_that_does_not_fit_does_not_start() -> None:
     with pytest.raises(ConfigError) as refused:
         plan_to_run(
-            run(
-                "cluster.gpus_per_node=3",
-                "env.reward_model.resources.gpus_per_node=4",
-                "env.reward_model.resources.num_nodes=2",
+            request_of(
+                run(
+                    "cluster.gpus_per_node=3",
+                    "env.reward_model.resources.gpus_per_node=4",
+                    "env.reward_model.resources.num_nodes=2",
+                )
             )
         )
     lines = str(refused.value).splitlines()
     assert lines[0] == "the run does not fit its cluster"
     assert "env.reward_model.resources.num_nodes=2: there is one node to divide" in lines[1]
     assert lines[2] == "    mend  env.reward_model.resources.num_nodes=1"
-    assert lines[3] == "       or env.reward_model.resources.num_nodes=null"
-    assert "reward model 4 + policy at least 1 = 5 slots" in lines[4]
-    assert plan_to_run(run()).fits
+    assert "reward model 4 + policy at least 1 = 5 slots" in lines[3]
+    assert plan_to_run(request_of(run())).fits
 
 
 @pytest.mark.usefixtures("no_ray")
 def test_several_nodes_need_an_address() -> None:
     config = run("cluster.num_nodes=2")
     with pytest.raises(ConfigError, match=r"(?s)cluster.num_nodes=2 needs a Ray cluster.*ray up"):
-        open_cluster(plan_run(config), config.cluster)
+        open_cluster(planned(config), config.cluster)
 
 
 # --------------------------------------------------------------------------------- nodes and needs
@@ -158,7 +161,7 @@ def node(name: str, gpus: int, *labels: str, free: int | None = None, **held: in
 
 
 def plan_of(*overrides: str) -> Plan:
-    plan = plan_run(run("cluster.device=cuda", *overrides))
+    plan = planned(run("cluster.device=cuda", *overrides))
     assert plan.fits, plan.misfits
     return plan
 
@@ -268,7 +271,7 @@ def test_a_cluster_of_our_own_has_a_slot_for_every_rank_however_few_cores() -> N
         "grpo.num_prompts_per_step=3",
         "policy.train_global_batch_size=48",
     )
-    plan = plan_to_run(config)
+    plan = plan_to_run(request_of(config))
     with open_cluster(plan, config.cluster, object_store_bytes=STORE) as cluster:
         assert cluster.nodes()[0].total["CPU"] >= 6
         assert device_of(config.cluster, cluster) == "cpu"

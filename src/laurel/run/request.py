@@ -1,0 +1,243 @@
+"""What a run asks of a cluster, from its configuration: the planner knows nothing else of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from laurel.config.environments import ResourcesConfig, ScorerSource
+from laurel.config.grpo import GRPOConfig, GRPORun
+from laurel.config.policy import PlacementConfig, RolePlacement
+from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
+from laurel.config.schemas import Run
+from laurel.config.sft import SFTConfig, SFTRun
+from laurel.planning.memory import optimizer_states
+from laurel.planning.request import (
+    AdapterRequest,
+    BatchRequest,
+    ClusterRequest,
+    DrawingRequest,
+    OwnSlots,
+    RoleName,
+    RoleRequest,
+    StepRequest,
+    TrainingRequest,
+)
+
+DEFAULT_JUDGED_LENGTH = 8192
+"""Tokens of the longest conversation of a reward model that does not say."""
+
+
+def request_of(config: Run) -> ClusterRequest:
+    """What a run asks of its cluster."""
+    cluster, placement = config.cluster, config.cluster.placement
+    request = ClusterRequest(
+        num_nodes=cluster.num_nodes,
+        slots_per_node=cluster.gpus_per_node,
+        roles=(_policy(config),),
+        training=_training(config),
+        placement=None if placement is None else _placements(placement),
+        labels=cluster.labels,
+        device=cluster.device,
+    )
+    if not isinstance(config, GRPORun):
+        return request
+    judges = uses_reward_model(config)
+    return replace(
+        request,
+        roles=(*request.roles, _generation(config), *([_reward_model(config)] if judges else [])),
+        training=replace(
+            request.training,
+            keeps_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+            chunk_tokens=config.policy.logprob_chunk_size,
+        ),
+        drawing=_drawing(config),
+        judging=tuple(judge.precision for judge in config.env.reward_model.loaded),
+        step=StepRequest(
+            num_prompts=config.grpo.num_prompts_per_step,
+            per_prompt=config.grpo.num_generations_per_prompt,
+        ),
+    )
+
+
+def uses_reward_model(config: GRPORun) -> bool:
+    """Whether any task may be judged by a reward model that this run loads and gives slots.
+
+    It is enabled, or a data set names it; and no servers, judge or function stand in for it. One of
+    several models is enough, and all that are loaded have the same slots.
+    """
+    if not config.env.reward_model.computes:
+        return False
+    blocks = [*config.data.train_sets(), *config.data.validation_sets()]
+    waiting = [config.default_environment, *(block.env_name or "" for block in blocks)]
+    named: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in named and name in config.env.composite:
+            waiting += [part.env for part in config.env.composite[name].parts]
+        named.add(name)
+    return config.env.reward_model.enabled or "reward_model" in named
+
+
+# ------------------------------------------------------------------------------------------ roles
+
+
+def _policy(config: Run) -> RoleRequest:
+    policy, parallel = config.policy, config.policy.dtensor_cfg
+    unit, sequences = "conversations", 1
+    if isinstance(config, GRPORun):
+        unit = "completions"
+    elif isinstance(config, RewardTrainingRun):
+        unit, sequences = "groups", 2  # an item is a pair of conversations
+    longest = sequences * policy.max_total_sequence_length
+    batch = BatchRequest(
+        unit=unit,
+        size=policy.train_global_batch_size,
+        longest=longest,
+        tokens=_budget(config, policy.train_micro_batch_size, longest),
+        updates=config.updates_per_rollout if isinstance(config, GRPORun) else 1,
+    )
+    batches = [batch]
+    if not isinstance(config, GRPORun) and _validates(config):
+        section = config.rm if isinstance(config, RewardTrainingRun) else config.sft
+        tokens = _budget(config, section.val_micro_batch_size, longest)
+        size = section.val_global_batch_size
+        batches.append(replace(batch, size=size, tokens=tokens, is_validation=True))
+    return RoleRequest(
+        name="policy",
+        parallel_key="policy.dtensor_cfg",
+        tp=parallel.tensor_parallel_size,
+        cp=parallel.context_parallel_size,
+        batches=tuple(batches),
+    )
+
+
+def _budget(config: Run, micro_batch_size: int, longest: int) -> int:
+    """Tokens of one forward pass: no item is divided."""
+    policy = config.policy
+    if policy.sequence_packing.enabled:
+        budget = policy.token_budget(policy.sequence_packing)
+    elif policy.dynamic_batching.enabled:
+        budget = policy.token_budget(policy.dynamic_batching)
+    else:
+        budget = longest * micro_batch_size
+    return max(longest, budget)
+
+
+def _generation(config: GRPORun) -> RoleRequest:
+    generation, longest = config.policy.generation, config.policy.max_total_sequence_length
+    colocated, tokens = generation.colocated, generation.max_concurrent * longest
+    key = "policy.generation.colocated.resources"
+    # An engine of another kind has one slot, whatever is said of vLLM.
+    parallel = generation.vllm_cfg if _draws_with_vllm(config) else None
+    return RoleRequest(
+        name="generation",
+        parallel_key="policy.generation.vllm_cfg",
+        tp=parallel.tensor_parallel_size if parallel else 1,
+        pp=parallel.pipeline_parallel_size if parallel else 1,
+        own=None if colocated.enabled else _own_slots(key, colocated.resources),
+        batches=_rollouts(config, longest, tokens),
+    )
+
+
+def _reward_model(config: GRPORun) -> RoleRequest:
+    """Of several models what the largest passes are."""
+    judge = config.env.reward_model
+    passes = [_judged_at_once(source) for source in judge.loaded]
+    longest, tokens = (max(sizes) for sizes in zip(*passes, strict=True))
+    key, resources = "env.reward_model.resources", judge.resources
+    is_own = resources.gpus_per_node is not None or resources.num_nodes is not None
+    return RoleRequest(
+        name="reward_model",
+        parallel_key="env.reward_model.dtensor_cfg",
+        tp=judge.dtensor_cfg.tensor_parallel_size,
+        cp=judge.dtensor_cfg.context_parallel_size,
+        own=_own_slots(key, resources) if is_own else None,
+        batches=_rollouts(config, longest, tokens),
+    )
+
+
+def _own_slots(key: str, resources: ResourcesConfig) -> OwnSlots:
+    return OwnSlots(key=key, per_node=resources.gpus_per_node, nodes=resources.num_nodes)
+
+
+def _judged_at_once(judge: ScorerSource) -> tuple[int, int]:
+    """Tokens of the longest conversation and of one forward pass."""
+    longest = judge.max_model_len or DEFAULT_JUDGED_LENGTH
+    is_budget = judge.sequence_packing.enabled or judge.dynamic_batching.enabled
+    budget = judge.batch_tokens if is_budget else judge.batch_size * longest
+    return longest, max(longest, budget)
+
+
+def _rollouts(config: GRPORun, longest: int, tokens: int) -> tuple[BatchRequest, ...]:
+    """The same completions are drawn, and judged where there is a reward model."""
+    grpo = config.grpo
+    batch = BatchRequest(
+        unit="completions",
+        size=grpo.num_prompts_per_step * grpo.num_generations_per_prompt,
+        longest=longest,
+        tokens=tokens,
+    )
+    if not _validates(config):
+        return (batch,)
+    tasks = min(grpo.val_batch_size, grpo.max_val_samples)
+    size = tasks * grpo.val_num_generations_per_prompt
+    return batch, replace(batch, size=size, is_validation=True)
+
+
+def _validates(config: Run) -> bool:
+    if isinstance(config, RewardTrainingRun):
+        section: RewardTrainingConfig | SFTConfig | GRPOConfig = config.rm
+    else:
+        section = config.sft if isinstance(config, SFTRun) else config.grpo
+    is_asked = section.val_period > 0 or section.val_at_start or section.val_at_end
+    has_more = isinstance(config, RewardTrainingRun) and bool(config.data.benchmark_sets())
+    return is_asked and (bool(config.data.validation_sets()) or has_more)
+
+
+def _placements(placement: PlacementConfig) -> dict[RoleName, RolePlacement]:
+    """Of the roles that are named."""
+    said: dict[RoleName, RolePlacement | None] = {
+        "policy": placement.policy,
+        "generation": placement.generation,
+        "reward_model": placement.reward_model,
+    }
+    return {name: wish for name, wish in said.items() if wish is not None}
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def _training(config: Run) -> TrainingRequest:
+    policy, parallel = config.policy, config.policy.dtensor_cfg
+    lora = parallel.lora_cfg
+    return TrainingRequest(
+        precision=policy.precision,
+        optimizer_states=optimizer_states(policy.optimizer.name),
+        adapters=AdapterRequest(
+            enabled=lora.enabled,
+            dim=lora.dim,
+            layers=frozenset(lora.target_modules),
+            exclude=frozenset(lora.exclude_modules),
+        ),
+        has_logits=not policy.reward_model_cfg.enabled,
+        recomputes=parallel.activation_checkpointing,
+        sequence_parallel=parallel.sequence_parallel,
+        offloads=parallel.cpu_offload,
+    )
+
+
+def _drawing(config: GRPORun) -> DrawingRequest:
+    policy, vllm = config.policy, config.policy.generation.vllm_cfg
+    return DrawingRequest(
+        uses_vllm=_draws_with_vllm(config),
+        precision=policy.precision if vllm.precision == "auto" else vllm.precision,
+        longest=vllm.max_model_len or policy.max_total_sequence_length,
+        memory_share=vllm.gpu_memory_utilization,
+        runs_ahead=config.grpo.max_staleness > 0,
+    )
+
+
+def _draws_with_vllm(config: GRPORun) -> bool:
+    """What `auto` means where nothing can be asked: vLLM, unless the run is for CPUs."""
+    backend = config.policy.generation.backend
+    return backend == "vllm" or (backend == "auto" and config.cluster.device != "cpu")
