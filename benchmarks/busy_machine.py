@@ -130,10 +130,9 @@ def report(measured: Mapping[str, Mapping[str, Sequence[float]]], options: Any) 
 
 def work_when_told(options: argparse.Namespace) -> None:
     """Warm up, say so, wait; then work and say the seconds of each round until killed."""
-    from laurel.config.policy import ClusterConfig
     from laurel.workers.process import prepare  # the first that loads torch, as in every program
 
-    prepare(ClusterConfig(device="cpu", cpu_threads=options.threads or None), seed=0)
+    prepare("cpu", cpu_threads=options.threads or None, seed=0)
     run = {"training": training, "scoring": scoring, "generation": generation}[options.work](
         is_quick=options.quick
     )

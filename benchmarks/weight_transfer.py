@@ -170,7 +170,8 @@ def generator_of(
     stack.callback(slots.release)
     maker = TransformersMaker(
         model=model_spec(policy),
-        cluster=CPU,
+        device="cpu",
+        cpu_threads=1,
         spec=GeneratorSpec(seed=1, end_ids=(0,), max_length=MAX_LENGTH),
     )
     groups: dict[int, RayGroup] = {}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from laurel.config.grpo import GenerationConfig
-from laurel.config.policy import ClusterConfig
 from laurel.generation.engine_worker import EngineWorker
 from laurel.generation.load import EngineMaker, TransformersMaker
 from laurel.generation.requests import GeneratorSpec
@@ -36,7 +35,8 @@ def maker(directory: str, policy: Any, tokenizer: Any, *, max_concurrent: int) -
     save_policy(Path(directory), policy, tokenizer, card="")
     return TransformersMaker(
         model=ModelSpec(name=directory, precision="float32"),
-        cluster=ClusterConfig(device="cpu", cpu_threads=1),
+        device="cpu",
+        cpu_threads=1,
         spec=GeneratorSpec(
             settings=GenerationConfig(max_concurrent=max_concurrent),
             end_ids=(tokenizer.eos_token_id,),

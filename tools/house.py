@@ -281,7 +281,7 @@ def bars(*, traced: bool = True) -> list[Bar]:
         Bar("small modules with one importer beside them", len(small), 0, True, tuple(small)),
         Bar("# fmt: skip", len(skips), 10, held=True, where=tuple(skips)),
         Bar("files a run's configuration visits", len(visited), 15, False, tuple(visited)),
-        Bar("of these outside of the rooms of runs", len(strangers), 0, False, tuple(strangers)),
+        Bar("of these outside of the rooms of runs", len(strangers), 0, True, tuple(strangers)),
         Bar("public names defined more than once", len(twice), 10, False, tuple(twice)),
     ]
     if traced:

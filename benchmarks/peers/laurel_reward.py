@@ -21,7 +21,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import laurel  # noqa: E402
-from laurel.config.policy import ClusterConfig, PolicyConfig  # noqa: E402
+from laurel.config.policy import PolicyConfig  # noqa: E402
 from laurel.config.reward_model import LossConfig  # noqa: E402
 from laurel.data.loader import StepOrder  # noqa: E402
 from laurel.models.loading.reward_model import load_reward_model  # noqa: E402
@@ -97,7 +97,7 @@ def main() -> None:
             **SETTINGS["overrides"],
         }
     )
-    device = prepare(ClusterConfig(device="cpu", cpu_threads=SETTINGS["threads"]), seed=SEED)
+    device = prepare("cpu", cpu_threads=SETTINGS["threads"], seed=SEED)
     loaded = load_reward_model(
         model_spec(policy), seed=SEED, max_length=LONGEST, truncation_side="left", device=device
     )

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS, columns_of
-from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.sft import SFTRun
 from laurel.data.benchmarks import BEST_OF_N, ON_HUB, read_benchmark
 from laurel.data.conversations import Dialogue, load_demonstration_data, read_scoring_rows
 from laurel.data.formats import (
@@ -41,7 +38,7 @@ from laurel.observe.console import make_console, message_console, shorten_middle
 from laurel.observe.counts import counted
 from laurel.observe.hub import check_fetchable
 from laurel.observe.json_output import write_json
-from laurel.rewards.open import check_not_missing
+from laurel.rewards.open import check_not_missing, quiet_libraries
 from laurel.run.reward_model import load_data
 from laurel.run.schemas import SCHEMAS
 from laurel.run.scorer import find_local
@@ -52,9 +49,12 @@ from laurel.types import Conversation, Message, Preference, Task
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from laurel.config.tree import Section
     from laurel.models.chat import ChatFormat
     from laurel.types import Mask, TokenIds
+
+_REASON_LENGTH = 300
+_MOST_REFERENCES = 200
+"""Programs that are run: half a minute at most where they are as quick as most."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -62,28 +62,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RawRows:
-    """What stands in a file, before anybody makes anything of it."""
-
-    path: str
-    num_rows: int
-    unreadable: LeftOut
-    """Rows that are no rows: no JSON, no object, a wrong number of cells."""
-    first: Row
-    first_source: str
-
-    @property
-    def columns(self) -> list[str]:
-        """Those of the first row."""
-        return [str(column) for column in self.first]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """What one command makes of a file."""
 
     trainer: Trainer
-    config: Section
+    config: Any
     """The run's configuration, with the file and what the command has to be told."""
     settings: tuple[str, ...] = ()
     """What it has to be told besides the path."""
@@ -91,199 +74,16 @@ class Reading:
     """None where no row is left."""
     problem: str = ""
     """Why no row is left."""
-    first: Preference | Dialogue | Task | None = None
-    """The first row that it would use."""
-    environments: dict[str, int] = field(default_factory=dict)
+    rows: Sequence[Preference | Dialogue | Task] = ()
+    """Those that it would use."""
+    environments: Mapping[str, int] = field(default_factory=dict)
     """GRPO: environments of Laurel's that could judge, and how many tasks each."""
-    tasks: Sequence[Task] = ()
-    """GRPO: the rows that it would use."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether any row can be used."""
-        return self.report is not None
 
     @property
     def num_malformed(self) -> int:
         """Rows at which a run would stop unless it is told to leave them out."""
         left_out = self.report.dropped.get("malformed") if self.report is not None else None
         return 0 if left_out is None else left_out.count
-
-
-def look_at(path: str) -> RawRows:
-    """Read a file, a directory or a hub data set from end to end.
-
-    Raises:
-        DataError: There is no such thing, or not a single row in it.
-    """
-    unreadable = LeftOut()
-    said: list[str] = []
-
-    def tell(source: str, problem: UnusableRow) -> None:
-        unreadable.add(LeftOut(1, [source]))
-        said.append(f"{locate(path, source)}: {problem.message}")
-        del said[1:]
-
-    first: tuple[str, Row] | None = None
-    num_rows = 0
-    for source, row in read_rows(path, on_bad_row=tell):
-        first = first or (source, row)
-        num_rows += 1
-    if first is None:
-        raise DataError(
-            f"{path}: none of its {counted(unreadable.count, 'row')} can be read; "
-            f"the first: {said[0]}"
-        )
-    return RawRows(
-        path=path,
-        num_rows=num_rows + unreadable.count,
-        unreadable=unreadable,
-        first=first[1],
-        first_source=first[0],
-    )
-
-
-def configured(
-    raw: RawRows, trainers: Sequence[Trainer], overrides: Sequence[str]
-) -> dict[Trainer, tuple[Section, tuple[str, ...], KnownFormat | None]]:
-    """For each command its configuration, what it has to be told, and the form of the rows.
-
-    Args:
-        raw: The file.
-        trainers: The commands that are asked about.
-        overrides: What the user says; a key that a command does not have leaves that command out.
-
-    Raises:
-        ConfigError: No command understands the overrides.
-    """
-    found: dict[Trainer, tuple[Section, tuple[str, ...], KnownFormat | None]] = {}
-    problems: list[str] = []
-    for trainer in trainers:
-        try:
-            found[trainer] = _configured(raw, trainer, overrides)
-        except ConfigError as problem:
-            problems.append(str(problem) if len(trainers) == 1 else f"laurel {trainer}: {problem}")
-    if not found:
-        raise ConfigError("\n".join(problems))
-    return found
-
-
-def _configured(
-    raw: RawRows, trainer: Trainer, overrides: Sequence[str]
-) -> tuple[Section, tuple[str, ...], KnownFormat | None]:
-    base = [f"data.train_data_path={json.dumps(raw.path)}"]
-    said = load_config(SCHEMAS[trainer], None, [*base, *overrides]).config
-    known = recognise(_as_called(raw.first, cast("Any", said).data))
-    settings = tuple(known.trainers.get(trainer, ())) if known is not None else ()
-    if trainer == "grpo" and not any(one.startswith("data.env_name=") for one in settings):
-        settings = (*settings, "data.env_name=reward_model")  # which needs nothing but prompts
-    keys = {setting.partition("=")[0] for setting in overrides}
-    settings = tuple(one for one in settings if one.partition("=")[0] not in keys)
-    options = ["data.on_bad_row=skip"] if "data.on_bad_row" not in keys else []
-    if "data.split_validation_size" not in keys:
-        options.append("data.split_validation_size=0")  # all rows are looked at
-    config = load_config(SCHEMAS[trainer], None, [*base, *options, *settings, *overrides]).config
-    return config, settings, known
-
-
-def _as_called(row: Row, data: Any) -> Row:
-    """The row with the columns that `data` names under the names that they have by default."""
-    renamed = dict(row)
-    for key, field_of_key in type(data).model_fields.items():
-        column, default = getattr(data, key), field_of_key.default
-        if key.endswith("_key") and isinstance(default, str) and column in row:
-            renamed[default] = row[column]
-    return renamed
-
-
-# ----------------------------------------------------------------------------------- as each reads
-
-
-def read_as(trainer: Trainer, config: Section, settings: tuple[str, ...] = ()) -> Reading:
-    """What a command makes of the file that its configuration names. Nothing is raised for rows."""
-    try:
-        if isinstance(config, RewardTrainingRun):
-            return _read_preferences(config, settings)
-        if isinstance(config, SFTRun):
-            return _read_demonstrations(config, settings)
-        return _read_tasks(cast("GRPORun", config), settings)
-    except DataError as problem:
-        return Reading(trainer=trainer, config=config, settings=settings, problem=str(problem))
-
-
-def _read_preferences(config: RewardTrainingRun, settings: tuple[str, ...]) -> Reading:
-    data = load_data(config)
-    return Reading(
-        trainer="rm",
-        config=config,
-        settings=settings,
-        report=data.reports["train"],
-        first=data.train[0],
-    )
-
-
-def _read_demonstrations(config: SFTRun, settings: tuple[str, ...]) -> Reading:
-    data = load_demonstration_data(config.data)
-    return Reading(
-        trainer="sft",
-        config=config,
-        settings=settings,
-        report=data.reports["train"],
-        first=data.train[0],
-    )
-
-
-def _read_tasks(config: GRPORun, settings: tuple[str, ...]) -> Reading:
-    data = load_task_data(
-        config.data,
-        default_environment=config.default_environment,
-        environments=config.env.names(),
-        # Where nobody has said who judges, what each environment lacks is counted afterwards.
-        needs=needs_of(config.env) if config.data.env_name is not None else NO_NEEDS,
-    )
-    check_tests(data, config)
-    return Reading(
-        trainer="grpo",
-        config=config,
-        settings=settings,
-        report=data.reports["train"],
-        first=data.train[0],
-        environments=_environments_of(data.train),
-        tasks=data.train,
-    )
-
-
-def _environments_of(tasks: Sequence[Task]) -> dict[str, int]:
-    counts = {
-        "math": sum("ground_truth" in task.metadata for task in tasks),
-        "code": sum(any(key in task.metadata for key in OWN_TESTS) for task in tasks),
-        "reward_model": len(tasks),
-    }
-    return {name: count for name, count in counts.items() if count}
-
-
-def readings_of(
-    raw: RawRows, *, trainer: Trainer | None, overrides: Sequence[str] = ()
-) -> tuple[KnownFormat | None, list[Reading]]:
-    """The form of a file, and what each command (or one) makes of it.
-
-    Raises:
-        ConfigError: No command understands the overrides.
-    """
-    asked = TRAINERS if trainer is None else (trainer,)
-    found = configured(raw, asked, overrides)
-    known = next(iter(found.values()))[2]
-    readings = [read_as(one, config, settings) for one, (config, settings, _) in found.items()]
-    if known is not None and "rm" in known.trainers:
-        # What people preferred is an answer to imitate, not one to check others by.
-        for reading in readings:
-            reading.environments.pop("math", None)
-    return known, readings
-
-
-_REASON_LENGTH = 300
-_MOST_REFERENCES = 200
-"""Programs that are run: half a minute at most where they are as quick as most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,11 +100,11 @@ class OtherUse:
 class References:
     """Programs that rows give as right, run by the tests of those rows."""
 
-    num_run: int = 0
-    num_found: int = 0
+    found: int
+    run: int = 0
     failed: tuple[str, ...] = ()
     """Of each that fails: where it stands, and how it fails."""
-    problem: str = ""
+    problem: str | None = None
     """Why none was run."""
 
 
@@ -312,7 +112,12 @@ class References:
 class Findings:
     """All that is known of a file."""
 
-    raw: RawRows
+    path: str
+    num_rows: int
+    unreadable: LeftOut
+    """Rows that are no rows: no JSON, no object, a wrong number of cells."""
+    first: Row
+    """The first row, before anybody makes anything of it."""
     known: KnownFormat | None
     readings: list[Reading]
     others: list[OtherUse]
@@ -321,12 +126,191 @@ class Findings:
     @property
     def is_usable(self) -> bool:
         """Whether any of the commands that were asked about can use a row."""
-        return any(one.fits for one in self.readings) or any(use.num_rows for use in self.others)
+        return self.shown is not None or any(use.num_rows for use in self.others)
 
     @property
     def shown(self) -> Reading | None:
         """The reading whose first row is shown."""
-        return next((one for one in self.readings if one.fits), None)
+        return next((one for one in self.readings if one.report is not None), None)
+
+
+def examine(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -> Findings:
+    """What a file is and who can use it; it is read from end to end.
+
+    Raises:
+        UserError: No file, no rows, or overrides that no command understands.
+    """
+    unreadable, said = LeftOut(), ""
+
+    def tell(source: str, problem: UnusableRow) -> None:
+        nonlocal said
+        unreadable.add(LeftOut(1, [source]))
+        said = said or f"{locate(path, source)}: {problem.message}"
+
+    first: Row = {}
+    num_rows = 0
+    for _, row in read_rows(path, on_bad_row=tell):
+        first = first if num_rows else row
+        num_rows += 1
+    if not num_rows:
+        count = counted(unreadable.count, "row")
+        raise DataError(f"{path}: none of its {count} can be read; the first: {said}")
+    known, readings = _readings(path, first, trainer, overrides)
+    others = [] if trainer else _other_uses(path, known, readings, _column_keys(overrides))
+    # Rows that are read only as prompts may have been meant for more, unless it is said who judges.
+    is_said = any(one.lstrip("+").startswith("data.env_name=") for one in overrides)
+    is_clear = known is not None and (known.name != "prompts" or is_said)
+    near = [] if is_clear else suggestions(first)
+    return Findings(
+        path=path,
+        num_rows=num_rows + unreadable.count,
+        unreadable=unreadable,
+        first=first,
+        known=known,
+        readings=readings,
+        others=others,
+        near=[one for one in near if trainer is None or one.trainer in (None, trainer)],
+    )
+
+
+def _readings(
+    path: str, first: Row, trainer: Trainer | None, overrides: Sequence[str]
+) -> tuple[KnownFormat | None, list[Reading]]:
+    """The form of a file, and what each command (or one) makes of it.
+
+    A key that a command does not have leaves that command out.
+
+    Raises:
+        ConfigError: No command understands the overrides.
+    """
+    found, problems = [], []
+    for one in TRAINERS if trainer is None else (trainer,):
+        try:
+            found.append(_configured(path, first, one, overrides))
+        except ConfigError as problem:
+            problems.append(str(problem) if trainer else f"laurel {one}: {problem}")
+    if not found:
+        raise ConfigError("\n".join(problems))
+    known = found[0][1]
+    return known, [_read_as(reading, known) for reading, _ in found]
+
+
+def _configured(
+    path: str, first: Row, trainer: Trainer, overrides: Sequence[str]
+) -> tuple[Reading, KnownFormat | None]:
+    """A command with its configuration and what it has to be told, and the form of the rows."""
+    base = [f"data.train_data_path={json.dumps(path)}"]
+    said: Any = load_config(SCHEMAS[trainer], None, [*base, *overrides]).config
+    known = recognise(_as_called(first, said.data))
+    settings = tuple(known.trainers.get(trainer, ())) if known is not None else ()
+    if trainer == "grpo" and not any(one.startswith("data.env_name=") for one in settings):
+        settings = (*settings, "data.env_name=reward_model")  # which needs nothing but prompts
+    keys = {setting.partition("=")[0] for setting in overrides}
+    settings = tuple(one for one in settings if one.partition("=")[0] not in keys)
+    # All rows are looked at, malformed ones and those of a validation set too.
+    options = ["data.on_bad_row=skip", "data.split_validation_size=0"]
+    options = [one for one in options if one.partition("=")[0] not in keys]
+    config = load_config(SCHEMAS[trainer], None, [*base, *options, *settings, *overrides]).config
+    return Reading(trainer=trainer, config=config, settings=settings), known
+
+
+def _as_called(row: Row, data: Any) -> Row:
+    """The row with the columns that `data` names under the names that they have by default."""
+    renamed = dict(row)
+    for key, field_of_key in type(data).model_fields.items():
+        column, default = getattr(data, key), field_of_key.default
+        if key.endswith("_key") and isinstance(default, str) and column in row:
+            renamed[default] = row[column]
+    return renamed
+
+
+def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
+    """What a command makes of the file that its configuration names. Nothing is raised for rows."""
+    config = reading.config
+    try:
+        if reading.trainer == "rm":
+            pairs = load_data(config)
+            return replace(reading, report=pairs.reports["train"], rows=pairs.train)
+        if reading.trainer == "sft":
+            chats = load_demonstration_data(config.data)
+            return replace(reading, report=chats.reports["train"], rows=chats.train)
+        tasks = load_task_data(
+            config.data,
+            default_environment=config.default_environment,
+            environments=config.env.names(),
+            # Where nobody has said who judges, what each environment lacks is counted afterwards.
+            needs=needs_of(config.env) if config.data.env_name is not None else NO_NEEDS,
+        )
+        check_tests(tasks, config)
+    except DataError as problem:
+        return replace(reading, problem=str(problem))
+    counts = {
+        "math": sum("ground_truth" in task.metadata for task in tasks.train),
+        "code": sum(any(key in task.metadata for key in OWN_TESTS) for task in tasks.train),
+        "reward_model": len(tasks.train),
+    }
+    if known is not None and "rm" in known.trainers:
+        # What people preferred is an answer to imitate, not one to check others by.
+        del counts["math"]
+    environments = {name: count for name, count in counts.items() if count}
+    report = tasks.reports["train"]
+    return replace(reading, report=report, rows=tasks.train, environments=environments)
+
+
+def _other_uses(
+    path: str, known: KnownFormat | None, readings: Sequence[Reading], column_keys: Sequence[str]
+) -> list[OtherUse]:
+    """`laurel eval` and `laurel score`."""
+
+    def counting(command: str, count: Callable[[], int]) -> OtherUse:
+        try:
+            return OtherUse(command=command, num_rows=count())
+        except DataError as error:
+            return OtherUse(command=command, problem=str(error))
+
+    uses: list[OtherUse] = []
+    benchmark = known.evaluation if known is not None else None
+    judged = next((one.report for one in readings if one.trainer == "rm"), None)
+    if benchmark == "pairs" and judged is not None:
+        again = judged.dropped.get("duplicate")
+        num_again = 0 if again is None else again.count
+        more = f"; it keeps the {counted(num_again, 'duplicate')} that rm leaves out"
+        num_rows, remark = judged.num_kept + num_again, more if num_again else ""
+        uses.append(OtherUse(command="eval pairs", num_rows=num_rows, remark=remark))
+    elif benchmark is not None and benchmark != "pairs":
+        form = {**ON_HUB, "best-of-n": BEST_OF_N}[benchmark]
+        uses.append(counting(f"eval {benchmark}", lambda: len(read_benchmark(form, [path]))))
+    columns = columns_of(column_keys)
+    rows = lambda: sum(1 for _ in read_scoring_rows(path, columns=columns))  # noqa: E731
+    return [*uses, counting("score", rows)]
+
+
+def _column_keys(overrides: Sequence[str]) -> list[str]:
+    """Those that name columns of pairs, which other commands than `laurel rm` take as well."""
+    said = [one.lstrip("+") for one in overrides]
+    return [one for one in said if one.partition("=")[0] in COLUMN_KEYS]
+
+
+def _run_references(readings: Sequence[Reading]) -> References | None:
+    """What becomes of the rows' own programs; None where rows have none that could be run."""
+    reading = next((one for one in readings if one.trainer == "grpo"), None)
+    rows = reading.rows if reading is not None else ()
+    tasks = [row for row in rows if isinstance(row, Task) and row.environment == "code"]
+    tasks = [task for task in tasks if task.metadata.get("reference_solution") is not None]
+    if not tasks or reading is None:
+        return None
+    from laurel.environments.code_environment import CodeEnvironment
+
+    try:
+        environment = CodeEnvironment(reading.config.env.code)
+    except UserError as problem:  # this machine locks nothing in
+        return References(found=len(tasks), problem=str(problem))
+    try:
+        rejected = environment.validate(tasks[:_MOST_REFERENCES])
+    finally:
+        environment.shutdown()
+    failed = tuple(f"{one.task.source}: {one.reason}" for one in rejected)
+    return References(found=len(tasks), run=min(len(tasks), _MOST_REFERENCES), failed=failed)
 
 
 def run_data_check(
@@ -349,128 +333,30 @@ def run_data_check(
     Raises:
         UserError: No file, no rows, a model or an override that cannot be used.
     """
-    name = _model_at(model)
+    if model:
+        check_not_missing(model, key="--model")
+        model = find_local(model).name
+        if not Path(model).is_dir():
+            check_fetchable(model, key="--model")
     with message_console().status(f"reading {path}"):
         findings = examine(path, trainer, overrides)
-        row, problem = _first_row(findings.shown, name)
+        row = problem = None
+        if findings.shown is not None:
+            row = plain_row(findings.shown)
+            try:
+                with speaking(Terms({"policy.model_name": "--model"})):
+                    row = tokenised_row(findings.shown, model) if model else row
+            except UserError as error:  # told after what was found
+                problem = error
     with message_console().status("running the reference solutions"):
         references = _run_references(findings.readings)
     if as_json:
         write_json(_as_facts(findings, row, references))
     else:
-        _show(make_console(), findings, row, overrides, references, has_model=bool(name))
+        _show(make_console(), findings, row, overrides, references, has_model=bool(model))
     if problem is not None:
         raise problem
     return findings.is_usable
-
-
-def _model_at(model: str) -> str:
-    if not model:
-        return ""
-    check_not_missing(model, key="--model")
-    name = find_local(model).name
-    if not Path(name).is_dir():
-        check_fetchable(name, key="--model")
-    return name
-
-
-def _first_row(reading: Reading | None, model: str) -> tuple[FirstRow | None, UserError | None]:
-    """The first row, in tokens where that is possible; and why it is not."""
-    if reading is None:
-        return None, None
-    if not model:
-        return plain_row(reading), None
-    try:
-        with speaking(Terms({"policy.model_name": "--model"})):
-            return tokenised_row(reading, model), None
-    except UserError as problem:
-        return plain_row(reading), problem
-
-
-def examine(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -> Findings:
-    """What a file is and who can use it.
-
-    Raises:
-        UserError: No file, no rows, or overrides that no command understands.
-    """
-    raw = look_at(path)
-    known, readings = readings_of(raw, trainer=trainer, overrides=overrides)
-    columns = columns_of(_column_keys(overrides))
-    others = _other_uses(path, known, readings, columns) if trainer is None else []
-    # Rows that are read only as prompts may have been meant for more, unless it is said who judges.
-    is_said = any(one.lstrip("+").startswith("data.env_name=") for one in overrides)
-    is_clear = known is not None and (known.name != "prompts" or is_said)
-    near = [] if is_clear else suggestions(raw.first)
-    return Findings(
-        raw=raw,
-        known=known,
-        readings=readings,
-        others=others,
-        near=[one for one in near if trainer is None or one.trainer in (None, trainer)],
-    )
-
-
-def _other_uses(
-    path: str,
-    known: KnownFormat | None,
-    readings: Sequence[Reading],
-    columns: Mapping[str, str],
-) -> list[OtherUse]:
-    """`laurel eval` and `laurel score`."""
-    uses: list[OtherUse] = []
-    benchmark = known.evaluation if known is not None else None
-    judged = next((one.report for one in readings if one.trainer == "rm"), None)
-    if benchmark == "pairs" and judged is not None:
-        again = judged.dropped.get("duplicate")
-        num_again = 0 if again is None else again.count
-        uses.append(
-            OtherUse(
-                command="eval pairs",
-                num_rows=judged.num_kept + num_again,
-                remark=f"; it keeps the {counted(num_again, 'duplicate')} that rm leaves out"
-                if num_again
-                else "",
-            )
-        )
-    elif benchmark is not None and benchmark != "pairs":
-        form = {**ON_HUB, "best-of-n": BEST_OF_N}[benchmark]
-        try:
-            num_rows = len(read_benchmark(form, [path]))
-            uses.append(OtherUse(command=f"eval {benchmark}", num_rows=num_rows))
-        except DataError as error:
-            uses.append(OtherUse(command=f"eval {benchmark}", problem=str(error)))
-    try:
-        num_rows = sum(1 for _ in read_scoring_rows(path, columns=columns))
-        uses.append(OtherUse(command="score", num_rows=num_rows))
-    except DataError as error:
-        uses.append(OtherUse(command="score", problem=str(error)))
-    return uses
-
-
-def _run_references(readings: Sequence[Reading]) -> References | None:
-    """What becomes of the rows' own programs; None where rows have none that could be run."""
-    reading = next((one for one in readings if one.trainer == "grpo"), None)
-    if reading is None:
-        return None
-    tasks = [task for task in reading.tasks if task.environment == "code"]
-    tasks = [task for task in tasks if task.metadata.get("reference_solution") is not None]
-    if not tasks:
-        return None
-    from laurel.environments.code_environment import CodeEnvironment
-
-    try:
-        environment = CodeEnvironment(cast("GRPORun", reading.config).env.code)
-    except UserError as problem:  # this machine, or the server that is named, locks nothing in
-        return References(num_found=len(tasks), problem=str(problem))
-    try:
-        rejected = environment.validate(tasks[:_MOST_REFERENCES])
-    finally:
-        environment.shutdown()
-    return References(
-        num_run=min(len(tasks), _MOST_REFERENCES),
-        num_found=len(tasks),
-        failed=tuple(f"{one.task.source}: {one.reason}" for one in rejected),
-    )
 
 
 # --------------------------------------------------------------------------------------- to people
@@ -485,9 +371,19 @@ def _show(
     *,
     has_model: bool,
 ) -> None:
-    _show_file(console, findings)
+    _say(console, findings.path, "bold")
+    rows = f"{findings.num_rows:,}"
+    if findings.unreadable.count:
+        places = ", ".join(findings.unreadable.examples)
+        rows += f", of which {findings.unreadable.count:,} cannot be read ({places})"
+    _line(console, "rows", rows)
+    _line(console, "columns", visible(", ".join(map(str, findings.first))))
+    known = findings.known
+    form = "none that is known by default" if known is None else f"{known.name}: {known.says}"
+    _line(console, "format", form)
     _show_fits(console, findings, overrides)
-    _show_references(console, references)
+    if references is not None:
+        _line(console, *_about_references(references))
     _show_near(console, findings)
     if not findings.is_usable:
         _show_formats(console, findings)
@@ -504,10 +400,19 @@ def _show(
         _line(console, "note", hint)
 
 
+def _grid(*columns: Mapping[str, Any], padding: int = 1) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, padding, 0, 0), pad_edge=False)
+    for options in columns:
+        table.add_column(**options)
+    return table
+
+
+_FIXED: Mapping[str, Any] = {"no_wrap": True}
+_FOLDED: Mapping[str, Any] = {"overflow": "fold"}
+
+
 def _line(console: Console, label: str, text: str, style: str = "") -> None:
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(no_wrap=True, min_width=8)
-    table.add_column(overflow="fold")
+    table = _grid({**_FIXED, "min_width": 8}, _FOLDED)
     table.add_row(Text(label, style=style), Text(text))
     console.print(table)
 
@@ -517,82 +422,54 @@ def _say(console: Console, text: str, style: str = "") -> None:
     console.print(Text(visible(text), style=style), soft_wrap=True)
 
 
-def _show_file(console: Console, findings: Findings) -> None:
-    raw, known = findings.raw, findings.known
-    _say(console, raw.path, "bold")
-    unreadable = raw.unreadable
-    rows = f"{raw.num_rows:,}"
-    if unreadable.count:
-        places = ", ".join(unreadable.examples)
-        rows += f", of which {unreadable.count:,} cannot be read ({places})"
-    _line(console, "rows", rows)
-    _line(console, "columns", visible(", ".join(raw.columns)))
-    if known is None:
-        _line(console, "format", "none that is known by default")
-    else:
-        _line(console, "format", f"{known.name}: {known.says}")
-
-
 def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -> None:
     for reading in findings.readings:
         label = f"{reading.trainer:<8}"
         if reading.report is None:
-            _line(console, label, f"no: {_reason(reading.problem)}", style="bold")
+            _line(console, label, f"no: {_reason(reading.problem)}", "bold")
             continue
-        counts = _counts(reading, findings.known, leaves_out=_leaves_bad_rows_out(overrides))
-        _line(console, label, f"yes: {counts}", style="bold")
-        _say(console, f"         {_command(reading, findings.raw.path, overrides)}")
+        _line(console, label, f"yes: {_counts(reading, findings.known, overrides)}", "bold")
+        words = ["laurel", reading.trainer, f"data.train_data_path={findings.path}"]
+        words += [*reading.settings, *overrides]
+        if "data.env_name=reward_model" in words:
+            words += ["env.reward_model.enabled=true", "env.reward_model.model_name=DIR"]
+        _say(console, f"         {shlex.join(words)}")
         if NOT_WHAT_IS_RIGHT in reading.report.notes:
-            _line(console, "warning", NOT_WHAT_IS_RIGHT, style="bold")
+            _line(console, "warning", NOT_WHAT_IS_RIGHT, "bold")
     for use in findings.others:
         if use.num_rows:
-            path = shlex.quote(findings.raw.path)
-            option = f"-d {path}" if use.command.startswith("eval") else path
-            if use.command in ("eval pairs", "score"):
-                option += "".join(f" {shlex.quote(one)}" for one in _column_keys(overrides))
+            words = ["laurel", *use.command.split(), "--model", "DIR"]
+            words += ["-d"] if use.command.startswith("eval") else []
+            keys = _column_keys(overrides) if use.command in ("eval pairs", "score") else []
             rows = f"yes: {counted(use.num_rows, 'row')}{use.remark}"
-            _line(console, use.command.partition(" ")[0], rows, style="bold")
-            _say(console, f"         laurel {use.command} --model DIR {option}")
+            _line(console, use.command.partition(" ")[0], rows, "bold")
+            _say(console, f"         {shlex.join([*words, findings.path, *keys])}")
         elif use.command.startswith("eval"):
-            _line(console, "eval", f"no: {_reason(use.problem)}", style="bold")
+            _line(console, "eval", f"no: {_reason(use.problem)}", "bold")
 
 
-def _column_keys(overrides: Sequence[str]) -> list[str]:
-    """Those that name columns of pairs, which other commands than `laurel rm` take as well."""
-    said = [one.lstrip("+") for one in overrides]
-    return [one for one in said if one.partition("=")[0] in COLUMN_KEYS]
+def _reason(problem: str) -> str:
+    """Why nothing is left: what stands behind the name of the set, on one line."""
+    _, found, rest = problem.partition("Left out: ")
+    return shorten_middle(rest if found else problem, _REASON_LENGTH)
 
 
-def _show_references(console: Console, references: References | None) -> None:
-    if references is None:
-        return
-    found = references.num_found
+def _about_references(references: References) -> tuple[str, str, str]:
+    found, num_failed = references.found, len(references.failed)
     if references.problem:
-        said = f"{counted(found, 'row')} with a reference solution, not run: {references.problem}"
-        _line(console, "note", said)
-        return
-    of_all = "" if references.num_run == found else f" (of {found:,} in the file)"
-    run = f"{counted(references.num_run, 'reference solution')}{of_all} run"
-    if not references.failed:
-        _line(console, "note", f"{run}: all pass the tests of their rows")
-        return
-    num_failed = len(references.failed)
+        rows = counted(found, "row")
+        return "note", f"{rows} with a reference solution, not run: {references.problem}", ""
+    of_all = "" if references.run == found else f" (of {found:,} in the file)"
+    run = f"{counted(references.run, 'reference solution')}{of_all} run"
+    if not num_failed:
+        return "note", f"{run}: all pass the tests of their rows", ""
     fails = "fails the tests of its row" if num_failed == 1 else "fail the tests of their rows"
-    said = (
-        f"{run}: {num_failed:,} {fails}, and a run leaves that out. "
-        f"The first: {references.failed[0]}"
-    )
-    _line(console, "warning", said, style="bold")
+    first = references.failed[0]
+    said = f"{run}: {num_failed:,} {fails}, and a run leaves that out. The first: {first}"
+    return "warning", said, "bold"
 
 
-def _leaves_bad_rows_out(overrides: Sequence[str]) -> bool:
-    """Whether the run is told to go on without malformed rows; the last of several counts."""
-    said = [one.lstrip("+").partition("=") for one in overrides]
-    values = [value for key, _, value in said if key == "data.on_bad_row"]
-    return values[-1:] == ["skip"]
-
-
-def _counts(reading: Reading, known: KnownFormat | None, *, leaves_out: bool) -> str:
+def _counts(reading: Reading, known: KnownFormat | None, overrides: Sequence[str]) -> str:
     """How many rows, what of them, and what stops a run."""
     assert reading.report is not None
     report = reading.report
@@ -603,54 +480,32 @@ def _counts(reading: Reading, known: KnownFormat | None, *, leaves_out: bool) ->
     if reading.environments:
         names = ", ".join(f"{name} ({n:,})" for name, n in reading.environments.items())
         said += f"; could be judged by {names}"
-    if reading.num_malformed:
-        left_out = report.dropped["malformed"]
-        if leaves_out:
-            said += (
-                f". The run leaves out {counted(reading.num_malformed, 'malformed row')}, the "
-                f"first at {left_out.examples[0]}"
-            )
-        else:
-            said += (
-                f". The run stops at {left_out.examples[0]} unless you mend the rows or set "
-                "data.on_bad_row=skip"
-            )
-    return said
-
-
-def _command(reading: Reading, path: str, overrides: Sequence[str]) -> str:
-    words = ["laurel", reading.trainer, f"data.train_data_path={path}"]
-    words += [*reading.settings, *overrides]
-    if "data.env_name=reward_model" in words:
-        words += ["env.reward_model.enabled=true", "env.reward_model.model_name=DIR"]
-    return " ".join(map(shlex.quote, words))
-
-
-def _reason(problem: str) -> str:
-    """Why nothing is left: what stands behind the name of the set, on one line."""
-    _, found, rest = problem.partition("Left out: ")
-    return shorten_middle(rest if found else problem, _REASON_LENGTH)
+    if not reading.num_malformed:
+        return said
+    first = report.dropped["malformed"].examples[0]
+    on_bad_row = [one for one in overrides if one.lstrip("+").startswith("data.on_bad_row=")]
+    if on_bad_row and on_bad_row[-1].endswith("=skip"):  # the last of several counts
+        rows = counted(reading.num_malformed, "malformed row")
+        return f"{said}. The run leaves out {rows}, the first at {first}"
+    mend = "unless you mend the rows or set data.on_bad_row=skip"
+    return f"{said}. The run stops at {first} {mend}"
 
 
 def _show_near(console: Console, findings: Findings) -> None:
+    check = ["laurel", "data", "check", findings.path, "--for"]
     for near in findings.near:
-        _line(console, "hint", f"it looks like {near.says}", style="bold")
+        _line(console, "hint", f"it looks like {near.says}", "bold")
         if near.trainer is not None:
-            words = ["laurel", "data", "check", findings.raw.path, "--for", near.trainer]
-            _say(console, f"         {shlex.join([*words, *near.settings])}")
-    _show_unnamed(console, findings)
-
-
-def _show_unnamed(console: Console, findings: Findings) -> None:
-    """Which keys name the columns of pairs, where nothing could be guessed."""
+            _say(console, f"         {shlex.join([*check, near.trainer, *near.settings])}")
+    # Which keys name the columns of pairs, where nothing could be guessed.
     asked = next((one for one in findings.readings if one.trainer == "rm"), None)
     is_guessed = any(near.trainer in (None, "rm") for near in findings.near)
-    if asked is None or asked.fits or is_guessed or not could_be_named(findings.raw.first, "rm"):
+    if asked is None or asked.report is not None or is_guessed:
         return
-    _line(console, "hint", "if they are pairs of answers, say which column is which", style="bold")
-    words = ["laurel", "data", "check", findings.raw.path, "--for", "rm"]
-    keys = [f"{key}=COLUMN" for key in KEYS_OF_COLUMNS["rm"]]
-    _say(console, f"         {shlex.join([*words, *keys])}")
+    if could_be_named(findings.first, "rm"):
+        _line(console, "hint", "if they are pairs of answers, say which column is which", "bold")
+        keys = [f"{key}=COLUMN" for key in KEYS_OF_COLUMNS["rm"]]
+        _say(console, f"         {shlex.join([*check, 'rm', *keys])}")
 
 
 def _show_formats(console: Console, findings: Findings) -> None:
@@ -659,17 +514,14 @@ def _show_formats(console: Console, findings: Findings) -> None:
     known = findings.known
     if known is not None and known.trainers and not asked & known.trainers.keys():
         others = " and ".join(f"laurel {trainer}" for trainer in known.trainers)
-        _line(console, "hint", f"this format is for {others}: leave --for out", style="bold")
+        _line(console, "hint", f"this format is for {others}: leave --for out", "bold")
     whom = f" that laurel {next(iter(asked))} takes" if len(asked) == 1 else ""
     console.print(Text(f"\nFormats{whom}, by their columns", style="bold"))
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _grid(_FIXED, _FOLDED, padding=2)
     for one in FORMATS:
-        if len(asked) == 1 and not asked & one.trainers.keys():
-            continue
-        commands = [*one.trainers, *([f"eval {one.evaluation}"] if one.evaluation else [])]
-        table.add_row(Text(one.name), Text(f"{one.columns}  ({', '.join(commands)})"))
+        if len(asked) > 1 or asked & one.trainers.keys():
+            commands = [*one.trainers, *([f"eval {one.evaluation}"] if one.evaluation else [])]
+            table.add_row(Text(one.name), Text(f"{one.columns}  ({', '.join(commands)})"))
     console.print(table)
 
 
@@ -679,17 +531,25 @@ def _show_formats(console: Console, findings: Findings) -> None:
 def _as_facts(
     findings: Findings, row: FirstRow | None, references: References | None
 ) -> dict[str, Any]:
-    raw, known = findings.raw, findings.known
+    known, unreadable = findings.known, findings.unreadable
+    fits = {
+        one.trainer: {
+            "fits": one.report is not None,
+            "problem": one.problem or None,
+            "settings": list(one.settings),
+            "malformed": one.num_malformed,
+            "environments": one.environments,
+            "report": None if one.report is None else one.report.to_dict(),
+        }
+        for one in findings.readings
+    }
     return {
-        "file": raw.path,
-        "rows": raw.num_rows,
-        "rows_unreadable": {
-            "count": raw.unreadable.count,
-            "examples": list(raw.unreadable.examples),
-        },
-        "columns": raw.columns,
+        "file": findings.path,
+        "rows": findings.num_rows,
+        "rows_unreadable": {"count": unreadable.count, "examples": list(unreadable.examples)},
+        "columns": list(map(str, findings.first)),
         "format": None if known is None else {"name": known.name, "says": known.says},
-        "fits": {reading.trainer: _reading_facts(reading) for reading in findings.readings},
+        "fits": fits,
         "other_commands": {
             use.command: {"rows": use.num_rows, "problem": use.problem or None}
             for use in findings.others
@@ -698,26 +558,8 @@ def _as_facts(
             {"says": one.says, "command": one.trainer, "settings": list(one.settings)}
             for one in findings.near
         ],
-        "references": None
-        if references is None
-        else {
-            "found": references.num_found,
-            "run": references.num_run,
-            "failed": list(references.failed),
-            "problem": references.problem or None,
-        },
-        "first_row": None if row is None else row_as_facts(row),
-    }
-
-
-def _reading_facts(reading: Reading) -> dict[str, Any]:
-    return {
-        "fits": reading.fits,
-        "problem": reading.problem or None,
-        "settings": list(reading.settings),
-        "malformed": reading.num_malformed,
-        "environments": reading.environments,
-        "report": None if reading.report is None else reading.report.to_dict(),
+        "references": None if references is None else asdict(references),
+        "first_row": None if row is None else asdict(row),
     }
 
 
@@ -739,9 +581,9 @@ class Piece:
     text: str
     role: str
     """Of the message; `TEMPLATE` or `UNCLEAR` where it is in none."""
-    is_learned: bool = False
+    in_loss: bool = False
     """Whether it counts in the loss."""
-    is_pooled: bool = False
+    pooled: bool = False
     """Whether the score is read from it."""
 
 
@@ -764,7 +606,7 @@ def pieces_of(
         learned_L: bool [L]: which count in the loss; None: none.
         pools_last: Whether the score is read from the last one.
     """
-    cut = _cut(tokenizer, [int(one) for one in ids_L])
+    cut = list(_cut(tokenizer, [int(one) for one in ids_L]))
     text = "".join(part for _, part in cut)
     roles = _roles(text, conversation, render)
     pieces: list[Piece] = []
@@ -779,38 +621,32 @@ def pieces_of(
                 ids=ids,
                 text=part,
                 role=role,
-                is_learned=learned_L is not None and bool(learned_L[token:end].any()),
-                is_pooled=pools_last and end == len(ids_L),
+                in_loss=learned_L is not None and bool(learned_L[token:end].any()),
+                pooled=pools_last and end == len(ids_L),
             )
         )
         token, character = end, character + len(part)
     return pieces
 
 
-def _cut(tokenizer: Any, ids: Sequence[int]) -> list[tuple[tuple[int, ...], str]]:
+def _cut(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[tuple[int, ...], str]]:
     """Each token with its text. One decoded alone would lose a leading blank, or half a letter."""
-    cut: list[tuple[tuple[int, ...], str]] = []
+
+    def text_of(tokens: list[int]) -> str:
+        if not tokens:
+            return ""
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(tokenizer.decode(tokens, **options))
+
     pending: list[int] = []
     before: list[int] = []
-    for token in ids:
+    for place, token in enumerate(ids, 1):
         pending.append(token)
-        text = _decode(tokenizer, [*before, *pending])[len(_decode(tokenizer, before)) :]
-        if text.endswith("\ufffd") and len(pending) < _MOST_JOINED:
-            continue
-        cut.append((tuple(pending), text))
-        before, pending = [token], []
-    if pending:
-        text = _decode(tokenizer, [*before, *pending])[len(_decode(tokenizer, before)) :]
-        cut.append((tuple(pending), text))
-    return cut
-
-
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    if not ids:
-        return ""
-    return str(
-        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
+        text = text_of([*before, *pending])[len(text_of(before)) :]
+        is_part = text.endswith("\ufffd") and len(pending) < _MOST_JOINED
+        if not is_part or place == len(ids):
+            yield tuple(pending), text
+            before, pending = [token], []
 
 
 # ------------------------------------------------------------------------------------------- roles
@@ -820,44 +656,36 @@ def _roles(
     text: str, conversation: Conversation, render: Callable[[Conversation], str]
 ) -> list[str]:
     """The role of each character."""
-    whole, spans = _rendered(conversation, render)
-    start = whole.find(text) if spans is not None else -1
-    if spans is None or start < 0:
-        return _searched(text, conversation)
-    roles = [TEMPLATE] * len(whole)
-    for message, (first, end) in zip(conversation, spans, strict=True):
-        roles[first:end] = [message.role] * (end - first)
-    return roles[start : start + len(text)]
+    whole = render(conversation)
+    for is_stripped in (False, True):
+        said = [one.content.strip() if is_stripped else one.content for one in conversation]
+        roles = _copied(whole, said, conversation, render)
+        start = whole.find(text)
+        if roles is not None and start >= 0:
+            return roles[start : start + len(text)]
+    return _searched(text, conversation)
 
 
-def _rendered(
-    conversation: Conversation, render: Callable[[Conversation], str]
-) -> tuple[str, list[tuple[int, int]] | None]:
-    """The text, and where each message stands in it; None for a template that does more than copy.
+def _copied(
+    whole: str,
+    said: Sequence[str],
+    conversation: Conversation,
+    render: Callable[[Conversation], str],
+) -> list[str] | None:
+    """The role of each character of the whole; None for a template that does more than copy.
 
     Marks are rendered in the place of the messages, and the messages put where the marks are.
     """
-    whole = render(conversation)
     marks = [f"laurelmark{place}end" for place in range(len(conversation))]
-    frame = render(
-        tuple(Message(one.role, mark) for one, mark in zip(conversation, marks, strict=True))
-    )
-    for said in (
-        [message.content for message in conversation],
-        [message.content.strip() for message in conversation],
-    ):
-        spans: list[tuple[int, int]] = []
-        built, rest = "", frame
-        for mark, content in zip(marks, said, strict=True):
-            before, found, rest = rest.partition(mark)
-            if not found:
-                break
-            built += before
-            spans.append((len(built), len(built) + len(content)))
-            built += content
-        if len(spans) == len(conversation) and built + rest == whole:
-            return whole, spans
-    return whole, None
+    marked = [Message(one.role, mark) for one, mark in zip(conversation, marks, strict=True)]
+    built, roles, rest = "", [], render(tuple(marked))
+    for message, mark, content in zip(conversation, marks, said, strict=True):
+        before, found, rest = rest.partition(mark)
+        if not found:
+            return None
+        built += before + content
+        roles += [TEMPLATE] * len(before) + [message.role] * len(content)
+    return roles + [TEMPLATE] * len(rest) if built + rest == whole else None
 
 
 def _searched(text: str, conversation: Conversation) -> list[str]:
@@ -890,10 +718,10 @@ class Part:
     title: str
     messages: Conversation
     """What is said in it."""
-    pieces: tuple[Piece, ...] = ()
-    """Its tokens; empty without a model."""
     was_cut: bool = False
     """Whether the conversation was too long."""
+    tokens: Sequence[Piece] = ()
+    """Empty without a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -901,31 +729,24 @@ class FirstRow:
     """The first row that a command would use."""
 
     source: str
-    parts: tuple[Part, ...]
-    notes: tuple[str, ...] = ()
+    parts: Sequence[Part]
+    notes: Sequence[str] = ()
     """What should be known of its tokens."""
 
 
 def plain_row(reading: Reading) -> FirstRow:
     """The row without tokens."""
-    row = reading.first
-    assert row is not None
+    row = reading.rows[0]
     if isinstance(row, Preference):
-        answers = tuple(
-            Part(title=_answer_title(row, index), messages=completion.messages)
-            for index, completion in enumerate(row.group.completions_G)
-        )
-        return FirstRow(
-            source=row.source, parts=(Part(title="prompt", messages=row.group.prompt), *answers)
-        )
-    if isinstance(row, Dialogue):
-        parts: tuple[Part, ...] = (Part(title="conversation", messages=row.messages),)
+        parts = [Part(title="prompt", messages=row.group.prompt)]
+        for index, completion in enumerate(row.group.completions_G):
+            parts.append(Part(title=_answer_title(row, index), messages=completion.messages))
         return FirstRow(source=row.source, parts=parts)
-    return FirstRow(
-        source=row.source,
-        parts=(Part(title="prompt", messages=row.prompt),),
-        notes=_about_task(row),
-    )
+    if isinstance(row, Dialogue):
+        part = Part(title="conversation", messages=row.messages)
+        return FirstRow(source=row.source, parts=[part])
+    part = Part(title="prompt", messages=row.prompt)
+    return FirstRow(source=row.source, parts=[part], notes=_about_task(row))
 
 
 def tokenised_row(reading: Reading, model: str) -> FirstRow:
@@ -939,16 +760,13 @@ def tokenised_row(reading: Reading, model: str) -> FirstRow:
         ModelError: No tokenizer or template that could be used.
         DataError: The template cannot render the row.
     """
-    from laurel.rewards.open import quiet_libraries
-
     quiet_libraries()
-    row = reading.first
+    row = reading.rows[0]
     if isinstance(row, Preference):
         return _scored(row, reading.config, model)
     if isinstance(row, Dialogue):
-        return _imitated(row, cast("SFTRun", reading.config), model)
-    assert row is not None
-    return _asked(row, cast("GRPORun", reading.config), model)
+        return _imitated(row, reading.config, model)
+    return _asked(row, reading.config, model)
 
 
 def _answer_title(row: Preference, index: int) -> str:
@@ -960,10 +778,9 @@ def _answer_title(row: Preference, index: int) -> str:
     return f"{word}, {index + 1} of {len(row.ranks_G)}, rank {rank}"
 
 
-def _scored(row: Preference, config: Any, model: str) -> FirstRow:
+def _scored(row: Preference, run: Any, model: str) -> FirstRow:
     from laurel.models.loading.reward_model import load_contract
 
-    run = cast("RewardTrainingRun", config)
     contract, notes = load_contract(
         replace(model_spec(run.policy), name=model),
         max_length=run.data.max_input_seq_length or run.policy.max_total_sequence_length,
@@ -983,34 +800,26 @@ def _scored(row: Preference, config: Any, model: str) -> FirstRow:
             contract.render,
             pools_last=pools_last,
         )
-        shared, own = _split(pieces, num_shared)
+        ends = np.cumsum([len(piece.ids) for piece in pieces])
+        num_first = int(np.searchsorted(ends, num_shared)) + 1 if num_shared else 0
+        shared, own = pieces[:num_first], pieces[num_first:]
         if index == 0 and shared:
             title = "prompt, computed once for all answers"
-            parts.append(Part(title=title, messages=row.group.prompt, pieces=shared))
+            parts.append(Part(title=title, messages=row.group.prompt, tokens=shared))
         parts.append(
             Part(
                 title=_answer_title(row, index),
                 messages=row.group.completions_G[index].messages,
-                pieces=own,
+                tokens=own,
                 was_cut=bool(tokens.truncated_G[index]),
             )
         )
     if not pools_last:
         notes.append("this model pools by itself: the score is read from no single token")
-    return FirstRow(source=row.source, parts=tuple(parts), notes=tuple(notes))
+    return FirstRow(source=row.source, parts=parts, notes=notes)
 
 
-def _split(pieces: list[Piece], num_tokens: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """The pieces of the first tokens, and the others."""
-    seen = 0
-    for place, piece in enumerate(pieces):
-        if seen >= num_tokens:
-            return tuple(pieces[:place]), tuple(pieces[place:])
-        seen += len(piece.ids)
-    return tuple(pieces), ()
-
-
-def _imitated(row: Dialogue, config: SFTRun, model: str) -> FirstRow:
+def _imitated(row: Dialogue, config: Any, model: str) -> FirstRow:
     chat = _chat(config, model)
     longest = config.data.max_input_seq_length or config.policy.max_total_sequence_length
     learned = chat.demonstration(
@@ -1034,25 +843,25 @@ def _imitated(row: Dialogue, config: SFTRun, model: str) -> FirstRow:
         learned_L=np.concatenate((np.zeros(len(trunk), dtype=bool), learned.mask_L)),
     )
     part = Part(
-        title="conversation", messages=row.messages, pieces=tuple(pieces), was_cut=learned.truncated
+        title="conversation", messages=row.messages, tokens=pieces, was_cut=learned.truncated
     )
-    return FirstRow(source=row.source, parts=(part,))
+    return FirstRow(source=row.source, parts=[part])
 
 
-def _asked(row: Task, config: GRPORun, model: str) -> FirstRow:
+def _asked(row: Task, config: Any, model: str) -> FirstRow:
     chat = _chat(config, model)
     ids_L = chat.prompt_ids(row.prompt)
     pieces = pieces_of(
         chat.tokenizer, ids_L, row.prompt, lambda said: chat.render(said, prompt=True)
     )
-    part = Part(title="prompt", messages=row.prompt, pieces=tuple(pieces))
+    part = Part(title="prompt", messages=row.prompt, tokens=pieces)
     room = config.policy.max_total_sequence_length - len(ids_L)
     notes = (
         f"what the policy writes next counts in the loss: up to {max(room, 0):,} tokens of "
         f"policy.max_total_sequence_length={config.policy.max_total_sequence_length}",
         *_about_task(row),
     )
-    return FirstRow(source=row.source, parts=(part,), notes=notes)
+    return FirstRow(source=row.source, parts=[part], notes=notes)
 
 
 def _about_task(row: Task) -> tuple[str, ...]:
@@ -1071,7 +880,7 @@ def _about_task(row: Task) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _chat(config: SFTRun | GRPORun, model: str) -> ChatFormat:
+def _chat(config: Any, model: str) -> ChatFormat:
     from laurel.models.chat import ChatFormat
     from laurel.models.tokenizer import load_tokenizer
 
@@ -1107,21 +916,17 @@ _TEXT_LENGTH = 600
 
 def show_row(console: Console, row: FirstRow) -> None:
     """The row with its legend."""
-    has_tokens = any(part.pieces for part in row.parts)
+    has_tokens = any(part.tokens for part in row.parts)
     separator = "│" if "utf" in (console.encoding or "").lower() else "|"
     for part in row.parts:
         console.print(Text(_title(part), style="bold"))
-        table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column(no_wrap=True)
-        if has_tokens:
-            table.add_column(no_wrap=True, justify="right")
-            table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
+        wide = (_FIXED, {**_FIXED, "justify": "right"}, _FIXED, _FOLDED)
+        table = _grid(*(wide if has_tokens else (_FIXED, _FOLDED)))
         for cells in _token_lines(part, separator) if has_tokens else _message_lines(part):
             table.add_row(*cells)
         console.print(table)
     if has_tokens:
-        _show_legend(console, [piece for part in row.parts for piece in part.pieces], separator)
+        _show_legend(console, [piece for part in row.parts for piece in part.tokens], separator)
     for note in row.notes:
         console.print(Text(f"note     {visible(note)}"), soft_wrap=True)
 
@@ -1131,39 +936,13 @@ def style_of(role: str) -> str:
     return "" if role in (TEMPLATE, UNCLEAR) else ROLE_STYLES.get(role, OTHER_ROLE)
 
 
-def row_as_facts(row: FirstRow) -> dict[str, Any]:
-    """The row as plain values, for JSON; all tokens are in it."""
-    return {
-        "source": row.source,
-        "parts": [
-            {
-                "title": part.title,
-                "messages": [{"role": m.role, "content": m.content} for m in part.messages],
-                "was_cut": part.was_cut,
-                "tokens": [
-                    {
-                        "ids": list(piece.ids),
-                        "text": piece.text,
-                        "role": piece.role,
-                        "in_loss": piece.is_learned,
-                        "pooled": piece.is_pooled,
-                    }
-                    for piece in part.pieces
-                ],
-            }
-            for part in row.parts
-        ],
-        "notes": list(row.notes),
-    }
-
-
 # ------------------------------------------------------------------------------------------- lines
 
 
 def _title(part: Part) -> str:
-    if not part.pieces:
+    if not part.tokens:
         return part.title
-    num_tokens = _count(part.pieces)
+    num_tokens = _count(part.tokens)
     cut = ", cut to fit" if part.was_cut else ""
     return f"{part.title}: {counted(num_tokens, 'token')}{cut}"
 
@@ -1180,15 +959,15 @@ def _message_lines(part: Part) -> Iterator[tuple[Text, ...]]:
 
 def _token_lines(part: Part, separator: str) -> Iterator[tuple[Text, ...]]:
     def kind(piece: Piece) -> tuple[str, bool, bool]:
-        return piece.role, piece.is_learned, piece.is_pooled
+        return piece.role, piece.in_loss, piece.pooled
 
-    for (role, is_learned, is_pooled), group in groupby(part.pieces, kind):
+    for (role, in_loss, pooled), group in groupby(part.tokens, kind):
         pieces = list(group)
-        use = "score" if is_pooled else "loss" if is_learned else ""
+        use = "score" if pooled else "loss" if in_loss else ""
         yield (
             Text(f" {visible(role)} ", style=style_of(role)),
             Text(str(_count(pieces))),
-            Text(use, style=POOLED if is_pooled else LEARNED if is_learned else ""),
+            Text(use, style=POOLED if pooled else LEARNED if in_loss else ""),
             _tokens(pieces, separator),
         )
 
@@ -1205,9 +984,9 @@ def _tokens(pieces: Sequence[Piece], separator: str) -> Text:
         if place and not (hidden and place == hidden.stop):
             line.append(separator)
         style = style_of(piece.role)
-        if piece.is_learned:
+        if piece.in_loss:
             style = f"{LEARNED} {style}"
-        if piece.is_pooled:
+        if piece.pooled:
             line.append(f"[{visible(piece.text)}]", style=POOLED)
         else:
             line.append(visible(piece.text), style=style)
@@ -1227,9 +1006,9 @@ def _show_legend(console: Console, pieces: Sequence[Piece], separator: str) -> N
         UNCLEAR: "beside a message that was cut, or that the template changed",
     }
     lines = [Text(f"{role}: {about}") for role, about in meanings.items() if role in roles]
-    if any(piece.is_learned for piece in pieces):
+    if any(piece.in_loss for piece in pieces):
         lines.append(Text("").append("loss", LEARNED).append(": these tokens count in the loss"))
-    if any(piece.is_pooled for piece in pieces):
+    if any(piece.pooled for piece in pieces):
         what = ": the token from which the reward model reads the score"
         lines.append(Text("").append("[score]", POOLED).append(what))
     for one in lines:

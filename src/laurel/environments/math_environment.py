@@ -58,9 +58,15 @@ class MathEnvironment(EnvironmentInterface):
         self.memo: ConversationMemo[Verdict] = ConversationMemo()
 
     def step(
-        self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
+        self,
+        message_log_batch: Sequence[MessageLog],
+        metadata: Sequence[dict[str, Any] | None],
+        return_extracted_answer: bool = True,
     ) -> EnvironmentReturn:
-        """See `protocols.Environment.step`. What comes back as metadata also has the `verdict`."""
+        """See `protocols.Environment.step`. Metadata comes back as it was given.
+
+        `return_extracted_answer` is for callers of NeMo RL's environment; False: no `answers`.
+        """
         if len(message_log_batch) != len(metadata):
             raise EnvironmentFailedError(
                 f"{len(message_log_batch)} conversations came with metadata for {len(metadata)}"
@@ -76,14 +82,11 @@ class MathEnvironment(EnvironmentInterface):
             observations=[
                 {"role": "environment", "content": f"Environment: {one}"} for one in said
             ],
-            metadata=[
-                {**(given or {}), "verdict": checked.verdict}
-                for given, checked in zip(metadata, verdicts, strict=True)
-            ],
+            metadata=list(metadata),
             next_stop_strings=[list(self.stop_strings) or None for _ in verdicts],
             rewards=torch.tensor(right, dtype=torch.float32),
             terminateds=torch.ones(len(verdicts), dtype=torch.bool),
-            answers=[checked.answer for checked in verdicts],
+            answers=[one.answer for one in verdicts] if return_extracted_answer else None,
             failures=[checked.reason for checked in verdicts],
         )
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from rich.text import Text
 
-from laurel.config.policy import ClusterConfig
 from laurel.errors import (
     CheckpointError,
     ConfigError,
@@ -135,7 +134,7 @@ def _write(
     from laurel.export import writing
     from laurel.workers.process import prepare
 
-    prepare(ClusterConfig(device=options.device, cpu_threads=options.cpu_threads), seed=0)
+    prepare(options.device, cpu_threads=options.cpu_threads, seed=0)
     quiet_libraries()
     rules = read_rules(place)
     policy = policy_of_settings(options.settings, rules=rules, say=say)

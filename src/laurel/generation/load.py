@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laurel.config.policy import ClusterConfig, TokenizerConfig
+from laurel.config.policy import TokenizerConfig
 from laurel.generation.requests import GeneratorSpec
 from laurel.models.spec import ModelSpec
 from laurel.protocols import Generator
@@ -26,9 +26,11 @@ class TransformersMaker:
 
     model: ModelSpec
     """As the learner's. To begin with a directory, name it: see `from_directory`."""
-    cluster: ClusterConfig
-    """Device and threads."""
     spec: GeneratorSpec
+    device: str = "auto"
+    """As `cluster.device`."""
+    cpu_threads: int | None = None
+    """As `cluster.cpu_threads`."""
     texts: tuple[str, ...] = ()
     """What a tokenizer from scratch learns from, as the learner's."""
 
@@ -43,12 +45,13 @@ class TransformersMaker:
         from laurel.models.loading.policy import load_policy
         from laurel.workers.process import prepare
 
+        seed = self.spec.seed
         loaded = load_policy(
             # Adapters begin as nothing, and come merged with the weights of later steps.
             replace(self.model, lora=None, activation_checkpointing=False),
-            seed=self.spec.seed,
+            seed=seed,
             max_length=self.spec.max_length,
-            device=prepare(self.cluster, seed=self.spec.seed),
+            device=prepare(self.device, cpu_threads=self.cpu_threads, seed=seed),
             texts=self.texts,
         )
         return TransformersEngine(

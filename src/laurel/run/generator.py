@@ -210,8 +210,9 @@ def _transformers_maker(
         policy = from_directory(policy, starts_from.checkpoint)
     return TransformersMaker(
         model=policy,
-        cluster=config.cluster,
         spec=generator_spec(config, chat.end_ids),
+        device=config.cluster.device,
+        cpu_threads=config.cluster.cpu_threads,
         texts=starts_from.texts,
     )
 

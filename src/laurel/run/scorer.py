@@ -9,7 +9,7 @@ from rich.text import Text
 
 from laurel.config.load import load_config
 from laurel.config.overrides import parse_override
-from laurel.config.policy import ClusterConfig, PolicyConfig
+from laurel.config.policy import PolicyConfig
 from laurel.errors import ConfigError, Terms, key_of, speaking
 from laurel.observe.console import visible
 from laurel.rewards.open import (
@@ -114,7 +114,7 @@ def open_local(
             say(f"note    --max-length is not used: scoring.json says {rules.max_length} tokens")
         from laurel.workers.process import prepare
 
-        prepare(ClusterConfig(device=spec.device, cpu_threads=cpu_threads), seed=0)
+        prepare(spec.device, cpu_threads=cpu_threads, seed=0)
         return load_scorer(place, scorer_spec(spec, policy), say=say)
 
 

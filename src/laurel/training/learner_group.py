@@ -488,10 +488,10 @@ class LearnerWorker(WeightGiver):
         return self._learner
 
     def _prepare(self, cluster: ClusterConfig, seed: int) -> torch.device:
-        if cluster.cpu_threads is None and choose_device(cluster.device).type == "cpu":
+        threads = cluster.cpu_threads
+        if threads is None and choose_device(cluster.device).type == "cpu":
             threads = max(1, available_cores() // self._place.world_size)
-            cluster = cluster.model_copy(update={"cpu_threads": threads})
-        return prepare(cluster, seed=seed)
+        return prepare(cluster.device, cpu_threads=threads, seed=seed)
 
     def describe(self) -> ModelFacts:
         """What the driver must know of the model."""

@@ -12,22 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laurel.config.policy import ClusterConfig
 from laurel.errors import BroadcastError, ConfigError, setting_of
 from laurel.sandbox.limits import available_cores
 from laurel.workers.rendezvous import LOOPBACK, Place
 
 
-def prepare(config: ClusterConfig, *, seed: int) -> torch.device:
+def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
     """Choose the device, set the threads and seed every generator.
+
+    Args:
+        device: See `choose_device`.
+        cpu_threads: Of the arithmetic on CPU; None is one per core that this process may use.
+        seed: Of every generator.
 
     Raises:
         ConfigError: A GPU is asked for and there is none.
     """
-    device = choose_device(config.device)
-    torch.set_num_threads(config.cpu_threads or available_cores())
+    chosen = choose_device(device)
+    torch.set_num_threads(cpu_threads or available_cores())
     seed_everything(seed)
-    return device
+    return chosen
 
 
 def choose_device(choice: str) -> torch.device:

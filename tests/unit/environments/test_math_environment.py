@@ -76,9 +76,30 @@ def test_what_a_step_returns(environment):
     assert returned.answers == ["42", "43", None]
     assert returned.failures == [None, None, None]
     assert returned.next_stop_strings == [None, None, None]
-    assert returned.metadata[0] == {"ground_truth": "42", "level": 3, "verdict": "correct"}
-    assert [one["verdict"] for one in returned.metadata[1:]] == ["incorrect", "unparseable"]
-    assert given[1] == {"ground_truth": "42"}  # not written to
+    assert environment.notes(logs) == [None, None, "unparseable"]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answer", "known_answer"),
+    [
+        ("math", r"\boxed{42}", "42"),
+        ("english_multichoice", "Answer: C", "C"),
+        ("multilingual_multichoice", "答案: C", "C"),
+    ],
+)
+def test_metadata_comes_back_as_it_was_given(verifier, answer, known_answer):
+    given = [{"ground_truth": known_answer, "level": 3}, {"ground_truth": "B"}, None]
+    with MathEnvironment({"num_workers": 1, "verifier_type": verifier}) as environment:
+        returned = environment.step([log_of(answer)] * 3, given)
+    assert returned.rewards[:2].tolist() == [1.0, 0.0]
+    assert returned.metadata == [{"ground_truth": known_answer, "level": 3}, given[1], None]
+
+
+def test_answers_are_asked_for_as_nemo_rl_does(environment):
+    logs = [log_of(r"\boxed{42}"), log_of("I give up"), log_of(r"\boxed{137}")]
+    given = [{"ground_truth": "42"}] * 3
+    assert environment.step(logs, given, True).answers == ["42", None, "137"]
+    assert environment.step(logs, given, False).answers is None
 
 
 def test_the_answer_is_that_of_all_assistant_messages(environment):

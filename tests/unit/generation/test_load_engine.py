@@ -10,7 +10,7 @@ import tiny_tokenizers
 import vllm_engines
 from generators import collect, draw, policy_and_tokenizer, request, run
 from laurel.config.grpo import GenerationConfig
-from laurel.config.policy import ClusterConfig, LoraConfig, ScratchConfig, TokenizerConfig
+from laurel.config.policy import LoraConfig, ScratchConfig, TokenizerConfig
 from laurel.generation.engine_worker import EngineWorker
 from laurel.generation.load import TransformersMaker, VllmMaker, from_directory
 from laurel.generation.replicas import GeneratorReplicas
@@ -23,7 +23,6 @@ from laurel.models.spec import ModelSpec
 from laurel.workers.calls import LocalGroup
 
 TEXTS = ("The laurel is evergreen.", "Where does it grow?", "By the sea, in the sun. " * 5)
-ONE_THREAD = ClusterConfig(device="cpu", cpu_threads=1)
 
 
 def scratch_policy(**changes):
@@ -36,7 +35,7 @@ def scratch_policy(**changes):
 
 def maker_of(model, *, texts=(), **changes):
     spec = GeneratorSpec(seed=3, end_ids=(1,), max_length=64, **changes)
-    return TransformersMaker(model=model, cluster=ONE_THREAD, spec=spec, texts=texts)
+    return TransformersMaker(model=model, spec=spec, device="cpu", cpu_threads=1, texts=texts)
 
 
 @pytest.mark.parametrize("lora", [False, True])

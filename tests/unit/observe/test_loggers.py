@@ -10,6 +10,7 @@ import pytest
 
 from laurel.config.policy import LoggerConfig
 from laurel.errors import ConfigError, DataError, MissingDependencyError
+from laurel.observe.console import set_verbosity
 from laurel.observe.loggers import (
     JsonlLogger,
     Loggers,
@@ -17,6 +18,7 @@ from laurel.observe.loggers import (
     next_run_dir,
     open_loggers,
     read_metrics,
+    shows_whole_samples,
 )
 
 
@@ -328,3 +330,14 @@ def test_a_log_directory_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     blocked.write_text("")
     with pytest.raises(ConfigError, match=r"logger\.log_dir: cannot create .*File exists"):
         next_run_dir(blocked)
+
+
+def test_a_validation_shows_three_lines_unless_asked_for_more() -> None:
+    assert LoggerConfig().num_val_samples_to_print == 3
+    assert not shows_whole_samples(LoggerConfig())
+    assert shows_whole_samples(LoggerConfig(num_val_samples_to_print=3))
+    set_verbosity("verbose")
+    try:
+        assert shows_whole_samples(LoggerConfig())
+    finally:
+        set_verbosity("normal")

@@ -119,10 +119,12 @@ def test_more_rows_than_may_be_are_refused_before_they_are_read(plain, monkeypat
     [
         ("/get_reward", b'{"query": [' + b'"",' * 2**20 + b'""]}'),
         ("/classify", b'{"input": [' + b"7," * 2**20 + b"7]}"),
+        ("/classify", b'{"input": [' + b"[]," * 2**17 + b"[]]}"),
     ],
 )
 def test_more_values_than_may_be_are_refused_before_they_are_parsed(plain, monkeypatch, path, body):
-    """Parsing is one step: 2.7 million texts of nothing had kept /health waiting for seconds."""
+    """Parsing is one step: 2.7 million texts of nothing had kept /health waiting for seconds, and
+    half a million empty lists for as long."""
     monkeypatch.setattr(app, "parse", lambda _: pytest.fail("it was parsed"))
     headers = {"Content-Type": "application/json"}
     response = plain.client.post(path, content=body, headers=headers)

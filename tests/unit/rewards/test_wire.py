@@ -224,16 +224,17 @@ def test_errors_of_any_server_are_read():
 
 
 @pytest.mark.parametrize(
-    ("body", "values"),
+    ("body", "values", "nested"),
     [
-        (b"[1, 2, 3]", 3),
-        (b'["a, b, [c", "{{{{[[[[", 3]', 3),
-        (b'["a\\\\", "\\",\\",", ",,,,,,,,"]', 3),
-        (b'[[], {}, [[]], "[,{"]', 8),
-        (b'{"a": [1, 2], "b,,,,,,": {}}', 5),
+        (b"[1, 2, 3]", 3, 1),
+        (b'["a, b, [c", "{{{{[[[[", 3]', 3, 1),
+        (b'["a\\\\", "\\",\\",", ",,,,,,,,"]', 3, 1),
+        (b'[[], {}, [[]], "[,{"]', 8, 5),
+        (b'{"a": [1, 2], "b,,,,,,": {}}', 5, 3),
     ],
 )
-def test_values_of_a_json_text_are_counted_and_what_texts_say_is_not(body, values):
+def test_values_of_a_json_text_are_counted_and_what_texts_say_is_not(body, values, nested):
     json.loads(body)
-    assert not has_more_values(body, values)
-    assert has_more_values(body, values - 1)
+    assert not has_more_values(body, values, nested)
+    assert has_more_values(body, values - 1, nested)
+    assert has_more_values(body, values, nested - 1)

@@ -72,18 +72,27 @@ _BEGINS_A_VALUE = re.compile(rb'[,\[{]|"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 _NO_BRACKET = bytes(sorted(set(range(256)) - set(b"[]{}")))
 
 
-def has_more_values(body: bytes, most: int) -> bool:
+def has_more_values(body: bytes, most: int, most_nested: int) -> bool:
     """Whether a JSON text has more values than that: numbers, texts, lists and objects.
 
     No more than commas and opening brackets, nearly; only where those in texts may matter is
     it looked at piece by piece, which lets other threads work meanwhile. Parsing does not.
+
+    Args:
+        body: The text.
+        most: Values of all kinds.
+        most_nested: Lists and objects, each of which takes ten times as long as a number.
     """
-    if sum(map(body.count, (b",", b"[", b"{"))) <= most:
+    nested = body.count(b"[") + body.count(b"{")
+    if nested <= most_nested and nested + body.count(b",") <= most:
         return False
-    found = 0
+    found = nested = 0
     for piece in _BEGINS_A_VALUE.finditer(body):
-        found += piece.end() - piece.start() == 1  # no text is so short
-        if found > most:
+        sign = piece[0]
+        if len(sign) == 1:  # no text is so short
+            found += 1
+            nested += sign != b","
+        if found > most or nested > most_nested:
             return True
     return False
 

@@ -642,6 +642,8 @@ class RequestLimits:
     """Of all conversations together."""
     values: int = 2**20
     """Numbers, texts, lists and objects of its JSON: token ids, above all."""
+    nested: int = 2**17
+    """Lists and objects among these: more than all messages, groups and completions need."""
     characters: int = 200_000
     """Of one conversation; a longer one has failed, and the others are scored."""
 
@@ -801,8 +803,10 @@ class Endpoints:
 
         def work_beside() -> Request:
             # Parsing is one step for all other threads, so its length is bounded first.
-            if has_more_values(call.body, self._limits.values):
-                message = f"a request has {self._limits.values:,} numbers, texts and lists at most"
+            values, nested = self._limits.values, self._limits.nested
+            if has_more_values(call.body, values, nested):
+                message = f"a request has {values:,} numbers, texts and lists at most"
+                message = f"{message}, and {nested:,} of these may be lists and objects"
                 raise RefusedRequestError(413, "size", message)
             return work()
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from laurel.config.policy import ClusterConfig
 from laurel.errors import BusyError, ConfigError, DataError, LaurelError
 from laurel.generation.vllm.settings import check_has_vllm
 from laurel.models.spec import Precision
@@ -491,7 +490,7 @@ def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, Batchi
     check_settings(settings)
     from laurel.workers.process import prepare
 
-    prepare(ClusterConfig(device=settings.device, cpu_threads=settings.cpu_threads), seed=0)
+    prepare(settings.device, cpu_threads=settings.cpu_threads, seed=0)
     place = find_whole(settings.model, say=say)
     spec = ScorerSpec(
         max_length=settings.max_length,
