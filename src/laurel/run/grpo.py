@@ -498,7 +498,7 @@ class Measurement:
     groups: Sequence[RolloutGroup]
     """A group for each task, in the order of the data."""
     figures: Mapping[str, float]
-    """See `algorithms.policy_validation.validation_metrics`."""
+    """See `grpo.validation.validation_metrics`."""
 
     @property
     def success_rate(self) -> float:

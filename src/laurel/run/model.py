@@ -171,7 +171,7 @@ def with_found_model(config: R, console: Console) -> R:
 def found_name(name: str, *, say: Say, instead: str = "") -> str:
     """What transformers loads for a name: of the directory of a run one of its checkpoints.
 
-    Which one is as for `rewards.load.find_model`. Any other name stays as it was written: it is
+    Which one is as for `rewards.open.find_model`. Any other name stays as it was written: it is
     part of what a run is known by when it goes on.
 
     Args:

@@ -1,4 +1,4 @@
-"""NeMo RL's files, which load unchanged: what becomes of each of their keys, and why."""
+"""NeMo RL's files, whose names are ours: what becomes of each of their keys, and why."""
 
 from __future__ import annotations
 
