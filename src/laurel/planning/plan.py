@@ -186,12 +186,13 @@ class _Rules:
         if generation and not drawing:
             there = total - judging
             half = self._fewer("generation", there // 2 + 1, there)
-            fix = f"{generation.key}.gpus_per_node={half}"
             problem = (
                 f"{generation.key}.gpus_per_node is not said: policy and generation divide the "
                 "slots of one node, and generation is not colocated"
             )
-            fix = fix if half else "policy.generation.colocated.enabled=true"
+            fix = "policy.generation.colocated.enabled=true"
+            if half:
+                fix = f"{generation.key}.gpus_per_node={half}"
             self.misfits.append(Misfit(problem=problem, fix=fix))
         for own in (judge, generation):
             if own and own.nodes not in (None, 1):
@@ -248,11 +249,8 @@ class _Rules:
     # ------------------------------------------------------------------------------- shortfalls
 
     def _check_judging_nodes(self, judge: OwnSlots, nodes: int) -> None:
-        key, (asked, _), total = (
-            f"{judge.key}.gpus_per_node",
-            _sizes(judge),
-            self.request.slots_per_node,
-        )
+        key, total = f"{judge.key}.gpus_per_node", self.request.slots_per_node
+        asked, _ = _sizes(judge)
         if asked == total:
             return
         problem = f"{key}={asked} is more than a node has: {total} slots"
