@@ -37,7 +37,7 @@ from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.demo.data import errands
 from laurel.environments.reward_model_environment import RewardModelEnvironment, measure_noise
-from laurel.grpo.advantages import compute_advantages
+from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.rewards.scorer import LocalScorer
 from laurel.run.reward_model import train_reward_model
 from laurel.types import Message, group_of
@@ -221,7 +221,7 @@ def scores(scorer: LocalScorer, answers: Sequence[str]) -> list[float]:
 
 def largest_advantage(rewards: Sequence[float], noise: float) -> float:
     config = GRPOConfig(use_leave_one_out_baseline=False, normalize_rewards=True)
-    (values_G,) = compute_advantages([rewards], config, noise=noise).values_BG
+    (values_G,) = compute_advantages([rewards], resolve(config), noise=noise).values_BG
     return float(abs(values_G).max())
 
 

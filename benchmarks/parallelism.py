@@ -122,7 +122,7 @@ def measure(
     slots = cluster.reserve("policy", spread.num_ranks, Resources(cpus=1))
     learner = started(slots, directory, descent, spread)
     facts: ModelFacts = learner.facts
-    batch = Batcher("forest", policy_of(directory, descent, spread), pad_id=0).cut(
+    batch = Batcher("forest", policy_of(directory, descent, spread).batch_limits, pad_id=0).cut(
         *material(shape), micro_batch_size=1
     )
     loss = RewardLoss(LossConfig())
@@ -161,7 +161,9 @@ def started(
         Measured,
         load,
         shape=spread,
-        policy=policy,
+        optimizer=policy.optimizer,
+        scheduler=policy.scheduler,
+        max_grad_norm=policy.max_grad_norm,
         cluster=ClusterConfig(device="cpu", cpu_threads=1),
         seed=1,
     )

@@ -149,7 +149,9 @@ def started(
         Shifting,
         partial(load_policy, model_spec(policy), seed=1, max_length=MAX_LENGTH),
         shape=shape,
-        policy=policy,
+        optimizer=policy.optimizer,
+        scheduler=policy.scheduler,
+        max_grad_norm=policy.max_grad_norm,
         cluster=CPU,
         seed=1,
     )

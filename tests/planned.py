@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from laurel.config.schemas import Run
 from laurel.config.tree import Section
 from laurel.planning.fit import FittedPlan, fit
 from laurel.planning.memory import Shapes
 from laurel.planning.plan import Plan, plan_run
 from laurel.run.request import request_of
-from laurel.run.schemas import Run
 
 S = TypeVar("S", bound=Section)
 

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 
 from laurel.config import nemo_rl
-from laurel.config.importing.engine import SCHEMAS, default_at, import_said
-from laurel.config.importing.rules import Rule, Run, Table, Work, shown
+from laurel.config.importing.engine import default_at, import_said
+from laurel.config.importing.rules import Rule, Table, Work, shown
 from laurel.config.importing.sources import TABLES, TITLES, System
+from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.shape import step_into
 
 DOCS = Path(__file__).parents[1] / "docs"
 HEADINGS = {"rm": "Reward models", "grpo": "GRPO", "sft": "Fine-tuning"}
 START = "<!-- tables: written by `python tests/test_coming_from.py` -->\n"
 END = "<!-- end of tables -->"
-NEEDED: dict[tuple[System, Run], dict[str, Any]] = {
+NEEDED: dict[tuple[System, Kind], dict[str, Any]] = {
     ("verl", "grpo"): {"algorithm.adv_estimator": "grpo"},
     ("openrlhf", "grpo"): {
         "algo.advantage.estimator": "group_norm",
@@ -62,7 +63,7 @@ _TRL: list[dict[str, Any]] = [
     },
     {"eval_strategy": "steps"},
 ]
-SAMPLES: dict[tuple[System, Run], list[dict[str, Any]]] = {
+SAMPLES: dict[tuple[System, Kind], list[dict[str, Any]]] = {
     ("trl", "rm"): _TRL,
     ("trl", "sft"): [{**one, "assistant_only_loss": True} for one in _TRL],
     ("trl", "grpo"): [
@@ -255,7 +256,7 @@ def tables(system: System) -> str:
     )
 
 
-def _of_run(system: System, run: Run, table: Table) -> str:
+def _of_run(system: System, run: Kind, table: Table) -> str:
     title = TITLES[system]
     decides = reached(system, run)
     carried = [rule for rule in table.rules if rule.fate == "carried"]
@@ -275,7 +276,7 @@ def _of_run(system: System, run: Run, table: Table) -> str:
     return "".join(parts)
 
 
-def reached(system: System, run: Run) -> dict[str, list[str]]:
+def reached(system: System, run: Kind) -> dict[str, list[str]]:
     """By key of the other system, the keys of ours that it may decide."""
     table = TABLES[system][run]
     found: dict[str, list[str]] = {}
@@ -299,7 +300,7 @@ def reached(system: System, run: Run) -> dict[str, list[str]]:
     return found
 
 
-def _rows(rule: Rule, run: Run, decides: dict[str, list[str]]) -> Iterator[str]:
+def _rows(rule: Rule, run: Kind, decides: dict[str, list[str]]) -> Iterator[str]:
     """A row for each key; the conversion stands beside the first of those read together."""
     for at, key in enumerate(rule.keys):
         only = rule.to if len(rule.keys) == 1 else ()
@@ -319,7 +320,7 @@ def _cell(text: str) -> str:
     return text.replace("|", r"\|").replace("\n", " ")
 
 
-def _defaults(system: System, run: Run, table: Table) -> Iterator[str]:
+def _defaults(system: System, run: Kind, table: Table) -> Iterator[str]:
     said = NEEDED.get((system, run), {})
     work = Work(system=TITLES[system], run=run, said=said, defaults=table.defaults)
     found = import_said(table, work, run)

@@ -21,10 +21,10 @@ from typing import Any, cast
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.schemas import SCHEMAS, Kind, Run
 from laurel.config.tree import MISSING, find, plain, read_file
 from laurel.errors import ConfigError
 from laurel.run.places import plan_places
-from laurel.run.schemas import SCHEMAS, Kind, Run
 from laurel.training.selection import select_by, select_demonstrations_by, select_policy_by
 
 KINDS: tuple[Kind, ...] = ("rm", "grpo", "sft")

@@ -23,11 +23,10 @@ import transformers  # noqa: E402
 import laurel  # noqa: E402
 from laurel.config.policy import PolicyConfig  # noqa: E402
 from laurel.config.reward_model import LossConfig  # noqa: E402
-from laurel.data.loader import StepOrder  # noqa: E402
 from laurel.models.loading.reward_model import load_reward_model  # noqa: E402
 from laurel.models.scoring import ScoringContract  # noqa: E402
 from laurel.run.specs import model_spec  # noqa: E402
-from laurel.training.batches import Batcher  # noqa: E402
+from laurel.training.batches import Batcher, StepOrder  # noqa: E402
 from laurel.training.learner import (  # noqa: E402
     LocalLearner,
     MicroBatch,
@@ -106,7 +105,9 @@ def main() -> None:
         loaded.model, optimizer=policy.optimizer, max_grad_norm=policy.max_grad_norm
     )
     loss = RewardLoss(LossConfig())
-    batcher = Batcher(loaded.model.path, policy, pad_id=loaded.contract.rules.pad_id or 0)
+    batcher = Batcher(
+        loaded.model.path, policy.batch_limits, pad_id=loaded.contract.rules.pad_id or 0
+    )
     micro_batch = SETTINGS["micro_batch_pairs"]
 
     def first_loss(num_pairs: int) -> float:

@@ -27,6 +27,7 @@ from rich.console import Console
 
 from laurel.config.data import BenchmarkName
 from laurel.config.overrides import columns_of, overrides_of
+from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.tree import nearest
 from laurel.data.conversations import scoring_row
 from laurel.errors import ConfigError, Terms, speaking
@@ -39,7 +40,6 @@ from laurel.rewards.open import ScorerSpec
 from laurel.rewards.open import open_scorer as _open_scorer
 from laurel.run.evaluation.results import Evaluation
 from laurel.run.evaluation.run import EvalScorer, Request, evaluated, show_evaluation
-from laurel.run.schemas import SCHEMAS, Kind
 from laurel.run.scorer import say_on
 from laurel.run.train import trained
 

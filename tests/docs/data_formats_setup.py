@@ -5,7 +5,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from laurel.models.loading.pretrained import train_tokenizer
 from laurel.models.tokenizer import CHATML
-from laurel.rewards.open import quiet_libraries
+from laurel.observe.console import quiet_libraries
 
 TEXTS = [
     "Where is the laurel? The laurel stands by the gate.",

@@ -8,7 +8,7 @@ import pytest
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.grpo.advantages import compute_advantages
+from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.training.policy_loss import PolicyLoss
 from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
 
@@ -58,14 +58,14 @@ def test_it_loads_behind_a_file_and_changes_only_the_method(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", FIRST)
 def test_its_advantages_by_hand(name: str) -> None:
-    found = compute_advantages([ONE_RIGHT, ONE_WRONG], of(name).grpo)
+    found = compute_advantages([ONE_RIGHT, ONE_WRONG], resolve(of(name).grpo))
     assert list(found.values_BG[0]) == pytest.approx(FIRST[name], rel=1e-4)
 
 
 def test_gdpo_hears_each_component_by_hand() -> None:
     parts = [{"a": a, "b": b} for a, b in zip(ONE_RIGHT, [0.0, 0.0, 0.0, 10.0], strict=True)]
     found = compute_advantages(
-        [[1.0, 0.0, 0.0, 10.0]], of("gdpo").grpo, components_BG=[parts]
+        [[1.0, 0.0, 0.0, 10.0]], resolve(of("gdpo").grpo), components_BG=[parts]
     ).values_BG[0]
     # Each component alone is 3/2 and -1/2; their sums 1 and -1 have a deviation of sqrt(4/3).
     assert list(found) == pytest.approx(

@@ -22,7 +22,9 @@ def learner(request, tmp_path):
     policy = work.section("policy", directory, optimizer=ADAM)
     load = work.loader("policy", policy)
     settings = {
-        "policy": policy,
+        "optimizer": policy.optimizer,
+        "scheduler": policy.scheduler,
+        "max_grad_norm": policy.max_grad_norm,
         "cluster": ClusterConfig(device="cuda"),
         "seed": 1,
         "load_reference": load,

@@ -51,7 +51,7 @@ def show_config(
 ) -> None:
     """Print the configuration of a run with every default, as YAML."""
     from laurel.config.load import load_config, to_yaml
-    from laurel.run.schemas import SCHEMAS
+    from laurel.config.schemas import SCHEMAS
 
     if as_json and describe:
         raise typer.BadParameter("--describe writes comments, and JSON has none")

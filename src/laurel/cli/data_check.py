@@ -16,6 +16,7 @@ from rich.text import Text
 
 from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS, columns_of
+from laurel.config.schemas import SCHEMAS
 from laurel.data.benchmarks import BEST_OF_N, ON_HUB, read_benchmark
 from laurel.data.conversations import Dialogue, load_demonstration_data, read_scoring_rows
 from laurel.data.formats import (
@@ -34,13 +35,18 @@ from laurel.data.sources import Row, UnusableRow, locate, read_rows
 from laurel.data.task_formats import OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, load_task_data
 from laurel.errors import ConfigError, DataError, Terms, UserError, speaking
-from laurel.observe.console import make_console, message_console, shorten_middle, visible
+from laurel.observe.console import (
+    make_console,
+    message_console,
+    quiet_libraries,
+    shorten_middle,
+    visible,
+)
 from laurel.observe.counts import counted
 from laurel.observe.hub import check_fetchable
 from laurel.observe.json_output import write_json
-from laurel.rewards.open import check_not_missing, quiet_libraries
+from laurel.rewards.open import check_not_missing
 from laurel.run.reward_model import load_data
-from laurel.run.schemas import SCHEMAS
 from laurel.run.scorer import find_local
 from laurel.run.specs import model_spec
 from laurel.run.tasks import check_tests, needs_of
@@ -241,7 +247,7 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
             # Where nobody has said who judges, what each environment lacks is counted afterwards.
             needs=needs_of(config.env) if config.data.env_name is not None else NO_NEEDS,
         )
-        check_tests(tasks, config)
+        check_tests(tasks, config.env.code)
     except DataError as problem:
         return replace(reading, problem=str(problem))
     counts = {

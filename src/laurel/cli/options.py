@@ -19,8 +19,8 @@ from laurel.errors import LaurelError
 from laurel.observe.console import Verbosity, set_verbosity
 
 if TYPE_CHECKING:
+    from laurel.config.schemas import Kind
     from laurel.config.tree import Section
-    from laurel.run.schemas import Kind
 
 
 # --------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ _COMMANDS: dict[str, Kind] = {"rm": "rm", "sft": "sft", "grpo": "grpo", "policy"
 
 def offer_overrides(context: typer.Context, incomplete: str) -> list[Offer]:
     """Keys of the configuration, and the values of those that can hold only a few."""
-    from laurel.run.schemas import SCHEMAS
+    from laurel.config.schemas import SCHEMAS
 
     schema = SCHEMAS[_kind(context)]
     before = [text for text in context.params.get("overrides") or () if isinstance(text, str)]
@@ -124,7 +124,7 @@ def _values(kinds: tuple[Any, ...], name: str) -> list[str]:
 
 def _kind(context: typer.Context) -> Kind:
     """Which schema the command has: others are told it, or have it in their file."""
-    from laurel.run.schemas import kind_of
+    from laurel.config.schemas import kind_of
 
     command = context.info_name or ""
     if command in _COMMANDS:

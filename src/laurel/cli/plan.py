@@ -13,6 +13,7 @@ from laurel.config.environments import ScorerSource
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import DTensorConfig, PolicyConfig
+from laurel.config.schemas import SCHEMAS, Kind, Run, kind_of
 from laurel.errors import CheckpointError, ModelError, Terms, speaking
 from laurel.models.spec import ModelSpec
 from laurel.observe.json_output import write_json
@@ -30,7 +31,6 @@ from laurel.planning.plan import BatchPlan, Plan
 from laurel.planning.request import ClusterRequest, RoleName
 from laurel.planning.roles import Misfit, RolePlan, Slot, as_ranges, title, where
 from laurel.run.request import request_of, uses_reward_model
-from laurel.run.schemas import SCHEMAS, Kind, Run, kind_of
 from laurel.run.specs import model_spec
 
 
@@ -139,7 +139,7 @@ def _judge_shape(judge: ScorerSource, split: DTensorConfig, written: str | None)
 
 def _read(spec: ModelSpec, has_head: bool) -> ModelShape:
     from laurel.models.loading.pretrained import read_shape
-    from laurel.rewards.open import quiet_libraries
+    from laurel.observe.console import quiet_libraries
 
     quiet_libraries()
     return read_shape(spec, has_language_head=has_head)

@@ -52,7 +52,7 @@ def run_score(
 
     Args:
         file: Rows; `-` is standard input. See `data.conversations`.
-        model: A directory or a hub name. See `rewards.load.find_model`.
+        model: A directory or a hub name. See `rewards.open.find_model`.
         columns: See `data.conversations.read_scoring_rows`.
         output: Write JSON lines here.
         as_json: Print JSON lines.

@@ -21,6 +21,7 @@ import yaml
 from laurel.cli.data_check import examine
 from laurel.config.load import load_config, to_yaml
 from laurel.config.policy import TokenizerConfig
+from laurel.config.schemas import SCHEMAS
 from laurel.config.tree import nearest
 from laurel.data.preferences import DATASET_CLASSES
 from laurel.data.reading import unknown_class
@@ -28,12 +29,11 @@ from laurel.data.sources import READERS
 from laurel.data.task_formats import TASK_SETS
 from laurel.data.tasks import NOT_WHAT_IS_RIGHT
 from laurel.errors import ConfigError, DataError, ModelError, Terms, UserError, speaking
-from laurel.observe.console import message_console, shorten_middle
+from laurel.observe.console import message_console, quiet_libraries, shorten_middle
 from laurel.observe.counts import counted, counted_that
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import write_json
-from laurel.rewards.open import check_not_missing, quiet_libraries
-from laurel.run.schemas import SCHEMAS
+from laurel.rewards.open import check_not_missing
 from laurel.run.scorer import find_local, say_on
 
 _TABLE = yaml.safe_load(files(__package__).joinpath("starters.yaml").read_text(encoding="utf-8"))

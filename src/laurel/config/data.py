@@ -175,7 +175,7 @@ class BenchmarkSetConfig(Section):
     """The prior sets too, from the hub (`reward-bench`)."""
     zero_spread: Literal["limit", "leave_out"] = "limit"
     """Prompts of Ties whose right answers all score the same (`reward-bench-2`); see
-    `evaluation.reward_bench_2`."""
+    `evaluation.reward_bench`."""
     max_samples: int | None = Field(default=None, ge=1)
     """Rows at most, of each subset its share, the same ones each time. A benchmark that is cut has
     no final score."""

@@ -6,6 +6,7 @@ This file is the only home of each default; the docstring under a field is its r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -241,6 +242,18 @@ class PackingConfig(BatchingConfig):
     """Compute a prompt once for all its completions. Off is for measuring what that brings."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """How large the micro-batches of a model may be: what `policy` says of them, as numbers."""
+
+    forest_tokens: int
+    """Tokens of one token forest."""
+    padded_tokens: int | None = None
+    """Tokens of one padded batch; None: it holds a fixed number of groups."""
+    share_prompts: bool = True
+    """Whether a forest computes a prompt once for all its completions."""
+
+
 class ScratchConfig(Section):
     """A small model made here instead of loaded: for demos, tests and learning from scratch."""
 
@@ -351,6 +364,17 @@ class PolicyConfig(Section):
         """Tokens of one micro-batch under `sequence_packing` or `dynamic_batching`."""
         whole = self.max_total_sequence_length * self.train_micro_batch_size
         return batching.train_mb_tokens or whole
+
+    @property
+    def batch_limits(self) -> BatchLimits:
+        """How large micro-batches may be."""
+        dynamic, packing = self.dynamic_batching, self.sequence_packing
+        rows = dynamic if dynamic.enabled else packing
+        return BatchLimits(
+            forest_tokens=self.token_budget(packing),
+            padded_tokens=self.token_budget(rows) if rows.enabled else None,
+            share_prompts=packing.share_prompts,
+        )
 
 
 # ------------------------------------------------------------------- checkpointing, logger, cluster

@@ -19,13 +19,14 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     RejectedTask,
     batch_figures,
+    checked_return,
     group_id_of,
     judged_by,
     mean_of,
+    noise_floor_of,
     numbers,
     settings_of,
 )
-from laurel.environments.returned import checked_return
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.protocols import Environment, Judged, MessageLog
 from laurel.types import Task
@@ -309,8 +310,7 @@ class CompositeEnvironment(EnvironmentInterface):
     def noise_floor(self) -> float:
         """How far apart rewards can be that mean the same: that of the parts, weighted."""
         return math.fsum(
-            abs(part.weight) * float(getattr(self._environments[part.env], "noise_floor", 0.0))
-            for part in self._added
+            abs(part.weight) * noise_floor_of(self._environments[part.env]) for part in self._added
         )
 
     def shutdown(self) -> None:

@@ -69,7 +69,7 @@ class Asked(Protocol):
 
     @property
     def zero_spread(self) -> ZeroSpread:
-        """See `evaluation.reward_bench_2`."""
+        """See `evaluation.reward_bench`."""
 
     @property
     def max_samples(self) -> int | None:

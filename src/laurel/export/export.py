@@ -13,7 +13,7 @@ from laurel.errors import CheckpointError, ConfigError, DataError, key_of, speak
 from laurel.export.directory import check_target, whole_directory
 from laurel.export.options import ExportOptions
 from laurel.models.tokenizer import first_line
-from laurel.observe.console import message_console
+from laurel.observe.console import message_console, quiet_libraries
 from laurel.observe.json_output import write_json
 from laurel.rewards.open import (
     ModelPlace,
@@ -21,7 +21,6 @@ from laurel.rewards.open import (
     ScorerSpec,
     check_files,
     find_model,
-    quiet_libraries,
     read_rules,
 )
 from laurel.run.scorer import OPTIONS, policy_of_settings, say_on

@@ -117,7 +117,7 @@ def teaches(values: Floats) -> bool:
 
 def compute_advantages(
     rewards_BG: Sequence[Sequence[float | None]],
-    config: GRPOConfig,
+    rule: AdvantageRule,
     *,
     noise: float | Sequence[float] = 0.0,
     components_BG: Sequence[Sequence[Mapping[str, float]]] | None = None,
@@ -132,7 +132,7 @@ def compute_advantages(
 
     Args:
         rewards_BG: None where a sample failed or is left out.
-        config: See `AdvantageConfig`.
+        rule: What `resolve` makes of the `grpo` section.
         noise: Standard deviation of the scorer's own noise, in units of the reward; or of that of
             each group, where their scorers differ.
         components_BG: The parts of each reward, for GDPO.
@@ -141,7 +141,6 @@ def compute_advantages(
         ConfigError: GDPO and rewards without components, or as many weights as components.
         ValueError: a reward is NaN or infinite; that is a failure, and should be None.
     """
-    rule = resolve(config)
     used_BG = [np.array([r is not None for r in row_G], dtype=bool) for row_G in rewards_BG]
     rewards = [np.array([r for r in row_G if r is not None], np.float64) for row_G in rewards_BG]
     if not all(np.isfinite(row).all() for row in rewards):

@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from laurel.environments.interface import GROUP_ID, judged_by
-from laurel.environments.returned import checked_return, column_of, name_of, source_of, unfit
+from laurel.environments.interface import (
+    GROUP_ID,
+    checked_return,
+    column_of,
+    judged_by,
+    name_of,
+    source_of,
+    unfit,
+)
 from laurel.errors import EnvironmentFailedError, WorkerError
 from laurel.observe.hub import is_installed, is_ours, line_of
 from laurel.protocols import Environment

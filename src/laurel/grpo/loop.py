@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo import GRPOConfig, PolicyLossConfig
+from laurel.config.policy import LoggerConfig
 from laurel.data.forest import pack_evenly, pack_padded, pad, plant
+from laurel.environments.interface import noise_floor_of
 from laurel.grpo.advantages import (
     NO_DIVERGENCE,
     Advantages,
@@ -25,6 +27,7 @@ from laurel.grpo.advantages import (
     fail_without_divergence,
     lacks_divergences,
     mean_divergence,
+    resolve,
     shape_rewards,
     slope,
     subtract_divergences,
@@ -40,18 +43,22 @@ from laurel.grpo.metrics import (
 )
 from laurel.grpo.source import Batch, RolloutSource
 from laurel.grpo.state import GRPORunState, write_bad_rollouts
-from laurel.grpo.validation import PolicyValidation, completion_rows, validation_metrics
+from laurel.grpo.validation import PolicyValidation, validation_metrics
 from laurel.models.forest.outputs import TokenOutputs
-from laurel.observe.console import CompletionRow, print_completions, write_completions
+from laurel.observe.console import (
+    CompletionRow,
+    completion_rows,
+    print_completions,
+    write_completions,
+)
 from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import Phase, Timers
 from laurel.observe.report.last_words import accuracy_words
 from laurel.protocols import Environment, Generator
 from laurel.training.batches import Batcher, global_batches, part_of, shares
 from laurel.training.learner import Asked, Learner, Update
-from laurel.training.loop import Outcome, Schedule, Surroundings, TrainingLoop
+from laurel.training.loop import Outcome, Surroundings, TrainingLoop
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
-from laurel.training.selection import policy_goal
 from laurel.training.state import Position
 from laurel.types import PaddedRows, RolloutGroup, TokenForest, TokenGroup
 
@@ -65,29 +72,40 @@ SHOWN = ("reward_mean", "accuracy", "avg_length", "truncation_rate", "num_failur
 SHOWN_IF_ANY = ("truncation_rate", "num_failures")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOSettings:
+    """What a GRPO run is told of its configuration."""
+
+    grpo: GRPOConfig
+    loss: PolicyLossConfig
+    logging: LoggerConfig
+    max_length: int
+    """Tokens of the longest sequence."""
+    longest_completion: int
+    """Tokens of the longest completion."""
+    batch_size: int
+    """Completions of one optimizer step."""
+    micro_batch_size: int
+    """Groups of one forward pass where nothing is packed."""
+    logprob_tokens: int
+    """Tokens of one forward pass that learns nothing."""
+    updates_per_rollout: int
+    """Optimizer steps that learn from one batch of rollouts."""
+
+
 class GRPO(TrainingLoop):
     """One GRPO run."""
 
     state: GRPORunState
 
     def __init__(
-        self, config: GRPORun, surroundings: Surroundings, parts: PolicyParts, *, total_steps: int
+        self, settings: GRPOSettings, surroundings: Surroundings, parts: PolicyParts
     ) -> None:
-        has_validation = parts.validation is not None
-        schedule = Schedule.of(
-            config.grpo,
-            config.checkpointing,
-            total_steps=total_steps,
-            has_validation=has_validation,
-            goal=policy_goal(
-                config.grpo, has_validation=has_validation, environments=list(parts.environments)
-            ),
-        )
-        super().__init__(schedule, surroundings)
-        self.config = config
+        super().__init__(surroundings)
+        self.settings = settings
         self.parts = parts
-        longest = config.policy.generation.max_new_tokens or config.policy.max_total_sequence_length
-        self.loss = PolicyLoss(config.loss_fn, max_length=longest)
+        self.rule = resolve(settings.grpo)
+        self.loss = PolicyLoss(settings.loss, max_length=settings.longest_completion)
         self._noted_unended = False
         self.health = HealthWatch(
             self.state.alarms, run_dir=self.state.run_dir, say=self.progress.message
@@ -108,7 +126,7 @@ class GRPO(TrainingLoop):
 
     def step(self, position: Position) -> Position:
         """See `TrainingLoop`."""
-        time, grpo = self.timers.time, self.config.grpo
+        time, grpo = self.timers.time, self.settings.grpo
         num_groups = None if grpo.use_dynamic_sampling else grpo.num_prompts_per_step
         with time("total_step_time"):
             with (
@@ -141,7 +159,7 @@ class GRPO(TrainingLoop):
 
     def _is_patient(self) -> bool:
         """Whether there is time to wait for what is ahead: a signal leaves little."""
-        return self.stop.seconds <= self.config.grpo.stop_patience_seconds
+        return self.stop.seconds <= self.settings.grpo.stop_patience_seconds
 
     def _waited(self, phase: Phase, num_groups: int) -> None:
         phase.advance(num_groups - phase.done)
@@ -154,32 +172,32 @@ class GRPO(TrainingLoop):
         reference: list[list[LogProbs]] | None,
     ) -> tuple[list[PolicyLabels], Advantages, dict[str, float]]:
         """From rewards to what the loss reads."""
-        config, kl_BG = self.config, list[list[float]]()
-        if config.loss_fn.use_kl_in_reward and reference is not None:
+        settings, kl_BG = self.settings, list[list[float]]()
+        if settings.loss.use_kl_in_reward and reference is not None:
             kl_BG = [
                 [
-                    divergence(r.logprobs_L, ref_L, r.mask_L, config.loss_fn)
+                    divergence(r.logprobs_L, ref_L, r.mask_L, settings.loss)
                     for r, ref_L in zip(group.rollouts_G, reference_GL, strict=True)
                 ]
                 for group, reference_GL in zip(batch.groups, reference, strict=True)
             ]
             batch.groups = fail_without_divergence(batch.groups, kl_BG)
         groups = batch.groups
-        shaped = shape_rewards(groups, config.grpo, longest=config.policy.max_total_sequence_length)
+        shaped = shape_rewards(groups, settings.grpo, longest=settings.max_length)
         rewards_BG = shaped.rewards_BG
         figures = dict(shaped.metrics)
         if kl_BG:
-            weight = config.loss_fn.reference_policy_kl_penalty
+            weight = settings.loss.reference_policy_kl_penalty
             rewards_BG = subtract_divergences(rewards_BG, kl_BG, weight=weight)
             figures |= mean_divergence(rewards_BG, kl_BG)
         # Noise is measured of the rewards that environments give.
-        by_reward = slope(config.grpo.reward_scaling)
+        by_reward = slope(settings.grpo.reward_scaling)
         asked = {group.task.environment for group in groups}
-        noises = {name: by_reward * self.parts.noise_of(name) for name in asked}
+        noises = {name: by_reward * noise_floor_of(self.parts.environments[name]) for name in asked}
         noise_B = [noises[group.task.environment] for group in groups]
         advantages = compute_advantages(
             rewards_BG,
-            config.grpo,
+            self.rule,
             noise=noise_B,
             components_BG=[[r.components for r in g.rollouts_G] for g in groups],
         )
@@ -204,23 +222,21 @@ class GRPO(TrainingLoop):
 
         Of a single update they are not: what it computes itself are the old ones.
         """
-        parts = self.parts
-        policy = self.config.policy
-        budget = policy.logprob_batch_size * policy.max_total_sequence_length
+        parts, settings = self.parts, self.settings
 
         def of(asked: Asked) -> list[list[LogProbs]]:
             return policy_logprobs(
                 partial(parts.learner.outputs, of=asked),
                 [group.tokens() for group in groups],
                 path=parts.batcher.path,
-                batch_tokens=budget,
+                batch_tokens=settings.logprob_tokens,
                 pad_id=parts.pad_id,
-                share_prompts=policy.sequence_packing.share_prompts,
+                share_prompts=parts.batcher.limits.share_prompts,
                 num_places=parts.learner.num_places,
             )
 
-        is_repeated = self.config.updates_per_rollout > 1
-        is_needed = is_repeated and not self.config.loss_fn.force_on_policy_ratio
+        is_repeated = settings.updates_per_rollout > 1
+        is_needed = is_repeated and not settings.loss.force_on_policy_ratio
         old = of("model") if is_needed else None
         return old, of("reference") if parts.has_reference else None
 
@@ -231,19 +247,17 @@ class GRPO(TrainingLoop):
 
         Adam would move the weights even with a gradient of zero.
         """
-        learner, batcher, policy = self.parts.learner, self.parts.batcher, self.config.policy
+        learner, batcher, settings = self.parts.learner, self.parts.batcher, self.settings
         tokens = [group.tokens() for group in groups]
-        batches = global_batches(
-            tokens, labels, PolicyLabels.subset, size=policy.train_global_batch_size
-        )
+        batches = global_batches(tokens, labels, PolicyLabels.subset, size=settings.batch_size)
         updates = []
-        for _ in range(self.config.grpo.num_iterations):
+        for _ in range(settings.grpo.num_iterations):
             for part, part_labels in batches:
                 if not any(self.loss.has_signal(label) for label in part_labels):
                     continue
                 micro_batches = batcher.cut(
                     *batcher.divide(part, part_labels, PolicyLabels.subset),
-                    micro_batch_size=policy.train_micro_batch_size,
+                    micro_batch_size=settings.micro_batch_size,
                 )
                 updates.append(learner.update(micro_batches, self.loss))
         return updates
@@ -271,10 +285,10 @@ class GRPO(TrainingLoop):
             figures = validation_metrics(groups, self.parts.environments)
         seconds = self.timers.collect()["total_validation_time"]
         self._show("validation", figures, step)
-        count = self.config.logger.num_val_samples_to_print
+        count = self.settings.logging.num_val_samples_to_print
         rows = completion_rows(groups, step=step)
         if count:
-            is_whole = shows_whole_samples(self.config.logger)
+            is_whole = shows_whole_samples(self.settings.logging)
             title = f"validation, step {step}"
             print_completions(self.progress.console, title, rows[:count], is_brief=not is_whole)
         table = [row.cells for row in rows[: max(count, NUM_LOGGED)]]
@@ -328,10 +342,10 @@ class GRPO(TrainingLoop):
             max((position.step - r.weight_version for g in groups for r in g.rollouts_G), default=0)
         )
         train["groups_replaced"] = float(batch.num_replaced)
-        if self.config.grpo.use_dynamic_sampling:
+        if self.settings.grpo.use_dynamic_sampling:
             train["dynamic_sampling_num_gen_batches"] = float(batch.num_batches)
             train["dynamic_sampling_num_discarded_valid_samples"] = float(
-                batch.num_discarded * self.config.grpo.num_generations_per_prompt
+                batch.num_discarded * self.settings.grpo.num_generations_per_prompt
             )
             train["dynamic_sampling_num_without_signal"] = float(batch.num_without_signal)
         num_tokens = train.get("total_num_tokens", 0.0)
@@ -352,14 +366,14 @@ class GRPO(TrainingLoop):
         logged |= self.health.step(step, groups, logged)
         self.logger.log(logged, step=step)
         self.progress.step(step, logged, pairs=num_completions, tokens=int(num_tokens))
-        if self.config.logger.write_completions:
+        if self.settings.logging.write_completions:
             self._write_completions(step, groups, advantages)
         train_metrics = {f"train_{name}": value for name, value in train.items()}
         return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
 
     def _note_unended(self, step: int, batch: Batch) -> None:
         """Once a run: the policy never got the next turn that its environment had given it."""
-        note = unended_note(batch.clock, max_turns=self.config.grpo.max_rollout_turns)
+        note = unended_note(batch.clock, max_turns=self.settings.grpo.max_rollout_turns)
         if note is not None and not self._noted_unended:
             self._noted_unended = True
             self.progress.message(f"step {step}: {note}")
@@ -433,14 +447,10 @@ class PolicyParts:
     judges_rest: bool = False
     """And reward models while the learner takes its steps."""
 
-    def noise_of(self, environment: str) -> float:
-        """Standard deviation of the own noise of an environment's rewards."""
-        return float(getattr(self.environments[environment], "noise_floor", 0.0))
-
     @property
     def noise(self) -> float:
-        """That of the worst of them."""
-        return max((self.noise_of(name) for name in self.environments), default=0.0)
+        """Standard deviation of the own noise of the noisiest environment's rewards."""
+        return max(map(noise_floor_of, self.environments.values()), default=0.0)
 
     def transfer_figures(self) -> dict[str, float]:
         """What went wrong between learner and generator, where weights travel in several ways."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from laurel.environments.returned import kind_of, unfit
+from laurel.environments.interface import kind_of, unfit
 from laurel.errors import EnvironmentFailedError
 from laurel.grpo.judging import Clock, described
 from laurel.protocols import Environment

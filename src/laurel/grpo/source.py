@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from laurel.config.grpo import GRPOConfig
-from laurel.data.loader import Stream
 from laurel.errors import EngineError, TrainingError
 from laurel.grpo.advantages import scaled, slope
 from laurel.grpo.judging import Clock, end_all
 from laurel.grpo.metrics import environment_notes, failure_counts, take_environment_notes
 from laurel.grpo.rollouts import CLOSING_SECONDS, Rollouts
+from laurel.training.batches import Stream
 from laurel.training.stopping import NothingLeft
 from laurel.types import RolloutGroup, SamplingParams, Task
 

@@ -12,7 +12,6 @@ import numpy as np
 from laurel.config.grpo import GRPOConfig
 from laurel.grpo.metrics import environment_metrics, rollout_metrics
 from laurel.grpo.source import RolloutSource, Waiting
-from laurel.observe.console import CompletionRow, completion_text
 from laurel.protocols import Environment
 from laurel.types import RolloutGroup, SamplingParams, Task
 
@@ -114,36 +113,3 @@ def validation_metrics(
         if width > 1 and whole:
             figures[f"pass@{width}"] = float(np.mean(whole))
     return figures | environment_metrics(groups, environments)
-
-
-def completion_rows(
-    groups: Sequence[RolloutGroup],
-    *,
-    step: int,
-    advantages_BG: Sequence[Sequence[float]] | Sequence[np.ndarray] | None = None,
-) -> list[CompletionRow]:
-    """The rollouts as people look at them."""
-    rows = []
-    for b, group in enumerate(groups):
-        expected = group.task.metadata.get("ground_truth")
-        for g, rollout in enumerate(group.rollouts_G):
-            rows.append(
-                CompletionRow(
-                    step=step,
-                    task=group.task.id,
-                    group=group.id,
-                    environment=group.task.environment,
-                    prompt="\n".join(m.content for m in group.task.prompt),
-                    completion=completion_text(rollout.messages),
-                    reward=rollout.reward,
-                    advantage=None if advantages_BG is None else float(advantages_BG[b][g]),
-                    answer=rollout.answer,
-                    expected=None if expected is None else str(expected),
-                    truncated=rollout.truncated,
-                    failure=rollout.failure,
-                    num_tokens=int(rollout.mask_L.sum()),
-                    num_turns=rollout.num_turns,
-                    weight_version=rollout.weight_version,
-                )
-            )
-    return rows

@@ -16,7 +16,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -24,7 +24,10 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from laurel.types import Conversation, Preference, Score
+from laurel.types import Conversation, Preference, RolloutGroup, Score
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _PROMPT_LENGTH = 240
 _ANSWER_LENGTH = 320
@@ -357,6 +360,39 @@ class CompletionRow:
         return tuple(asdict(self).values())
 
 
+def completion_rows(
+    groups: Sequence[RolloutGroup],
+    *,
+    step: int,
+    advantages_BG: Sequence[Sequence[float]] | Sequence[np.ndarray] | None = None,
+) -> list[CompletionRow]:
+    """The rollouts as people look at them."""
+    rows = []
+    for b, group in enumerate(groups):
+        expected = group.task.metadata.get("ground_truth")
+        for g, rollout in enumerate(group.rollouts_G):
+            rows.append(
+                CompletionRow(
+                    step=step,
+                    task=group.task.id,
+                    group=group.id,
+                    environment=group.task.environment,
+                    prompt="\n".join(m.content for m in group.task.prompt),
+                    completion=completion_text(rollout.messages),
+                    reward=rollout.reward,
+                    advantage=None if advantages_BG is None else float(advantages_BG[b][g]),
+                    answer=rollout.answer,
+                    expected=None if expected is None else str(expected),
+                    truncated=rollout.truncated,
+                    failure=rollout.failure,
+                    num_tokens=int(rollout.mask_L.sum()),
+                    num_turns=rollout.num_turns,
+                    weight_version=rollout.weight_version,
+                )
+            )
+    return rows
+
+
 def completion_text(messages: Conversation) -> str:
     """What followed a prompt as one text; turns that are not the policy's are marked.
 
@@ -464,3 +500,13 @@ def set_verbosity(wanted: Verbosity) -> None:
     if wanted == "verbose":
         logger.addHandler(_handler)
         logger.setLevel(logging.DEBUG)
+
+
+def quiet_libraries() -> None:
+    """Keep progress bars and advice of the libraries out of our own display."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    for name in ("torch", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from laurel.config.grpo import Alarm, HealthConfig
 from laurel.observe.console import format_number
-from laurel.observe.gold import gold_metric
 
 # --------------------------------------------------------------------------------------------------
 # What the alarms remember of a run: the first values of a metric, its latest, and one peak.
@@ -838,3 +837,47 @@ class Alarms:
         wanted = [name for name in RULES if name not in self.config.ignore]
         self._good_in_a_row = {n: state["raised"][n] for n in wanted if n in state["raised"]}
         self._known = {name for name in wanted if name in state["known"]}
+
+
+# --------------------------------------------------------------------------------------------------
+# The gold metric of a run: what is really wanted, measured beside the reward it learns from.
+#
+# Reports and alarms ask here, so that both speak of the same metric.
+
+_GOLD_FIGURES = ("accuracy", "reward_mean")
+"""Figures of an environment that say how good completions are, the clearest first."""
+
+
+def gold_metric(settings: Mapping[str, Any], measured: Collection[str]) -> str | None:
+    """The full name of a run's gold metric; None where the run has none.
+
+    It is `grpo.health.gold_metric` where that is set. Otherwise it is a figure of a part with
+    weight 0 of a `composite` environment: the part judges completions and is no part of the reward.
+
+    Args:
+        settings: The whole configuration of the run, as plain values (`model_dump()`, or
+            `config.json` of its directory).
+        measured: Names of the metrics that the run has logged. A part of a composite whose
+            environment is never used logs none, and is passed over.
+    """
+    named = _inside(settings, "grpo", "health").get("gold_metric")
+    if named is not None:
+        return str(named)
+    return next((name for name in _of_composites(settings) if name in measured), None)
+
+
+def _of_composites(settings: Mapping[str, Any]) -> Iterator[str]:
+    for environment, composite in _inside(settings, "env", "composite").items():
+        parts = composite.get("parts") if isinstance(composite, Mapping) else None
+        for part in parts or ():
+            # A gate decides about the reward, whatever its weight.
+            if part.get("gate") is None and part.get("weight", 1.0) == 0.0:
+                yield from (f"env/{environment}/{part.get('env')}/{one}" for one in _GOLD_FIGURES)
+
+
+def _inside(settings: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """A section within sections; empty where the settings lack it, as those of old runs may."""
+    found: Any = settings
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from laurel.planning.placement import claims_of_placement
 from laurel.planning.request import (
@@ -18,24 +18,12 @@ from laurel.planning.roles import Claim, Misfit, RolePlan, Slot, divisors, grid,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
+class BatchPlan(BatchRequest):
     """What one role does with one batch. Numbers of micro-batches are for items of full length."""
 
     role: RoleName
-    unit: str
-    """What is counted: groups (pairs), conversations or completions."""
-    size: int
-    """Of all ranks: one optimizer step's, one rollout's, or those validated side by side."""
     num_shares: int
     """Data-parallel ranks, or replicas."""
-    longest: int
-    """Tokens of the longest item."""
-    tokens: int
-    """Tokens of one forward pass, at most."""
-    updates: int = 1
-    """Such batches in a step."""
-    is_validation: bool = False
-    """Not of a step."""
 
     @property
     def per_share(self) -> int:
@@ -85,7 +73,7 @@ class Plan:
 def plan_run(request: ClusterRequest) -> Plan:
     """Place every role of a run on the cluster that it asks for.
 
-    Everything that does not fit is in the plan. What it takes of memory is told by `memory`.
+    Everything that does not fit is in the plan; the memory of devices is for `fit` to check.
     """
     misfits: list[Misfit] = []
     if request.placement is not None:
@@ -130,19 +118,10 @@ def _plan_batches(request: ClusterRequest, roles: tuple[RolePlan, ...]) -> tuple
 
 
 def _divided(name: RoleName, batch: BatchRequest, num_shares: int) -> BatchPlan:
-    tokens = batch.tokens
     if name == "generation":  # a share has no more completions under way than it has
-        tokens = min(tokens, -(-batch.size // num_shares) * batch.longest)
-    return BatchPlan(
-        role=name,
-        unit=batch.unit,
-        size=batch.size,
-        num_shares=num_shares,
-        longest=batch.longest,
-        tokens=tokens,
-        updates=batch.updates,
-        is_validation=batch.is_validation,
-    )
+        most = -(-batch.size // num_shares) * batch.longest
+        batch = replace(batch, tokens=min(batch.tokens, most))
+    return BatchPlan(role=name, num_shares=num_shares, **asdict(batch))
 
 
 def _uneven(batch: BatchPlan, step: StepRequest | None) -> Misfit:
@@ -207,12 +186,13 @@ class _Rules:
         if generation and not drawing:
             there = total - judging
             half = self._fewer("generation", there // 2 + 1, there)
-            fix = f"{generation.key}.gpus_per_node={half}"
             problem = (
                 f"{generation.key}.gpus_per_node is not said: policy and generation divide the "
                 "slots of one node, and generation is not colocated"
             )
-            fix = fix if half else "policy.generation.colocated.enabled=true"
+            fix = "policy.generation.colocated.enabled=true"
+            if half:
+                fix = f"{generation.key}.gpus_per_node={half}"
             self.misfits.append(Misfit(problem=problem, fix=fix))
         for own in (judge, generation):
             if own and own.nodes not in (None, 1):
@@ -269,11 +249,8 @@ class _Rules:
     # ------------------------------------------------------------------------------- shortfalls
 
     def _check_judging_nodes(self, judge: OwnSlots, nodes: int) -> None:
-        key, (asked, _), total = (
-            f"{judge.key}.gpus_per_node",
-            _sizes(judge),
-            self.request.slots_per_node,
-        )
+        key, total = f"{judge.key}.gpus_per_node", self.request.slots_per_node
+        asked, _ = _sizes(judge)
         if asked == total:
             return
         problem = f"{key}={asked} is more than a node has: {total} slots"

@@ -7,7 +7,6 @@ a command line or the section of an environment, says so with `errors.speaking`.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from laurel.models.checkpoint.manifest import MANIFEST_NAME, Manifest
 from laurel.models.checkpoint.store import BEST_NAME, CheckpointStore, verify
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
 from laurel.models.spec import ModelSpec, Precision
+from laurel.observe.console import quiet_libraries
 from laurel.observe.hub import check_fetchable
 
 if TYPE_CHECKING:
@@ -327,16 +327,6 @@ def _model_of(place: ModelPlace, spec: ScorerSpec, rules: ScoringRules | None) -
             attribute_weights=None if weights is None else list(weights),
         )
     return replace(spec.model, name=place.name, precision=spec.precision, head=head)
-
-
-def quiet_libraries() -> None:
-    """Keep progress bars and advice of the libraries out of our own display."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    for name in ("torch", "huggingface_hub"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _check(

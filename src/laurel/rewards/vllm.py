@@ -155,7 +155,7 @@ def load_vllm_scorer(
     say: Say,
     pooling: PoolingOptions | None = None,
 ) -> VllmScorer:
-    """`load.load_scorer` with vLLM: a model that proves that it scores as it did when it was saved.
+    """A model in vLLM that proves that it scores as it did when it was saved.
 
     A model that brings no golden scores is loaded by Hugging Face's own class first, which computes
     some; its memory is free again before vLLM starts.

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from laurel.config.policy import PolicyConfig
-from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.reward_model import RewardTrainingConfig
 from laurel.data.report import DataReport, RowReport, TextReport
 from laurel.errors import DataError
 from laurel.models.checkpoint.card import EvaluationRow, EvaluationTable
@@ -20,19 +19,23 @@ from laurel.observe.counts import counted
 if TYPE_CHECKING:
     from laurel.evaluation.benchmarks import BenchmarkSet
     from laurel.models.checkpoint.card import CardFacts
+    from laurel.run.context import R, RunContext
     from laurel.training.learner_group import ModelFacts
 
 
 def facts_of_reward_model(
-    config: RewardTrainingRun,
+    context: RunContext[R],
+    section: RewardTrainingConfig,
     reports: Mapping[str, DataReport],
     benchmarks: Mapping[str, BenchmarkSet],
     model: ModelFacts,
+    *,
+    ties: str,
 ) -> CardFacts:
     """The facts of a run of `laurel rm`, once its rows are tokens."""
     from laurel.models.checkpoint.card import CardFacts
 
-    loss = config.rm.loss
+    loss = section.loss
     more = {
         name: value
         for name, value in loss.model_dump(mode="json", exclude_defaults=True).items()
@@ -40,13 +43,13 @@ def facts_of_reward_model(
     }
     settings = {
         "loss": loss.type + "".join(f", {name} {value}" for name, value in more.items()),
-        **_settings(config.policy, unit="groups"),
-        "epochs": config.rm.max_num_epochs,
-        "ties": "used by the loss" if loss.uses_ties else config.data.ties,
-        "seed": config.rm.seed,
+        **_settings(context, unit="groups"),
+        "epochs": section.max_num_epochs,
+        "ties": "used by the loss" if loss.uses_ties else ties,
+        "seed": section.seed,
     }
     return CardFacts(
-        **_base(config.policy, model),
+        **_base(context, model),
         method="reward-model training",
         data={name: _preferences(report) for name, report in reports.items()}
         | {f"validation-{name}": one.described() for name, one in benchmarks.items()},
@@ -55,31 +58,33 @@ def facts_of_reward_model(
 
 
 def facts_of_policy(
-    policy: PolicyConfig, model: ModelFacts, reports: Mapping[str, TextReport], *, method: str
+    context: RunContext[R], model: ModelFacts, reports: Mapping[str, TextReport], *, method: str
 ) -> CardFacts:
     """The facts of a run that trains a policy by this method."""
     from laurel.models.checkpoint.card import CardFacts
 
     return CardFacts(
-        **_base(policy, model),
+        **_base(context, model),
         method=method,
         data={name: _rows(report) for name, report in reports.items()},
-        settings={"method": method, **_settings(policy, unit="sequences")},
-        max_length=policy.max_total_sequence_length,
+        settings={"method": method, **_settings(context, unit="sequences")},
+        max_length=context.config.policy.max_total_sequence_length,
     )
 
 
-def _base(policy: PolicyConfig, model: ModelFacts) -> dict[str, str | None]:
+def _base(context: RunContext[R], model: ModelFacts) -> dict[str, str | None]:
     """What training started from; of a directory only its name, for cards are made public."""
     from laurel.models.checkpoint.card import hub_name
 
+    policy = context.config.policy
     name = policy.model_name if policy.scratch is None else None
     is_here = name is not None and os.path.isdir(os.path.expanduser(name))
     described = f"the local directory {os.path.basename(os.path.realpath(name or ''))}"
     return {"base_model": described if is_here else model.base_model, "hub_base": hub_name(name)}
 
 
-def _settings(policy: PolicyConfig, *, unit: str) -> dict[str, str]:
+def _settings(context: RunContext[R], *, unit: str) -> dict[str, str]:
+    policy = context.config.policy
     optimizer, lora = policy.optimizer, policy.dtensor_cfg.lora_cfg
     settings = {
         "optimizer": f"{optimizer.name} {optimizer.kwargs}",

@@ -6,8 +6,6 @@ import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +13,7 @@ from uuid import uuid4
 
 from laurel.config.grpo import GRPORun
 from laurel.errors import ConfigError
-from laurel.run.places import Places
+from laurel.run.context import RunContext
 from laurel.run.specs import generator_spec, model_spec
 
 QUICKER = "it was quicker where the two were measured (docs/benchmarks.md)"
@@ -32,38 +30,21 @@ if TYPE_CHECKING:
     from laurel.training.learner import Learner
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartingPoint:
-    """What a policy is loaded from once more, where it is drawn from in other processes."""
-
-    texts: tuple[str, ...] = ()
-    """What a tokenizer from scratch learns from."""
-    checkpoint: Path | None = None
-    """Of the run that goes on."""
-
-
 def make_generator(
-    config: GRPORun,
-    model: TrainedModel,
-    chat: ChatFormat,
-    places: Places,
-    starts_from: StartingPoint,
-    stack: ExitStack,
+    context: RunContext[GRPORun], model: TrainedModel, chat: ChatFormat, texts: Sequence[str] = ()
 ) -> Generator:
     """The generator of `policy.generation.backend`.
 
     Args:
-        config: Of the run.
+        context: Of the run: its generator is closed with it.
         model: The policy.
         chat: How it is spoken to.
-        places: Where everything goes.
-        starts_from: What replicas are loaded from, also when one is started again.
-        stack: Of the run: what replicas are started from stays until it is left.
+        texts: What a tokenizer from scratch has learned from: replicas make it once more.
 
     Raises:
         ConfigError: It cannot draw what the configuration asks for.
     """
-    facts = model.facts
+    config, facts = context.config, model.facts
     size = facts.vocab_size
     odd = [i for i in config.policy.generation.stop_token_ids or () if not 0 <= i < size]
     if odd:
@@ -82,10 +63,8 @@ def make_generator(
             "policy.sequence_packing.enabled=false: the transformers engine reads token forests; "
             "leave packing on, or set policy.generation.backend=vllm"
         )
-    if places.are_remote:
-        return _replicas(
-            config, model, chat, places, starts_from, stack, uses_vllm=backend == "vllm"
-        )
+    if context.allocation.are_remote:
+        return _replicas(context, model, chat, texts, uses_vllm=backend == "vllm")
     if backend == "vllm":
         return _vllm(config, model, chat)
     from laurel.generation.transformers.engine import TransformersEngine
@@ -116,12 +95,10 @@ def _vllm(config: GRPORun, model: TrainedModel, chat: ChatFormat) -> Generator:
 
 
 def _replicas(
-    config: GRPORun,
+    context: RunContext[GRPORun],
     model: TrainedModel,
     chat: ChatFormat,
-    places: Places,
-    starts_from: StartingPoint,
-    stack: ExitStack,
+    texts: Sequence[str],
     *,
     uses_vllm: bool,
 ) -> Generator:
@@ -129,6 +106,8 @@ def _replicas(
     from laurel.generation.engine_worker import EngineWorker
     from laurel.generation.replicas import GeneratorReplicas
     from laurel.types import Weights
+
+    config, places = context.config, context.allocation
 
     def current() -> Weights | None:
         # It must not be asked while it trains, nor while its shares are off the GPUs.
@@ -151,9 +130,9 @@ def _replicas(
         take_turns=places.take_turns("generation"),
     )
     if uses_vllm:
-        make = _vllm_maker(config, model, chat, starts_from, stack)
+        make = _vllm_maker(context, model, chat)
     else:
-        make = _transformers_maker(config, chat, starts_from)
+        make = _transformers_maker(context, chat, texts)
     replicas = GeneratorReplicas(
         make_group,
         places.num_slots("generation") // each,
@@ -201,39 +180,34 @@ def transfer_of(
 
 
 def _transformers_maker(
-    config: GRPORun, chat: ChatFormat, starts_from: StartingPoint
+    context: RunContext[GRPORun], chat: ChatFormat, texts: Sequence[str]
 ) -> EngineMaker:
     from laurel.generation.load import TransformersMaker, from_directory
 
+    config = context.config
     policy = model_spec(config.policy)
-    if starts_from.checkpoint is not None:
-        policy = from_directory(policy, starts_from.checkpoint)
+    if context.resume_from is not None:
+        policy = from_directory(policy, context.resume_from)
     return TransformersMaker(
         model=policy,
         spec=generator_spec(config, chat.end_ids),
         device=config.cluster.device,
         cpu_threads=config.cluster.cpu_threads,
-        texts=starts_from.texts,
+        texts=tuple(texts),
     )
 
 
-def _vllm_maker(
-    config: GRPORun,
-    model: TrainedModel,
-    chat: ChatFormat,
-    starts_from: StartingPoint,
-    stack: ExitStack,
-) -> EngineMaker:
+def _vllm_maker(context: RunContext[GRPORun], model: TrainedModel, chat: ChatFormat) -> EngineMaker:
     """vLLM reads a directory, which every node must see: the checkpoint, or the model's own."""
     from laurel.generation.load import VllmMaker
 
-    policy = config.policy
-    directory = str(starts_from.checkpoint or policy.model_name)
-    if policy.scratch is not None and starts_from.checkpoint is None:
+    config, policy = context.config, context.config.policy
+    directory = str(context.resume_from or policy.model_name)
+    if policy.scratch is not None and context.resume_from is None:
         # Beside the checkpoints, which every node sees; until the run ends, as a replica that was
         # lost is started from it again. What a kill leaves goes with the next run's first look.
         directory = str(Path(config.checkpointing.checkpoint_dir) / f".start-{uuid4().hex}")
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        context.stack.callback(shutil.rmtree, directory, ignore_errors=True)
         Path(directory).mkdir(parents=True)
         model.learner.export(Path(directory), "")
     return VllmMaker(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laurel.config.environments import (
@@ -17,18 +16,24 @@ from laurel.config.environments import (
 from laurel.config.grpo import GRPORun
 from laurel.config.load import to_yaml
 from laurel.data.tasks import TaskData, load_task_data
+from laurel.environments.interface import noise_floor_of
 from laurel.environments.registry import environment_names
 from laurel.errors import ConfigError, DataError
 from laurel.generation.vllm.settings import check_has_vllm
-from laurel.models.checkpoint.store import CheckpointStore
 from laurel.observe.loggers import check_available
 from laurel.run.cards import facts_of_policy
-from laurel.run.generator import StartingPoint, describe_generator, make_generator
+from laurel.run.context import (
+    RunContext,
+    choose_run_dir,
+    judge_benchmarks,
+    judge_figures,
+    surround,
+)
+from laurel.run.generator import describe_generator, make_generator
 from laurel.run.model import with_found_model
-from laurel.run.places import Places, open_places, plan_places
+from laurel.run.places import plan_places
 from laurel.run.policy import describe_policy, load_policy_to_train, policy_settings
 from laurel.run.request import uses_reward_model
-from laurel.run.setup import choose_run_dir, judge_benchmarks, judge_figures, open_store, surround
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
 from laurel.training.selection import Selection, policy_goal, select_policy_by
 from laurel.training.stopping import Deadline
@@ -72,26 +77,27 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     selection = check_early(config)
     planned = plan_places(config)
     check_vllm(config, on_cluster=planned.are_remote)
-    resume_from, store = open_store(config.checkpointing, selection, stack, console)
-    data = load_task_data(
+    context = RunContext(config=config, console=console, stack=stack).with_store(selection)
+    data = _load_data(config)
+    benchmarks = judge_benchmarks(config.env.reward_model.benchmarks)
+    context = context.with_slots(planned)
+    environments = environments_of(data, context)
+    check_answers(data, environments, console)
+    # A run that goes on has done so at its beginning.
+    facts = judge_figures([] if context.resume_from else benchmarks, environments, console)
+    training, position = _with_policy(context, data, environments, selection, deadline)
+    if facts:
+        training.logger.log(facts, step=position.step)
+    return training, position
+
+
+def _load_data(config: GRPORun) -> TaskData:
+    return load_task_data(
         config.data,
         default_environment=config.default_environment,
         environments=environment_names(config.env),
         needs=needs_of(config.env),
     )
-    benchmarks = judge_benchmarks(config.env.reward_model.benchmarks)
-    places = open_places(planned, stack, console)
-    with console.status("starting the environments"):
-        environments = environments_of(data, config, stack, places, console)
-    check_answers(data, environments, console)
-    # A run that goes on has done so at its beginning.
-    facts = judge_figures([] if resume_from else benchmarks, environments, console)
-    training, position = _with_policy(
-        config, data, places, environments, selection, store, resume_from, deadline, stack, console
-    )
-    if facts:
-        training.logger.log(facts, step=position.step)
-    return training, position
 
 
 def check_early(config: GRPORun) -> Selection:
@@ -148,26 +154,17 @@ class Playable:
 
 
 def playable(
-    config: GRPORun,
-    data: TaskData,
-    places: Places,
-    environments: dict[str, Environment],
-    resume_from: Path | None,
-    stack: ExitStack,
-    console: Console,
+    context: RunContext[GRPORun], data: TaskData, environments: dict[str, Environment]
 ) -> Playable:
     """Load the policy, and what draws from it. Prompts that are too long for it are left out."""
+    config = context.config
     # Before any prompt is left out for its length, which takes a tokenizer.
     texts = texts_of(data) if config.policy.scratch is not None else []
     model = load_policy_to_train(
-        config.policy,
-        config.cluster,
-        places,
+        context,
         seed=config.grpo.seed,
         texts=texts,
         identity=settings_of(config),
-        resume_from=resume_from,
-        console=console,
         temperature=config.policy.generation.temperature,
         needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
         draws_from_copy=config.grpo.max_staleness > 0,
@@ -176,36 +173,34 @@ def playable(
     chat = chat_of(config, model.facts)
     fit_prompts(data, chat, config)
     num_steps = total_steps(config, len(data.train))
-    starts_from = StartingPoint(texts=tuple(texts), checkpoint=resume_from)
-    parts = _parts(config, data, places, environments, model, chat, starts_from, num_steps, stack)
+    generator = make_generator(context, model, chat, texts)
+    context.stack.callback(generator.close)
+    parts = _parts(context, data, environments, model, chat, generator, num_steps)
     return Playable(model=model, chat=chat, parts=parts, num_steps=num_steps)
 
 
 def _with_policy(
-    config: GRPORun,
+    context: RunContext[GRPORun],
     data: TaskData,
-    places: Places,
     environments: dict[str, Environment],
     selection: Selection,
-    store: CheckpointStore | None,
-    resume_from: Path | None,
     deadline: Deadline,
-    stack: ExitStack,
-    console: Console,
 ) -> tuple[GRPO, Position]:
     """Everything after the environments."""
-    if store is not None and resume_from is not None and places.are_remote:
+    config, console, resume_from = context.config, context.console, context.resume_from
+    if context.store is not None and resume_from is not None and context.allocation.are_remote:
         # Replicas of generation are started from it again when one is lost.
-        store.pin(resume_from)
-    found = playable(config, data, places, environments, resume_from, stack, console)
+        context.store.pin(resume_from)
+    found = playable(context, data, environments)
     from laurel.grpo.health import members_of
-    from laurel.grpo.loop import GRPO
+    from laurel.grpo.loop import GRPO, GRPOSettings
     from laurel.grpo.state import GRPORunState, fingerprint_of_tasks
     from laurel.observe.health import Alarms
+    from laurel.training.loop import Schedule
     from laurel.training.state import Position
 
     model, parts = found.model, found.parts
-    run_dir = choose_run_dir(config.logger, resume_from, console)
+    run_dir = choose_run_dir(context)
     state = GRPORunState(
         parts.learner,
         source=parts.source,
@@ -215,34 +210,50 @@ def _with_policy(
         ),
         data_fingerprint=fingerprint_of_tasks(data.train),
         config_yaml=to_yaml(config),
-        card=facts_of_policy(config.policy, model.facts, data.reports, method="GRPO"),
+        card=facts_of_policy(context, model.facts, data.reports, method="GRPO"),
         run_dir=run_dir,
         save_optimizer=config.checkpointing.save_optimizer,
         saves_in_background=config.checkpointing.saves_in_background(model.facts.device),
     )
     position = state.restore(resume_from) if resume_from else Position()
-    describe_policy(
-        config.policy, model.facts, data.reports, run_dir, config.checkpointing, places, console
-    )
+    describe_policy(context, model.facts, data.reports, run_dir)
     _describe_step(config, found.chat, parts, console)
     if resume_from:
         console.print(f"going on from {resume_from}, after step {position.step}")
+    has_validation = parts.validation is not None
+    schedule = Schedule.of(
+        config.grpo,
+        config.checkpointing,
+        total_steps=found.num_steps,
+        has_validation=has_validation,
+        goal=policy_goal(
+            config.grpo, has_validation=has_validation, environments=list(environments)
+        ),
+    )
     surroundings = surround(
-        config,
+        context,
+        schedule=schedule,
         state=state,
         position=position,
-        total_steps=found.num_steps,
         facts=model.facts,
-        store=store,
         selection=selection,
         deadline=deadline,
-        is_resumed=resume_from is not None,
         reports=data.reports,
-        stack=stack,
-        console=console,
         unit="completions",
     )
-    return GRPO(config, surroundings, parts, total_steps=found.num_steps), position
+    policy = config.policy
+    settings = GRPOSettings(
+        grpo=config.grpo,
+        loss=config.loss_fn,
+        logging=config.logger,
+        max_length=policy.max_total_sequence_length,
+        longest_completion=policy.generation.max_new_tokens or policy.max_total_sequence_length,
+        batch_size=policy.train_global_batch_size,
+        micro_batch_size=policy.train_micro_batch_size,
+        logprob_tokens=policy.logprob_batch_size * policy.max_total_sequence_length,
+        updates_per_rollout=config.updates_per_rollout,
+    )
+    return GRPO(settings, surroundings, parts), position
 
 
 def _describe_step(config: GRPORun, chat: ChatFormat, parts: PolicyParts, console: Console) -> None:
@@ -365,26 +376,21 @@ def _what_scores(config: RewardModelEnvironmentConfig) -> dict[str, Any]:
 
 
 def _parts(
-    config: GRPORun,
+    context: RunContext[GRPORun],
     data: TaskData,
-    places: Places,
     environments: dict[str, Environment],
     model: TrainedModel,
     chat: ChatFormat,
-    starts_from: StartingPoint,
+    generator: Generator,
     num_steps: int,
-    stack: ExitStack,
 ) -> PolicyParts:
     from laurel.grpo.loop import PolicyParts
     from laurel.grpo.source import RolloutSource
     from laurel.grpo.validation import PolicyValidation
     from laurel.training.batches import Batcher
 
-    grpo, policy = config.grpo, config.policy
-    generator: Generator = make_generator(config, model, chat, places, starts_from, stack)
-    stack.callback(generator.close)
+    config, grpo, places = context.config, context.config.grpo, context.allocation
     rollouts = rollouts_of(config, generator, environments, chat)
-    parts: list[PolicyParts] = []
     source = RolloutSource(
         rollouts,
         data.train,
@@ -392,9 +398,9 @@ def _parts(
         sampling_of(config),
         shuffle=config.data.shuffle,
         total_steps=num_steps,
-        noise=lambda name: parts[0].noise_of(name),
+        noise=lambda name: noise_floor_of(environments[name]),
     )
-    stack.callback(source.close)
+    context.stack.callback(source.close)
     validation = None
     if data.validation:
         validation = PolicyValidation(
@@ -405,25 +411,21 @@ def _parts(
             set_of=data.validation_set_of,
         )
     pad_id = model.facts.tokenizer.pad_token_id or 0
-    take_turns = _take_turns(config, places, generator)
-    parts.append(
-        PolicyParts(
-            learner=model.learner,
-            has_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-            batcher=Batcher(
-                model.facts.path, policy, pad_id=pad_id, places=model.learner.num_places
-            ),
-            generator=generator,
-            source=source,
-            environments=environments,
-            validation=validation,
-            pad_id=pad_id,
-            generator_rests=take_turns,
-            learner_rests=take_turns,
-            judges_rest=places.take_turns("reward_model") and grpo.max_staleness == 0,
-        )
+    take_turns = _take_turns(context, generator)
+    limits = config.policy.batch_limits
+    return PolicyParts(
+        learner=model.learner,
+        has_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+        batcher=Batcher(model.facts.path, limits, pad_id=pad_id, places=model.learner.num_places),
+        generator=generator,
+        source=source,
+        environments=environments,
+        validation=validation,
+        pad_id=pad_id,
+        generator_rests=take_turns,
+        learner_rests=take_turns,
+        judges_rest=places.take_turns("reward_model") and grpo.max_staleness == 0,
     )
-    return parts[0]
 
 
 def rollouts_of(
@@ -451,13 +453,14 @@ def rollouts_of(
     )
 
 
-def _take_turns(config: GRPORun, places: Places, generator: Generator) -> bool:
+def _take_turns(context: RunContext[GRPORun], generator: Generator) -> bool:
     """Whether learner and generator rest for each other.
 
     In one process an engine of our own has nothing to give back: the weights are the learner's.
     """
     from laurel.generation.transformers.engine import TransformersEngine
 
+    config, places = context.config, context.allocation
     if config.grpo.max_staleness > 0:
         return False
     if places.are_remote:
@@ -498,7 +501,7 @@ class Measurement:
     groups: Sequence[RolloutGroup]
     """A group for each task, in the order of the data."""
     figures: Mapping[str, float]
-    """See `algorithms.policy_validation.validation_metrics`."""
+    """See `grpo.validation.validation_metrics`."""
 
     @property
     def success_rate(self) -> float:
@@ -516,30 +519,20 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
         DataError: There are no validation tasks.
     """
     config = with_found_model(config, console)
-    places = Places.of_this_process()
     with ExitStack() as stack:
-        data = load_task_data(
-            config.data,
-            default_environment=config.default_environment,
-            environments=environment_names(config.env),
-            needs=needs_of(config.env),
-        )
+        context = RunContext(config=config, console=console, stack=stack)
+        data = _load_data(config)
         if not data.validation:
             raise DataError("there is nothing to measure on: name tasks in data.val_data_path")
         texts = texts_of(data)
         data.train.clear()
-        with console.status("starting the environments"):
-            environments = environments_of(data, config, stack, places, console)
+        environments = environments_of(data, context)
         check_answers(data, environments, console)
         model = load_policy_to_train(
-            config.policy,
-            config.cluster,
-            places,
+            context,
             seed=config.grpo.seed,
             texts=texts,
             identity={},
-            resume_from=None,
-            console=console,
             temperature=config.policy.generation.temperature,
         )
         from laurel.grpo.source import RolloutSource
@@ -547,8 +540,7 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
 
         chat = chat_of(config, model.facts)
         fit_prompts(data, chat, config)
-        starts_from = StartingPoint(texts=tuple(texts))
-        generator = make_generator(config, model, chat, places, starts_from, stack)
+        generator = make_generator(context, model, chat, texts)
         stack.callback(generator.close)
         rollouts = rollouts_of(config, generator, environments, chat)
         sampling = sampling_of(config, is_validation=True)

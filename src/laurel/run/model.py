@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from laurel.config.policy import ClusterConfig, PolicyConfig
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
+from laurel.observe.console import quiet_libraries
 from laurel.observe.hub import check_fetchable
-from laurel.rewards.open import Say, find_model, quiet_libraries
-from laurel.run.places import Places
-from laurel.run.schemas import Run
-from laurel.run.scorer import say_on
+from laurel.run.context import R, RunContext
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from laurel.rewards.open import Say
     from laurel.training.learner import Learner
     from laurel.training.learner_group import Load, ModelFacts
 
@@ -34,15 +32,11 @@ class TrainedModel:
 
 
 def load_trained_model(
-    policy: PolicyConfig,
-    cluster: ClusterConfig,
-    places: Places,
+    context: RunContext[R],
     *,
     load: Load,
     seed: int,
     identity: Mapping[str, object],
-    resume_from: Path | None,
-    console: Console,
     load_reference: Load | None = None,
     with_entropy: bool = False,
     check_room: Callable[[torch.device], None] | None = None,
@@ -50,38 +44,43 @@ def load_trained_model(
     """Load the model, check it, and build its optimizer.
 
     Args:
-        policy: The policy section.
-        cluster: Device and threads.
-        places: Where the role `policy` works.
+        context: Of the run.
         load: See `LearnerWorker`.
         seed: Likewise.
         identity: See `RunState.identity`.
-        resume_from: Checkpoint of the same run.
-        console: Shows that something is going on.
         load_reference: See `LearnerWorker`.
         with_entropy: Likewise.
         check_room: Called with the device before a model is loaded into this process.
+
+    Raises:
+        ConfigError: An optimizer or scheduler that torch does not have, or refuses.
     """
-    with console.status("loading torch and the model"):
+    policy, cluster = context.config.policy, context.config.cluster
+    with context.console.status("loading torch and the model"):
         from torch import nn
 
         from laurel.training.learner_group import LearnerWorker
+        from laurel.training.optimizers import build_optimizer, build_scheduler
         from laurel.training.state import check_same_run
         from laurel.workers.process import choose_device
         from laurel.workers.rendezvous import Place
 
         quiet_libraries()
-        if resume_from:
-            check_same_run(resume_from, identity)
-        check_optimizer(policy, nn.Linear(1, 1))
+        if context.resume_from:
+            check_same_run(context.resume_from, identity)
+        # What torch refuses is told before anything is loaded.
+        optimizer = build_optimizer(policy.optimizer, list(nn.Linear(1, 1).named_parameters()))
+        build_scheduler(policy.scheduler, optimizer)
         settings: dict[str, Any] = {
-            "policy": policy,
+            "optimizer": policy.optimizer,
+            "scheduler": policy.scheduler,
+            "max_grad_norm": policy.max_grad_norm,
             "cluster": cluster,
             "seed": seed,
             "load_reference": load_reference,
             "with_entropy": with_entropy,
         }
-        if not places.are_remote:
+        if not context.allocation.are_remote:
             from laurel.models.parallel.mesh import ParallelShape
 
             if check_room is not None:
@@ -90,45 +89,30 @@ def load_trained_model(
             return TrainedModel(
                 learner=worker.learner, facts=worker.describe(), in_process=worker.learner.model
             )
-    return _spread(places, load, settings, console)
+    return _spread(context, load, settings)
 
 
-def _spread(
-    places: Places, load: Load, settings: Mapping[str, Any], console: Console
-) -> TrainedModel:
+def _spread(context: RunContext[R], load: Load, settings: Mapping[str, Any]) -> TrainedModel:
     from laurel.training.learner_group import LearnerGroup, LearnerWorker
 
-    shape = places.shape_of("policy")
-    with console.status(f"starting {shape.num_ranks} ranks of the policy"):
-        group = places.group("policy", LearnerWorker, load, shape=shape, **settings)
+    shape = context.allocation.shape_of("policy")
+    with context.console.status(f"starting {shape.num_ranks} ranks of the policy"):
+        group = context.allocation.group("policy", LearnerWorker, load, shape=shape, **settings)
         learner = LearnerGroup(group, shape)
     return TrainedModel(learner=learner, facts=learner.facts, in_process=None)
 
 
-def check_optimizer(policy: PolicyConfig, model: Any) -> None:
-    """What torch refuses is told before anything is loaded.
-
-    Raises:
-        ConfigError: An optimizer or scheduler that torch does not have, or refuses.
-    """
-    from laurel.training.optimizers import build_optimizer, build_scheduler
-
-    optimizer = build_optimizer(policy.optimizer, list(model.named_parameters()))
-    build_scheduler(policy.scheduler, optimizer)
-
-
-def describe_model(
-    kind: str, facts: ModelFacts, policy: PolicyConfig, places: Places, console: Console
-) -> None:
+def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None:
     """Say what was loaded, and where it is."""
+    console = context.console
     trained = f", {facts.num_trained / 1e6:.2f}M trained"
     console.print(
         f"{kind:<7} {facts.class_name} from {facts.base_model}: "
         f"{facts.num_parameters / 1e6:.1f}M parameters"
         + (trained if facts.num_trained != facts.num_parameters else "")
-        + f", {policy.precision} on {facts.device}"
+        + f", {context.config.policy.precision} on {facts.device}"
     )
-    for line in places.describe():
+    for line in context.allocation.describe():
         console.print(f"places  {line}")
     if facts.path == "forest":
         check = f"self-check against one-by-one: {facts.self_check:.1e}"
@@ -140,7 +124,6 @@ def describe_model(
 # --------------------------------------------------------------------------------------------------
 # The model that a run begins from: found as every command finds models, before anything heavy.
 
-R = TypeVar("R", bound=Run)
 _INSTEAD = (
     ", or make a small one here: policy.model_name=null 'policy.scratch={}', with a higher "
     "learning rate (laurel init --scratch writes both)"
@@ -160,6 +143,8 @@ def with_found_model(config: R, console: Console) -> R:
     goes_on = saving.enabled and steps_in(Path(saving.checkpoint_dir))
     if goes_on and not Path(policy.model_name).expanduser().is_dir():
         return config  # its checkpoint has the weights
+    from laurel.run.scorer import say_on
+
     say = say_on(console)
     name = found_name(policy.model_name, say=lambda note: say(f"note    {note}"), instead=_INSTEAD)
     if name == policy.model_name:
@@ -171,7 +156,7 @@ def with_found_model(config: R, console: Console) -> R:
 def found_name(name: str, *, say: Say, instead: str = "") -> str:
     """What transformers loads for a name: of the directory of a run one of its checkpoints.
 
-    Which one is as for `rewards.load.find_model`. Any other name stays as it was written: it is
+    Which one is as for `rewards.open.find_model`. Any other name stays as it was written: it is
     part of what a run is known by when it goes on.
 
     Args:
@@ -182,6 +167,8 @@ def found_name(name: str, *, say: Say, instead: str = "") -> str:
     Raises:
         UserError: There is no such model, or the hub that has it does not answer.
     """
+    from laurel.rewards.open import find_model
+
     place = find_model(name)
     directory = Path(name).expanduser()
     if not directory.is_dir():

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from laurel.config.environments import RewardModelEnvironmentConfig
-from laurel.config.grpo import GRPORun
-from laurel.environments.code.nodes import ClusterNodes
+from laurel.config.schemas import Run
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan
 from laurel.planning.request import RoleName
 from laurel.planning.roles import where
-from laurel.run.request import request_of, uses_reward_model
-from laurel.run.schemas import Run
+from laurel.run.request import request_of
 from laurel.workers.launch import (
     backend_of,
     device_of,
@@ -30,14 +26,10 @@ from laurel.workers.reservations import Resources
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from laurel.environments.reward_model.open import Opening
     from laurel.models.parallel.mesh import ParallelShape
     from laurel.protocols import WorkerGroup
-    from laurel.rewards.open import Say
-    from laurel.rewards.scorer import ContractScorer
     from laurel.workers.ray_cluster import Reservation
     from laurel.workers.ray_group import RayGroup
-    from laurel.workers.reservations import NodeState
 
 
 BESIDE_GPUS = Resources(cpus=0.1)
@@ -218,101 +210,3 @@ def _refuse_unbuilt(config: Run, plan: Plan) -> None:
             f"{where}.cpu_offload=true: shares of a spread model can be kept on the host, and the "
             "policy has one rank; set it to false, or give it more slots (cluster.gpus_per_node)"
         )
-
-
-# --------------------------------------------------------------------------------------------------
-# Where a run has the programs of the policy run: on this machine, or on every node.
-
-
-def nodes_of(places: Places) -> ClusterNodes | None:
-    """The nodes that programs are run on; None: this machine. Nothing is started.
-
-    Args:
-        places: Those of the run.
-    """
-    return ClusterNodes(_alive, _make, _is_only_this) if places.are_remote else None
-
-
-def _alive() -> Sequence[NodeState]:
-    from laurel.workers.ray_group import nodes_to_work_on
-
-    return nodes_to_work_on()
-
-
-def _is_only_this() -> bool:
-    from laurel.workers.ray_group import is_on_the_only_node
-
-    return is_on_the_only_node()
-
-
-def _make(*args: Any, **kwargs: Any) -> WorkerGroup:
-    from laurel.workers.ray_group import NodeGroup
-
-    return NodeGroup(*args, **kwargs)
-
-
-# --------------------------------------------------------------------------------------------------
-# How a run on a cluster opens what scores: models in slots, renderers spread over the nodes.
-
-
-def opening_on(places: Places, config: GRPORun, say: Say) -> Opening:
-    """How the environments of a run open their models and processes.
-
-    Args:
-        places: Those of the run, on a cluster.
-        config: The run.
-        say: Told what was loaded, found and decided.
-    """
-    from laurel.environments.reward_model.open import RENDERING_LIMIT, Opening, opening_here
-    from laurel.rewards.preparing import WORKER
-
-    make_worker = partial(places.group_of_one, WORKER, limit=RENDERING_LIMIT)
-
-    if not uses_reward_model(config):  # only rows of the data ask for one, and it has no slots
-        here = opening_here(device=config.cluster.device, say=say)
-        return Opening(open_model=here.open_model, make_worker=make_worker)
-
-    def open_model(settings: RewardModelEnvironmentConfig, name: str) -> ContractScorer:
-        return _open_in_slots(settings, name, places, config, make_worker, say)
-
-    return Opening(open_model=open_model, make_worker=make_worker)
-
-
-def _open_in_slots(
-    settings: RewardModelEnvironmentConfig,
-    name: str,
-    places: Places,
-    config: GRPORun,
-    make_worker: Callable[..., WorkerGroup],
-    say: Say,
-) -> ContractScorer:
-    """A reward model in the slots of its role: with the loop, each replica in a group of its own;
-    without, all replicas in one group that scores whole batches.
-
-    One of several models has replicas on all of these slots, and an equal part of each.
-    """
-    from laurel.environments.reward_model.open import found_reward_model, open_crew, with_workers
-    from laurel.rewards.replicas import ROLE
-
-    shape, role = places.shape_of("reward_model"), f"{ROLE} {name}".rstrip()
-    group = partial(
-        places.group, "reward_model", name=role, share=1 / len(config.env.reward_model.loaded)
-    )
-    found = found_reward_model(settings, tp=shape.tp, device=config.cluster.device, say=say)
-    if not settings.use_reward_loop:
-        scorer = found.open(group, shape=shape, say=say)
-        with_workers(scorer, settings, make_worker)
-        return scorer
-
-    def group_of(index: int) -> Callable[..., WorkerGroup]:
-        return partial(group, ranks=range(index * shape.tp, (index + 1) * shape.tp))
-
-    return open_crew(
-        found,
-        group_of,
-        shape.dp_replicate,
-        tp=shape.tp,
-        make_worker=make_worker,
-        say=say,
-        role=role,
-    )

@@ -7,32 +7,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laurel.config.policy import CheckpointingConfig, ClusterConfig, PolicyConfig
+from laurel.config.policy import PolicyConfig
 from laurel.data.report import TextReport
 from laurel.errors import ModelError
+from laurel.run.context import R, RunContext, describe_data, describe_output
 from laurel.run.model import TrainedModel, describe_model, load_trained_model
-from laurel.run.places import Places
-from laurel.run.setup import describe_data
 from laurel.run.specs import model_spec
 from laurel.workers.machine import GIB, memory
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
     from laurel.training.learner_group import ModelFacts
 
 
 def load_policy_to_train(
-    policy: PolicyConfig,
-    cluster: ClusterConfig,
-    places: Places,
+    context: RunContext[R],
     *,
     seed: int,
     texts: Iterable[str],
     identity: Mapping[str, object],
-    resume_from: Path | None,
-    console: Console,
     temperature: float = 1.0,
     needs_reference: bool = False,
     draws_from_copy: bool = False,
@@ -41,21 +35,18 @@ def load_policy_to_train(
     """The policy, checked, with its optimizer.
 
     Args:
-        policy: The policy section.
-        cluster: Where it goes.
-        places: Likewise.
+        context: Of the run.
         seed: Seeds adapters, a model from scratch and dropout.
         texts: What a tokenizer from scratch learns from.
         identity: See `RunState.identity`.
-        resume_from: Checkpoint of the same run.
-        console: Shows that something is going on.
         temperature: That completions are drawn with.
         needs_reference: The policy before its training is kept, too.
         draws_from_copy: See `check_memory`.
         with_entropy: See `LearnerWorker`.
     """
-    with console.status("loading torch"):
+    with context.console.status("loading torch"):
         from laurel.models.loading.policy import load_policy
+    policy, resume_from = context.config.policy, context.resume_from
     load = partial(
         load_policy,
         model_spec(policy),
@@ -69,14 +60,10 @@ def load_policy_to_train(
         check_memory, policy, needs_reference=needs_reference, draws_from_copy=draws_from_copy
     )
     return load_trained_model(
-        policy,
-        cluster,
-        places,
+        context,
         load=resumed,
         seed=seed,
         identity=identity,
-        resume_from=resume_from,
-        console=console,
         check_room=check_room,
         load_reference=load if needs_reference else None,
         with_entropy=with_entropy,
@@ -104,20 +91,12 @@ def policy_settings(policy: PolicyConfig, **sections: Mapping[str, Any]) -> dict
 
 
 def describe_policy(
-    policy: PolicyConfig,
-    facts: ModelFacts,
-    reports: Mapping[str, TextReport],
-    run_dir: Path,
-    saving: CheckpointingConfig,
-    places: Places,
-    console: Console,
+    context: RunContext[R], facts: ModelFacts, reports: Mapping[str, TextReport], run_dir: Path
 ) -> None:
     """Say what was read, loaded and decided."""
-    describe_data(reports, run_dir, console)
-    describe_model("policy", facts, policy, places, console)
-    console.print(f"logs    {run_dir}")
-    if saving.enabled:
-        console.print(f"saves   {saving.checkpoint_dir}")
+    describe_data(reports, run_dir, context.console)
+    describe_model("policy", facts, context)
+    describe_output(context, run_dir)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from laurel.config.environments import ResourcesConfig, ScorerSource
 from laurel.config.grpo import GRPOConfig, GRPORun
 from laurel.config.policy import PlacementConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
+from laurel.config.schemas import Run
 from laurel.config.sft import SFTConfig, SFTRun
 from laurel.planning.memory import optimizer_states
 from laurel.planning.request import (
@@ -21,7 +22,6 @@ from laurel.planning.request import (
     StepRequest,
     TrainingRequest,
 )
-from laurel.run.schemas import Run
 
 DEFAULT_JUDGED_LENGTH = 8192
 """Tokens of the longest conversation of a reward model that does not say."""

@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from laurel.config.data import DatasetConfig
 from laurel.config.load import to_yaml
@@ -18,22 +15,31 @@ from laurel.data.preferences import hold_out, load_preferences, own_validation
 from laurel.data.report import DataReport
 from laurel.errors import ConfigError, DataError
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
-from laurel.models.checkpoint.store import CheckpointStore
 from laurel.observe.loggers import check_available
 from laurel.run.cards import facts_of_reward_model
+from laurel.run.context import (
+    RunContext,
+    choose_run_dir,
+    describe_benchmark,
+    describe_data,
+    describe_output,
+    surround,
+)
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, with_found_model
-from laurel.run.places import Places, open_places, plan_places
-from laurel.run.setup import choose_run_dir, describe_benchmark, describe_data, open_store, surround
+from laurel.run.places import plan_places
 from laurel.run.specs import model_spec
 from laurel.training.selection import Selection, select_by
 from laurel.training.stopping import Deadline
 from laurel.types import Preference
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from laurel.models.scoring import ScoringContract
     from laurel.training.learner_group import ModelFacts
     from laurel.training.loop import Outcome
-    from laurel.training.state import RewardRunState
     from laurel.types import PreferenceSample
 
 
@@ -52,11 +58,10 @@ def train_reward_model(
     selection = check_early(config)
     planned = plan_places(config)
     with ExitStack() as stack:
-        resume_from, store = open_store(config.checkpointing, selection, stack, console)
+        context = RunContext(config=config, console=console, stack=stack).with_store(selection)
         data = load_data(config)
         check_figure(selection, data.benchmarks)
-        places = open_places(planned, stack, console)
-        return _train(config, data, places, selection, store, resume_from, deadline, stack, console)
+        return _train(context.with_slots(planned), data, selection, deadline)
 
 
 def check_early(config: RewardTrainingRun) -> Selection:
@@ -108,23 +113,20 @@ def check_figure(selection: Selection, benchmarks: Mapping[str, BenchmarkSet]) -
 
 
 def _train(
-    config: RewardTrainingRun,
+    context: RunContext[RewardTrainingRun],
     data: PreferenceData,
-    places: Places,
     selection: Selection,
-    store: CheckpointStore | None,
-    resume_from: Path | None,
     deadline: Deadline,
-    stack: ExitStack,
-    console: Console,
 ) -> Outcome:
     """Everything after the data: model, tokens, loop. Nothing is written before all is well."""
-    model = _load_model(config, data, places, resume_from, console)
-    from laurel.training.batches import Batcher
+    config, console = context.config, context.console
+    model = _load_model(context, data)
+    from laurel.training.batches import Batcher, StepOrder
     from laurel.training.epochs import EpochParts, total_steps
+    from laurel.training.loop import Schedule
     from laurel.training.losses import RewardLoss
     from laurel.training.reward_model import RewardTraining
-    from laurel.training.state import Position
+    from laurel.training.state import NUM_GOLDEN_GROUPS, Position, RewardRunState
 
     contract = model.facts.contract
     assert contract is not None
@@ -136,56 +138,9 @@ def _train(
             "ties, or have none of the ratings that it reads. Choose another rm.loss.type, or "
             "give rows in which one answer is better"
         )
-    run_dir = choose_run_dir(config.logger, resume_from, console)
+    run_dir = choose_run_dir(context)
     golden_set = next(iter(validation.values()), train)
-    state = _run_state(config, data, model, contract, train, golden_set, run_dir)
-    position = state.restore(resume_from) if resume_from else Position()
-    _describe(config, data, model.facts, places, run_dir, console)
-    if resume_from:
-        console.print(f"going on from {resume_from}, after step {position.step}")
-    surroundings = surround(
-        config,
-        state=state,
-        position=position,
-        facts=model.facts,
-        total_steps=total_steps(config, len(train)),
-        store=store,
-        selection=selection,
-        deadline=deadline,
-        is_resumed=resume_from is not None,
-        reports=data.all_reports,
-        stack=stack,
-        console=console,
-    )
-    batcher = Batcher(
-        model.facts.path,
-        config.policy,
-        pad_id=contract.rules.pad_id or 0,
-        places=model.learner.num_places,
-    )
-    parts = EpochParts(
-        learner=model.learner,
-        batcher=batcher,
-        train=train,
-        validation=validation,
-        benchmarks=data.benchmarks,
-    )
-    training = RewardTraining(config, surroundings, parts, loss=loss, contract=contract)
-    return training.run(position)
-
-
-def _run_state(
-    config: RewardTrainingRun,
-    data: PreferenceData,
-    model: TrainedModel,
-    contract: ScoringContract,
-    train: Sequence[PreferenceSample],
-    golden_set: Sequence[PreferenceSample],
-    run_dir: Path,
-) -> RewardRunState:
-    from laurel.training.state import NUM_GOLDEN_GROUPS, RewardRunState, settings_of
-
-    return RewardRunState(
+    state = RewardRunState(
         model.learner,
         contract=contract,
         path=model.facts.path,
@@ -194,24 +149,70 @@ def _run_state(
         golden=[sample.preference.group for sample in golden_set[:NUM_GOLDEN_GROUPS]],
         identity=settings_of(config),
         config_yaml=to_yaml(config),
-        card=facts_of_reward_model(config, data.reports, data.benchmarks, model.facts),
+        card=facts_of_reward_model(
+            context,
+            config.rm,
+            data.reports,
+            data.benchmarks,
+            model.facts,
+            ties=config.data.ties,
+        ),
         run_dir=run_dir,
         save_optimizer=config.checkpointing.save_optimizer,
         saves_in_background=config.checkpointing.saves_in_background(model.facts.device),
-        batch_tokens=config.policy.token_budget(config.policy.sequence_packing),
+        batch_tokens=config.policy.batch_limits.forest_tokens,
     )
+    position = state.restore(context.resume_from) if context.resume_from else Position()
+    _describe(context, data, model.facts, run_dir)
+    if context.resume_from:
+        console.print(f"going on from {context.resume_from}, after step {position.step}")
+    order = StepOrder(
+        len(train),
+        config.policy.train_global_batch_size,
+        shuffle=config.data.shuffle,
+        seed=config.rm.seed,
+    )
+    schedule = Schedule.of(
+        config.rm,
+        config.checkpointing,
+        total_steps=total_steps(config.rm, order),
+        has_validation=bool(validation or data.benchmarks),
+    )
+    surroundings = surround(
+        context,
+        schedule=schedule,
+        state=state,
+        position=position,
+        facts=model.facts,
+        selection=selection,
+        deadline=deadline,
+        reports=data.all_reports,
+    )
+    batcher = Batcher(
+        model.facts.path,
+        config.policy.batch_limits,
+        pad_id=contract.rules.pad_id or 0,
+        places=model.learner.num_places,
+    )
+    parts = EpochParts(
+        learner=model.learner,
+        batcher=batcher,
+        micro_batch_size=config.policy.train_micro_batch_size,
+        train=train,
+        order=order,
+        validation=validation,
+        benchmarks=data.benchmarks,
+    )
+    training = RewardTraining(
+        config.rm, surroundings, parts, loss=loss, contract=contract, logging=config.logger
+    )
+    return training.run(position)
 
 
-def _load_model(
-    config: RewardTrainingRun,
-    data: PreferenceData,
-    places: Places,
-    resume_from: Path | None,
-    console: Console,
-) -> TrainedModel:
-    with console.status("loading torch"):
+def _load_model(context: RunContext[RewardTrainingRun], data: PreferenceData) -> TrainedModel:
+    config = context.config
+    with context.console.status("loading torch"):
         from laurel.models.loading.reward_model import load_reward_model
-        from laurel.training.state import settings_of
     load = partial(
         load_reward_model,
         model_spec(config.policy),
@@ -219,38 +220,55 @@ def _load_model(
         max_length=config.data.max_input_seq_length or config.policy.max_total_sequence_length,
         truncation_side=config.data.truncation_side,
         texts=tuple(texts_of(data.train)) if config.policy.scratch is not None else (),
-        resume_from=resume_from,
+        resume_from=context.resume_from,
     )
-    return load_trained_model(
-        config.policy,
-        config.cluster,
-        places,
-        load=load,
-        seed=config.rm.seed,
-        identity=settings_of(config),
-        resume_from=resume_from,
-        console=console,
-    )
+    return load_trained_model(context, load=load, seed=config.rm.seed, identity=settings_of(config))
+
+
+def settings_of(config: RewardTrainingRun) -> dict[str, object]:
+    """What must be the same when a run goes on, by dotted name, or it would be another run.
+
+    Besides what makes the arithmetic, this holds what a checkpoint brings with it (tokenizer,
+    learning rate): a change of that would have no effect and must not pass in silence.
+    """
+    from laurel.training.state import leaves
+
+    policy, data = config.policy, config.data
+    settings = {
+        "rm": config.rm.model_dump(mode="json", include={"seed", "loss"}),
+        "policy": policy.model_dump(
+            mode="json",
+            include={
+                "model_name",
+                "scratch",
+                "hf_config_overrides",
+                "tokenizer",
+                "reward_model_cfg",
+                "train_global_batch_size",
+                "precision",
+                "optimizer",
+                "scheduler",
+            },
+        )
+        | {"dtensor_cfg": {"lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}},
+        "data": data.model_dump(mode="json", include={"shuffle", "truncation_side"})
+        | {"max_input_seq_length": data.max_input_seq_length or policy.max_total_sequence_length},
+    }
+    return dict(leaves("", settings))
 
 
 def _describe(
-    config: RewardTrainingRun,
-    data: PreferenceData,
-    facts: ModelFacts,
-    places: Places,
-    run_dir: Path,
-    console: Console,
+    context: RunContext[RewardTrainingRun], data: PreferenceData, facts: ModelFacts, run_dir: Path
 ) -> None:
     """Say what was read, loaded and decided."""
+    console = context.console
     describe_data(data.reports, run_dir, console)
     for benchmark in data.benchmarks.values():
         describe_benchmark(f"validation-{benchmark.name}", benchmark, console)
-    describe_model("model", facts, config.policy, places, console)
+    describe_model("model", facts, context)
     if not data.validation and not data.benchmarks:
         console.print("note    no validation set: the most recent checkpoints are kept")
-    console.print(f"logs    {run_dir}")
-    if config.checkpointing.enabled:
-        console.print(f"saves   {config.checkpointing.checkpoint_dir}")
+    describe_output(context, run_dir)
 
 
 # --------------------------------------------------------------------------------------------------

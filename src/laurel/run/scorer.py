@@ -63,11 +63,11 @@ def check_named(model: str, *, or_server: bool = False) -> None:
 
 
 def find_local(model: str, *, scores: bool = False) -> ModelPlace:
-    """Where it is; see `rewards.load.find_model`.
+    """Where it is; see `rewards.open.find_model`.
 
     Args:
         model: What `--model` says.
-        scores: It is to give scores; see `rewards.load.check_at_once`.
+        scores: It is to give scores; see `rewards.open.check_at_once`.
 
     Raises:
         UserError: There is none.

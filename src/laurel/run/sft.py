@@ -12,10 +12,10 @@ from laurel.data.conversations import DemonstrationData, Dialogue, load_demonstr
 from laurel.errors import DataError
 from laurel.observe.loggers import check_available
 from laurel.run.cards import facts_of_policy
+from laurel.run.context import RunContext, choose_run_dir, surround
 from laurel.run.model import with_found_model
-from laurel.run.places import open_places, plan_places
+from laurel.run.places import plan_places
 from laurel.run.policy import describe_policy, load_policy_to_train
-from laurel.run.setup import choose_run_dir, open_store, surround
 from laurel.training.selection import select_demonstrations_by
 from laurel.training.stopping import Deadline
 
@@ -42,23 +42,17 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         sets=["default"] if validates and has_validation else [],
     )
     with ExitStack() as stack:
-        resume_from, store = open_store(config.checkpointing, selection, stack, console)
+        context = RunContext(config=config, console=console, stack=stack).with_store(selection)
         data = load_demonstration_data(config.data)
-        places = open_places(planned, stack, console)
+        context = context.with_slots(planned)
         model = load_policy_to_train(
-            config.policy,
-            config.cluster,
-            places,
-            seed=config.sft.seed,
-            texts=_texts(data),
-            identity=_settings(config),
-            resume_from=resume_from,
-            console=console,
+            context, seed=config.sft.seed, texts=_texts(data), identity=_settings(config)
         )
-        facts = model.facts
+        facts, resume_from = model.facts, context.resume_from
         from laurel.models.chat import ChatFormat
-        from laurel.training.batches import Batcher
+        from laurel.training.batches import Batcher, StepOrder
         from laurel.training.epochs import EpochParts, total_steps
+        from laurel.training.loop import Schedule
         from laurel.training.sft import SupervisedFineTuning
         from laurel.training.state import PolicyRunState, Position, fingerprint_of_tokens
 
@@ -66,42 +60,55 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         train = _encode(config, data, "train", chat, console)
         validation = {"default": _encode(config, data, "validation", chat, console)}
         validation = {name: rows for name, rows in validation.items() if rows}
-        run_dir = choose_run_dir(config.logger, resume_from, console)
+        run_dir = choose_run_dir(context)
         state = PolicyRunState(
             model.learner,
             identity=_settings(config),
             data_fingerprint=fingerprint_of_tokens([row.tokens for row in train]),
             config_yaml=to_yaml(config),
-            card=facts_of_policy(config.policy, facts, data.reports, method="fine-tuning"),
+            card=facts_of_policy(context, facts, data.reports, method="fine-tuning"),
             run_dir=run_dir,
             save_optimizer=config.checkpointing.save_optimizer,
             saves_in_background=config.checkpointing.saves_in_background(facts.device),
         )
         position = state.restore(resume_from) if resume_from else Position()
-        describe_policy(
-            config.policy, facts, data.reports, run_dir, config.checkpointing, places, console
-        )
+        describe_policy(context, facts, data.reports, run_dir)
         if resume_from:
             console.print(f"going on from {resume_from}, after step {position.step}")
+        order = StepOrder(
+            len(train),
+            config.policy.train_global_batch_size,
+            shuffle=config.data.shuffle,
+            seed=config.sft.seed,
+        )
+        schedule = Schedule.of(
+            config.sft,
+            config.checkpointing,
+            total_steps=total_steps(config.sft, order),
+            has_validation=bool(validation),
+        )
         surroundings = surround(
-            config,
+            context,
+            schedule=schedule,
             state=state,
             position=position,
             facts=facts,
-            total_steps=total_steps(config, len(train)),
-            store=store,
             selection=selection,
             deadline=deadline,
-            is_resumed=resume_from is not None,
             reports=data.reports,
-            stack=stack,
-            console=console,
             unit="rows",
         )
         learner, pad_id = model.learner, facts.tokenizer.pad_token_id or 0
-        batcher = Batcher(facts.path, config.policy, pad_id=pad_id, places=learner.num_places)
-        parts = EpochParts(learner=learner, batcher=batcher, train=train, validation=validation)
-        return SupervisedFineTuning(config, surroundings, parts).run(position)
+        limits = config.policy.batch_limits
+        parts = EpochParts(
+            learner=learner,
+            batcher=Batcher(facts.path, limits, pad_id=pad_id, places=learner.num_places),
+            micro_batch_size=config.policy.train_micro_batch_size,
+            train=train,
+            order=order,
+            validation=validation,
+        )
+        return SupervisedFineTuning(config.sft, surroundings, parts).run(position)
 
 
 def _texts(data: DemonstrationData) -> list[str]:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from laurel.config.environments import EnvironmentsConfig
+from laurel.config.environments import (
+    CodeEnvironmentConfig,
+    EnvironmentsConfig,
+    RewardModelEnvironmentConfig,
+)
 from laurel.config.grpo import GRPORun
 from laurel.data.tasks import TaskData, TaskNeeds
 from laurel.environments.code.tests import problem_of
 from laurel.environments.interface import RejectedTask
 from laurel.environments.registry import create_environments
 from laurel.errors import DataError
-from laurel.run.places import Places, nodes_of, opening_on
+from laurel.run.context import RunContext
+from laurel.run.places import Places
+from laurel.run.request import uses_reward_model
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.data.report import TaskReport
+    from laurel.environments.code.nodes import ClusterNodes
+    from laurel.environments.reward_model.open import Opening
     from laurel.models.chat import ChatFormat
-    from laurel.protocols import Environment
+    from laurel.protocols import Environment, WorkerGroup
+    from laurel.rewards.open import Say
+    from laurel.rewards.scorer import ContractScorer
     from laurel.types import Task
+    from laurel.workers.reservations import NodeState
 
 
 NUM_CHECKED = 2000
@@ -47,23 +57,23 @@ def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
     return TaskNeeds(answers=frozenset(answers), tests=frozenset(tests))
 
 
-def environments_of(
-    data: TaskData, config: GRPORun, stack: ExitStack, places: Places, console: Console
-) -> dict[str, Environment]:
+def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, Environment]:
     """The environments that the tasks ask for, each started once."""
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    config, places = context.config, context.allocation
+    say = partial(context.console.print, markup=False, highlight=False, soft_wrap=True)
     names = sorted({task.environment for task in (*data.train, *data.validation)})
-    opening = opening_on(places, config, say) if places.are_remote else None
-    environments = create_environments(
-        names,
-        config.env,
-        device=config.cluster.device,
-        opening=opening,
-        nodes=nodes_of(places),
-        say=say,
-    )
+    opening = opening_on(context, say) if places.are_remote else None
+    with context.console.status("starting the environments"):
+        environments = create_environments(
+            names,
+            config.env,
+            device=config.cluster.device,
+            opening=opening,
+            nodes=nodes_of(places),
+            say=say,
+        )
     for environment in environments.values():
-        stack.callback(environment.shutdown)
+        context.stack.callback(environment.shutdown)
     return environments
 
 
@@ -80,14 +90,14 @@ def check_answers(data: TaskData, environments: dict[str, Environment], console:
             leave_out(rejected, tasks, data.reports[name], name=name, environment=env_name)
 
 
-def check_tests(data: TaskData, config: GRPORun) -> None:
+def check_tests(data: TaskData, config: CodeEnvironmentConfig) -> None:
     """Of what `check_answers` does, what needs no environment that runs: are tests well formed?"""
     for name, tasks in (("train", data.train), ("validation", data.validation)):
         rejected = [
             RejectedTask(task=task, reason=reason)
             for task in tasks
             if task.environment == "code"
-            and (reason := problem_of(task.metadata, config.env.code)) is not None
+            and (reason := problem_of(task.metadata, config)) is not None
         ]
         if rejected:
             leave_out(rejected, tasks, data.reports[name], name=name, environment="code")
@@ -143,3 +153,104 @@ def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
         data.reports[name].describe(kept)
         data.reports[name].set_lengths([length for length in lengths if length <= longest])
         tasks[:] = kept
+
+
+# --------------------------------------------------------------------------------------------------
+# Where a run has the programs of the policy run: on this machine, or on every node.
+
+
+def nodes_of(places: Places) -> ClusterNodes | None:
+    """The nodes that programs are run on; None: this machine. Nothing is started.
+
+    Args:
+        places: Those of the run.
+    """
+    if not places.are_remote:
+        return None
+    from laurel.environments.code.nodes import ClusterNodes
+
+    return ClusterNodes(_alive, _make, _is_only_this)
+
+
+def _alive() -> Sequence[NodeState]:
+    from laurel.workers.ray_group import nodes_to_work_on
+
+    return nodes_to_work_on()
+
+
+def _is_only_this() -> bool:
+    from laurel.workers.ray_group import is_on_the_only_node
+
+    return is_on_the_only_node()
+
+
+def _make(*args: Any, **kwargs: Any) -> WorkerGroup:
+    from laurel.workers.ray_group import NodeGroup
+
+    return NodeGroup(*args, **kwargs)
+
+
+# --------------------------------------------------------------------------------------------------
+# How a run on a cluster opens what scores: models in slots, renderers spread over the nodes.
+
+
+def opening_on(context: RunContext[GRPORun], say: Say) -> Opening:
+    """How the environments of a run on a cluster open their models and processes.
+
+    Args:
+        context: Of the run.
+        say: Told what was loaded, found and decided.
+    """
+    from laurel.environments.reward_model.open import RENDERING_LIMIT, Opening, opening_here
+    from laurel.rewards.preparing import WORKER
+
+    make_worker = partial(context.allocation.group_of_one, WORKER, limit=RENDERING_LIMIT)
+
+    if not uses_reward_model(context.config):  # only rows of the data ask for one without slots
+        here = opening_here(device=context.config.cluster.device, say=say)
+        return Opening(open_model=here.open_model, make_worker=make_worker)
+
+    def open_model(settings: RewardModelEnvironmentConfig, name: str) -> ContractScorer:
+        return _open_in_slots(settings, name, context, make_worker, say)
+
+    return Opening(open_model=open_model, make_worker=make_worker)
+
+
+def _open_in_slots(
+    settings: RewardModelEnvironmentConfig,
+    name: str,
+    context: RunContext[GRPORun],
+    make_worker: Callable[..., WorkerGroup],
+    say: Say,
+) -> ContractScorer:
+    """A reward model in the slots of its role: with the loop, each replica in a group of its own;
+    without, all replicas in one group that scores whole batches.
+
+    One of several models has replicas on all of these slots, and an equal part of each.
+    """
+    from laurel.environments.reward_model.open import found_reward_model, open_crew, with_workers
+    from laurel.rewards.replicas import ROLE
+
+    config, places = context.config, context.allocation
+    shape, role = places.shape_of("reward_model"), f"{ROLE} {name}".rstrip()
+    group = partial(
+        places.group, "reward_model", name=role, share=1 / len(config.env.reward_model.loaded)
+    )
+    found = found_reward_model(settings, tp=shape.tp, device=config.cluster.device, say=say)
+    if not settings.use_reward_loop:
+        scorer = found.open(group, shape=shape, say=say)
+        with_workers(scorer, settings, make_worker)
+        return scorer
+
+    def group_of(index: int) -> Callable[..., WorkerGroup]:
+        return partial(group, ranks=range(index * shape.tp, (index + 1) * shape.tp))
+
+    return open_crew(
+        found,
+        group_of,
+        shape.dp_replicate,
+        tp=shape.tp,
+        make_worker=make_worker,
+        say=say,
+        role=role,
+    )

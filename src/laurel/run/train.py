@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -15,11 +16,11 @@ from rich.text import Text
 from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS, Override
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.schemas import SCHEMAS, Kind
 from laurel.errors import ConfigError, DataError, UnsavedError, UserError
 from laurel.observe.console import make_console, message_console, visible
 from laurel.observe.json_output import write_json
 from laurel.run.places import plan_places
-from laurel.run.schemas import SCHEMAS, Kind
 from laurel.sandbox.limits import has_no_gpu
 from laurel.training.ray_guard import guard
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.config.policy import ClusterConfig
+    from laurel.config.schemas import Run
     from laurel.config.tree import Section
-    from laurel.run.schemas import Run
     from laurel.training.loop import Outcome
 
 MAX_LINES = 10
@@ -86,8 +87,10 @@ def trained(
     loaded = load_config(SCHEMAS[kind], path, overrides)
     config = cast("Run", loaded.config)  # what each of the schemas is
     _check_device(config.cluster)
-    if is_process and _needs_ray(config):
-        guard()
+    if is_process:
+        with suppress(UserError):  # what cannot be planned is told later, in its place
+            if plan_places(config).are_remote:
+                guard()
     use, unsaved = _use_of(kind, loaded.config), None
     try:
         outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
@@ -111,14 +114,6 @@ def _check_device(cluster: ClusterConfig) -> None:
             "cluster.device=cuda: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides it; set "
             "it to auto or cpu"
         )
-
-
-def _needs_ray(config: Run) -> bool:
-    """Whether it goes to a cluster; what cannot be planned is told later, in its place."""
-    try:
-        return plan_places(config).are_remote
-    except UserError:
-        return False
 
 
 def _use_of(kind: Kind, config: Section) -> str:

@@ -1,12 +1,15 @@
-"""Groups of tokens to micro-batches, as the policy section asks."""
+"""What a step reads: its rows, and the micro-batches that their tokens are cut into."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar
 
-from laurel.config.policy import PolicyConfig
+import numpy as np
+
+from laurel.config.policy import BatchLimits
 from laurel.data.forest import pack, pack_evenly, pack_padded, pad, plant
 from laurel.training.learner import MicroBatch
 from laurel.types import TokenGroup
@@ -20,7 +23,7 @@ class Batcher:
     def __init__(
         self,
         path: Literal["forest", "padded"],
-        policy: PolicyConfig,
+        limits: BatchLimits,
         *,
         pad_id: int,
         places: int = 1,
@@ -29,12 +32,12 @@ class Batcher:
 
         Args:
             path: How batches reach the model.
-            policy: Budgets.
+            limits: How large they may be.
             pad_id: For models on the padded path.
             places: `Learner.num_places`.
         """
         self.path: Literal["forest", "padded"] = path
-        self._policy = policy
+        self.limits = limits
         self._pad_id = pad_id
         self._places = places
 
@@ -47,15 +50,13 @@ class Batcher:
         are filled too where dynamic batching is on, or packing is on and the model cannot read
         forests; otherwise they hold `micro_batch_size` groups each, in order.
         """
-        policy = self._policy
+        limits = self.limits
         if self._is_forest:
-            share = policy.sequence_packing.share_prompts
+            share = limits.share_prompts
             sizes = [t.num_tokens if share else sum(t.lengths_G) for t in tokens]
-            parts = pack_evenly(sizes, self.forest_budget, places=self._places)
-        elif policy.dynamic_batching.enabled or policy.sequence_packing.enabled:
-            dynamic, packing = policy.dynamic_batching, policy.sequence_packing
-            budget = policy.token_budget(dynamic if dynamic.enabled else packing)
-            parts = pack_padded([t.lengths_G for t in tokens], budget)
+            parts = pack_evenly(sizes, limits.forest_tokens, places=self._places)
+        elif limits.padded_tokens is not None:
+            parts = pack_padded([t.lengths_G for t in tokens], limits.padded_tokens)
         else:
             starts = range(0, len(tokens), micro_batch_size)
             parts = [list(range(s, min(s + micro_batch_size, len(tokens)))) for s in starts]
@@ -67,11 +68,6 @@ class Batcher:
     @property
     def _is_forest(self) -> bool:
         return self.path == "forest"
-
-    @property
-    def forest_budget(self) -> int:
-        """Tokens of one forest."""
-        return self._policy.token_budget(self._policy.sequence_packing)
 
     def divide(
         self,
@@ -99,12 +95,12 @@ class Batcher:
         return parts, their_labels
 
     def _shares(self, group: TokenGroup) -> list[list[int]]:
-        shares_prompt = self._is_forest and self._policy.sequence_packing.share_prompts
-        return shares(group, budget=self.forest_budget if shares_prompt else None)
+        shares_prompt = self._is_forest and self.limits.share_prompts
+        return shares(group, budget=self.limits.forest_tokens if shares_prompt else None)
 
     def _lay_out(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> MicroBatch[Label]:
         if self._is_forest:
-            forest = plant(tokens, share_prompts=self._policy.sequence_packing.share_prompts)
+            forest = plant(tokens, share_prompts=self.limits.share_prompts)
             return MicroBatch(inputs=forest, labels=labels, num_tokens=len(forest.ids_T))
         rows = pad(tokens, pad_id=self._pad_id)
         return MicroBatch(inputs=rows, labels=labels, num_tokens=rows.ids_NL.numel())
@@ -158,3 +154,76 @@ def global_batches(
             batches[-1][1].append(subset(label, chosen))
             room, first = room - len(chosen), chosen.stop
     return batches
+
+
+# --------------------------------------------------------------------------------------------------
+# Which rows make up which step.
+
+
+class StepOrder:
+    """The rows of every step as a pure function of the step and a seed.
+
+    There is no state to save: a run that goes on at step `n` reads what an uninterrupted run reads
+    at step `n`. Each epoch has its own permutation; the last step of an epoch takes what is left,
+    so no row is lost.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.steps_per_epoch = math.ceil(num_rows / batch_size)
+        self._epoch = -1
+        self._order = np.arange(num_rows)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that step `step` (from 0) belongs to."""
+        return step // self.steps_per_epoch
+
+    def rows(self, step: int) -> list[int]:
+        """Indices of the rows of step `step` (from 0)."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        if self.shuffle and epoch != self._epoch:
+            self._order = permutation(self.num_rows, self.seed, epoch)
+            self._epoch = epoch
+        first = within * self.batch_size
+        return [int(row) for row in self._order[first : first + self.batch_size]]
+
+    def samples_before(self, step: int) -> int:
+        """Rows read before step `step` (from 0)."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        return epoch * self.num_rows + within * self.batch_size
+
+
+class Stream:
+    """The rows of all epochs as one endless stream, a pure function of the place and a seed.
+
+    For steps that take as many rows as they need. Each epoch has its own permutation; a step may
+    take the end of one and the beginning of the next.
+    """
+
+    def __init__(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
+        self.num_rows = num_rows
+        self.shuffle = shuffle
+        self.seed = seed
+        self._orders: dict[int, np.ndarray] = {}
+
+    def rows(self, start: int, count: int) -> list[int]:
+        """Indices of the rows at the places `start` to `start + count`."""
+        places = (divmod(place, self.num_rows) for place in range(start, start + count))
+        return [self._row(epoch, within) for epoch, within in places]
+
+    def _row(self, epoch: int, within: int) -> int:
+        if not self.shuffle:
+            return within
+        if epoch not in self._orders:
+            self._orders = {epoch: permutation(self.num_rows, self.seed, epoch)}
+        return int(self._orders[epoch][within])
+
+
+def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the rows in an epoch."""
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    # argsort of random keys: unlike `permutation`, its stream is fixed by the bit generator
+    return np.argsort(generator.random(num_rows), kind="stable")

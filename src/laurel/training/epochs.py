@@ -17,16 +17,15 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
-from laurel.config.sft import SFTConfig, SFTRun
-from laurel.data.loader import StepOrder
+from laurel.config.reward_model import RewardTrainingConfig
+from laurel.config.sft import SFTConfig
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.models.scoring import ScoringContract
 from laurel.observe.metrics import answer_length, attribute_metrics, preference_metrics
 from laurel.observe.progress import Phase
-from laurel.training.batches import Batcher
+from laurel.training.batches import Batcher, StepOrder
 from laurel.training.learner import Learner, Loss, MicroBatch, Update, add_up
-from laurel.training.loop import Schedule, Surroundings, TrainingLoop
+from laurel.training.loop import Surroundings, TrainingLoop
 from laurel.training.losses import RewardLoss
 from laurel.training.state import Position
 from laurel.types import Preference, PreferenceSample, TokenGroup
@@ -107,7 +106,6 @@ class Tokenised(Protocol):
 Sample = TypeVar("Sample", bound=Tokenised)
 Label = TypeVar("Label")
 
-EpochRun = RewardTrainingRun | SFTRun
 EpochSection = RewardTrainingConfig | SFTConfig
 
 
@@ -117,7 +115,11 @@ class EpochParts(Generic[Sample]):
 
     learner: Learner
     batcher: Batcher
+    micro_batch_size: int
+    """Rows of one forward pass where nothing is packed."""
     train: Sequence[Sample]
+    order: StepOrder
+    """Of the training rows."""
     validation: Mapping[str, Sequence[Sample]]
     """Sets by name."""
     benchmarks: Mapping[str, BenchmarkSet] = field(default_factory=dict)
@@ -141,29 +143,23 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
 
     def __init__(
         self,
-        config: EpochRun,
+        section: EpochSection,
         surroundings: Surroundings,
         parts: EpochParts[Sample],
         *,
         loss: Loss[Label],
     ) -> None:
-        self.section = section_of(config)
-        schedule = Schedule.of(
-            self.section,
-            config.checkpointing,
-            total_steps=total_steps(config, len(parts.train)),
-            has_validation=bool(parts.validation or parts.benchmarks),
-        )
-        super().__init__(schedule, surroundings)
-        self.config = config
+        super().__init__(surroundings)
+        self.section = section
+        self.micro_batch_size = parts.micro_batch_size
         self.learner = parts.learner
         self.batcher = parts.batcher
         self.train = parts.train
         self.validation = {
-            name: rows_to_validate(rows, self.section) for name, rows in parts.validation.items()
+            name: rows_to_validate(rows, section) for name, rows in parts.validation.items()
         }
         self.loss = loss
-        self.order = step_order(config, len(parts.train))
+        self.order = parts.order
 
     # ------------------------------------------------------------------- what an algorithm fills in
 
@@ -195,7 +191,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
         """Learn from the rows of the step after this position."""
         samples = [self.train[row] for row in self.order.rows(position.step)]
         with self.timers.time("total_step_time"):
-            micro_batches = self._cut(samples, self.config.policy.train_micro_batch_size)
+            micro_batches = self._cut(samples, self.micro_batch_size)
             update = self.learner.update(micro_batches, self.loss)
         seconds = self.timers.collect()["total_step_time"]
         self.deadline.took("step", seconds)
@@ -283,25 +279,9 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
         )
 
 
-def section_of(config: EpochRun) -> EpochSection:
-    """The section that says how long, and how often validated."""
-    return config.rm if isinstance(config, RewardTrainingRun) else config.sft
-
-
-def step_order(config: EpochRun, num_rows: int) -> StepOrder:
-    """The order of the training rows."""
-    return StepOrder(
-        num_rows,
-        config.policy.train_global_batch_size,
-        shuffle=config.data.shuffle,
-        seed=section_of(config).seed,
-    )
-
-
-def total_steps(config: EpochRun, num_rows: int) -> int:
+def total_steps(section: EpochSection, order: StepOrder) -> int:
     """Steps of the run: all epochs, or the limit."""
-    section = section_of(config)
-    steps = section.max_num_epochs * step_order(config, num_rows).steps_per_epoch
+    steps = section.max_num_epochs * order.steps_per_epoch
     return steps if section.max_num_steps < 0 else min(steps, section.max_num_steps)
 
 

@@ -7,17 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from laurel.config.policy import ClusterConfig, PolicyConfig
+from laurel.config.policy import ClusterConfig, Milestones, NamedCall
 from laurel.errors import BroadcastError, CheckpointError, WorkerError
-from laurel.generation.transformers.cpu_products import quick_products
-from laurel.generation.weights.broadcast import Meeting, WeightLink, send
-from laurel.generation.weights.routes import SentWeights
 from laurel.models.checkpoint.store import is_disk_error
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.forest.policy import Reference
@@ -26,8 +23,8 @@ from laurel.models.loading.policy import LoadedPolicy, check_policy_paths
 from laurel.models.loading.reward_model import LoadedRewardModel
 from laurel.models.parallel.mesh import AcrossRanks, ParallelShape, held_bytes
 from laurel.models.scoring import ScoringContract
+from laurel.observe.console import quiet_libraries
 from laurel.protocols import WorkerGroup
-from laurel.rewards.open import quiet_libraries
 from laurel.rewards.scorer import check_golden, check_paths
 from laurel.sandbox.limits import available_cores
 from laurel.training.learner import (
@@ -47,6 +44,9 @@ from laurel.training.learner import (
 from laurel.types import TokenForest, Weights
 from laurel.workers.process import choose_device, give_back_freed_memory, prepare, seed_everything
 from laurel.workers.rendezvous import Place, join, leave
+
+if TYPE_CHECKING:
+    from laurel.generation.weights.broadcast import Meeting, WeightLink
 
 ROUND = 8
 """Batches that a place is asked for at a time: while one round travels, nobody computes."""
@@ -157,6 +157,8 @@ class LearnerGroup:
 
     def weights(self, version: int) -> Weights:
         """See `Learner`."""
+        from laurel.generation.weights.routes import SentWeights
+
         is_partly_frozen = self.facts.num_trained < self.facts.num_parameters
         found = weights_of(self, version, is_partly_frozen=is_partly_frozen)
         return SentWeights(
@@ -282,7 +284,7 @@ class WeightGiver(ABC):
         """Give nothing yet."""
         self._place = place
         self._weights: Iterator[tuple[str, Tensor]] = iter(())
-        self._link = WeightLink(place)
+        self._link: WeightLink | None = None
 
     @abstractmethod
     def named_weights(self, changing_only: bool) -> Iterator[tuple[str, Tensor]]:
@@ -290,7 +292,8 @@ class WeightGiver(ABC):
 
     def give_no_more(self) -> None:
         """Let go of everybody. Idempotent."""
-        self._link.close()
+        if self._link is not None:
+            self._link.close()
 
     # ------------------------------------------------------------------- weights, bucket by bucket
 
@@ -315,13 +318,22 @@ class WeightGiver(ABC):
 
     # ----------------------------------------------------------------- weights, straight to engines
 
+    @property
+    def link(self) -> WeightLink:
+        """Its way to engines. A learner that nothing is drawn from never needs one."""
+        if self._link is None:
+            from laurel.generation.weights.broadcast import WeightLink
+
+            self._link = WeightLink(self._place)
+        return self._link
+
     def host(self) -> str:
         """See `Place.host`."""
-        return self._link.host
+        return self.link.host
 
     def invite(self, address: str, size: int, patience: float) -> int:
         """See `WeightLink.invite`; asked of the first rank alone."""
-        return self._link.invite(address, size, patience)
+        return self.link.invite(address, size, patience)
 
     def send_weights(self, meeting: Meeting, changing_only: bool, num_bytes: int) -> str | None:
         """Give weights to engines that call `EngineWorker.receive_weights` at the same time.
@@ -336,13 +348,15 @@ class WeightGiver(ABC):
         Returns:
             Why they have not all gone; None: they have.
         """
+        from laurel.generation.weights.broadcast import send
+
         weights = self.named_weights(changing_only)
         reason = None
         if self._place.rank == 0:
             try:
-                send(self._link.group(meeting), weights, max_bytes=num_bytes)
+                send(self.link.group(meeting), weights, max_bytes=num_bytes)
             except BroadcastError as error:
-                self._link.close()
+                self.link.close()
                 reason = str(error)
         for _ in weights:  # the other ranks still gather them
             pass
@@ -429,7 +443,9 @@ class LearnerWorker(WeightGiver):
         load: Load,
         *,
         shape: ParallelShape,
-        policy: PolicyConfig,
+        optimizer: NamedCall,
+        scheduler: NamedCall | list[NamedCall | Milestones] | None,
+        max_grad_norm: float | None,
         cluster: ClusterConfig,
         seed: int,
         load_reference: Load | None = None,
@@ -441,7 +457,9 @@ class LearnerWorker(WeightGiver):
             place: In the group.
             load: Loads the model.
             shape: How the group's ranks are arranged; of one rank the model is not spread.
-            policy: Optimizer, schedule and limit of the gradient.
+            optimizer: Makes the optimizer.
+            scheduler: Makes what changes the learning rate; None keeps it.
+            max_grad_norm: Larger gradients are scaled down; None: none is.
             cluster: Device and threads.
             seed: Seeds dropout.
             load_reference: Loads the policy as it was before any training, where log-probabilities
@@ -461,19 +479,22 @@ class LearnerWorker(WeightGiver):
         mesh = _meet(place, shape, device)
         loaded = load(device=device, mesh=mesh)
         self._facts = ModelFacts.of(loaded, self_check=_checked(loaded))
-        is_policy = isinstance(loaded, LoadedPolicy)
+        products = None
         if isinstance(loaded, LoadedPolicy):
             loaded.model.with_entropy = with_entropy
+            if shape.tp == 1:  # shares of layers are multiplied by what divided them
+                from laurel.generation.transformers.cpu_products import quick_products
+
+                products = quick_products
         reference = None
         if load_reference is not None:
             reference = _reference(loaded, load, load_reference, device=device, mesh=mesh)
         self._learner = LocalLearner(
             loaded.model,
-            optimizer=policy.optimizer,
-            scheduler=policy.scheduler,
-            max_grad_norm=policy.max_grad_norm,
-            # Shares of layers are multiplied by what divided them.
-            products=quick_products if is_policy and shape.tp == 1 else None,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            max_grad_norm=max_grad_norm,
+            products=products,
             reference=reference,
             tokenizer=self._facts.tokenizer,
             ranks=None if mesh is None else AcrossRanks(mesh, cp=shape.cp),

@@ -113,8 +113,9 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What a run writes to and listens to."""
+    """When what is due, and what a run writes to and listens to."""
 
+    schedule: Schedule
     state: RunState
     store: CheckpointStore | None
     selection: Selection
@@ -131,8 +132,8 @@ class CutShort(Exception):
 class TrainingLoop(ABC):
     """One run of one algorithm."""
 
-    def __init__(self, schedule: Schedule, surroundings: Surroundings) -> None:
-        self.schedule = schedule
+    def __init__(self, surroundings: Surroundings) -> None:
+        self.schedule = surroundings.schedule
         self.state = surroundings.state
         self.store = surroundings.store
         self.selection = surroundings.selection

@@ -206,6 +206,7 @@ class RewardLoss:
         self, config: LossConfig, *, reward_weights_K: Sequence[float] | None = None
     ) -> None:
         self._config = config
+        self._uses_ties = config.uses_ties
         self._reward_weights_K = reward_weights_K
 
     def teaches(self, preference: Preference) -> bool:
@@ -222,7 +223,7 @@ class RewardLoss:
                 f"({preference.target}) cannot be used by rm.loss.type=plackett_luce; "
                 f"choose one of {', '.join(_PAIRWISE)}, or leave out data.target_key"
             )
-        if self._config.uses_ties:
+        if self._uses_ties:
             return len(preference.ranks_G) > 1
         return len(set(preference.ranks_G)) > 1
 
@@ -292,7 +293,7 @@ class RewardLoss:
     ) -> Tensor:
         """Sum over the groups of the batch."""
         config, pairs = self._config, ranked
-        if config.uses_ties:
+        if self._uses_ties:
             ranks_per_group = [preference.ranks_G for preference in batch]
             pairs = pairs_of(ranks_per_group, with_ties=True).to(rewards_N)
         better_P, worse_P = rewards_N[pairs.better_P], rewards_N[pairs.worse_P]

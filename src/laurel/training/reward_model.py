@@ -2,7 +2,7 @@
 
     preferences --tokens--> micro-batches --model--> scores --loss--> gradient --> step
 
-What it shares with supervised fine-tuning is in `epoch_training.py`. Everything it needs is made
+What it shares with supervised fine-tuning is in `epochs.py`. Everything it needs is made
 elsewhere (`run/reward_model.py`) and handed in.
 """
 
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.policy import LoggerConfig
+from laurel.config.reward_model import RewardTrainingConfig
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.evaluation.statistics import BagOfWords, unscored_pairs
 from laurel.models.scoring import ScoringContract
@@ -50,14 +51,16 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
 
     def __init__(
         self,
-        config: RewardTrainingRun,
+        section: RewardTrainingConfig,
         surroundings: Surroundings,
         parts: EpochParts[PreferenceSample],
         *,
         loss: RewardLoss,
         contract: ScoringContract,
+        logging: LoggerConfig,
     ) -> None:
-        super().__init__(config, surroundings, parts, loss=loss)
+        super().__init__(section, surroundings, parts, loss=loss)
+        self.logging = logging
         self.contract = contract
         self.benchmarks = parts.benchmarks
         self._bag_of_words: BagOfWords | None = None
@@ -218,12 +221,12 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             if (value := validation.metrics.get(key)) is not None
         )
         self.progress.message(f"step {step}  validation-{name}  {figures}", is_routine=True)
-        count = self.config.logger.num_val_samples_to_print
+        count = self.logging.num_val_samples_to_print
         pairs = zip(samples, validation.scores_BG, strict=True)
         rows = [PairRow.of(sample.preference, scores) for sample, scores in pairs]
         table = [row for row in rows if row is not None][:count]
         if table:
-            is_whole = shows_whole_samples(self.config.logger)
+            is_whole = shows_whole_samples(self.logging)
             title = f"validation-{name}, step {step}"
             print_pairs(self.progress.console, title, table, is_brief=not is_whole)
             self.logger.log_table(
@@ -262,7 +265,7 @@ class LearnerScorer(ContractScorer):
             batcher: Cuts groups up for it.
             micro_batch_size: Groups of one forward pass where nothing is packed.
         """
-        super().__init__(contract, batch_tokens=batcher.forest_budget, batch_size=None)
+        super().__init__(contract, batch_tokens=batcher.limits.forest_tokens, batch_size=None)
         self.preparers = _Remembering(contract)
         self._learner = learner
         self._batcher = batcher

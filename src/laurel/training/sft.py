@@ -2,7 +2,7 @@
 
 demonstrations --tokens--> forests --policy--> log-probs --mean over the answers--> gradient
 
-What it shares with the training of reward models is in `epoch_training.py`.
+What it shares with the training of reward models is in `epochs.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from laurel.config.sft import SFTRun
+from laurel.config.sft import SFTConfig
 from laurel.models.chat import Demonstration
 from laurel.training.epochs import EpochParts, EpochTraining, Validation
 from laurel.training.learner import MicroBatch, add_up
@@ -25,9 +25,9 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
     """One run of supervised fine-tuning."""
 
     def __init__(
-        self, config: SFTRun, surroundings: Surroundings, parts: EpochParts[Demonstration]
+        self, section: SFTConfig, surroundings: Surroundings, parts: EpochParts[Demonstration]
     ) -> None:
-        super().__init__(config, surroundings, parts, loss=DemonstrationLoss())
+        super().__init__(section, surroundings, parts, loss=DemonstrationLoss())
 
     def label(self, sample: Demonstration) -> DemonstrationLabels:
         """See `EpochTraining`."""

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.forest import pad, plant
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint.card import CardFacts, policy_card, reward_model_card
@@ -164,7 +163,7 @@ def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
 
     Args:
         directory: The checkpoint.
-        identity: See `settings_of`; with the training data, where that is known already.
+        identity: See `RunState`; with the training data, where that is known already.
 
     Raises:
         CheckpointError: It is of another run, or cannot be resumed.
@@ -285,7 +284,7 @@ class RewardRunState(RunState):
             weights_dtype: Of the model, e.g. `float32`.
             train: The training set.
             golden: Groups whose scores are kept in the contract.
-            identity: See `settings_of`.
+            identity: See `RunState`.
             config_yaml: The resolved configuration.
             card: What the model card says besides the figures of the checkpoint.
             run_dir: Where this run logs.
@@ -368,36 +367,6 @@ class RewardRunState(RunState):
         return reward_scores(
             outputs, tokens, path=self._path, batch_tokens=batch_tokens, pad_id=pad_id
         )
-
-
-def settings_of(config: RewardTrainingRun) -> dict[str, object]:
-    """What must be the same when a run goes on, by dotted name, or it would be another run.
-
-    Besides what makes the arithmetic, this holds what a checkpoint brings with it (tokenizer,
-    learning rate): a change of that would have no effect and must not pass in silence.
-    """
-    policy, data = config.policy, config.data
-    settings = {
-        "rm": config.rm.model_dump(mode="json", include={"seed", "loss"}),
-        "policy": policy.model_dump(
-            mode="json",
-            include={
-                "model_name",
-                "scratch",
-                "hf_config_overrides",
-                "tokenizer",
-                "reward_model_cfg",
-                "train_global_batch_size",
-                "precision",
-                "optimizer",
-                "scheduler",
-            },
-        )
-        | {"dtensor_cfg": {"lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}},
-        "data": data.model_dump(mode="json", include={"shuffle", "truncation_side"})
-        | {"max_input_seq_length": data.max_input_seq_length or policy.max_total_sequence_length},
-    }
-    return dict(leaves("", settings))
 
 
 def fingerprint(samples: Sequence[PreferenceSample]) -> str:

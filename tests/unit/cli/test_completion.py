@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from laurel.cli.main import app
 from laurel.cli.options import overrides
-from laurel.run.schemas import SCHEMAS
+from laurel.config.schemas import SCHEMAS
 
 ROOT = Path(__file__).parents[3]
 

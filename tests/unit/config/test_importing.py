@@ -19,12 +19,13 @@ from imported_sources import (
 )
 from laurel.config import nemo_rl
 from laurel.config.importing.commands import _filled
-from laurel.config.importing.engine import SCHEMAS, Imported
+from laurel.config.importing.engine import Imported
 from laurel.config.importing.optimizing import FIRST_FACTOR
 from laurel.config.importing.sources import TABLES, TITLES, Request, import_configuration
 from laurel.config.importing.tables import Expression, Names
 from laurel.config.importing.text import to_text
 from laurel.config.load import load_config
+from laurel.config.schemas import SCHEMAS
 from laurel.config.shape import kinds_of, sections_of, step_into
 from laurel.config.tree import Section
 from laurel.errors import ConfigError

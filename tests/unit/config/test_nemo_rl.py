@@ -12,11 +12,10 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from laurel.config.importing.engine import SCHEMAS
-from laurel.config.importing.rules import Run
 from laurel.config.importing.sources import Request, import_configuration
 from laurel.config.load import LoadedConfig, load_config
 from laurel.config.nemo_rl import MEGATRON_SENTENCE
+from laurel.config.schemas import SCHEMAS, Kind
 from laurel.errors import ConfigError
 from laurel.run.places import plan_places
 from laurel.training.selection import (
@@ -61,8 +60,8 @@ def facts() -> dict[str, Facts]:
 FOUND = facts()
 
 
-def run_of(name: str) -> Run:
-    return cast(Run, name.split()[1].rstrip(","))
+def run_of(name: str) -> Kind:
+    return cast(Kind, name.split()[1].rstrip(","))
 
 
 def variants(values: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
@@ -86,7 +85,7 @@ def put(tree: dict[str, Any], key: str, value: Any, *, replace: bool = True) -> 
         tree[last] = value
 
 
-def load(folder: Path, run: Run, tree: dict[str, Any], *overrides: str) -> LoadedConfig[Any]:
+def load(folder: Path, run: Kind, tree: dict[str, Any], *overrides: str) -> LoadedConfig[Any]:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return load_config(SCHEMAS[run], path, overrides)

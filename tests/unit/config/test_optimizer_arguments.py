@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from laurel.config.load import load_config
+from laurel.config.schemas import SCHEMAS, Kind
 from laurel.errors import ConfigError
-from laurel.run.schemas import SCHEMAS, Kind
 
 
 @pytest.mark.parametrize("kind", ["rm", "sft", "grpo"])

@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 
 from laurel.config.grpo import GRPOConfig
 from laurel.errors import ConfigError
-from laurel.grpo.advantages import compute_advantages, resolve, teaches
+from laurel.grpo.advantages import Advantages, resolve, teaches
+from laurel.grpo.advantages import compute_advantages as by_rule
 
 HEAD = {"leave_one_out_std": True}
 """NeMo RL's newest release: its deviation leaves the sample out as well; the rest is default."""
 BASE = {**HEAD, "std_ddof": 0, "std_eps": 0.0}
 """Its first release."""
 ONE_OF_16 = [1.0] + [0.0] * 15
+
+
+def compute_advantages(rows: Any, chosen: GRPOConfig, **rest: Any) -> Advantages:
+    return by_rule(rows, resolve(chosen), **rest)
 
 
 def config(*, leave_one_out: bool = True, normalize: bool = True, **estimator: Any) -> GRPOConfig:

@@ -25,7 +25,8 @@ from laurel.grpo.metrics import (
     unended_metrics,
     unended_note,
 )
-from laurel.grpo.validation import completion_rows, validation_metrics
+from laurel.grpo.validation import validation_metrics
+from laurel.observe.console import completion_rows
 from laurel.types import Message, Rollout, RolloutGroup, SamplingParams
 from policy_fakes import Judge, ScriptedGenerator, ids_of, rollouts_of, saying, task
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from laurel.observe.gold import gold_metric
+from laurel.observe.health import gold_metric
 from laurel.observe.report.charts import charts_of
 from laurel.observe.report.findings import findings
 from laurel.observe.report.page import page_of

@@ -336,6 +336,48 @@ def test_what_does_not_fit_names_the_nearest_setting_that_does() -> None:
     assert fit(config, Shapes(policy=REWARD_70B), device_memory=80 * GIB).fits
 
 
+VLLM = "policy.generation.vllm_cfg"
+IN_PROCESS = ("policy.generation.backend=transformers", "cluster.device=cpu")
+JUDGE = "env.reward_model"
+
+
+@pytest.mark.parametrize(
+    ("phase_name", "overrides", "memory", "fix"),
+    [
+        # 24 GiB less 1.5 of runtime, 1.18 of weights, 0.59 of the reward model: 20.73 are 0.86
+        (
+            "generation",
+            (f"{VLLM}.gpu_memory_utilization=0.9",),
+            24,
+            f"{VLLM}.gpu_memory_utilization=0.86",
+        ),
+        ("generation", IN_PROCESS, 9, "policy.generation.max_concurrent="),
+        (
+            "judging",
+            (
+                "cluster.gpus_per_node=2",
+                f"{JUDGE}.resources.gpus_per_node=1",
+                f"{JUDGE}.precision=float32",
+            ),
+            3,
+            f"{JUDGE}.precision=bfloat16",
+        ),
+        ("training", ("cluster.gpus_per_node=2", *IN_PROCESS), 4, "policy.dtensor_cfg."),
+    ],
+)
+def test_with_the_setting_that_is_named_the_phase_fits(
+    phase_name: str, overrides: tuple[str, ...], memory: int, fix: str
+) -> None:
+    def crowded(*changes: str) -> list[str]:
+        shapes = Shapes(policy=SMALL, reward_models=(SMALL,))
+        found = fit(grpo(*overrides, *changes), shapes, device_memory=memory * GIB)
+        return [m.fix for m in found.misfits if m.problem.startswith(f"{phase_name} takes")]
+
+    (named,) = crowded()
+    assert named.startswith(fix)
+    assert not crowded(*named.split())
+
+
 def test_nothing_helps_a_model_that_is_far_too_large() -> None:
     fitted = fit(reward_training(), Shapes(policy=REWARD_70B), device_memory=2 * GIB)
     assert fitted.misfits[-1].fix == (

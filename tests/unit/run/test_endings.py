@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.run import train
+from laurel.run.context import RunContext
 from laurel.run.model import describe_model
 from laurel.run.train import conclude
 from laurel.training.loop import Outcome
@@ -87,8 +89,13 @@ def test_a_model_that_is_named_and_not_loaded_is_a_warning() -> None:
         notes=("warning: policy.model_name=a is not loaded", "another"),
     )
     here: Any = SimpleNamespace(describe=list)
-    policy: Any = SimpleNamespace(precision="float32")
-    describe_model("model", facts, policy, here, Console(file=stream, width=200))
+    context: Any = RunContext(
+        config=SimpleNamespace(policy=SimpleNamespace(precision="float32")),
+        console=Console(file=stream, width=200),
+        stack=ExitStack(),
+        allocation=here,
+    )
+    describe_model("model", facts, context)
     lines = stream.getvalue().splitlines()
     assert "warning: policy.model_name=a is not loaded" in lines
     assert "note    another" in lines

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.run.generator import StartingPoint, _vllm_maker, describe_generator, transfer_of
+from laurel.run.context import RunContext
+from laurel.run.generator import _vllm_maker, describe_generator, transfer_of
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,8 @@ def test_vllm_starts_a_policy_from_nothing_again_from_what_lasts_as_long_as_the_
     model: Any = SimpleNamespace(learner=SimpleNamespace(export=export))
     chat: Any = SimpleNamespace(end_ids=[2])
     with ExitStack() as stack:
-        made = _vllm_maker(config, model, chat, StartingPoint(), stack)
+        context = RunContext(config=config, console=Console(), stack=stack)
+        made = _vllm_maker(context, model, chat)
         assert Path(made.directory).parent == tmp_path  # every node sees it
         assert (Path(made.directory) / "config.json").is_file()
     assert not list(tmp_path.iterdir())

@@ -8,9 +8,9 @@ import pytest
 
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.schemas import SCHEMAS
 from laurel.errors import DataError
 from laurel.run.reward_model import load_data
-from laurel.run.schemas import SCHEMAS
 from runs import pairs, write_rows
 
 

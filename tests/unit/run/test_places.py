@@ -5,9 +5,9 @@ import pytest
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.schemas import Run
 from laurel.errors import ConfigError
 from laurel.run.places import PlannedPlaces, plan_places
-from laurel.run.schemas import Run
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
 ONE_FOR_JUDGING = (*JUDGED, "env.reward_model.resources.gpus_per_node=1")

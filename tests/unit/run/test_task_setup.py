@@ -11,8 +11,9 @@ from rich.console import Console
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.run.places import Places, nodes_of
-from laurel.run.tasks import environments_of
+from laurel.run.context import RunContext
+from laurel.run.places import Places
+from laurel.run.tasks import environments_of, nodes_of
 from laurel.types import Message, Task
 
 DATA: Any = SimpleNamespace(
@@ -27,10 +28,15 @@ def config_of(*overrides: str) -> GRPORun:
     return load_config(GRPORun, None, ["env.reward_model.enabled=true", *overrides]).config
 
 
+def elsewhere(config: GRPORun, stack: ExitStack) -> RunContext[GRPORun]:
+    places = Places(reservations=ELSEWHERE)
+    return RunContext(config=config, console=Console(), stack=stack, allocation=places)
+
+
 def test_a_function_is_called_here_though_the_run_is_on_a_cluster() -> None:
     config = config_of("env.reward_model.function={path: 'word_function:compute_score'}")
     with ExitStack() as stack:
-        found = environments_of(DATA, config, stack, Places(reservations=ELSEWHERE), Console())
+        found = environments_of(DATA, elsewhere(config, stack))
         log = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}]
         verdicts = found["reward_model"].step([log], [None])
     assert verdicts.failures == [None]
@@ -39,7 +45,7 @@ def test_a_function_is_called_here_though_the_run_is_on_a_cluster() -> None:
 def test_a_model_goes_into_its_slots(tmp_path: Any) -> None:
     config = config_of(f"env.reward_model.model_name={tmp_path}")
     with ExitStack() as stack, pytest.raises(AssertionError):  # which it does not have here
-        environments_of(DATA, config, stack, Places(reservations=ELSEWHERE), Console())
+        environments_of(DATA, elsewhere(config, stack))
 
 
 def test_programs_run_here_unless_roles_are_in_processes_of_their_own() -> None:

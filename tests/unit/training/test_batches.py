@@ -54,7 +54,7 @@ def cut(
     path: str, *, micro_batch_size: int = 1, **changes: Any
 ) -> tuple[RewardModel, list[MicroBatch[Preference]]]:
     model = model_of(path)
-    batcher = Batcher(model.path, policy(**changes), pad_id=PAD)
+    batcher = Batcher(model.path, policy(**changes).batch_limits, pad_id=PAD)
     rows = samples()
     return model, batcher.cut(
         [row.tokens for row in rows],

@@ -56,7 +56,7 @@ def gradients(
     model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64, path=path)
     policy = GRPOPolicyConfig.model_validate({"max_total_sequence_length": 20, **changes})
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
-    batcher = Batcher(path, policy, pad_id=PAD)
+    batcher = Batcher(path, policy.batch_limits, pad_id=PAD)
     micro_batches = batcher.cut(
         *batcher.divide(batch, of_batch, PolicyLabels.subset),
         micro_batch_size=policy.train_micro_batch_size,

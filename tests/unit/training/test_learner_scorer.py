@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laurel.config.policy import NamedCall, PolicyConfig
+from laurel.config.policy import BatchLimits, NamedCall
 from laurel.rewards.scorer import LocalScorer
 from laurel.training.batches import Batcher
 from laurel.training.learner import LocalLearner
@@ -36,9 +36,9 @@ def scorers() -> dict[int, LearnerScorer]:
     loaded.model.train()
     made = {}
     for budget in (40, 4096):
-        policy = PolicyConfig.model_validate({"sequence_packing": {"train_mb_tokens": budget}})
+        limits = BatchLimits(forest_tokens=budget)
         places = 3 if budget == 40 else 1
-        batcher = Batcher(loaded.model.path, policy, pad_id=0, places=places)
+        batcher = Batcher(loaded.model.path, limits, pad_id=0, places=places)
         made[budget] = LearnerScorer(learner, loaded.contract, batcher, micro_batch_size=1)
     return made
 

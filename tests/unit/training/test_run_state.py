@@ -13,13 +13,13 @@ import pytest
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import CheckpointError
+from laurel.run.reward_model import settings_of
 from laurel.training.state import (
     TRAINING_DATA,
     Position,
     check_same_run,
     fingerprint,
     read_run_dir,
-    settings_of,
     write_bad_step,
 )
 from laurel.types import Message, Preference, PreferenceSample, TokenGroup, group_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laurel.config.policy import NamedCall, PolicyConfig
+from laurel.config.policy import BatchLimits, NamedCall
 from laurel.config.reward_model import LossConfig
 from laurel.data.report import DataReport
 from laurel.models.scoring import ScoringContract, ScoringRules
@@ -79,8 +79,7 @@ def run(
         attributes=attributes,
         attribute_weights=weights,
     )
-    policy = PolicyConfig.model_validate({"sequence_packing": {"train_mb_tokens": budget}})
-    micro_batches = Batcher("forest", policy, pad_id=0).cut(
+    micro_batches = Batcher("forest", BatchLimits(forest_tokens=budget), pad_id=0).cut(
         [one.tokens for one in samples],
         [one.preference for one in samples],
         micro_batch_size=1,

@@ -6,16 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from laurel.config.grpo import GRPORun
 from laurel.config.importing.commands import LAUNCHER_FILE
-from laurel.config.importing.rules import Entry, Run, Table, Work
+from laurel.config.importing.rules import Entry, Table, Work
 from laurel.config.load import check_tree
-from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.sft import SFTRun
+from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.tree import Node, Section, nearest, plain
 from laurel.errors import ConfigError
-
-SCHEMAS: Mapping[Run, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "grpo": GRPORun}
 
 WHOLE = ("policy.optimizer", "policy.scheduler")
 """Keys whose parts replace all of ours together, and so are written together."""
@@ -26,7 +22,7 @@ class Imported:
     """A configuration of another system in ours."""
 
     system: str
-    run: Run
+    run: Kind
     values: Mapping[str, Any]
     """By our keys, dotted: what the file says and, of the other system's defaults, what differs
     from ours."""
@@ -42,7 +38,7 @@ class Imported:
         return [entry for entry in self.entries if entry.fate == fate]
 
 
-def import_said(table: Table, work: Work, run: Run) -> Imported:
+def import_said(table: Table, work: Work, run: Kind) -> Imported:
     """Give every key of the source its fate, and check what comes out.
 
     Raises:

@@ -1,4 +1,4 @@
-"""NeMo RL's files, which load unchanged: what becomes of each of their keys, and why."""
+"""NeMo RL's files, whose names are ours: what becomes of each of their keys, and why."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from laurel.config.importing.engine import SCHEMAS, Imported
-from laurel.config.importing.rules import Entry, Run
+from laurel.config.importing.engine import Imported
+from laurel.config.importing.rules import Entry
 from laurel.config.load import load_config
 from laurel.config.nemo_rl import fates_of
+from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.tree import DEFAULT, Node, plain
 
 SYSTEM = "NeMo RL"
 
 
-def import_file(path: Path, run: Run) -> Imported:
+def import_file(path: Path, run: Kind) -> Imported:
     """Check a file of NeMo RL, and say what of it is translated, ignored or lost.
 
     Raises:

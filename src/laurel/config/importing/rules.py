@@ -236,7 +236,6 @@ def shown(key: str, value: Any) -> str:
     return text if len(text) <= 72 else text[:69] + "..."
 
 
-Run = Literal["rm", "sft", "grpo"]
 Convert = Callable[[Work], None]
 
 

@@ -12,8 +12,9 @@ from typing import Any, Literal
 from laurel.config.importing import nemo_rl
 from laurel.config.importing.commands import PROGRAMS, Command, find_command
 from laurel.config.importing.engine import Imported, import_said
-from laurel.config.importing.rules import Run, Table, Work
+from laurel.config.importing.rules import Table, Work
 from laurel.config.importing.tables import read_tables
+from laurel.config.schemas import Kind
 from laurel.config.tree import MISSING, plain, read_document, read_file
 from laurel.errors import ConfigError
 
@@ -25,7 +26,7 @@ TITLES: Mapping[System, str] = {
     "verl": "verl",
     "nemo-rl": nemo_rl.SYSTEM,
 }
-TABLES: Mapping[System, Mapping[Run, Table]] = {
+TABLES: Mapping[System, Mapping[Kind, Table]] = {
     "trl": read_tables("trl"),
     "openrlhf": read_tables("openrlhf"),
     "verl": read_tables("verl"),
@@ -44,7 +45,7 @@ class Request:
     text: str | None = None
     """What was read where the path is `-`."""
     system: System | None = None
-    run: Run | None = None
+    run: Kind | None = None
     devices: int | None = None
     total_steps: int | None = None
 
@@ -225,10 +226,10 @@ _SECTIONS = ("policy", "rm", "sft", "grpo", "loss_fn", "env", "checkpointing", "
 """Of a file of NeMo RL; no other system has a section `policy`."""
 
 
-def _run(request: Request, read: _Read, system: System, name: str) -> tuple[Run, str]:
+def _run(request: Request, read: _Read, system: System, name: str) -> tuple[Kind, str]:
     tables = TABLES[system]
     if read.command is not None:
-        run: Run = read.command.run  # type: ignore[assignment]
+        run: Kind = read.command.run  # type: ignore[assignment]
         if request.run not in (None, run):
             raise ConfigError(
                 f"{name}: {read.command.program} is laurel {run}, not {request.run}; "
@@ -332,5 +333,5 @@ def _nemo_rl(request: Request, read: _Read, name: str) -> Imported:
     if str(request.path) == STDIN:
         raise ConfigError("a file of NeMo RL may name others (defaults), and is read by its name")
     kinds = [kind for kind in ("grpo", "sft", "rm") if kind in read.values]
-    run: Run = request.run or (kinds[0] if kinds else "rm")  # type: ignore[assignment]
+    run: Kind = request.run or (kinds[0] if kinds else "rm")  # type: ignore[assignment]
     return nemo_rl.import_file(request.path, run)

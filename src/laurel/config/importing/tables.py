@@ -45,7 +45,8 @@ from typing import Any
 import yaml
 
 from laurel.config.importing import optimizing
-from laurel.config.importing.rules import Rule, Run, Table, Work, absent, same, unneeded
+from laurel.config.importing.rules import Rule, Table, Work, absent, same, unneeded
+from laurel.config.schemas import Kind
 from laurel.errors import ConfigError
 
 Step = Callable[[Work], None]
@@ -358,7 +359,7 @@ def _keys_of(rows: Sequence[Any], spec: Mapping[str, Any], names: Names) -> Iter
 
 
 @cache
-def read_tables(system: str) -> Mapping[Run, Table]:
+def read_tables(system: str) -> Mapping[Kind, Table]:
     """The tables of a system.
 
     Raises:

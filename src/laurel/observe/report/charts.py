@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from laurel.observe.gold import gold_metric
+from laurel.observe.health import gold_metric
 from laurel.observe.report.findings import seen_rewards
 from laurel.observe.run_record import RunRecord, Series
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from laurel.observe.console import format_number
 from laurel.observe.counts import counted
-from laurel.observe.gold import gold_metric
+from laurel.observe.health import gold_metric
 from laurel.observe.metrics import is_lower_better
 from laurel.observe.run_record import RunRecord, Series
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 from laurel.observe.console import format_number
 from laurel.observe.counts import counted
-from laurel.observe.gold import gold_metric
+from laurel.observe.health import gold_metric
 from laurel.observe.report.findings import Finding, findings
 from laurel.observe.run_record import RunRecord
 

@@ -25,7 +25,7 @@ from laurel.config.sft import SFTRun
 from laurel.config.tree import Section as ConfigSection
 from laurel.observe.console import format_number
 from laurel.observe.counts import counted
-from laurel.observe.gold import gold_metric
+from laurel.observe.health import gold_metric
 from laurel.observe.report import charts as curves
 from laurel.observe.report.charts import Chart, Compared, charts_of, draw, overlays
 from laurel.observe.report.findings import RULES, Alarm, Finding, alarms_of, findings, is_success

@@ -22,9 +22,10 @@ from laurel.observe.console import make_console, message_console, print_metrics
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_text, write_json
 from laurel.observe.progress import TrainingProgress
+from laurel.run.context import RunContext
 from laurel.run.grpo import check_early, playable
 from laurel.run.model import found_name, with_found_model
-from laurel.run.places import open_places, plan_places
+from laurel.run.places import plan_places
 from laurel.run.scorer import OPTIONS, say_on
 from laurel.run.tasks import check_answers, environments_of, needs_of
 
@@ -164,14 +165,13 @@ def _played(
         limit=options.max_samples,
     )
     data = TaskData(train=[], validation=tasks, reports={"validation": report})
-    places = open_places(planned, stack, console)
-    with console.status("starting the environments"):
-        environments = environments_of(data, config, stack, places, console)
-    check_answers(data, environments, console)
     everything = config.model_copy(
         update={"grpo": config.grpo.model_copy(update={"max_val_samples": len(data.validation)})}
     )
-    found = playable(everything, data, places, environments, None, stack, console)
+    context = RunContext(config=everything, console=console, stack=stack).with_slots(planned)
+    environments = environments_of(data, context)
+    check_answers(data, environments, console)
+    found = playable(context, data, environments)
     from laurel.grpo.validation import validation_metrics
 
     parts = found.parts
@@ -251,8 +251,7 @@ def _show(
     options: EvalOptions,
     console: Console,
 ) -> None:
-    from laurel.grpo.validation import completion_rows
-    from laurel.observe.console import write_completions
+    from laurel.observe.console import completion_rows, write_completions
 
     if options.output is not None:
         with replace_file(options.output) as file:

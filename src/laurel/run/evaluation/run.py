@@ -504,7 +504,7 @@ class Request:
     prior: bool = False
     """The prior sets too (`reward-bench`)."""
     zero_spread: ZeroSpread = "limit"
-    """See `evaluation.reward_bench_2`."""
+    """See `evaluation.reward_bench`."""
     max_samples: int | None = None
     diagnostics: bool = False
     """Say what else the scores show (`pairs`); the next four and a margin key imply it."""

@@ -1,4 +1,4 @@
-"""What every training command does before and around its loop."""
+"""What every training command has around its loop: before there is a model, and beside it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rich.text import Text
 
 from laurel.config.data import BenchmarkSetConfig
 from laurel.config.load import to_yaml
-from laurel.config.policy import CheckpointingConfig, LoggerConfig, PolicyConfig
+from laurel.config.policy import CheckpointingConfig
+from laurel.config.schemas import Run
 from laurel.errors import CheckpointError, ConfigError
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.models.checkpoint.store import LOCK_NAME, CheckpointStore
@@ -24,7 +26,7 @@ from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
 from laurel.planning.memory import MASTER_BYTES, optimizer_states
-from laurel.run.schemas import Run
+from laurel.run.places import Places, PlannedPlaces, open_places
 from laurel.training.selection import Selection
 from laurel.training.stopping import Deadline, StopRequest
 
@@ -34,17 +36,55 @@ if TYPE_CHECKING:
     from laurel.environments.reward_model_environment import RewardModelEnvironment
     from laurel.protocols import Environment
     from laurel.training.learner_group import ModelFacts
-    from laurel.training.loop import Surroundings
+    from laurel.training.loop import Schedule, Surroundings
     from laurel.training.state import Position, RunState
     from laurel.types import Score
+
+R = TypeVar("R", bound=Run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunContext(Generic[R]):
+    """What the objects of a run are made with."""
+
+    config: R
+    console: Console
+    """Shows what was read, loaded and decided."""
+    stack: ExitStack
+    """Lets go of everything that was started."""
+    allocation: Places = field(default_factory=Places.of_this_process)
+    """Where the roles work."""
+    store: CheckpointStore | None = None
+    """Holds checkpoints; None saves none."""
+    resume_from: Path | None = None
+    """The checkpoint of the same run that it goes on from."""
+
+    def with_store(self, selection: Selection) -> RunContext[R]:
+        """The same with the locked store, and the checkpoint that the run goes on from.
+
+        Raises:
+            CheckpointError: The checkpoints that are there, or are not, refuse the run.
+        """
+        saving = self.config.checkpointing
+        if not saving.enabled:
+            return self
+        resume_from, store = open_store(saving, selection, self.stack, self.console)
+        return replace(self, store=store, resume_from=resume_from)
+
+    def with_slots(self, planned: PlannedPlaces) -> RunContext[R]:
+        """The same with every slot reserved.
+
+        Raises:
+            ConfigError: They cannot be had.
+            MissingDependencyError: Ray is not installed.
+        """
+        return replace(self, allocation=open_places(planned, self.stack, self.console))
 
 
 def open_store(
     saving: CheckpointingConfig, selection: Selection, stack: ExitStack, console: Console
-) -> tuple[Path | None, CheckpointStore | None]:
+) -> tuple[Path | None, CheckpointStore]:
     """The locked store, and the checkpoint that the run goes on from."""
-    if not saving.enabled:
-        return None, None
     store = CheckpointStore(
         saving.checkpoint_dir,
         keep_top_k=saving.keep_top_k,
@@ -89,16 +129,17 @@ def _remove_unused(made: Sequence[Path]) -> None:
                 directory.rmdir()
 
 
-def choose_run_dir(logging: LoggerConfig, resume_from: Path | None, console: Console) -> Path:
+def choose_run_dir(context: RunContext[R]) -> Path:
     """Where the run logs: where it logged before, or the next free directory."""
     from laurel.training.state import read_run_dir
 
+    logging, resume_from = context.config.logger, context.resume_from
     before = resume_from and read_run_dir(resume_from)
     if not before:
         return next_run_dir(logging.log_dir)
     is_elsewhere = before.resolve().parent != Path(logging.log_dir).expanduser().resolve()
     if "log_dir" in logging.model_fields_set and is_elsewhere:
-        console.print(
+        context.console.print(
             f"warning: logger.log_dir={logging.log_dir} has no effect: a run that goes on logs "
             f"where it has logged, in {before}, so that its curves are in one place",
             soft_wrap=True,
@@ -129,12 +170,21 @@ def describe_data(reports: Mapping[str, Any], run_dir: Path, console: Console) -
         console.print(said, soft_wrap=True)
 
 
-def checkpoint_bytes(facts: ModelFacts, policy: PolicyConfig, saving: CheckpointingConfig) -> int:
+def describe_output(context: RunContext[R], run_dir: Path) -> None:
+    """Say where the run logs and saves."""
+    saving = context.config.checkpointing
+    context.console.print(f"logs    {run_dir}")
+    if saving.enabled:
+        context.console.print(f"saves   {saving.checkpoint_dir}")
+
+
+def _checkpoint_bytes(context: RunContext[R], facts: ModelFacts) -> int:
     """What the tensors of a checkpoint take on the disk, estimated before there is one."""
     weights = MASTER_BYTES * facts.num_parameters
     if facts.num_trained != facts.num_parameters:
         weights += MASTER_BYTES * facts.num_trained  # adapters lie beside the merged weights
-    states = optimizer_states(policy.optimizer.name) if saving.save_optimizer else 0
+    optimizer, saving = context.config.policy.optimizer, context.config.checkpointing
+    states = optimizer_states(optimizer.name) if saving.save_optimizer else 0
     return weights + MASTER_BYTES * states * facts.num_trained
 
 
@@ -145,36 +195,28 @@ def _num_saves(saving: CheckpointingConfig, first: int, last: int) -> int:
 
 
 def surround(
-    config: Run,
+    context: RunContext[R],
     *,
+    schedule: Schedule,
     state: RunState,
     position: Position,
-    total_steps: int,
     facts: ModelFacts,
-    store: CheckpointStore | None,
     selection: Selection,
     deadline: Deadline,
-    is_resumed: bool,
     reports: Mapping[str, Any],
-    stack: ExitStack,
-    console: Console,
     unit: str = "pairs",
 ) -> Surroundings:
     """Open the loggers, write what the run was given, and listen to signals.
 
     Args:
-        config: The whole configuration of the run.
+        context: Of the run.
+        schedule: When what is due.
         state: Writes checkpoints.
         position: Where the run begins.
-        total_steps: Where it ends.
         facts: What is known of its model.
-        store: Holds checkpoints; None saves none.
         selection: What makes a checkpoint the best.
         deadline: When the run must have saved.
-        is_resumed: Whether it goes on from a checkpoint.
         reports: Data reports by name; each has `to_dict`.
-        stack: Closes what is opened.
-        console: Shows progress.
         unit: What a step takes in.
 
     Raises:
@@ -182,36 +224,37 @@ def surround(
     """
     from laurel.training.loop import Surroundings
 
-    run_dir = state.run_dir
-    num_saves = _num_saves(config.checkpointing, position.step, total_steps)
-    if store is not None and num_saves:
-        size = checkpoint_bytes(facts, config.policy, config.checkpointing)
+    config, console, run_dir = context.config, context.console, state.run_dir
+    num_saves = _num_saves(config.checkpointing, position.step, schedule.total_steps)
+    if context.store is not None and num_saves:
+        size = _checkpoint_bytes(context, facts)
         try:
-            warning = store.require_room(num_saves, estimated_bytes=size)
+            warning = context.store.require_room(num_saves, estimated_bytes=size)
         except CheckpointError:
             with contextlib.suppress(OSError):
                 run_dir.rmdir()  # if it was made for this run, nothing is in it
             raise
         if warning is not None:
             console.print(f"warning: {warning}", soft_wrap=True)
-    progress = TrainingProgress(total_steps, position.step, console, unit=unit)
+    progress = TrainingProgress(schedule.total_steps, position.step, console, unit=unit)
     logger = open_loggers(
         config.logger,
         run_dir=run_dir,
         run_config=config.model_dump(mode="json"),
-        resumed_step=position.step if is_resumed else None,
+        resumed_step=position.step if context.resume_from else None,
         warn=progress.message,
     )
-    stack.callback(logger.close)
+    context.stack.callback(logger.close)
     (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     text = json.dumps({name: report.to_dict() for name, report in reports.items()}, indent=1)
     (run_dir / DATA_REPORT).write_text(text + "\n", encoding="utf-8")
-    stop = stack.enter_context(
+    stop = context.stack.enter_context(
         StopRequest(lambda name: progress.message(f"{name}: saving after this step, then ending"))
     )
     return Surroundings(
+        schedule=schedule,
         state=state,
-        store=store,
+        store=context.store,
         selection=selection,
         logger=logger,
         progress=progress,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.data.loader import StepOrder, Stream
+from laurel.training.batches import StepOrder, Stream
 
 SIZES = {"num_rows": st.integers(1, 60), "batch_size": st.integers(1, 20)}
 
