@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.data.report import DataReport, RowReport, TextReport
-from laurel.errors import DataError
+from laurel.errors import DataError, counted
 from laurel.models.checkpoint.card import EvaluationRow, EvaluationTable
-from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
     from laurel.evaluation.benchmarks import BenchmarkSet
