@@ -280,7 +280,7 @@ def bars(*, traced: bool = True) -> list[Bar]:
         Bar("circles of imports", len(circles), 0, held=True, where=tuple(map(" ".join, circles))),
         Bar("small modules with one importer beside them", len(small), 0, True, tuple(small)),
         Bar("# fmt: skip", len(skips), 10, held=True, where=tuple(skips)),
-        Bar("files a run's configuration visits", len(visited), 15, False, tuple(visited)),
+        Bar("files a run's configuration visits", len(visited), 15, True, tuple(visited)),
         Bar("of these outside of the rooms of runs", len(strangers), 0, True, tuple(strangers)),
         Bar("public names defined more than once", len(twice), 10, False, tuple(twice)),
     ]
@@ -289,9 +289,9 @@ def bars(*, traced: bool = True) -> list[Bar]:
             run = trace(which)
             step, way = tuple(run["step"]), tuple(run["before"])
             found.append(
-                Bar(f"modules that run in a step of {which}", len(step), in_step, False, step)
+                Bar(f"modules that run in a step of {which}", len(step), in_step, True, step)
             )
-            found.append(Bar(f"more that run before, {which}", len(way), before, False, way))
+            found.append(Bar(f"more that run before, {which}", len(way), before, True, way))
     return found
 
 

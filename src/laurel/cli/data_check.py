@@ -34,7 +34,7 @@ from laurel.data.report import DataReport, LeftOut, TextReport
 from laurel.data.sources import Row, UnusableRow, locate, read_rows
 from laurel.data.task_formats import OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, load_task_data
-from laurel.errors import ConfigError, DataError, Terms, UserError, speaking
+from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
 from laurel.observe.console import (
     make_console,
     message_console,
@@ -42,7 +42,6 @@ from laurel.observe.console import (
     shorten_middle,
     visible,
 )
-from laurel.observe.counts import counted
 from laurel.observe.hub import check_fetchable
 from laurel.observe.json_output import write_json
 from laurel.rewards.open import check_not_missing

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
+from laurel.errors import counted
 from laurel.observe.console import make_console, message_console, print_scores
-from laurel.observe.counts import counted
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_stream, json_text
 from laurel.observe.progress import RowProgress

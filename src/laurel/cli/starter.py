@@ -28,9 +28,17 @@ from laurel.data.reading import unknown_class
 from laurel.data.sources import READERS
 from laurel.data.task_formats import TASK_SETS
 from laurel.data.tasks import NOT_WHAT_IS_RIGHT
-from laurel.errors import ConfigError, DataError, ModelError, Terms, UserError, speaking
+from laurel.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    Terms,
+    UserError,
+    counted,
+    counted_that,
+    speaking,
+)
 from laurel.observe.console import message_console, quiet_libraries, shorten_middle
-from laurel.observe.counts import counted, counted_that
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import write_json
 from laurel.rewards.open import check_not_missing

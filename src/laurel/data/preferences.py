@@ -39,8 +39,7 @@ from laurel.data.sources import (
     required,
     text,
 )
-from laurel.errors import DataError
-from laurel.observe.counts import counted_that
+from laurel.errors import DataError, counted_that
 from laurel.types import Completion, Conversation, Group, Message, Preference
 
 Remedy = Callable[[UnusableRow], str]

@@ -27,8 +27,7 @@ from laurel.data.sources import (
     open_own,
     read_rows,
 )
-from laurel.errors import DataError
-from laurel.observe.counts import counted, counted_that
+from laurel.errors import DataError, counted, counted_that
 from laurel.types import Conversation, Message
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from laurel.observe.counts import counted
+from laurel.errors import counted
 from laurel.observe.metrics import answer_length, longer_credit
 from laurel.types import Conversation, Preference, Task
 

@@ -28,8 +28,7 @@ from typing import IO, Any, Generic, Literal, NoReturn, TypeVar, cast
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
-from laurel.errors import DataError, setting_of
-from laurel.observe.counts import counted
+from laurel.errors import DataError, counted, setting_of
 from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
 from laurel.types import Conversation, Message
 

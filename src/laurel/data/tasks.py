@@ -40,8 +40,7 @@ from laurel.data.task_formats import (
     columns,
     settle,
 )
-from laurel.errors import ConfigError, DataError
-from laurel.observe.counts import counted_that
+from laurel.errors import ConfigError, DataError, counted_that
 from laurel.types import Message, Task
 
 # --------------------------------------------------------------------------------------------------

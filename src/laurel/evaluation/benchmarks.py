@@ -16,7 +16,7 @@ from laurel.data.benchmarks import BenchmarkForm, BenchmarkRow
 from laurel.data.preferences import load_preferences
 from laurel.data.report import DataReport
 from laurel.data.sources import UnusableRow
-from laurel.errors import DataError, key_of
+from laurel.errors import DataError, counted, key_of
 from laurel.evaluation import other_benchmarks, reward_bench
 from laurel.evaluation.reward_bench import ZeroSpread, is_ties
 from laurel.evaluation.statistics import (
@@ -31,7 +31,6 @@ from laurel.evaluation.statistics import (
     shares_by_subset,
 )
 from laurel.observe.console import conversation_text
-from laurel.observe.counts import counted
 from laurel.types import Group, Preference, Score
 
 MOST_MALFORMED = 0.5

@@ -12,9 +12,8 @@ from pydantic import TypeAdapter
 
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.data.report import DataReport, RowReport, TextReport
-from laurel.errors import DataError
+from laurel.errors import DataError, counted
 from laurel.models.checkpoint.card import EvaluationRow, EvaluationTable
-from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
     from laurel.evaluation.benchmarks import BenchmarkSet

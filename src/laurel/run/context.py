@@ -17,11 +17,10 @@ from laurel.config.data import BenchmarkSetConfig
 from laurel.config.load import to_yaml
 from laurel.config.policy import CheckpointingConfig
 from laurel.config.schemas import Run
-from laurel.errors import CheckpointError, ConfigError
+from laurel.errors import CheckpointError, ConfigError, counted
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.models.checkpoint.store import LOCK_NAME, CheckpointStore
 from laurel.observe.console import visible
-from laurel.observe.counts import counted
 from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
 from laurel.observe.run_record import DATA_REPORT

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from laurel.config.grpo import GRPORun
 from laurel.config.policy import PolicyConfig
-from laurel.generation.requests import GeneratorSpec
 from laurel.models.spec import ModelSpec
-from laurel.rewards.open import ScorerSpec
+
+if TYPE_CHECKING:
+    from laurel.generation.requests import GeneratorSpec
+    from laurel.rewards.open import ScorerSpec
 
 
 def model_spec(policy: PolicyConfig) -> ModelSpec:
@@ -47,6 +50,8 @@ def scorer_spec(asked: ScorerSpec, policy: PolicyConfig) -> ScorerSpec:
 
 def generator_spec(config: GRPORun, end_ids: Iterable[int]) -> GeneratorSpec:
     """An engine of a run of GRPO, in whose chats these tokens end a turn."""
+    from laurel.generation.requests import GeneratorSpec
+
     return GeneratorSpec(
         settings=config.policy.generation,
         max_length=config.policy.max_total_sequence_length,

@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from laurel.config.policy import Milestones, NamedCall
-from laurel.errors import ConfigError
-from laurel.observe.counts import counted
+from laurel.errors import ConfigError, counted
 
 
 def build_optimizer(

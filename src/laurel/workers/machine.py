@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laurel import SLEEPING_THREADS, __version__
+from laurel.errors import counted
 from laurel.observe.console import format_number
-from laurel.observe.counts import counted
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -33,7 +33,7 @@ from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
-from laurel.errors import CheckpointError
+from laurel.errors import CheckpointError, counted
 from laurel.models.checkpoint.manifest import (
     INFO_NAME,
     MANIFEST_NAME,
@@ -52,7 +52,6 @@ from laurel.models.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from laurel.observe.counts import counted
 from laurel.observe.json_output import json_text
 
 __all__ = [

@@ -20,21 +20,19 @@ ADAPTERS = Path("adapter", "adapters.safetensors")
 
 
 def with_adapters(
-    network: Any, config: LoraConfig | None, resume_from: Path | None, *, trains_head: bool
+    network: Any, config: LoraConfig, resume_from: Path | None, *, trains_head: bool
 ) -> Any:
     """The network with the adapters that it is to have: new ones, or those of a checkpoint.
 
     Args:
         network: See `add_adapters`.
-        config: Likewise; None leaves the network as it is.
+        config: Likewise.
         resume_from: The checkpoint.
         trains_head: See `add_adapters`.
 
     Raises:
         UserError: See `add_adapters` and `load_adapters`.
     """
-    if config is None:
-        return network
     network = add_adapters(network, config, trains_head=trains_head)
     if resume_from is not None:
         load_adapters(resume_from, network)

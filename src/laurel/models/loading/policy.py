@@ -86,14 +86,16 @@ def load_policy(
         ConfigError: It cannot read texts as long as the configuration says, or be spread so.
     """
     register()
-    refuse_unspreadable(spec, mesh)
+    if mesh is not None:
+        refuse_unspreadable(spec, mesh)
     base, notes = start_of(spec)
     is_random = spec.scratch is not None and resume_from is None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         causal_lm, tokenizer = _fitted(spec, max_length, texts, weights_dtype, resume_from, mesh)
         path = take_path(causal_lm, spec, notes)
-        causal_lm = with_adapters(causal_lm, spec.lora, resume_from, trains_head=False)
+        if spec.lora is not None:
+            causal_lm = with_adapters(causal_lm, spec.lora, resume_from, trains_head=False)
     model = PolicyModel(
         causal_lm,
         path=path,

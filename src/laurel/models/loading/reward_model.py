@@ -370,7 +370,8 @@ def load_reward_model(
         ConfigError: It cannot be spread so.
     """
     register()
-    refuse_unspreadable(spec, mesh)
+    if mesh is not None:
+        refuse_unspreadable(spec, mesh)
     base, notes = start_of(spec)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -388,7 +389,9 @@ def load_reward_model(
     with torch.random.fork_rng(devices=[], enabled=mesh is not None):
         if mesh is not None:
             torch.manual_seed(seed)  # new adapters are alike on every rank
-        classifier = with_adapters(read.classifier, spec.lora, resume_from, trains_head=True)
+        classifier = read.classifier
+        if spec.lora is not None:
+            classifier = with_adapters(classifier, spec.lora, resume_from, trains_head=True)
     precision = precision_of(spec, weights_dtype)
     model = RewardModel(classifier, head_name=head_name, path=path, precision=precision)
     settle(model, spec, device, mesh)

@@ -244,14 +244,12 @@ NEW_HEAD = ("score.weight", "score.bias")
 WEIGHT_FILES = [SINGLE, INDEX, "model-*.safetensors"]
 
 
-def refuse_unspreadable(spec: ModelSpec, mesh: DeviceMesh | None) -> None:
+def refuse_unspreadable(spec: ModelSpec, mesh: DeviceMesh) -> None:
     """Refuse ways to spread a model over a mesh that there are not.
 
     Raises:
         ConfigError: With the key.
     """
-    if mesh is None:
-        return
     if (cp := spec.context_parallel_size) > 1 and mesh[SHARD].size() % cp:
         raise ConfigError(
             f"{setting_of('policy.dtensor_cfg.context_parallel_size', cp)} does not divide the "

@@ -10,8 +10,8 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
+from laurel.errors import counted
 from laurel.observe.console import format_number
-from laurel.observe.counts import counted
 from laurel.observe.health import gold_metric
 from laurel.observe.metrics import is_lower_better
 from laurel.observe.run_record import RunRecord, Series

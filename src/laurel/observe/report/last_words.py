@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
+from laurel.errors import counted
 from laurel.observe.console import format_number
-from laurel.observe.counts import counted
 from laurel.observe.health import gold_metric
 from laurel.observe.report.findings import Finding, findings
 from laurel.observe.run_record import RunRecord

@@ -23,8 +23,8 @@ from laurel.config.grpo import GRPORun
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
 from laurel.config.tree import Section as ConfigSection
+from laurel.errors import counted
 from laurel.observe.console import format_number
-from laurel.observe.counts import counted
 from laurel.observe.health import gold_metric
 from laurel.observe.report import charts as curves
 from laurel.observe.report.charts import Chart, Compared, charts_of, draw, overlays

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from laurel.errors import counted, counted_that
 from laurel.observe.console import PairRow, format_number, shorten_middle, visible
-from laurel.observe.counts import counted, counted_that
 from laurel.observe.loggers import SAMPLES_FILE
 from laurel.observe.run_record import COMPLETIONS_DIRECTORY, RunRecord, completion_files
 

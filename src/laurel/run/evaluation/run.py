@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from laurel import __version__
 from laurel.config.data import BenchmarkName
 from laurel.data.benchmarks import ON_HUB, BenchmarkRow, benchmark_in
-from laurel.errors import ConfigError, DataError, Terms, key_of, setting_of, speaking
+from laurel.errors import ConfigError, DataError, Terms, counted, key_of, setting_of, speaking
 from laurel.evaluation import other_benchmarks
 from laurel.evaluation.benchmarks import (
     BENCHMARKS,
@@ -28,7 +28,6 @@ from laurel.evaluation.benchmarks import (
 from laurel.evaluation.reward_bench import ZeroSpread
 from laurel.evaluation.statistics import Measured
 from laurel.observe.console import make_console, message_console, visible
-from laurel.observe.counts import counted
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import RowProgress

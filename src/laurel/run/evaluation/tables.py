@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from laurel.errors import ConfigError, DataError
+from laurel.errors import ConfigError, DataError, counted, counted_that
 from laurel.evaluation.diagnostics import (
     Column,
     Leak,
@@ -47,7 +47,6 @@ from laurel.evaluation.statistics import (
     scored,
 )
 from laurel.observe.console import format_number, make_console, shorten_middle, visible
-from laurel.observe.counts import counted, counted_that
 from laurel.observe.json_output import write_json
 from laurel.run.evaluation.results import Result, read_result
 

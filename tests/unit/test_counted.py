@@ -1,4 +1,4 @@
-from laurel.observe.counts import counted, counted_that
+from laurel.errors import counted, counted_that
 
 
 def test_one_is_not_many() -> None:
