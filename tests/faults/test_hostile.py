@@ -35,7 +35,7 @@ def world():
         yield world
 
 
-@pytest.fixture(scope="module", params=[one for one in Tier.here() if one is not Tier.LIMITS_ONLY])
+@pytest.fixture(scope="module", params=[one for one in Tier if one is not Tier.LIMITS_ONLY])
 def place(request, world):
     """A tier and its zygote, beside a process that has to live through it all."""
     tier = request.param
