@@ -28,7 +28,7 @@ from rounds import machine, spread, table, write_json
 from torch import Tensor
 
 from laurel.config.grpo import GRPOPolicyConfig
-from laurel.data.forest import plant
+from laurel.data.forest import to_forest
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.pretrained import train_tokenizer
@@ -112,7 +112,7 @@ class Run:
         trunk, *branches = drawn.astype(np.int32)
         group = TokenGroup(id="0", trunk_ids=trunk, branches_ids_G=tuple(branches))
         self.batch = [
-            MicroBatch(inputs=plant([group]), labels=[None], num_tokens=3 * options.tokens)
+            MicroBatch(inputs=to_forest([group]), labels=[None], num_tokens=3 * options.tokens)
         ]
 
     def step(self) -> float:

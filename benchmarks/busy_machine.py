@@ -151,7 +151,7 @@ def training(*, is_quick: bool) -> Callable[[], Any]:
     from material import TINY_SHAPE, TRAINING_SHAPE, classifier, qwen3_config
     from rm_scoring import random_groups
 
-    from laurel.data.forest import plant
+    from laurel.data.forest import to_forest
     from laurel.models.forest.attention import FOREST, register
     from laurel.models.forest.reward_model import RewardModel
 
@@ -161,7 +161,7 @@ def training(*, is_quick: bool) -> Callable[[], Any]:
     network.set_attn_implementation(FOREST)
     model = RewardModel(network, head_name="score", path="forest", precision=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    batch = plant(random_groups(1, shape.vocabulary))
+    batch = to_forest(random_groups(1, shape.vocabulary))
 
     def step() -> None:
         scores = model(batch)
@@ -204,7 +204,7 @@ def generation(*, is_quick: bool) -> Callable[[], Any]:
     assert COMPLETIONS == PROMPTS == 8
     shape = TINY_SHAPE if is_quick else TRAINING_SHAPE
     tokenizer = train_tokenizer(["the laurel grows by the western gate"], vocab_size=400)
-    engine = laurel_engine(language_model(shape), tokenizer, quick_products=True)
+    engine = laurel_engine(language_model(shape), tokenizer, fast_matmul=True)
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, shape.vocabulary, (PROMPTS, PROMPT_TOKENS)).astype(np.int32)
     return lambda: draw(engine, prompts, 4 if is_quick else 32)

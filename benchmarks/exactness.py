@@ -32,8 +32,8 @@ from material import (
 from rounds import machine, table, write_json
 from torch import Tensor
 
-from laurel.data.forest import plant
-from laurel.generation.transformers.cpu_products import quick_products
+from laurel.data.forest import to_forest
+from laurel.generation.transformers.cpu_matmul import fast_matmul
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.policy import PolicyModel
 from laurel.models.forest.reward_model import RewardModel
@@ -239,7 +239,7 @@ def compare(reference: Any, groups: Sequence[TokenGroup]) -> dict[str, Any]:
     whole = [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
     weights_N = torch.randn(len(whole), generator=torch.Generator().manual_seed(0))
 
-    scores_N = backward(lambda: forest(plant(groups))[:, 0], weights_N)
+    scores_N = backward(lambda: forest(to_forest(groups))[:, 0], weights_N)
     alone_N = torch.cat(
         [
             backward(lambda ids=ids: score_alone(alone, ids), weights_N[index : index + 1])
@@ -281,8 +281,8 @@ def compare_policies(reference: Any, groups: Sequence[TokenGroup]) -> dict[str, 
     advantages_N = torch.randn(len(pairs), generator=generator) / lengths_N.sum()
     weights_M = advantages_N.repeat_interleave(lengths_N)
 
-    with quick_products(forest):  # as a policy's updates compute
-        logprobs_M = backward(lambda: forest(plant(groups)).logprobs_M, weights_M)
+    with fast_matmul(forest):  # as a policy's updates compute
+        logprobs_M = backward(lambda: forest(to_forest(groups)).logprobs_M, weights_M)
     pieces = [
         backward(lambda pair=pair: logprobs_alone(alone, *pair), weights)
         for pair, weights in zip(pairs, weights_M.split(lengths_N.tolist()), strict=True)

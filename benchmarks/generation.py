@@ -27,7 +27,7 @@ from channel import Meter
 from material import TINY_SHAPE, TRAINING_SHAPE, Shape, qwen3_config
 from rounds import Worker, add_clock, machine, seconds_of, spread, table, write_json
 
-from laurel.generation.transformers.cpu_products import prefers_onednn
+from laurel.generation.transformers.cpu_matmul import prefers_onednn
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.policy import PolicyModel
@@ -52,7 +52,7 @@ def main() -> None:
     tokenizer = train_tokenizer(["the laurel grows by the western gate"], vocab_size=400)
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, shape.vocabulary, (PROMPTS, PROMPT_TOKENS)).astype(np.int32)
-    engine = laurel_engine(model, tokenizer, quick_products=options.products == "auto")
+    engine = laurel_engine(model, tokenizer, fast_matmul=options.products == "auto")
     runs: dict[str, Callable[[], Any]] = {
         "generate": lambda: plain_generate(model, prompts, options.tokens),
         "laurel": lambda: draw(engine, prompts, options.tokens),
@@ -111,12 +111,12 @@ def language_model(shape: Shape) -> Any:
     return make.from_config(qwen3_config(shape), dtype=torch.float32).eval()
 
 
-def laurel_engine(model: Any, tokenizer: Any, *, quick_products: bool) -> TransformersEngine:
+def laurel_engine(model: Any, tokenizer: Any, *, fast_matmul: bool) -> TransformersEngine:
     """Without end tokens, so that all completions are equally long."""
     copied = copy.deepcopy(model)
     copied.set_attn_implementation(FOREST)
     policy = PolicyModel(copied, path="forest", precision=torch.float32)
-    return TransformersEngine(policy, tokenizer, end_ids=[], quick_products=quick_products)
+    return TransformersEngine(policy, tokenizer, end_ids=[], fast_matmul=fast_matmul)
 
 
 def draw(engine: TransformersEngine, prompts: np.ndarray, tokens: int) -> list[list[Generated]]:

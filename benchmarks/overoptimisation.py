@@ -58,7 +58,7 @@ from laurel.config.grpo import GRPORun, HealthConfig
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
-from laurel.config.tree import Section
+from laurel.config.yaml_tree import Section
 from laurel.demo.data import NUMBER_REQUESTS, boxed, in_words, numbers
 from laurel.environments.interface import (
     EnvironmentInterface,

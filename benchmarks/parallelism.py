@@ -39,7 +39,7 @@ from laurel.training.losses import RewardLoss
 from laurel.types import Completion, Group, Message, Preference, TokenGroup
 from laurel.workers.ray_cluster import RayCluster, Reservation
 from laurel.workers.ray_group import RayGroup
-from laurel.workers.rendezvous import Place
+from laurel.workers.rendezvous import RankPlace
 from laurel.workers.reservations import Resources
 
 MESHES = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4))
@@ -52,7 +52,7 @@ WATCH_SECONDS = 0.005
 class Measured(LearnerWorker):
     """A rank that knows how much memory it took."""
 
-    def __init__(self, place: Place, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, place: RankPlace, *args: Any, **kwargs: Any) -> None:
         torch.zeros(1).add_(1)
         self._before = self._peak = own_bytes()
         threading.Thread(target=self._watch, daemon=True).start()

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 
-from laurel.cli.plan import ReadShapes, as_text
+from laurel.cli.plan import ReadShapes, plan_text
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.planning.fit import FittedPlan, fit
@@ -61,7 +61,7 @@ def measure(config: GRPORun) -> tuple[float, FittedPlan]:
         started = time.perf_counter()
         request = request_of(config)
         fitted = fit(request, SHAPES, device_memory=MEMORY)
-        as_text(request, fitted, read, device_memory=MEMORY)
+        plan_text(request, fitted, read, device_memory=MEMORY)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds), fitted
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from laurel.config.data import DatasetConfig
-from laurel.data.forest import pack, pack_evenly
+from laurel.data.forest import bin_pack, pack_evenly
 from laurel.data.preferences import load_preferences
 from laurel.evaluation.diagnostics import find_leaks
 from laurel.evaluation.statistics import ScoredPair
@@ -67,8 +67,8 @@ def works(data_dir: Path) -> Iterator[tuple[str, float | None, Callable[[], obje
     else:
         print(f"UKP is not in {data_dir} (LAUREL_DATA): not measured")
     sizes = np.random.default_rng(0).integers(50, 2000, NUM_CONVERSATIONS).tolist()
-    yield "50,000 conversations packed", None, lambda: pack(sizes, 8192)
-    yield "the same for eight places", None, lambda: pack_evenly(sizes, 8192, places=8)
+    yield "50,000 conversations packed", None, lambda: bin_pack(sizes, 8192)
+    yield "the same for eight places", None, lambda: pack_evenly(sizes, 8192, dp_size=8)
     drawn = random.Random(0)
     trained, evaluated = (
         drawn_pairs(prefix, count, drawn)

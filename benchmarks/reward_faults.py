@@ -38,7 +38,7 @@ from rounds import machine, table, write_json
 
 from laurel.rewards.remote.foreign import dialect_of
 from laurel.rewards.remote.http import HttpReplica
-from laurel.rewards.remote.replica import ReplicaFault, Reply
+from laurel.rewards.remote.replica import ReplicaFault, ReplicaReply
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.server.service import NullScorer
 from laurel.types import Group, Message, Score, group_of
@@ -133,7 +133,9 @@ class WatchedReplica(HttpReplica):
         super().__init__(url, dialect_of("laurel"), **options)
         self._ledger = ledger
 
-    async def attempt(self, groups: Sequence[Group], *, request_id: str, timeout: float) -> Reply:
+    async def attempt(
+        self, groups: Sequence[Group], *, request_id: str, timeout: float
+    ) -> ReplicaReply:
         try:
             reply = await super().attempt(groups, request_id=request_id, timeout=timeout)
         except ReplicaFault as fault:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laurel.data.forest import pad, plant
+from laurel.data.forest import to_forest, to_padded
 from laurel.types import TokenGroup
 
 DOCS = Path(__file__).resolve().parent
@@ -167,7 +167,7 @@ def group_of_words(prompt: str, completions: Sequence[str]) -> tuple[TokenGroup,
 def forest(theme: Theme) -> None:
     """The same group twice: what a padded batch computes, and what Laurel computes."""
     group, words = group_of_words(PROMPT, COMPLETIONS)
-    rows, laid = pad([group], pad_id=-1), plant([group])
+    rows, laid = to_padded([group], pad_id=-1), to_forest([group])
     (tree,) = laid.trees
     num_padded, num_distinct = rows.ids_NL.numel(), len(laid.ids_T)
     drawing = Drawing(theme, width=800)

@@ -17,7 +17,7 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
-from laurel.config.tree import Section
+from laurel.config.yaml_tree import Section
 from laurel.errors import ConfigError
 
 RUNS: dict[str, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "grpo": GRPORun}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from laurel.config.importing.sources import Request, Told, import_configuration
+from laurel.config.importing.sources import ImportReport, ImportRequest, import_configuration
 
 TRL_GRPO = """
 # trl grpo --config this
@@ -141,11 +141,11 @@ cluster: {gpus_per_node: 1}
 """
 
 
-def imported(directory: Path, text: str, name: str = "source.yaml", **said: Any) -> Told:
+def imported(directory: Path, text: str, name: str = "source.yaml", **said: Any) -> ImportReport:
     """Import a text as if it stood in a file."""
     path = directory / name
     path.write_text(text, encoding="utf-8")
-    return import_configuration(Request(path=path, **said))
+    return import_configuration(ImportRequest(path=path, **said))
 
 
 SOURCES: dict[str, tuple[str, str, dict[str, Any]]] = {

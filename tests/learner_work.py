@@ -18,8 +18,8 @@ import tiny
 from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.policy import ClusterConfig, NamedCall, PolicyConfig
 from laurel.config.reward_model import LossConfig
-from laurel.data.forest import plant
-from laurel.generation.transformers.cpu_products import quick_products
+from laurel.data.forest import to_forest
+from laurel.generation.transformers.cpu_matmul import fast_matmul
 from laurel.models.forest.policy import Reference
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.reward_model import load_reward_model
@@ -85,7 +85,7 @@ def local(kind: str, directory: Path, **changes: Any) -> LocalLearner:
         optimizer=policy.optimizer,
         scheduler=policy.scheduler,
         max_grad_norm=policy.max_grad_norm,
-        products=quick_products if is_policy else None,
+        products=fast_matmul if is_policy else None,
         reference=Reference.of(loaded.model) if is_policy else None,
         tokenizer=loaded.tokenizer if is_policy else loaded.contract.tokenizer,
     )
@@ -147,7 +147,7 @@ def micro_batches(
     """Groups as micro-batches; the loss of group `spoilt` is not a number."""
     return [
         MicroBatch(
-            inputs=plant([GROUPS[i] for i in part]),
+            inputs=to_forest([GROUPS[i] for i in part]),
             labels=[label(kind, GROUPS[i], is_spoilt=i == spoilt, is_tie=is_tie) for i in part],
             num_tokens=sum(GROUPS[i].num_tokens for i in part),
         )
@@ -206,7 +206,7 @@ def numbers(outputs: Any) -> torch.Tensor:
 
 def asked(learner: Learner, count: int, **options: Any) -> list[torch.Tensor]:
     """What a learner says of so many batches of a group each."""
-    batches = [plant([GROUPS[i % len(GROUPS)]]) for i in range(count)]
+    batches = [to_forest([GROUPS[i % len(GROUPS)]]) for i in range(count)]
     return [numbers(outputs) for outputs in learner.outputs(batches, **options)]
 
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import tiny
 from laurel.config.policy import LoraConfig
-from laurel.data.forest import plant
+from laurel.data.forest import to_forest
 from laurel.errors import ModelError
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.decoder import Decoder
@@ -76,8 +76,8 @@ def weight_of(group: Any, kind: str) -> float:
 def steps(kind: str, model: Decoder, ranks: AcrossRanks | None) -> dict[str, Any]:
     """Two optimizer steps of two micro-batches each, as the learner takes them."""
     groups = tiny.random_groups(3, SHAPES)
-    place, num_places = (ranks.place, ranks.num_places) if ranks else (0, 1)
-    mine = groups[place::num_places]
+    place, dp_size = (ranks.place, ranks.dp_size) if ranks else (0, 1)
+    mine = groups[place::dp_size]
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(named, lr=2e-3, eps=EPSILON, fused=True)
     result: dict[str, Any] = {"losses": [], "norms": [], "place": place}
@@ -86,7 +86,7 @@ def steps(kind: str, model: Decoder, ranks: AcrossRanks | None) -> dict[str, Any
         denominator = ranks.total(count) if ranks else count
         loss_sum, said = torch.zeros(()), []
         for batch in (mine[: len(mine) // 2], mine[len(mine) // 2 :]):
-            outputs = model(plant(batch))
+            outputs = model(to_forest(batch))
             loss = loss_of(outputs, denominator)
             loss.backward()
             said.append((outputs.logprobs_M if kind == "policy" else outputs).detach())
@@ -153,7 +153,7 @@ def kept_bytes(sizes: dict[str, int], cases: list[tuple[int, dict[str, Any]]]) -
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model.train()(plant(tiny.random_groups(3, [(250, [3, 4])])))
+            model.train()(to_forest(tiny.random_groups(3, [(250, [3, 4])])))
         results.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
     return results
 
@@ -254,7 +254,7 @@ def read(sizes: dict[str, int], cases: list[tuple[str, str]]) -> list[Any]:
         parallelise(model, mesh)
         with Allocations() as made:
             fill_shares(model, Path(directory), torch.device("cpu"))
-        batch = plant(tiny.random_groups(5, SHAPES))
+        batch = to_forest(tiny.random_groups(5, SHAPES))
         weights = {n: w.clone() for n, w in saved_weights(model.network)}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         outputs = []
@@ -309,7 +309,7 @@ def _note_dtype(found: set[torch.dtype], _: Any, inputs: Any) -> None:
 def half_way(sizes: dict[str, int]) -> dict[str, Any]:
     """bfloat16: gathered so, or by autocast over float32 as in one process."""
     mesh = ParallelShape(**sizes).mesh("cpu")
-    batch = plant(tiny.random_groups(5, SHAPES))
+    batch = to_forest(tiny.random_groups(5, SHAPES))
     results: dict[str, Any] = {}
     for name, precision in (("autocast", None), ("gathered", torch.bfloat16)):
         model = tiny.tiny_reward_model("qwen3", std=0.05, seed=1, precision=torch.bfloat16)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from laurel.config.schemas import Run
-from laurel.config.tree import Section
+from laurel.config.yaml_tree import Section
 from laurel.planning.fit import FittedPlan, fit
 from laurel.planning.memory import Shapes
 from laurel.planning.plan import Plan, plan_run

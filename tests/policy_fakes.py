@@ -14,7 +14,7 @@ import torch
 from laurel.environments.interface import EnvironmentInterface
 from laurel.environments.math_environment import MathEnvironment
 from laurel.grpo.rollouts import Rollouts
-from laurel.protocols import Judged
+from laurel.protocols import JudgingUnit
 from laurel.types import (
     Conversation,
     EnvironmentReturn,
@@ -130,7 +130,7 @@ class Judge(EnvironmentInterface):
         self,
         verdict: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda text, metadata: {},
         *,
-        judges: Judged = "group",
+        judges: JudgingUnit = "group",
         stop_strings: Sequence[str] | None = None,
         before: Callable[[list[str]], None] = lambda texts: None,
     ) -> None:
@@ -308,7 +308,7 @@ class Tires(Matches):
 class RemoteMath(EnvironmentInterface):
     """A math environment in an actor of Ray, which is killed after so many batches."""
 
-    judges: Judged = "batch"
+    judges: JudgingUnit = "batch"
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self._left = int((config or {}).get("batches", 1))

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from laurel.errors import WorkerError
-from laurel.workers.calls import Call, Failure, GroupCalls, Outcome, Success, error_of
-from laurel.workers.rendezvous import LOOPBACK, Place
-from laurel.workers.seat import Seat
+from laurel.workers.calls import Failure, GroupCalls, Outcome, Success, WorkerCall, error_of
+from laurel.workers.rendezvous import LOOPBACK, RankPlace
+from laurel.workers.worker_actor import WorkerActor
 from parallel_runs import start_server
 
 
@@ -49,7 +49,7 @@ class ProcessGroup(GroupCalls):
         for _, theirs in pairs:
             theirs.close()  # or the end of a process would not be seen
         try:
-            self._build(pickle.dumps((worker_class, Call("", args, kwargs))))
+            self._build(pickle.dumps((worker_class, WorkerCall("", args, kwargs))))
         except BaseException:
             self.kill()
             raise
@@ -60,7 +60,7 @@ class ProcessGroup(GroupCalls):
             port, listener = self._collect({0: self._ask(0, "bind", LOOPBACK)}, "", None)[0]
         numbers = {}
         for rank in range(self.size):
-            place = Place(
+            place = RankPlace(
                 role=self.role,
                 rank=rank,
                 world_size=self.size,
@@ -79,7 +79,7 @@ class ProcessGroup(GroupCalls):
             self._pipes[rank].send((number, method, args))
         return number
 
-    def _submit(self, calls: Mapping[int, Call]) -> _Asked:
+    def _submit(self, calls: Mapping[int, WorkerCall]) -> _Asked:
         if self._failure is not None:
             raise self._failure
         if not self._is_open:
@@ -166,10 +166,10 @@ class _Asked:
 def _serve(pipe: Connection, rank: int) -> None:
     """Do what is asked, one after the other, until nobody is there to ask."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    seat = Seat(rank, [])
+    actor = WorkerActor(rank, [])
     while True:
         try:
             number, method, args = pipe.recv()
         except EOFError:
             return
-        pipe.send((number, getattr(seat, method)(*args)))
+        pipe.send((number, getattr(actor, method)(*args)))

@@ -23,7 +23,7 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.models.loading.pretrained import train_tokenizer
 from laurel.observe.loggers import read_metrics
 from laurel.run.reward_model import train_reward_model
-from laurel.training.loop import Outcome
+from laurel.training.loop import RunOutcome
 
 ROOT = Path(__file__).parents[1]
 
@@ -140,7 +140,7 @@ def save_model(directory: Path, *, num_labels: int | None = None, **changes: Any
 class Finished:
     """A run that ended here, and what it said."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     text: str
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from laurel.environments.code.nodes import ClusterNodes
 from laurel.errors import ConfigError, WorkerError
 from laurel.sandbox.tiers import Tier
-from laurel.workers.calls import Call, Failure, GroupCalls, Outcome, attempt, error_of
-from laurel.workers.rendezvous import Place
+from laurel.workers.calls import Failure, GroupCalls, Outcome, WorkerCall, attempt, error_of
+from laurel.workers.rendezvous import RankPlace
 from laurel.workers.reservations import NodeState
 
 
@@ -21,7 +21,7 @@ class ThreadedGroup(GroupCalls):
 
     def __init__(self, role: str, worker: Any) -> None:
         self.role, self.size, self.worker = role, 1, worker
-        self.calls: list[Call] = []
+        self.calls: list[WorkerCall] = []
         self.over = threading.Event()
         self.failure: WorkerError | None = None
         self.frozen = threading.Event()
@@ -29,14 +29,14 @@ class ThreadedGroup(GroupCalls):
         self.lag = 0.0
         """Seconds that what comes of programs is under way."""
 
-    def _submit(self, calls: Mapping[int, Call]) -> _Pending:
+    def _submit(self, calls: Mapping[int, WorkerCall]) -> _Pending:
         if self.failure is not None:
             raise self.failure
         if self.over.is_set():
             raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
         # As if it were sent.
         method, args, kwargs = pickle.loads(pickle.dumps(tuple(calls[0])))
-        self.calls.append(Call(method, args, kwargs))
+        self.calls.append(WorkerCall(method, args, kwargs))
         return _Pending(self, self.calls[-1])
 
     def end(self, kind: Any, limit: float = 0.0) -> WorkerError:
@@ -57,7 +57,7 @@ class ThreadedGroup(GroupCalls):
 
 
 class _Pending:
-    def __init__(self, group: ThreadedGroup, call: Call) -> None:
+    def __init__(self, group: ThreadedGroup, call: WorkerCall) -> None:
         self.group, self.call = group, call
         self.outcome: list[Outcome] = []
         self.moved = threading.Event()
@@ -115,7 +115,7 @@ class PretendedNodes:
     ) -> ThreadedGroup:
         if node_id in self.broken:
             raise ConfigError(self.broken[node_id])
-        worker = worker_class(Place(role=role))
+        worker = worker_class(RankPlace(role=role))
         if node_id in self.found:
             tier = self.found[node_id]
             letter = None if tier is None else tier.value
@@ -136,6 +136,6 @@ class PretendedNodes:
         found = (zygote.pid for zygote in self.newest(name).worker._zygotes)
         return [pid for pid in found if pid is not None]
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[WorkerCall]:
         """All that was ever sent to a node."""
         return [c for groups in self.groups.values() for group in groups for c in group.calls]

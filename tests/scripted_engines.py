@@ -14,7 +14,7 @@ import numpy as np
 from laurel.errors import WorkerError
 from laurel.generation.engine_worker import EngineWorker
 from laurel.types import Generated, GenerationRequest, Weights
-from laurel.workers.calls import Call, LocalGroup
+from laurel.workers.calls import LocalGroup, WorkerCall
 
 ROLE = "generation"
 
@@ -89,10 +89,10 @@ class MortalGroup(LocalGroup):
         self.is_dead = False
         self.dies_in: str | None = None
         """It dies in this method, when that has been done and nobody has heard of it."""
-        self.calls: list[Call] = []
+        self.calls: list[WorkerCall] = []
         super().__init__(ROLE, EngineWorker, lambda: engine)
 
-    def _submit(self, calls: Mapping[int, Call]) -> Any:
+    def _submit(self, calls: Mapping[int, WorkerCall]) -> Any:
         call = calls[0]
         self.calls.append(call)
         if not self.is_dead:

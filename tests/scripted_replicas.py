@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from fakes import WordScorer
-from laurel.rewards.remote.replica import RefusedError, ReplicaFault, Reply, reason_of
+from laurel.rewards.remote.replica import RefusedError, ReplicaFault, ReplicaReply, failure_reason
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.types import Group, Message, Score, group_of
 from virtual_time import in_virtual_time, now
 
-Act = Callable[[Reply], Any] | BaseException | float | str | None
+Act = Callable[[ReplicaReply], Any] | BaseException | float | str | None
 """What is done with a request: a change of the right reply, an error, seconds before the right
 reply, `hang`, or what is right."""
 Script = Callable[[int, Sequence[Group]], Act]
@@ -52,7 +52,9 @@ class ScriptedReplica:
         """Lets go of what hangs."""
         self._scorer = WordScorer(**scorer)
 
-    async def attempt(self, groups: Sequence[Group], *, request_id: str, timeout: float) -> Reply:
+    async def attempt(
+        self, groups: Sequence[Group], *, request_id: str, timeout: float
+    ) -> ReplicaReply:
         number = len(self.asked)
         self.asked.append(groups)
         self.request_ids.append(request_id)
@@ -70,13 +72,13 @@ class ScriptedReplica:
         acts = self.script or ()
         return acts[number] if number < len(acts) else None
 
-    async def _act(self, act: Act, groups: Sequence[Group]) -> Reply:
+    async def _act(self, act: Act, groups: Sequence[Group]) -> ReplicaReply:
         await asyncio.sleep(act if isinstance(act, float) else 0)
         if isinstance(act, BaseException):
             raise act
         if act == "hang":
             await self.released.wait()
-        reply = Reply(scores=await self._scorer.score(groups), version=self.version)
+        reply = ReplicaReply(scores=await self._scorer.score(groups), version=self.version)
         if callable(act):
             reply = act(reply)
         self.answers.update(one.messages[-1].content for g in groups for one in g.completions_G)
@@ -129,7 +131,7 @@ def routed(
 
 def reasons(scores: Scores) -> list[str]:
     """The word that each failure is counted under; empty where there is a number."""
-    return [reason_of(one.failure) if one.failure else "" for row in scores for one in row]
+    return [failure_reason(one.failure) if one.failure else "" for row in scores for one in row]
 
 
 def dead() -> ReplicaFault:
@@ -156,24 +158,24 @@ def refused(*, may_be_one_item: bool = False) -> RefusedError:
     return RefusedError("answered 422", may_be_one_item=may_be_one_item)
 
 
-def with_value(value: Any) -> Callable[[Reply], Reply]:
+def with_value(value: Any) -> Callable[[ReplicaReply], ReplicaReply]:
     """The first score is something else."""
 
-    def change(reply: Reply) -> Reply:
+    def change(reply: ReplicaReply) -> ReplicaReply:
         first, *rest = reply.scores[0]
         return replace(reply, scores=[(replace(first, value=value), *rest), *reply.scores[1:]])
 
     return change
 
 
-def one_too_few(reply: Reply) -> Reply:
+def one_too_few(reply: ReplicaReply) -> ReplicaReply:
     return replace(reply, scores=[reply.scores[0][:-1], *reply.scores[1:]])
 
 
-def one_too_many(reply: Reply) -> Reply:
+def one_too_many(reply: ReplicaReply) -> ReplicaReply:
     return replace(reply, scores=[(*reply.scores[0], reply.scores[0][0]), *reply.scores[1:]])
 
 
-def of_another_model(reply: Reply) -> Reply:
+def of_another_model(reply: ReplicaReply) -> ReplicaReply:
     changed = [tuple(replace(s, value=(s.value or 0) - 7) for s in g) for g in reply.scores]
-    return Reply(scores=changed, version="another")
+    return ReplicaReply(scores=changed, version="another")

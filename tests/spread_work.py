@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.policy import PolicyConfig
-from laurel.data.forest import plant
+from laurel.data.forest import to_forest
 from laurel.errors import LaurelError
 from laurel.models.checkpoint.export import save_policy, save_reward_model, write_model
 from laurel.models.checkpoint.state import load_training_state, save_training_state
@@ -92,7 +92,7 @@ def outputs_of(model: Decoder) -> torch.Tensor:
     """What a model says of a batch, without gradients."""
     model.eval()
     with torch.no_grad():
-        found = model(plant(BATCH))
+        found = model(to_forest(BATCH))
     return getattr(found, "logprobs_M", found).clone()
 
 
@@ -232,10 +232,10 @@ def step(
     """One optimizer step over the places of a mesh; the loss of all of them."""
     ranks = AcrossRanks(mesh) if mesh else None
     groups = tiny.random_groups(10 + number, SHAPES)
-    mine = groups[ranks.place :: ranks.num_places] if ranks else groups
+    mine = groups[ranks.place :: ranks.dp_size] if ranks else groups
     denominator = sum(weight_of(group, kind) for group in groups)
     model.train()
-    loss = loss_of(model(plant(mine)), denominator)
+    loss = loss_of(model(to_forest(mine)), denominator)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -15,10 +15,10 @@ import pytest
 
 from laurel.config import nemo_rl
 from laurel.config.importing.engine import default_at, import_said
-from laurel.config.importing.rules import Rule, Table, Work, shown
+from laurel.config.importing.rules import KeyRule, MappingTable, Work, shown
 from laurel.config.importing.sources import TABLES, TITLES, System
+from laurel.config.schema_info import step_into
 from laurel.config.schemas import SCHEMAS, Kind
-from laurel.config.shape import step_into
 
 DOCS = Path(__file__).parents[1] / "docs"
 HEADINGS = {"rm": "Reward models", "grpo": "GRPO", "sft": "Fine-tuning"}
@@ -256,7 +256,7 @@ def tables(system: System) -> str:
     )
 
 
-def _of_run(system: System, run: Kind, table: Table) -> str:
+def _of_run(system: System, run: Kind, table: MappingTable) -> str:
     title = TITLES[system]
     decides = reached(system, run)
     carried = [rule for rule in table.rules if rule.fate == "carried"]
@@ -300,7 +300,7 @@ def reached(system: System, run: Kind) -> dict[str, list[str]]:
     return found
 
 
-def _rows(rule: Rule, run: Kind, decides: dict[str, list[str]]) -> Iterator[str]:
+def _rows(rule: KeyRule, run: Kind, decides: dict[str, list[str]]) -> Iterator[str]:
     """A row for each key; the conversion stands beside the first of those read together."""
     for at, key in enumerate(rule.keys):
         only = rule.to if len(rule.keys) == 1 else ()
@@ -308,7 +308,7 @@ def _rows(rule: Rule, run: Kind, decides: dict[str, list[str]]) -> Iterator[str]
         yield f"| `{key}` | {to} | {_cell(rule.how) if at == 0 else ''} |\n"
 
 
-def _reason(rule: Rule) -> str:
+def _reason(rule: KeyRule) -> str:
     return f"| {_listed(rule.keys)} | {_cell(rule.how)} |\n"
 
 
@@ -320,7 +320,7 @@ def _cell(text: str) -> str:
     return text.replace("|", r"\|").replace("\n", " ")
 
 
-def _defaults(system: System, run: Kind, table: Table) -> Iterator[str]:
+def _defaults(system: System, run: Kind, table: MappingTable) -> Iterator[str]:
     said = NEEDED.get((system, run), {})
     work = Work(system=TITLES[system], run=run, said=said, defaults=table.defaults)
     found = import_said(table, work, run)

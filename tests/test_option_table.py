@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from laurel.config.grpo import GenerationConfig, GRPOConfig, GRPORun, PolicyLossConfig
-from laurel.config.shape import choices_of, item_kinds, kinds_of, sections_of
-from laurel.config.tree import Section
+from laurel.config.schema_info import choices_of, item_kinds, kinds_of, sections_of
+from laurel.config.yaml_tree import Section
 
 PAGE = Path(__file__).parents[1] / "docs" / "grpo.md"
 START = "<!-- options: written by `python tests/test_option_table.py` from the schema -->\n"

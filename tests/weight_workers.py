@@ -15,11 +15,11 @@ from torch import Tensor
 
 from laurel.errors import EngineError
 from laurel.generation.engine_worker import EngineWorker
-from laurel.generation.weights.broadcast import Meeting, WeightLink, received, send
+from laurel.generation.weights.broadcast import Meeting, WeightLink, broadcast_tensors, received
 from laurel.generation.weights.buckets import unpack
-from laurel.training.learner_group import WeightGiver
+from laurel.training.learner_group import WeightExporter
 from laurel.types import Generated, GenerationRequest, Weights
-from laurel.workers.rendezvous import LOOPBACK, Place, store_of
+from laurel.workers.rendezvous import LOOPBACK, RankPlace, store_of
 
 
 def every_kind(seed: int) -> dict[str, Tensor]:
@@ -41,10 +41,12 @@ def every_kind(seed: int) -> dict[str, Tensor]:
     }
 
 
-class Giving(WeightGiver):
+class Giving(WeightExporter):
     """What of a `LearnerWorker` gives weights away; its tensors are those of `every_kind`."""
 
-    def __init__(self, place: Place, *, host: str | None = None, takes_port: bool = False) -> None:
+    def __init__(
+        self, place: RankPlace, *, host: str | None = None, takes_port: bool = False
+    ) -> None:
         super().__init__(place)
         self._host = host
         self._other = socket.socket() if takes_port else None
@@ -65,7 +67,7 @@ class Giving(WeightGiver):
         self._other.bind((address, 0))  # somebody else got it first
         self._other.listen()
         port = int(self._other.getsockname()[1])
-        place = Place(role="policy", world_size=size, master_port=port)
+        place = RankPlace(role="policy", world_size=size, master_port=port)
         store_of(place, timeout=timedelta(seconds=patience))
         return port
 
@@ -121,7 +123,7 @@ class Keeping:
 class KeepingWorker(EngineWorker):
     """Tells what its engine keeps, and lets a test decide what becomes of it."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankPlace) -> None:
         super().__init__(place, Keeping)
 
     def pid(self) -> int:
@@ -141,7 +143,7 @@ def told(device: str) -> list[tuple[str, Tensor]]:
     rank = dist.get_rank()
     if device == "cuda":
         torch.cuda.set_device(rank)
-    link = WeightLink(Place(role="weights"))
+    link = WeightLink(RankPlace(role="weights"))
     ports = [link.invite(LOOPBACK, 2, 60.0) if rank == 0 else 0]
     dist.broadcast_object_list(ports)
     meeting = Meeting(
@@ -150,7 +152,7 @@ def told(device: str) -> list[tuple[str, Tensor]]:
     group = link.group(meeting)
     assert link.group(meeting) is group
     if rank == 0:
-        send(group, of(1), max_bytes=1024)
+        broadcast_tensors(group, of(1), max_bytes=1024)
         return []
     parts = [part for bucket in received(group) for part in bucket]
     assert all(unpack(part).device.type == device for part in parts)

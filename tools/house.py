@@ -282,7 +282,7 @@ def bars(*, traced: bool = True) -> list[Bar]:
         Bar("# fmt: skip", len(skips), 10, held=True, where=tuple(skips)),
         Bar("files a run's configuration visits", len(visited), 15, True, tuple(visited)),
         Bar("of these outside of the rooms of runs", len(strangers), 0, True, tuple(strangers)),
-        Bar("public names defined more than once", len(twice), 10, False, tuple(twice)),
+        Bar("public names defined more than once", len(twice), 10, True, tuple(twice)),
     ]
     if traced:
         for which, in_step, before in (("grpo", 38, 75), ("rm", 14, 50)):

@@ -22,9 +22,9 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import SCHEMAS, Kind, Run
-from laurel.config.tree import MISSING, find, plain, read_file
+from laurel.config.yaml_tree import MISSING, find_node, plain_values, read_file
 from laurel.errors import ConfigError
-from laurel.run.places import plan_places
+from laurel.run.allocation import plan_allocation
 from laurel.training.selection import select_by, select_demonstrations_by, select_policy_by
 
 KINDS: tuple[Kind, ...] = ("rm", "grpo", "sft")
@@ -57,7 +57,7 @@ def outcomes(checkout: Path) -> Iterator[Outcome]:
         kind = next((k for k in (*OTHERS, *KINDS) if k in tree.value), None)
         if kind is None or "policy" not in tree.value:
             continue
-        switch = find(tree, ("policy", "megatron_cfg", "enabled"))
+        switch = find_node(tree, ("policy", "megatron_cfg", "enabled"))
         is_megatron = switch is not None and switch.value is True
         problems = tuple(_problems(path, cast(Kind, kind if kind in KINDS else "rm")))
         features = [_FEATURE.search(problem) for problem in problems]
@@ -76,7 +76,7 @@ _FEATURE = re.compile(r"Laurel has no ([^:;.,]+)")
 def _problems(path: Path, kind: Kind) -> list[str]:
     try:
         config = cast(Run, load_config(SCHEMAS[kind], path).config)
-        plan_places(config)
+        plan_allocation(config)
         _check_metric(config)
     except ConfigError as error:
         _, several, rest = str(error).partition(" problems in the configuration:\n")
@@ -161,7 +161,7 @@ def facts_of(checkout: Path, found: Sequence[Outcome]) -> dict[str, dict[str, An
             asked = [_FEATURE_ASKED.search(problem) for problem in one.problems]
             fact["refused"] |= {match[1]: match[2] for match in asked if match}
             continue
-        for key, value in _leaves(plain(read_file(one.path)), ()):
+        for key, value in _leaves(plain_values(read_file(one.path)), ()):
             values = fact["values"].setdefault(key, Counter())
             values[json.dumps(value, sort_keys=True)] += 1
     for fact in facts.values():

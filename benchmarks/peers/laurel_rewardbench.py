@@ -31,14 +31,14 @@ from laurel.observe.console import make_console  # noqa: E402
 from laurel.rewards.open import ScorerSpec  # noqa: E402
 from laurel.run.evaluation.run import (  # noqa: E402
     EvalScorer,
-    Request,
-    open_scorer,
+    EvaluationRequest,
+    open_evaluation_scorer,
 )
 
 
 def main() -> None:
     form = replace(FORMATS["reward-bench"], max_length=SETTINGS["max_length"])
-    request = Request(
+    request = EvaluationRequest(
         scorer=EvalScorer(
             model=SETTINGS["model"],
             reproduces=form,
@@ -50,7 +50,7 @@ def main() -> None:
     benchmark = BENCHMARKS["reward-bench"]
     rows = benchmark.read(request)
     groups = [row.group for row in rows]
-    with open_scorer(request.scorer, make_console(stderr=True)) as scorer:
+    with open_evaluation_scorer(request.scorer, make_console(stderr=True)) as scorer:
         assert scorer.reference is not None
         tokens = scorer.reference.encode(groups)
         channel.say(

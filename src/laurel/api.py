@@ -26,26 +26,26 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from rich.console import Console
 
 from laurel.config.data import BenchmarkName
-from laurel.config.overrides import columns_of, overrides_of
+from laurel.config.overrides import column_overrides, overrides_of
 from laurel.config.schemas import SCHEMAS, Kind
-from laurel.config.tree import nearest
+from laurel.config.yaml_tree import nearest
 from laurel.data.conversations import scoring_row
 from laurel.errors import ConfigError, Terms, speaking
 from laurel.export.export import run_export
 from laurel.export.options import ExportOptions
 from laurel.observe.console import make_console, silent_console
 from laurel.observe.run_record import RunRecord, Series
-from laurel.observe.run_record import read_run as _read_run
+from laurel.observe.run_record import read_run_record as _read_run
 from laurel.rewards.open import ScorerSpec
-from laurel.rewards.open import open_scorer as _open_scorer
+from laurel.rewards.open import open_model_scorer as _open_scorer
 from laurel.run.evaluation.results import Evaluation
-from laurel.run.evaluation.run import EvalScorer, Request, evaluated, show_evaluation
+from laurel.run.evaluation.run import EvalScorer, EvaluationRequest, evaluated, show_evaluation
 from laurel.run.scorer import say_on
 from laurel.run.train import trained
 
 if TYPE_CHECKING:
     from laurel.rewards.scorer import LocalScorer
-    from laurel.training.loop import Outcome
+    from laurel.training.loop import RunOutcome
     from laurel.types import Score
 
 __all__ = [
@@ -77,7 +77,7 @@ def train(
     *,
     config: str | Path | None = None,
     quiet: bool = False,
-) -> Outcome:
+) -> RunOutcome:
     """What `laurel rm`, `laurel sft` or `laurel grpo` does.
 
     Example::
@@ -152,7 +152,7 @@ def score(
     Raises:
         UserError: A model or a row that cannot be used.
     """
-    columns = columns_of(overrides_of(settings or {}))
+    columns = column_overrides(overrides_of(settings or {}))
     groups = [
         scoring_row(
             dict(row), source=f"rows[{index}]", where=f"rows[{index}]", columns=columns
@@ -205,7 +205,7 @@ def evaluate(
     scorer = EvalScorer(
         model=str(model), options=scorer_options or ScorerSpec(), cpu_threads=cpu_threads
     )
-    request = Request(
+    request = EvaluationRequest(
         scorer=scorer,
         data=tuple(map(str, data)),
         dataset=dataset,
@@ -214,7 +214,7 @@ def evaluate(
         sensitivity=sensitivity,
         max_samples=max_samples,
         output=None if output is None else Path(output),
-        column_keys=columns_of(overrides_of(settings or {})),
+        column_keys=column_overrides(overrides_of(settings or {})),
     )
     with speaking(_ARGUMENTS):
         return evaluated(benchmark, request, _console(quiet))

@@ -73,7 +73,7 @@ class UnsavedError(CheckpointError):
     def __init__(self, message: str, *, outcome: Any = None) -> None:
         super().__init__(message)
         self.outcome = outcome
-        """How it ended else: see `training.loop.Outcome`."""
+        """How it ended else: see `training.loop.RunOutcome`."""
 
 
 class MissingDependencyError(UserError, ImportError):

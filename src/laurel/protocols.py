@@ -18,7 +18,7 @@ from laurel.types import (
     Weights,
 )
 
-Judged = Literal["completion", "part", "group", "batch"]
+JudgingUnit = Literal["completion", "part", "group", "batch"]
 """What an environment judges in one call; it comes as soon as its last completion has ended.
 
 - `completion`: each by itself.
@@ -87,8 +87,8 @@ class Scorer(Protocol):
 class Environment(Protocol):
     """Judges what the policy says, and answers it where the conversation goes on.
 
-    Optional attributes: `judges` ("group"): what comes in one call, see `Judged`; `stop_strings`
-    (none): where the policy's first turn ends.
+    Optional attributes: `judges` ("group"): what comes in one call, see `JudgingUnit`;
+    `stop_strings` (none): where the policy's first turn ends.
     `noise_floor` (0): standard deviation of the reward's own noise. And, together, `state_dict()`
     and `load_state_dict(state)`: what rewards depend on besides the conversation. Checkpoints hold
     it; validations, and rollouts that are given up, leave nothing in it. And, together,

@@ -454,11 +454,11 @@ def test_a_reward_model_in_ranks_beside_its_actor(tmp_path, small_cluster, end):
         expected = here.step(logs).rewards.tolist()
     parallel = {**settings, "dtensor_cfg": {"tensor_parallel_size": 2}}
     # Those of earlier tests may take a moment to end.
-    others = {*processes("ray::Seat"), *processes("ray::RewardModelEnvironment")}
+    others = {*processes("ray::WorkerActor"), *processes("ray::RewardModelEnvironment")}
     handle = RewardModelEnvironment.remote(parallel, device="cpu")
     environment = Remote(handle)
     assert environment.step(logs, [None] * 2).rewards.tolist() == pytest.approx(expected, abs=1e-5)
-    ranks = [rank for rank in processes("ray::Seat") if rank not in others]
+    ranks = [rank for rank in processes("ray::WorkerActor") if rank not in others]
     assert len(ranks) == 2
     if end == "shutdown":
         environment.shutdown()

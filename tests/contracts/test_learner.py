@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import learner_work as work
-from laurel.data.forest import pad, plant
+from laurel.data.forest import to_forest, to_padded
 from laurel.models.scoring import FILE_NAME
 from laurel.training.learner import NOTHING_TO_LEARN
 from laurel.workers.calls import LocalGroup
@@ -115,14 +115,14 @@ def test_what_teaches_nothing_moves_nothing(makers):
 def test_outputs_come_in_order_and_one_by_one(learner, kind):
     groups = [work.GROUPS[i] for i in (4, 0, 3)]
     sizes = [11, 8, 8] if kind == "policy" else [2, 2, 2]
-    outputs = learner.outputs([plant([group]) for group in groups])
+    outputs = learner.outputs([to_forest([group]) for group in groups])
     first = next(outputs)
     assert torch.is_grad_enabled()
     found = [work.numbers(one) for one in (first, *outputs)]
     assert [len(one) for one in found] == sizes
     assert not any(one.requires_grad for one in found)
     for group, one in zip(groups, found, strict=True):
-        (alone,) = learner.outputs([plant([group])])
+        (alone,) = learner.outputs([to_forest([group])])
         torch.testing.assert_close(work.numbers(alone), one, rtol=0, atol=0)
     if kind == "policy":
         assert first.entropy_M is None
@@ -131,7 +131,7 @@ def test_outputs_come_in_order_and_one_by_one(learner, kind):
 
 
 def test_nobody_has_to_wait_for_the_last_output(learner):
-    outputs = learner.outputs([plant([group]) for group in work.GROUPS * 5])
+    outputs = learner.outputs([to_forest([group]) for group in work.GROUPS * 5])
     next(outputs)
     outputs.close()
     assert len(work.asked(learner, 1)) == 1
@@ -177,8 +177,8 @@ def test_a_generator_is_told_that_training_can_change_all_weights(learner):
 
 def assert_same_answers(network, learner, kind):
     """A model of Hugging Face's says what the learner says."""
-    rows = pad([work.GROUPS[1]], pad_id=network.config.pad_token_id)
-    (found,) = [work.numbers(one) for one in learner.outputs([plant([work.GROUPS[1]])])]
+    rows = to_padded([work.GROUPS[1]], pad_id=network.config.pad_token_id)
+    (found,) = [work.numbers(one) for one in learner.outputs([to_forest([work.GROUPS[1]])])]
     mask = torch.arange(rows.ids_NL.shape[1])[None] < rows.lengths_N[:, None]
     with torch.no_grad():
         logits = network(input_ids=rows.ids_NL, attention_mask=mask.long()).logits

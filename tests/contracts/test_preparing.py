@@ -13,7 +13,7 @@ import pytest
 
 import scoring_groups
 from laurel.rewards.preparing import WORKER, Prepared, Preparers, prepared_by
-from laurel.run.places import BESIDE_CPUS
+from laurel.run.allocation import BESIDE_CPUS
 from laurel.types import Message, group_of
 from laurel.workers.spawned import SpawnedGroup
 

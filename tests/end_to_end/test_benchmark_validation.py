@@ -13,7 +13,7 @@ import pytest
 import runs
 from laurel.errors import ConfigError, DataError
 from laurel.rewards.open import ScorerSpec
-from laurel.run.evaluation.run import EvalScorer, Request, run_benchmark
+from laurel.run.evaluation.run import EvalScorer, EvaluationRequest, run_benchmark
 from policy_runs import grpo, grpo_settings, metrics_of
 from runs import BAD, GOOD, series, write_rows
 
@@ -78,7 +78,9 @@ def settings(directory: Path, *changes: str, sets: dict[str, str] | None = None)
 def evaluated(model: Path, name: Any, data: Path, output: Path) -> dict[str, Any]:
     """What `laurel eval` finds of a model."""
     scorer = EvalScorer(model=str(model), options=ScorerSpec(device="cpu"), cpu_threads=1)
-    run_benchmark(name, Request(scorer=scorer, data=(str(data),), output=output, as_json=True))
+    run_benchmark(
+        name, EvaluationRequest(scorer=scorer, data=(str(data),), output=output, as_json=True)
+    )
     found: dict[str, Any] = json.loads((output / f"{name}-report.json").read_text())
     return found
 

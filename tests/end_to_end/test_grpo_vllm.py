@@ -119,7 +119,7 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
     assert run.outcome.ended == "finished"
     assert "generation: node 0, slots 0-1, in turns with policy" in run.text
     assert "is back and has the weights of step 0" in caplog.text
-    assert "Seat" in names[0]
+    assert "WorkerActor" in names[0]
     assert len([name for name in names if "Worker_TP" in name]) == 2, "one for each slot"
     _, alive = psutil.wait_procs(killed, timeout=30)
     assert not alive, "nothing of a replica outlives its first process"

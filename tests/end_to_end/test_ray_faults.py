@@ -37,7 +37,7 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         try:
-            if "ray::Seat" in " ".join(child.cmdline()):
+            if "ray::WorkerActor" in " ".join(child.cmdline()):
                 found.append(child)
         except psutil.Error:
             continue
@@ -64,7 +64,7 @@ def test_a_killed_rank_ends_the_run_and_it_goes_on(tmp_path: Path) -> None:
     assert text.count("error:") == 1
     assert "Traceback" not in text
     _, alive = psutil.wait_procs(children, timeout=20)
-    assert [p for p in alive if "ray::Seat" in " ".join(p.cmdline())] == []
+    assert [p for p in alive if "ray::WorkerActor" in " ".join(p.cmdline())] == []
 
     resumed = run(long_settings(tmp_path, *SPREAD, "rm.max_num_steps=30"))
     assert resumed.returncode == 0, resumed.stderr

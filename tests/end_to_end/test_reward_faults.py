@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from laurel.rewards.remote.http import HttpScorer
-from laurel.rewards.remote.replica import reason_of
-from laurel.rewards.remote.router import Canary, RouterOptions
+from laurel.rewards.remote.replica import failure_reason
+from laurel.rewards.remote.router import CanaryGroup, RouterOptions
 from reward_servers import RewardServerProcess
 from reward_streams import GROUPS, RIGHT, SECONDS, Streamed
 from scripted_replicas import question, right_scores
@@ -93,7 +93,7 @@ def test_all_stay_down_until_the_deadline(servers):  # [15]
         server.kill()
     verdicts = Streamed(both, timeout=1.5).run(GROUPS[:20])
     assert [len(row) for row in verdicts] == [4] * 20
-    assert {(s.value, reason_of(s.failure)) for row in verdicts for s in row} == {
+    assert {(s.value, failure_reason(s.failure)) for row in verdicts for s in row} == {
         (None, "connection")
     }
 
@@ -253,8 +253,8 @@ def test_a_server_is_restarted_with_another_model(servers):  # [11]
 @pytest.mark.slow
 def test_a_server_is_restarted_with_another_model_under_the_same_version(servers):  # [12]
     one, other = servers({}, {})
-    known = tuple(score.value for score in right_scores([Canary().group])[0])
-    streamed = Streamed([one, other], canary=Canary(values_G=known))
+    known = tuple(score.value for score in right_scores([CanaryGroup().group])[0])
+    streamed = Streamed([one, other], canary=CanaryGroup(values_G=known))
 
     def become_another():
         one.kill()
@@ -268,8 +268,8 @@ def test_a_server_is_restarted_with_another_model_under_the_same_version(servers
 @pytest.mark.slow
 def test_constant_scores_do_not_pass_the_canary(servers):  # [12]
     constant, right = servers({"weight": 0.0}, {})
-    known = tuple(score.value for score in right_scores([Canary().group])[0])
-    streamed = Streamed([constant, right], canary=Canary(values_G=known))
+    known = tuple(score.value for score in right_scores([CanaryGroup().group])[0])
+    streamed = Streamed([constant, right], canary=CanaryGroup(values_G=known))
     assert streamed.run() == RIGHT
     assert streamed.counts["fault_canary"] > 0
 
@@ -291,11 +291,11 @@ def test_a_rolling_restart(servers):  # [21, 22]
         is_over = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(stream(scorer, is_over))
-            for name, server in zip(list(scorer.standings), three, strict=True):
+            for name, server in zip(list(scorer.replica_health), three, strict=True):
                 await asyncio.to_thread(server.kill)
                 assert await scorer.score(GROUPS) == RIGHT
                 await asyncio.to_thread(server.start)
-                while not scorer.standings[name].is_usable:
+                while not scorer.replica_health[name].is_usable:
                     assert await scorer.score(GROUPS) == RIGHT
             is_over.set()
         await scorer.aclose()
@@ -312,7 +312,7 @@ def test_poison_takes_down_every_replica_it_meets(servers):  # [16]
     right = right_scores(poisoned)
     assert scores[1:] == right[1:]
     assert (scores[0][0], scores[0][2]) == (right[0][0], right[0][2])
-    assert reason_of(scores[0][1].failure) == "poison"
+    assert failure_reason(scores[0][1].failure) == "poison"
     # Two of all of them, two of the half that holds it, and three of it alone.
     assert 3 <= len(deaths) <= 9
 

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from laurel.rewards.server.openapi import describe
+from laurel.rewards.server.openapi import openapi_document
 from served_scores import KEY, Running
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -30,7 +30,7 @@ def running():
         yield server
 
 
-DESCRIPTION = describe(needs_key=True)
+DESCRIPTION = openapi_document(needs_key=True)
 OPERATIONS = [
     (path, method, mode)
     for path, found in DESCRIPTION["paths"].items()

@@ -18,8 +18,8 @@ from laurel.generation.vllm.settings import EAGER_ENVIRONMENT, ENVIRONMENT
 from laurel.rewards.remote import foreign
 from laurel.rewards.remote.foreign import dialect_of
 from laurel.rewards.remote.http import HttpReplica, HttpScorer
-from laurel.rewards.remote.replica import ScorerReplica, reason_of
-from laurel.rewards.remote.router import Canary, Router, RouterOptions
+from laurel.rewards.remote.replica import ScorerReplica, failure_reason
+from laurel.rewards.remote.router import CanaryGroup, Router, RouterOptions
 from laurel.types import Message, group_of
 from vllm_engines import require_vllm
 from vllm_reward_models import local, saved
@@ -182,11 +182,11 @@ def test_a_server_that_squashes_is_found(server, model, monkeypatch):
     assert squashed == pytest.approx(1 / (1 + np.exp(-raw)), abs=EXACT)
     golden = tuple(values(here.score_now([GROUPS[1]])))
     options = RouterOptions(
-        canary=Canary(group=GROUPS[1], values_G=golden, tolerance=1e-3), timeout=5
+        canary=CanaryGroup(group=GROUPS[1], values_G=golden, tolerance=1e-3), timeout=5
     )
     (found,) = score(HttpScorer([url], **squashing, options=options), GROUPS[:1])
     assert [one.value for one in found] == [None] * 8
-    assert {reason_of(one.failure) for one in found} == {"canary"}
+    assert {failure_reason(one.failure) for one in found} == {"canary"}
     monkeypatch.undo()
     sound = HttpScorer([url], **squashing, options=options)
     assert values(score(sound, GROUPS[:1])) == near(here.score_now(GROUPS[:1]))

@@ -33,8 +33,8 @@ from laurel.training.losses import (
     bradley_terry,
     centering,
     davidson,
-    pairs_of,
     plackett_luce,
+    ranked_pairs,
     rao_kupper,
     regression,
 )
@@ -201,7 +201,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "centering": centering,
     "plackett_luce": lambda better, worse: plackett_luce(
-        better - worse / 2, pairs_of(RANKS, with_ties=False).to(better)
+        better - worse / 2, ranked_pairs(RANKS, with_ties=False).to(better)
     ),
     "regression": lambda better, worse: regression(
         torch.stack([better, worse], dim=1), torch.tensor(RATINGS, dtype=torch.float32)

@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny  # noqa: E402
-from laurel.data.forest import plant  # noqa: E402
+from laurel.data.forest import to_forest  # noqa: E402
 from laurel.models.forest.reward_model import RewardModel  # noqa: E402
 from laurel.types import TokenGroup  # noqa: E402
 
@@ -87,7 +87,7 @@ def test_scores_are_what_they_were(name: str, golden: dict[str, Any]) -> None:
     expected = golden["scores"][name]
     with torch.inference_mode():
         for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 5e-6)):
-            scores_NK = fixed_model(name, dtype)(plant(fixed_groups()))
+            scores_NK = fixed_model(name, dtype)(to_forest(fixed_groups()))
             assert scores_NK[:, 0].tolist() == pytest.approx(expected, abs=tolerance)
 
 

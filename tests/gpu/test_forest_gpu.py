@@ -5,7 +5,7 @@ import torch
 
 import tiny
 import tiny_tokenizers as made
-from laurel.data.forest import pad, plant
+from laurel.data.forest import to_forest, to_padded
 from laurel.models.loading.pretrained import recompute_activations
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.scorer import LocalScorer, check_paths
@@ -38,7 +38,7 @@ def relative_difference(found, expected):
 def test_scores_and_gradients_are_those_of_one_by_one(name):
     model = tiny.tiny_reward_model(name, dtype=torch.float64).to(DEVICE)
     groups = tiny.random_groups(1, SHAPES)
-    scores_NK = model(plant(groups))
+    scores_NK = model(to_forest(groups))
     expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
     assert scores_NK.device.type == DEVICE.type
     tolerance = 1e-6 if name == "gemma2" else 1e-11  # whose own softmax is float32 in any model
@@ -50,7 +50,7 @@ def test_scores_and_gradients_are_those_of_one_by_one(name):
 def test_scores_are_those_of_the_cpu(name):
     """In float32, at the size of trained weights; other kernels, other order of sums."""
     model = tiny.tiny_reward_model(name, std=0.05)
-    forest = plant(tiny.random_groups(2, SHAPES))
+    forest = to_forest(tiny.random_groups(2, SHAPES))
     with torch.inference_mode():
         expected_NK = model(forest)
         scores_NK = model.to(DEVICE)(forest).cpu()
@@ -59,7 +59,7 @@ def test_scores_are_those_of_the_cpu(name):
 
 @pytest.mark.parametrize("name", ["qwen3-sliding", "gemma2", "phi"])
 def test_activation_checkpointing_changes_no_gradient(name):
-    forest = plant(tiny.random_groups(3, SHAPES))
+    forest = to_forest(tiny.random_groups(3, SHAPES))
     results = []
     for is_on in (False, True):
         model = tiny.tiny_reward_model(name).to(DEVICE).train()
@@ -77,10 +77,10 @@ def test_in_bfloat16_the_noise_is_that_of_a_padded_batch(name, weights):
     exact = tiny.tiny_reward_model(name, dtype=torch.float64).to(DEVICE)
     model = tiny.tiny_reward_model(name, precision=torch.bfloat16, dtype=weights).to(DEVICE)
     with torch.inference_mode():
-        truth_NK = exact(plant(groups))
-        forest_NK = model(plant(groups))
+        truth_NK = exact(to_forest(groups))
+        forest_NK = model(to_forest(groups))
         model.classifier.set_attn_implementation(tiny.own_attention(model.classifier))
-        padded_NK = model(pad(groups, pad_id=0))
+        padded_NK = model(to_padded(groups, pad_id=0))
     size, noise, own_noise = (
         float(t.double().square().mean().sqrt())
         for t in (truth_NK, forest_NK - truth_NK, padded_NK - truth_NK)
@@ -96,7 +96,7 @@ def test_the_self_check_passes(name):
 
 
 def test_a_scorer_gives_the_scores_of_the_cpu():
-    contract = ScoringContract.draw_up(
+    contract = ScoringContract.create(
         made.chatml(), max_length=256, truncation_side="left", append_eos=True
     )
     model = tiny.tiny_reward_model("qwen3", std=0.05)

@@ -7,7 +7,7 @@ import learner_work as work
 from laurel.config.policy import ClusterConfig, NamedCall
 from laurel.models.parallel.mesh import AcrossRanks, ParallelShape
 from laurel.training.learner_group import LearnerWorker
-from laurel.workers.rendezvous import Place, join, leave
+from laurel.workers.rendezvous import RankPlace, join, leave
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,15 +31,15 @@ def learner(request, tmp_path):
         "shape": ParallelShape(),
     }
     if request.param == "alone":
-        yield LearnerWorker(Place(role="policy"), load, **settings).learner
+        yield LearnerWorker(RankPlace(role="policy"), load, **settings).learner
         return
-    join(Place(role="policy"), "cuda")
+    join(RankPlace(role="policy"), "cuda")
     mesh = ParallelShape().mesh("cuda")
 
     def spread(*, device, mesh=None, over=mesh):
         return load(device=device, mesh=over)
 
-    learner = LearnerWorker(Place(role="policy"), spread, **settings).learner
+    learner = LearnerWorker(RankPlace(role="policy"), spread, **settings).learner
     learner.ranks = AcrossRanks(mesh)
     yield learner
     leave()

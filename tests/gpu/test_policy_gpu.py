@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from laurel.data.forest import plant
+from laurel.data.forest import to_forest
 from laurel.models.forest.outputs import all_logits, token_logprobs
 from laurel.models.loading.policy import check_policy_paths
 
@@ -19,7 +19,7 @@ SHAPES = [(40, [5, 1, 30]), (1, [7]), (3, [2, 2])]
 @pytest.mark.parametrize("name", sorted(tiny.LANGUAGE_MODELS))
 def test_the_self_check_passes_and_the_cpu_says_the_same(name):
     model = tiny.tiny_policy(name, std=0.05)
-    forest = plant(tiny.random_groups(0, SHAPES))
+    forest = to_forest(tiny.random_groups(0, SHAPES))
     expected_M = model.logprobs(forest)
     model.to(DEVICE)
     assert check_policy_paths(model) < 1e-4
@@ -52,7 +52,7 @@ def test_products_of_bfloat16_are_exact_and_summed_in_float32(softcap):
 
 def test_the_head_multiplies_in_the_precision_of_the_decoder():
     model = tiny.tiny_policy("qwen3", std=0.05, precision=torch.bfloat16).to(DEVICE)
-    forest = plant(tiny.random_groups(0, SHAPES))
+    forest = to_forest(tiny.random_groups(0, SHAPES))
     low_M = model(forest).logprobs_M
     assert low_M.dtype == torch.float32
     low_M.sum().backward()

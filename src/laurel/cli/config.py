@@ -103,9 +103,9 @@ def import_config(
     Example: laurel config import grpo.yaml --from trl --devices 8 -o grpo_laurel.yaml
     """
     from laurel.cli.import_config import run_import
-    from laurel.config.importing.sources import Request
+    from laurel.config.importing.sources import ImportRequest
 
-    request = Request(
+    request = ImportRequest(
         path=Path(file), system=system, run=kind, devices=devices, total_steps=total_steps
     )
     run_import(request, output=output, as_json=as_json)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laurel.config.load import load_config
-from laurel.config.overrides import COLUMN_KEYS, columns_of
+from laurel.config.overrides import COLUMN_KEYS, column_overrides
 from laurel.config.schemas import SCHEMAS
 from laurel.data.benchmarks import BEST_OF_N, ON_HUB, read_benchmark
 from laurel.data.conversations import Dialogue, load_demonstration_data, read_scoring_rows
@@ -139,7 +139,7 @@ class Findings:
         return next((one for one in self.readings if one.report is not None), None)
 
 
-def examine(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -> Findings:
+def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -> Findings:
     """What a file is and who can use it; it is read from end to end.
 
     Raises:
@@ -285,7 +285,7 @@ def _other_uses(
     elif benchmark is not None and benchmark != "pairs":
         form = {**ON_HUB, "best-of-n": BEST_OF_N}[benchmark]
         uses.append(counting(f"eval {benchmark}", lambda: len(read_benchmark(form, [path]))))
-    columns = columns_of(column_keys)
+    columns = column_overrides(column_keys)
     rows = lambda: sum(1 for _ in read_scoring_rows(path, columns=columns))  # noqa: E731
     return [*uses, counting("score", rows)]
 
@@ -344,7 +344,7 @@ def run_data_check(
         if not Path(model).is_dir():
             check_fetchable(model, key="--model")
     with message_console().status(f"reading {path}"):
-        findings = examine(path, trainer, overrides)
+        findings = examine_data(path, trainer, overrides)
         row = problem = None
         if findings.shown is not None:
             row = plain_row(findings.shown)
@@ -717,7 +717,7 @@ def _searched(text: str, conversation: Conversation) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RowPart:
     """A stretch of the row: what all answers share, one of them, a whole conversation."""
 
     title: str
@@ -734,7 +734,7 @@ class FirstRow:
     """The first row that a command would use."""
 
     source: str
-    parts: Sequence[Part]
+    parts: Sequence[RowPart]
     notes: Sequence[str] = ()
     """What should be known of its tokens."""
 
@@ -743,14 +743,14 @@ def plain_row(reading: Reading) -> FirstRow:
     """The row without tokens."""
     row = reading.rows[0]
     if isinstance(row, Preference):
-        parts = [Part(title="prompt", messages=row.group.prompt)]
+        parts = [RowPart(title="prompt", messages=row.group.prompt)]
         for index, completion in enumerate(row.group.completions_G):
-            parts.append(Part(title=_answer_title(row, index), messages=completion.messages))
+            parts.append(RowPart(title=_answer_title(row, index), messages=completion.messages))
         return FirstRow(source=row.source, parts=parts)
     if isinstance(row, Dialogue):
-        part = Part(title="conversation", messages=row.messages)
+        part = RowPart(title="conversation", messages=row.messages)
         return FirstRow(source=row.source, parts=[part])
-    part = Part(title="prompt", messages=row.prompt)
+    part = RowPart(title="prompt", messages=row.prompt)
     return FirstRow(source=row.source, parts=[part], notes=_about_task(row))
 
 
@@ -795,7 +795,7 @@ def _scored(row: Preference, run: Any, model: str) -> FirstRow:
     (tokens,) = contract.encode([row.group], sources=[row.source])
     pools_last = contract.rules.pooled == "last"
     num_shared = len(tokens.trunk_ids)
-    parts: list[Part] = []
+    parts: list[RowPart] = []
     for index, branch in enumerate(tokens.branches_ids_G):
         ids_L = np.concatenate((tokens.trunk_ids, branch))
         pieces = pieces_of(
@@ -810,9 +810,9 @@ def _scored(row: Preference, run: Any, model: str) -> FirstRow:
         shared, own = pieces[:num_first], pieces[num_first:]
         if index == 0 and shared:
             title = "prompt, computed once for all answers"
-            parts.append(Part(title=title, messages=row.group.prompt, tokens=shared))
+            parts.append(RowPart(title=title, messages=row.group.prompt, tokens=shared))
         parts.append(
-            Part(
+            RowPart(
                 title=_answer_title(row, index),
                 messages=row.group.completions_G[index].messages,
                 tokens=own,
@@ -847,7 +847,7 @@ def _imitated(row: Dialogue, config: Any, model: str) -> FirstRow:
         chat.render,
         learned_L=np.concatenate((np.zeros(len(trunk), dtype=bool), learned.mask_L)),
     )
-    part = Part(
+    part = RowPart(
         title="conversation", messages=row.messages, tokens=pieces, was_cut=learned.truncated
     )
     return FirstRow(source=row.source, parts=[part])
@@ -859,7 +859,7 @@ def _asked(row: Task, config: Any, model: str) -> FirstRow:
     pieces = pieces_of(
         chat.tokenizer, ids_L, row.prompt, lambda said: chat.render(said, prompt=True)
     )
-    part = Part(title="prompt", messages=row.prompt, tokens=pieces)
+    part = RowPart(title="prompt", messages=row.prompt, tokens=pieces)
     room = config.policy.max_total_sequence_length - len(ids_L)
     notes = (
         f"what the policy writes next counts in the loss: up to {max(room, 0):,} tokens of "
@@ -944,7 +944,7 @@ def style_of(role: str) -> str:
 # ------------------------------------------------------------------------------------------- lines
 
 
-def _title(part: Part) -> str:
+def _title(part: RowPart) -> str:
     if not part.tokens:
         return part.title
     num_tokens = _count(part.tokens)
@@ -956,13 +956,13 @@ def _count(pieces: Iterable[Piece]) -> int:
     return sum(len(piece.ids) for piece in pieces)
 
 
-def _message_lines(part: Part) -> Iterator[tuple[Text, ...]]:
+def _message_lines(part: RowPart) -> Iterator[tuple[Text, ...]]:
     for message in part.messages:
         role = Text(f" {visible(message.role)} ", style=style_of(message.role))
         yield role, Text(shorten_middle(message.content, _TEXT_LENGTH) or "(empty)")
 
 
-def _token_lines(part: Part, separator: str) -> Iterator[tuple[Text, ...]]:
+def _token_lines(part: RowPart, separator: str) -> Iterator[tuple[Text, ...]]:
     def kind(piece: Piece) -> tuple[str, bool, bool]:
         return piece.role, piece.in_loss, piece.pooled
 

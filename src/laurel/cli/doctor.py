@@ -16,7 +16,7 @@ from laurel.sandbox.detection import Detection, detect
 from laurel.sandbox.group_trial import chosen_place, group_words
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.workers import machine
-from laurel.workers.machine import Finding, Probe
+from laurel.workers.machine import Probe, ProbeFinding
 
 WORTH_IT = 1.3
 """bfloat16 costs precision; on a GPU it is advised from this many times as fast."""
@@ -26,7 +26,7 @@ _ON_CPU = (
 )
 
 PROBES: Mapping[str, Probe] = {
-    "versions": machine.versions,
+    "versions": machine.system_versions,
     "libraries": machine.libraries,
     "extras": machine.extras,
     "cpu": machine.cpu,
@@ -34,7 +34,7 @@ PROBES: Mapping[str, Probe] = {
     "gpus": machine.gpus,
     "disk": machine.disk,
     "hub": machine.hub,
-    "sandbox": machine.sandbox,
+    "sandbox": machine.sandbox_advice,
     "speed": machine.speed,
 }
 
@@ -46,7 +46,7 @@ def run_doctor(*, as_json: bool, probes: Mapping[str, Probe] = PROBES) -> None:
         as_json: Print one JSON object instead of lines.
         probes: What to find out, by name; one that fails is reported as a line.
     """
-    findings = examine(probes)
+    findings = run_probes(probes)
     if as_json:
         write_json({name: finding.facts for name, finding in findings.items()})
         return
@@ -58,9 +58,9 @@ def run_doctor(*, as_json: bool, probes: Mapping[str, Probe] = PROBES) -> None:
             console.print(Text(f"{label:{width}}  {visible(line)}"), soft_wrap=True)
 
 
-def examine(probes: Mapping[str, Probe]) -> dict[str, Finding]:
+def run_probes(probes: Mapping[str, Probe]) -> dict[str, ProbeFinding]:
     """What every probe found, and under `will_use` what follows from it."""
-    findings: dict[str, Finding] = {}
+    findings: dict[str, ProbeFinding] = {}
     for name, probe in probes.items():
         findings[name] = _run(probe)
     findings["will_use"] = _run(
@@ -69,15 +69,15 @@ def examine(probes: Mapping[str, Probe]) -> dict[str, Finding]:
     return findings
 
 
-def _run(probe: Probe) -> Finding:
+def _run(probe: Probe) -> ProbeFinding:
     try:
         return probe()
     except Exception as error:  # whatever a probe meets, the others still have something to say
         reason = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}"
-        return Finding(facts={"error": reason}, lines=(f"could not be found out ({reason})",))
+        return ProbeFinding(facts={"error": reason}, lines=(f"could not be found out ({reason})",))
 
 
-def advise(facts: Mapping[str, Mapping[str, Any]]) -> Finding:
+def advise(facts: Mapping[str, Mapping[str, Any]]) -> ProbeFinding:
     """What a run on this machine will use, from what the probes found."""
     has_gpu = bool(facts.get("gpus", {}).get("devices"))
     device = "cuda" if has_gpu else "cpu"
@@ -102,7 +102,7 @@ def advise(facts: Mapping[str, Mapping[str, Any]]) -> Finding:
         "attention: token forest on scaled_dot_product_attention, checked at every load; padded "
         "rows for models that cannot use it"
     )
-    return Finding(facts=used, lines=tuple(lines))
+    return ProbeFinding(facts=used, lines=tuple(lines))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def run_check(*, without: frozenset[str], as_json: bool) -> bool:
     group = group_words(place, reason)
     accepted = found.tier is not None and found.tier.is_at_least(Tier.NO_LANDLOCK)
     if as_json:
-        write_json(as_facts(found) | {_GROUP: group, "accepted": accepted})
+        write_json(detection_facts(found) | {_GROUP: group, "accepted": accepted})
         return accepted
     console = make_console()
     for line in lines(found, group):
@@ -140,7 +140,7 @@ def run_check(*, without: frozenset[str], as_json: bool) -> bool:
     return accepted
 
 
-def as_facts(found: Detection) -> dict[str, object]:
+def detection_facts(found: Detection) -> dict[str, object]:
     """What was found, for programs."""
     return {
         "tier": found.tier.value if found.tier else None,
@@ -181,7 +181,7 @@ sandbox_app = typer.Typer(
 
 
 @sandbox_app.callback()
-def sandbox() -> None:
+def sandbox_commands() -> None:
     """Where programs that a model wrote are run."""
 
 

@@ -27,7 +27,7 @@ from laurel.observe.json_output import JsonOption
 
 if TYPE_CHECKING:
     from laurel.config.data import BenchmarkName
-    from laurel.run.evaluation.run import Request
+    from laurel.run.evaluation.run import EvaluationRequest
 
 
 # --------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ eval_app = typer.Typer(
 
 
 @eval_app.callback()
-def evaluate() -> None:
+def eval_commands() -> None:
     """Measure how good a model is."""
 
 
@@ -360,14 +360,14 @@ def eval_pairs(
 
     Example: laurel eval pairs -m results/rm/best -d rows.jsonl data.prompt_key=question
     """
-    from laurel.config.overrides import columns_of
+    from laurel.config.overrides import column_overrides
 
     _run(
         "pairs",
         rows,
         how,
         dataset=dataset,
-        column_keys=columns_of(overrides or []),
+        column_keys=column_overrides(overrides or []),
         diagnostics=also.diagnostics,
         margin_key=also.margin_key,
         train_data=tuple(also.train_data or ()),
@@ -434,11 +434,11 @@ def _run(
 
 def _request(
     rows: RowOptions, how: ScoringOptions, *, reproduces: BenchmarkName | None = None, **said: Any
-) -> Request:
+) -> EvaluationRequest:
     """What the options say; `reproduces` is the benchmark of a program whose tokens are wanted."""
     from laurel.evaluation.rewardbench_tokens import FORMATS, MAX_LENGTH
     from laurel.rewards.open import ScorerSpec
-    from laurel.run.evaluation.run import EvalScorer, Request
+    from laurel.run.evaluation.run import EvalScorer, EvaluationRequest
 
     form = None
     if reproduces is not None:
@@ -456,7 +456,7 @@ def _request(
         api_key_env=how.api_key_env,
         reproduces=form,
     )
-    return Request(
+    return EvaluationRequest(
         scorer=scorer,
         data=tuple(rows.data or ()),
         split=rows.split,

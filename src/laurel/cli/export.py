@@ -17,7 +17,7 @@ from laurel.cli.options import (
 from laurel.observe.json_output import JsonOption
 
 
-def export(
+def export_command(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")
     ],

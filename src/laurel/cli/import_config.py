@@ -8,8 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from laurel.config.importing.rules import Entry, is_secret, shown
-from laurel.config.importing.sources import STDIN, TITLES, Request, Told, import_configuration
+from laurel.config.importing.rules import KeyOutcome, is_secret, shown
+from laurel.config.importing.sources import (
+    STDIN,
+    TITLES,
+    ImportReport,
+    ImportRequest,
+    import_configuration,
+)
 from laurel.config.importing.text import said, to_text
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import write_json
@@ -22,7 +28,7 @@ _LISTS = (
 )
 
 
-def run_import(request: Request, *, output: Path | None, as_json: bool) -> None:
+def run_import(request: ImportRequest, *, output: Path | None, as_json: bool) -> None:
     """Import, print what became of each key, and write the configuration.
 
     Without `output` the configuration is printed and the lists go to stderr.
@@ -43,7 +49,7 @@ def run_import(request: Request, *, output: Path | None, as_json: bool) -> None:
         with replace_file(output) as file:
             file.write(text)
     if as_json:
-        write_json(as_facts(told, output))
+        write_json(import_facts(told, output))
         return
     lists = "".join(f"{line}\n" for line in as_lines(told, output))
     if output is None:
@@ -53,7 +59,7 @@ def run_import(request: Request, *, output: Path | None, as_json: bool) -> None:
         sys.stdout.write(lists)
 
 
-def as_lines(told: Told, output: Path | None) -> Iterator[str]:
+def as_lines(told: ImportReport, output: Path | None) -> Iterator[str]:
     """What became of every key, for people."""
     imported = told.imported
     if told.by:
@@ -72,14 +78,14 @@ def as_lines(told: Told, output: Path | None) -> Iterator[str]:
         yield f"wrote {output}; run it: laurel {imported.run} --config {output}"
 
 
-def _by_reason(entries: Sequence[Entry]) -> Iterator[str]:
+def _by_reason(entries: Sequence[KeyOutcome]) -> Iterator[str]:
     """Keys that are not needed for the same reason, together."""
     for why in dict.fromkeys(one.why for one in entries):
         keys = ", ".join(said(one) for one in entries if one.why == why)
         yield f"  {keys}: {why}"
 
 
-def _entry_lines(one: Entry) -> Iterator[str]:
+def _entry_lines(one: KeyOutcome) -> Iterator[str]:
     if one.fate == "not carried":
         yield f"  {said(one)}: {' '.join(one.why.split())}"
         return
@@ -90,7 +96,7 @@ def _entry_lines(one: Entry) -> Iterator[str]:
         yield f"      {one.why}"
 
 
-def as_facts(told: Told, output: Path | None) -> dict[str, Any]:
+def import_facts(told: ImportReport, output: Path | None) -> dict[str, Any]:
     """The same for programs."""
     imported = told.imported
 
@@ -111,7 +117,7 @@ def as_facts(told: Told, output: Path | None) -> dict[str, Any]:
     }
 
 
-def _fact(one: Entry) -> dict[str, Any]:
+def _fact(one: KeyOutcome) -> dict[str, Any]:
     value = "(not shown)" if is_secret(one.key) and one.value else one.value
     found: dict[str, Any] = {"key": one.key, "value": value}
     if one.to:

@@ -16,7 +16,7 @@ from laurel.cli.config import config_app
 from laurel.cli.data import data_app
 from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
-from laurel.cli.export import export
+from laurel.cli.export import export_command
 from laurel.cli.init import init
 from laurel.cli.options import (
     AdminKeyOption,
@@ -72,7 +72,7 @@ def laurel(
 
 
 @app.command("rm")
-def train_reward_model(
+def rm_command(
     config: ConfigOption = None, overrides: Overrides = None, as_json: JsonOption = False
 ) -> None:
     """Train a reward model from preferences.
@@ -85,7 +85,7 @@ def train_reward_model(
 
 
 @app.command("sft")
-def fine_tune(
+def sft_command(
     config: ConfigOption = None, overrides: Overrides = None, as_json: JsonOption = False
 ) -> None:
     """Fine-tune a model on what the assistant says in conversations.
@@ -98,7 +98,7 @@ def fine_tune(
 
 
 @app.command("grpo")
-def train_policy(
+def grpo_command(
     config: ConfigOption = None, overrides: Overrides = None, as_json: JsonOption = False
 ) -> None:
     """Train a policy against environments with GRPO.
@@ -167,7 +167,7 @@ def plan(
 
 
 @app.command("score")
-def score(
+def score_command(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="JSON lines of conversations; - is stdin.")
     ] = "-",
@@ -193,7 +193,7 @@ def score(
     Example: laurel score rows.jsonl -m results/rm/best data.prompt_key=question
     """
     from laurel.cli.score import run_score
-    from laurel.config.overrides import columns_of
+    from laurel.config.overrides import column_overrides
     from laurel.rewards.open import ScorerSpec
 
     options = ScorerSpec(
@@ -202,7 +202,7 @@ def score(
     exit_code = run_score(
         file,
         model=model,
-        columns=columns_of(overrides or []),
+        columns=column_overrides(overrides or []),
         output=output,
         as_json=as_json,
         options=options,
@@ -213,12 +213,12 @@ def score(
         raise typer.Exit(exit_code)
 
 
-app.command("export")(export)
+app.command("export")(export_command)
 app.command("init")(init)
 
 
 @app.command("serve")
-def serve(
+def serve_command(
     model: ModelOption = "",
     null: Annotated[
         bool, typer.Option("--null", help="Serve no model but trivial scores, for load tests.")

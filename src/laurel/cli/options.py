@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from laurel.config.tree import nearest
+from laurel.config.yaml_tree import nearest
 from laurel.errors import LaurelError
 from laurel.observe.console import Verbosity, set_verbosity
 
 if TYPE_CHECKING:
     from laurel.config.schemas import Kind
-    from laurel.config.tree import Section
+    from laurel.config.yaml_tree import Section
 
 
 # --------------------------------------------------------------------------------------------------
@@ -90,14 +90,14 @@ def overrides(schema: type[Section], incomplete: str) -> Iterator[Offer]:
 
 
 def _inside(kinds: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    from laurel.config.shape import step_into
+    from laurel.config.schema_info import step_into
 
     return step_into(kinds, name).kinds if kinds else ()
 
 
 def _keys(kinds: tuple[Any, ...]) -> Iterator[Offer]:
     """The keys of the sections among these kinds, each with its first sentence."""
-    from laurel.config.shape import sections_of
+    from laurel.config.schema_info import sections_of
 
     for section in sections_of(kinds):
         for name, field in section.model_fields.items():
@@ -106,7 +106,7 @@ def _keys(kinds: tuple[Any, ...]) -> Iterator[Offer]:
 
 def _values(kinds: tuple[Any, ...], name: str) -> list[str]:
     """The values that a key can hold, where these are few; else none of them, and its default."""
-    from laurel.config.shape import choices_of, step_into
+    from laurel.config.schema_info import choices_of, step_into
 
     step = step_into(kinds, name)
     if choices := choices_of(step.kinds):
@@ -124,7 +124,7 @@ def _values(kinds: tuple[Any, ...], name: str) -> list[str]:
 
 def _kind(context: typer.Context) -> Kind:
     """Which schema the command has: others are told it, or have it in their file."""
-    from laurel.config.schemas import kind_of
+    from laurel.config.schemas import command_of_file
 
     command = context.info_name or ""
     if command in _COMMANDS:
@@ -134,7 +134,7 @@ def _kind(context: typer.Context) -> Kind:
     if said in _COMMANDS:
         return _COMMANDS[said]
     try:
-        return kind_of(Path(file) if file else None)
+        return command_of_file(Path(file) if file else None)
     except LaurelError:  # told when the command is carried out
         return "rm"
 

@@ -13,15 +13,15 @@ from laurel.config.environments import ScorerSource
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import DTensorConfig, PolicyConfig
-from laurel.config.schemas import SCHEMAS, Kind, Run, kind_of
+from laurel.config.schemas import SCHEMAS, Kind, Run, command_of_file
 from laurel.errors import CheckpointError, ModelError, Terms, speaking
 from laurel.models.spec import ModelSpec
 from laurel.observe.json_output import write_json
 from laurel.planning.fit import GIB, FittedPlan, fit
 from laurel.planning.memory import (
     MASTER_BYTES,
+    MemoryPhase,
     ModelShape,
-    Phase,
     Shapes,
     decoder_shape,
     parse_bytes,
@@ -56,7 +56,9 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
     sizes = {"num_nodes": options.num_nodes, "gpus_per_node": options.slots_per_node}
     cluster = [f"cluster.{key}={size}" for key, size in sizes.items() if size is not None]
     device_memory = parse_bytes(options.device_memory) if options.device_memory else None
-    loaded = load_config(SCHEMAS[options.kind or kind_of(path)], path, [*overrides, *cluster])
+    loaded = load_config(
+        SCHEMAS[options.kind or command_of_file(path)], path, [*overrides, *cluster]
+    )
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     config = cast(Run, loaded.config)
@@ -64,9 +66,9 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
     request = request_of(config)
     fitted = fit(request, read.shapes, device_memory=device_memory)
     if options.as_json:
-        write_json(as_facts(fitted, read, device_memory=device_memory))
+        write_json(plan_facts(fitted, read, device_memory=device_memory))
     else:
-        print(as_text(request, fitted, read, device_memory=device_memory))
+        print(plan_text(request, fitted, read, device_memory=device_memory))
     return fitted.fits
 
 
@@ -162,7 +164,9 @@ class ReadShapes:
     """What was decided on the way."""
 
 
-def as_facts(fitted: FittedPlan, read: ReadShapes, *, device_memory: int | None) -> dict[str, Any]:
+def plan_facts(
+    fitted: FittedPlan, read: ReadShapes, *, device_memory: int | None
+) -> dict[str, Any]:
     """All of it, in values that JSON knows. Memory is in bytes, of one device."""
     plan = fitted.plan
     return {
@@ -202,7 +206,7 @@ def as_facts(fitted: FittedPlan, read: ReadShapes, *, device_memory: int | None)
     }
 
 
-def as_text(
+def plan_text(
     request: ClusterRequest,
     fitted: FittedPlan,
     read: ReadShapes,
@@ -310,7 +314,7 @@ def _memory(fitted: FittedPlan, device_memory: int | None) -> Iterator[str]:
     yield from _columns(rows)
 
 
-def _phase(phase: Phase) -> tuple[str, str, str, str]:
+def _phase(phase: MemoryPhase) -> tuple[str, str, str, str]:
     parts = ", ".join(f"{n} {_gib(size)}" for n, size in phase.parts.items() if size)
     total = _gib(phase.total) + (f" (has {phase.fraction:g} of it)" if phase.fraction < 1 else "")
     return phase.name, title(phase.slots_of), total, parts

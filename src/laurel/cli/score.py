@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 CHUNK = 256
 """Rows that are read, scored and written at a time; more are never held."""
 
-Scored = Sequence[tuple[ScoringRow, tuple["Score", ...]]]
-Write = Callable[[Scored], None]
+ScoredRows = Sequence[tuple[ScoringRow, tuple["Score", ...]]]
+Write = Callable[[ScoredRows], None]
 
 
 def run_score(
@@ -123,7 +123,7 @@ def _chunks(rows: Iterable[ScoringRow], size: int) -> Iterator[list[ScoringRow]]
 
 def _scored(
     rows: Iterable[ScoringRow], scorer: LocalScorer, progress: RowProgress
-) -> Iterator[Scored]:
+) -> Iterator[ScoredRows]:
     """The rows with their scores, a chunk at a time."""
     for chunk in _chunks(rows, CHUNK):
         progress.show()
@@ -145,7 +145,7 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attribu
     if not streams:
         return _table_writer(make_console())
 
-    def write_lines(scored: Scored) -> None:
+    def write_lines(scored: ScoredRows) -> None:
         lines = "".join(
             json_text(json_line(row, scores, has_attributes=has_attributes), indent=None) + "\n"
             for row, scores in scored
@@ -158,7 +158,7 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attribu
 
 
 def _table_writer(console: Console) -> Write:
-    def write_table(scored: Scored) -> None:
+    def write_table(scored: ScoredRows) -> None:
         print_scores(
             console,
             [
@@ -196,7 +196,7 @@ class Tally:
     first_failure: str = ""
     started: float = field(default_factory=time.monotonic)
 
-    def add(self, scored: Scored) -> None:
+    def add(self, scored: ScoredRows) -> None:
         """Count the scores of some rows."""
         self.num_rows += len(scored)
         for row, scores in scored:

@@ -18,11 +18,11 @@ from typing import Any
 
 import yaml
 
-from laurel.cli.data_check import examine
+from laurel.cli.data_check import examine_data
 from laurel.config.load import load_config, to_yaml
 from laurel.config.policy import TokenizerConfig
 from laurel.config.schemas import SCHEMAS
-from laurel.config.tree import nearest
+from laurel.config.yaml_tree import nearest
 from laurel.data.preferences import DATASET_CLASSES
 from laurel.data.reading import unknown_class
 from laurel.data.sources import READERS
@@ -243,12 +243,12 @@ def _rows_in(path: str, task: Mapping[str, Any]) -> Chosen:
     said = [
         f"data.env_name={one}" for key, one in task["settings"].items() if key.endswith("_name")
     ]
-    findings, told = examine(path, task["trainer"], said), []
+    findings, told = examine_data(path, task["trainer"], said), []
     if not findings.is_usable:
         near = next((one for one in findings.near if one.trainer == task["trainer"]), None)
         columns = near.settings if near is not None else ()
         told = [one for one in columns if not one.startswith("data.env_name=")]
-        findings = examine(path, task["trainer"], [*told, *said])
+        findings = examine_data(path, task["trainer"], [*told, *said])
     reading = findings.readings[0]
     settings = {"data.train_data_path": json.dumps(path)}
     settings |= dict(one.split("=", 1) for one in (*told, *reading.settings))

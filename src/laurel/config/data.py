@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from laurel.config.tree import Section
+from laurel.config.yaml_tree import Section
 
 
 class SetConfig(Section):

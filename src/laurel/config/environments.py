@@ -18,7 +18,7 @@ from laurel.config.policy import (
     RewardModelConfig,
     TokenizerConfig,
 )
-from laurel.config.tree import Section
+from laurel.config.yaml_tree import Section
 from laurel.errors import about, key_of
 from laurel.sandbox.comparison import Comparison
 

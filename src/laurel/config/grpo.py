@@ -19,7 +19,7 @@ from laurel.config.policy import (
     PolicyConfig,
     TokenizerConfig,
 )
-from laurel.config.tree import OffPeriod, Section
+from laurel.config.yaml_tree import OffPeriod, Section
 
 # --------------------------------------------------------------------------------------------------
 # The `policy.generation` section: how completions are drawn. Names follow NeMo RL's files.

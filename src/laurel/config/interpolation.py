@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from laurel.config.tree import MISSING, KeyPath, Node, dotted, nearest
+from laurel.config.yaml_tree import MISSING, KeyPath, YamlNode, dotted, nearest
 
 
 def _number(value: Any) -> int | float:
@@ -65,7 +65,7 @@ class UnresolvedError(Exception):
 class Interpolations:
     """All values of a run, in which references are looked up."""
 
-    def __init__(self, tree: Node) -> None:
+    def __init__(self, tree: YamlNode) -> None:
         register_resolvers()
         self.root = OmegaConf.create(_for_omegaconf(tree))
 
@@ -107,7 +107,7 @@ def _is_well_formed(text: str) -> bool:
     return True
 
 
-def _for_omegaconf(node: Node) -> Any:
+def _for_omegaconf(node: YamlNode) -> Any:
     if isinstance(node.value, dict):
         return {key: _for_omegaconf(child) for key, child in node.value.items()}
     if isinstance(node.value, list):

@@ -24,32 +24,32 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from laurel.config.dump import to_yaml
 from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.nemo_rl import Move, adapt, fates_of
 from laurel.config.overrides import Override, apply_overrides, at_their_place
-from laurel.config.shape import (
+from laurel.config.schema_info import (
     Kinds,
     choices_of,
-    describe,
+    describe_kinds,
     item_kinds,
     kind_that_fits,
     kinds_of,
     unknown_key,
     with_defaults,
 )
-from laurel.config.tree import (
+from laurel.config.yaml_tree import (
     DEFAULT,
     MISSING,
     KeyPath,
-    Node,
     Section,
+    YamlNode,
     dotted,
-    find,
+    find_node,
     graft,
     nearest,
     read_file,
 )
-from laurel.config.written import to_yaml
 from laurel.errors import ConfigError
 
 __all__ = ["LoadedConfig", "check_tree", "load_config", "to_yaml"]
@@ -67,7 +67,7 @@ class LoadedConfig(Generic[T]):
     what has no effect beside other settings, what is null and has its default."""
     ignored: tuple[str, ...] = ()
     """Keys of other systems' files that mean nothing here, lost or not."""
-    said: Node = field(default_factory=lambda: Node(value={}, place=DEFAULT))
+    said: YamlNode = field(default_factory=lambda: YamlNode(value={}, place=DEFAULT))
     """What file and overrides say, in Laurel's own terms, without defaults."""
     moves: tuple[Move, ...] = ()
     """What they say in other terms, and where it went."""
@@ -81,7 +81,7 @@ def load_config(
     Raises ConfigError. What is wrong with keys and values is told all at once, each with the file
     and line, or the override, that it came from.
     """
-    tree = read_file(path) if path is not None else Node(value={}, place=DEFAULT)
+    tree = read_file(path) if path is not None else YamlNode(value={}, place=DEFAULT)
     problems: list[str] = []
     tree = at_their_place(schema, tree, problems)
     filled = apply_overrides(schema, with_defaults(schema, tree), overrides, problems)
@@ -99,7 +99,7 @@ def load_config(
     )
 
 
-def check_tree(schema: type[T], tree: Node) -> T:
+def check_tree(schema: type[T], tree: YamlNode) -> T:
     """A configuration made by a program, with its places as they are in the messages.
 
     Raises:
@@ -126,7 +126,7 @@ def _file_and_line(problem: str) -> tuple[bool, str, int]:
     return (False, place[1], int(place[2])) if place else (True, "", 0)
 
 
-def warnings_of(checker: Checker, tree: Node) -> Iterator[str]:
+def warnings_of(checker: Checker, tree: YamlNode) -> Iterator[str]:
     """What a checked tree says that is lost, ignored, without effect or null."""
     fates = fates_of(tree, checker.ignored)
     lost = {fate.key: fate.why for fate in fates if fate.is_lost}
@@ -172,7 +172,7 @@ class _Attempt:
     """A section about to be validated."""
 
     section: type[Section]
-    node: Node
+    node: YamlNode
     path: KeyPath
     values: dict[str, Any]
     whole: bool
@@ -186,7 +186,7 @@ class Checker:
     told once per branch of a union, and one wrong key does not hide another.
     """
 
-    def __init__(self, schema: type[Section], tree: Node, problems: list[str]) -> None:
+    def __init__(self, schema: type[Section], tree: YamlNode, problems: list[str]) -> None:
         self.schema = schema
         self.tree = tree
         self.interpolations = Interpolations(with_defaults(schema, tree, everything=True))
@@ -197,7 +197,7 @@ class Checker:
         self.nulls: dict[str, Any] = {}
         """Keys that are null and cannot be, with the defaults that hold instead."""
 
-    def section(self, section: type[T], node: Node, path: KeyPath = ()) -> T | _Broken:
+    def section(self, section: type[T], node: YamlNode, path: KeyPath = ()) -> T | _Broken:
         """The section at `path`, or a stand-in where something in it has been reported."""
         values: dict[str, Any] = {}
         whole = True
@@ -227,7 +227,7 @@ class Checker:
             self.without_effect |= {dotted((*path, key)): why for key, why in named}
         return built if whole else _BROKEN
 
-    def _is_left_out(self, field: FieldInfo, kinds: Kinds, node: Node, path: KeyPath) -> bool:
+    def _is_left_out(self, field: FieldInfo, kinds: Kinds, node: YamlNode, path: KeyPath) -> bool:
         """Whether a key is null that cannot be: then nothing is said, and its default holds.
 
         Null is how YAML says that there is no value; a key that must be given is refused.
@@ -244,7 +244,7 @@ class Checker:
             self.nulls[dotted(path)] = default.model_dump() if is_section else default
         return True
 
-    def _value(self, kinds: Kinds, node: Node, path: KeyPath) -> Any:
+    def _value(self, kinds: Kinds, node: YamlNode, path: KeyPath) -> Any:
         """The value of one key: references looked up, sections built."""
         try:
             node = self._resolved(node, path)
@@ -260,14 +260,14 @@ class Checker:
             return [self._value(inside, item, (*path, i)) for i, item in enumerate(node.value)]
         return {k: self._value(inside, child, (*path, k)) for k, child in node.value.items()}
 
-    def _scalar(self, kinds: Kinds, node: Node, path: KeyPath) -> Any:
+    def _scalar(self, kinds: Kinds, node: YamlNode, path: KeyPath) -> Any:
         """A number where only text is wanted is the text as written (`revision: 12e3`)."""
         takes_number = not {int, float}.isdisjoint(kinds)
         takes_anything = Any in kinds
         if isinstance(node.value, bool):
             if takes_number and not takes_anything and {bool, str}.isdisjoint(kinds):
                 # pydantic would take `true` for 1.
-                message = f"must be {describe(kinds)}, not {_shown(node.value)}"
+                message = f"must be {describe_kinds(kinds)}, not {_shown(node.value)}"
                 return self._report(path, node.place, message)
             return node.value
         wants_text = str in kinds and not takes_number and not takes_anything
@@ -275,7 +275,7 @@ class Checker:
             return node.text
         return node.value
 
-    def _resolved(self, node: Node, path: KeyPath) -> Node:
+    def _resolved(self, node: YamlNode, path: KeyPath) -> YamlNode:
         if node.value is MISSING:
             raise UnresolvedError("must be given: the file says ???")
         if not node.reference:
@@ -295,7 +295,7 @@ class Checker:
         field = attempt.section.model_fields[str(location[0])]
         where, kinds = _descend(kinds_of(field.annotation), location)
         if told["type"] == "missing":
-            message = f"is missing; it must be {describe(kinds)}"
+            message = f"is missing; it must be {describe_kinds(kinds)}"
             self._report((*path, *where), node.place, message)
             return
         value = functools.reduce(operator.getitem, where, cast(Any, attempt.values))
@@ -305,18 +305,20 @@ class Checker:
         if told["type"].endswith(_TOLD_BY_KIND):
             limits = field.metadata if len(where) == 1 else []
             near = nearest(str(value), choices_of(kinds))
-            message = f"must be {describe(kinds, limits)}, not {_shown(value)}"
+            message = f"must be {describe_kinds(kinds, limits)}, not {_shown(value)}"
             message += f"; did you mean '{near}'?" if near else ""
             gone = attempt.section.removed.get(str(value))
             if gone is not None:
                 message = f"there is no {value} any more ({gone}); leave it out"
         self._report((*path, *where), _innermost(node, where).place, message)
 
-    def _place_of_rule(self, told: ErrorDetails, node: Node) -> str:
+    def _place_of_rule(self, told: ErrorDetails, node: YamlNode) -> str:
         """The line of the first written key that a section's own rule names; else the section's."""
         reason = _reason(told)
-        named = [find(self.tree, key.split(".")) for key in re.findall(r"\w+(?:\.\w+)+", reason)]
-        named += [find(node, [word]) for word in re.findall(r"\w+", reason)]
+        named = [
+            find_node(self.tree, key.split(".")) for key in re.findall(r"\w+(?:\.\w+)+", reason)
+        ]
+        named += [find_node(node, [word]) for word in re.findall(r"\w+", reason)]
         written = (found.place for found in named if found is not None and found.place != DEFAULT)
         return next(written, node.place)
 
@@ -343,10 +345,10 @@ _TOLD_BY_KIND = (
 """pydantic's errors for which the description of the key says all there is to say."""
 
 
-def _innermost(node: Node, path: KeyPath) -> Node:
+def _innermost(node: YamlNode, path: KeyPath) -> YamlNode:
     """The node at `path`, or the last one on the way where a reference brought in the rest."""
     for length in range(len(path), 0, -1):
-        found = find(node, path[:length])
+        found = find_node(node, path[:length])
         if found is not None:
             return found
     return node

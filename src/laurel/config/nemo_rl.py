@@ -18,17 +18,17 @@ from typing import Any
 
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.interpolation import Interpolations, UnresolvedError
-from laurel.config.shape import step_into, with_defaults
-from laurel.config.tree import (
+from laurel.config.schema_info import step_into, with_defaults
+from laurel.config.yaml_tree import (
     MISSING,
     KeyPath,
-    Node,
     Section,
+    YamlNode,
     dotted,
-    find,
+    find_node,
     graft,
-    parts_of,
-    plain,
+    plain_values,
+    split_key,
     with_key,
 )
 from laurel.errors import ConfigError
@@ -352,7 +352,7 @@ class Fate:
     """Whether the run is not what the file asks for."""
 
 
-def fates_of(tree: Node, ignored: Sequence[str]) -> list[Fate]:
+def fates_of(tree: YamlNode, ignored: Sequence[str]) -> list[Fate]:
     """The fates of keys that the sections of a run know and do not read.
 
     Args:
@@ -361,17 +361,17 @@ def fates_of(tree: Node, ignored: Sequence[str]) -> list[Fate]:
     """
     found: list[Fate] = []
     for key in ignored:
-        node = find(tree, parts_of(key))
+        node = find_node(tree, split_key(key))
         if node is None:
             continue
-        value = plain(node)
+        value = plain_values(node)
         if key in _LOOKED_INTO and isinstance(value, dict) and value.get("enabled") is True:
             leaves = list(_leaves_of(value, key))
         else:
             leaves = [(key, value)]
         for name, leaf in leaves:
-            above = find(tree, parts_of(name)[:-1])
-            section = plain(above) if above is not None else {}
+            above = find_node(tree, split_key(name)[:-1])
+            section = plain_values(above) if above is not None else {}
             found.append(_fate(name, leaf, is_off=_is_switched_off(name, section)))
     return found
 
@@ -592,7 +592,7 @@ class Move:
 class Adapted:
     """A tree in Laurel's own terms, and what should be said about it."""
 
-    tree: Node
+    tree: YamlNode
     moves: list[Move] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
 
@@ -607,7 +607,7 @@ class Adapted:
             self.moves[self.moves.index(same)] = Move(key=by, value=was, to={**same.to, key: value})
 
 
-def adapt(schema: type[Section], tree: Node, problems: list[str]) -> Adapted:
+def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted:
     """Say in Laurel's terms what a file says in NeMo RL's.
 
     Args:
@@ -645,7 +645,7 @@ def _many(problems: Sequence[str]) -> str:
 class _Values:
     """The values of a tree, references looked up."""
 
-    def __init__(self, schema: type[Section], tree: Node) -> None:
+    def __init__(self, schema: type[Section], tree: YamlNode) -> None:
         self.schema = schema
         self.tree = tree
         self._interpolations: Interpolations | None = None
@@ -655,14 +655,14 @@ class _Values:
         found = _at(self.tree, key)
         return default if found is None else self._of(found, tuple(key.split(".")))
 
-    def leaves(self, pattern: str) -> Iterator[tuple[str, Node, Any]]:
+    def leaves(self, pattern: str) -> Iterator[tuple[str, YamlNode, Any]]:
         """The keys that a pattern fits, with their values."""
         parts = pattern.split(".")
         yield from self._below(self.tree, (), parts)
 
     def _below(
-        self, node: Node, path: KeyPath, parts: Sequence[str]
-    ) -> Iterator[tuple[str, Node, Any]]:
+        self, node: YamlNode, path: KeyPath, parts: Sequence[str]
+    ) -> Iterator[tuple[str, YamlNode, Any]]:
         if not parts:
             yield dotted(path), node, self._of(node, path)
             return
@@ -674,9 +674,9 @@ class _Values:
             for index, child in enumerate(node.value):
                 yield from self._below(child, (*path, index), parts)
 
-    def _of(self, node: Node, path: KeyPath) -> Any:
+    def _of(self, node: YamlNode, path: KeyPath) -> Any:
         if not node.reference:
-            return plain(node)
+            return plain_values(node)
         if self._interpolations is None:
             whole = with_defaults(self.schema, self.tree, everything=True)
             self._interpolations = Interpolations(whole)
@@ -842,7 +842,7 @@ def _set_schedule(work: Adapted, values: _Values) -> None:
             f"the weight decay changes from {start} to {end}; here it stays the same",
         )
     if start is not None:  # Megatron's schedule sets it, whatever its optimizer was made with
-        kwargs = dict(plain(_at(work.tree, "policy.optimizer.kwargs")))  # type: ignore[arg-type]
+        kwargs = dict(plain_values(_at(work.tree, "policy.optimizer.kwargs")))  # type: ignore[arg-type]
         kwargs["weight_decay"] = _number(values, at + "start_weight_decay")
         work.set("policy.optimizer.kwargs", kwargs, by=at + "start_weight_decay", was=start)
     stages: list[dict[str, Any]] = []
@@ -978,11 +978,11 @@ def _number(values: _Values, key: str, default: float | None = None) -> float:
     return float(value)
 
 
-def _at(tree: Node, key: str) -> Node | None:
-    return find(tree, key.split("."))
+def _at(tree: YamlNode, key: str) -> YamlNode | None:
+    return find_node(tree, key.split("."))
 
 
-def _override_in(node: Node) -> str | None:
+def _override_in(node: YamlNode) -> str | None:
     """The override that wrote a part of a node, if one did."""
     if isinstance(node.value, dict):
         return next((o for child in node.value.values() if (o := _override_in(child))), None)

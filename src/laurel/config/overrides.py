@@ -9,23 +9,23 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from laurel.config.shape import (
+from laurel.config.schema_info import (
+    KeyInfo,
     Kinds,
-    Step,
     default_node,
     sections_of,
     sole_section,
     step_into,
     unknown_key,
 )
-from laurel.config.tree import (
+from laurel.config.yaml_tree import (
     DEFAULT,
     MISSING,
     KeyPath,
-    Node,
     Section,
+    YamlNode,
     dotted,
-    find,
+    find_node,
     overlay,
     read_text,
     with_key,
@@ -48,15 +48,15 @@ class Override:
     sign: str
     """Empty, `+`, `++` or `~`."""
     keys: tuple[str, ...]
-    value: Node | None
+    value: YamlNode | None
     """None where the key is deleted."""
     place: str
     """What messages say about where it was written."""
 
 
 def apply_overrides(
-    schema: type[Section], tree: Node, overrides: Sequence[str | Override], problems: list[str]
-) -> Node:
+    schema: type[Section], tree: YamlNode, overrides: Sequence[str | Override], problems: list[str]
+) -> YamlNode:
     """The tree with the changes made in order; those that cannot be made are added to `problems`.
 
     A key that nobody wrote starts from the schema's own default, so that a change of one key
@@ -99,10 +99,10 @@ def parse_override(text: str, *, place: str | None = None) -> Override:
     return Override(text=text, sign=sign, keys=keys, value=node, place=place)
 
 
-def _parse_value(text: str, place: str) -> Node:
+def _parse_value(text: str, place: str) -> YamlNode:
     """A YAML scalar, `[list]` or `{mapping}`; anything else is text as it stands."""
     text = text.strip()
-    as_text = Node(value=text, place=place)
+    as_text = YamlNode(value=text, place=place)
     if not text:
         return as_text
     try:
@@ -118,7 +118,7 @@ def _parse_value(text: str, place: str) -> Node:
     return node if is_whole else as_text
 
 
-def columns_of(overrides: Sequence[str | Override]) -> dict[str, str]:
+def column_overrides(overrides: Sequence[str | Override]) -> dict[str, str]:
     """The columns that a command line or a program names, by their keys in the `data` section.
 
     Raises:
@@ -177,11 +177,11 @@ class _Edit:
         self.schema = schema
         self.override = override
 
-    def apply(self, block: Node, kinds: Kinds, path: KeyPath) -> Node:
+    def apply(self, block: YamlNode, kinds: Kinds, path: KeyPath) -> YamlNode:
         """The block at `path` with the change made in it or further down."""
         key = self._key_in(block, path)
         here = (*path, key)
-        step, child = step_into(kinds, key), find(block, [key])
+        step, child = step_into(kinds, key), find_node(block, [key])
         if len(here) == len(self.override.keys):
             if self.override.value is None:
                 return self._without(block, key, here)
@@ -190,11 +190,11 @@ class _Edit:
             start = default_node(step.field, DEFAULT) if child is None and step.field else None
             if start is None:
                 self._may_add(child, step, kinds, here)
-                start = Node(value={}, place=self.override.place)
+                start = YamlNode(value={}, place=self.override.place)
             child = start
         return self._with(block, key, self.apply(child, step.kinds, here))
 
-    def _key_in(self, block: Node, path: KeyPath) -> str | int:
+    def _key_in(self, block: YamlNode, path: KeyPath) -> str | int:
         key = self.override.keys[len(path)]
         if block.reference:
             raise self._error(path, f"is '{block.value}'; set the key it names, or replace it")
@@ -206,7 +206,9 @@ class _Edit:
             raise self._error(path, f"is {block.value!r}, it has no keys")
         return key
 
-    def _final(self, child: Node | None, step: Step, kinds: Kinds, here: KeyPath) -> Node:
+    def _final(
+        self, child: YamlNode | None, step: KeyInfo, kinds: Kinds, here: KeyPath
+    ) -> YamlNode:
         """The new value. A mapping is laid over what was written, as that of a file would be."""
         value = self.override.value
         assert value is not None
@@ -220,7 +222,7 @@ class _Edit:
             return value
         return overlay(child, value)
 
-    def _may_add(self, child: Node | None, step: Step, kinds: Kinds, here: KeyPath) -> None:
+    def _may_add(self, child: YamlNode | None, step: KeyInfo, kinds: Kinds, here: KeyPath) -> None:
         """Refuse a key that neither the schema nor a file knows, unless the user said to add it."""
         if child is not None or step.standing in ("field", "foreign"):
             return
@@ -233,22 +235,22 @@ class _Edit:
             raise self._error(here, unknown_key(self.schema, sections[0], str(here[-1])))
         raise self._error(here, f"is not there to be changed; to add it: '+{self.override.text}'")
 
-    def _without(self, block: Node, key: str | int, here: KeyPath) -> Node:
-        if find(block, [key]) is None:
+    def _without(self, block: YamlNode, key: str | int, here: KeyPath) -> YamlNode:
+        if find_node(block, [key]) is None:
             raise self._error(here, "is not set, so it cannot be deleted")
         if isinstance(block.value, list):
             items = [item for index, item in enumerate(block.value) if index != key]
-            return Node(value=items, place=block.place)
+            return YamlNode(value=items, place=block.place)
         children = {name: child for name, child in block.value.items() if name != key}
-        return Node(value=children, place=self._place_of(block))
+        return YamlNode(value=children, place=self._place_of(block))
 
-    def _with(self, block: Node, key: str | int, child: Node) -> Node:
+    def _with(self, block: YamlNode, key: str | int, child: YamlNode) -> YamlNode:
         if isinstance(block.value, list):
             items = [child if index == key else item for index, item in enumerate(block.value)]
-            return Node(value=items, place=self._place_of(block))
-        return Node(value={**block.value, key: child}, place=self._place_of(block))
+            return YamlNode(value=items, place=self._place_of(block))
+        return YamlNode(value={**block.value, key: child}, place=self._place_of(block))
 
-    def _place_of(self, block: Node) -> str:
+    def _place_of(self, block: YamlNode) -> str:
         return self.override.place if block.place == DEFAULT else block.place
 
     def _error(self, path: KeyPath, message: str) -> ConfigError:
@@ -259,10 +261,10 @@ class _Edit:
 # Keys that other systems spell in another way, taken to where they belong.
 
 
-def at_their_place(schema: type[Section], tree: Node, problems: list[str]) -> Node:
+def at_their_place(schema: type[Section], tree: YamlNode, problems: list[str]) -> YamlNode:
     """A tree whose keys have the schema's names; both spellings of one key are a problem."""
     for said, meant in schema.other_names.items():
-        found, there = find(tree, said.split(".")), find(tree, meant.split("."))
+        found, there = find_node(tree, said.split(".")), find_node(tree, meant.split("."))
         if found is None:
             continue
         if there is not None:

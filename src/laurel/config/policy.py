@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from laurel.config.tree import Section
+from laurel.config.yaml_tree import Section
 
 # --------------------------------------------------------------------------------------------------
 # The `cluster.placement` section: which slots each role of a run gets, where the rules do not do.

@@ -14,7 +14,7 @@ from laurel.config.policy import (
     PolicyConfig,
     RewardModelConfig,
 )
-from laurel.config.tree import OffPeriod, Section
+from laurel.config.yaml_tree import OffPeriod, Section
 
 
 class LossConfig(Section):

@@ -8,7 +8,7 @@ from typing import Literal
 from laurel.config.grpo import GRPORun
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
-from laurel.config.tree import Section, read_file
+from laurel.config.yaml_tree import Section, read_file
 
 Run = RewardTrainingRun | SFTRun | GRPORun
 """The configuration of a run of any kind."""
@@ -18,7 +18,7 @@ Kind = Literal["rm", "sft", "grpo"]
 SCHEMAS: dict[Kind, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "grpo": GRPORun}
 
 
-def kind_of(path: Path | None) -> Kind:
+def command_of_file(path: Path | None) -> Kind:
     """The command that a file is for, by its sections."""
     sections = read_file(path).value if path is not None else {}
     kinds: tuple[Kind, ...] = ("grpo", "sft")

@@ -16,7 +16,7 @@ from laurel.config.policy import (
     OptimizerCall,
     PolicyConfig,
 )
-from laurel.config.tree import OffPeriod, Section
+from laurel.config.yaml_tree import OffPeriod, Section
 
 # ------------------------------------------------------------------------------------------- data
 

@@ -15,7 +15,7 @@ from laurel.data.sources import (
     Row,
     UnusableRow,
     integer,
-    kind_of,
+    json_kind,
     locate,
     messages,
     read_rows,
@@ -385,7 +385,7 @@ def _listed(row: Row, key: str) -> Sequence[Any]:
     values = required(row, key)
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise UnusableRow(
-            f"'{key}' is not a list", f"'{key}' is {kind_of(values)} where a list is expected"
+            f"'{key}' is not a list", f"'{key}' is {json_kind(values)} where a list is expected"
         )
     if not values:
         raise UnusableRow(f"'{key}' is empty", f"'{key}' is an empty list")

@@ -21,13 +21,13 @@ from laurel.data.reading import (
     open_set,
     split,
 )
-from laurel.data.report import TextReport, fingerprint, nothing_left
+from laurel.data.report import TextReport, conversation_fingerprint, no_rows_left
 from laurel.data.sources import (
     Row,
     UnusableRow,
     answer,
+    json_kind,
     json_lines,
-    kind_of,
     locate,
     messages,
     read_rows,
@@ -163,7 +163,7 @@ def _list_of_completions(row: Row) -> _Parts:
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise UnusableRow(
             f"'{key}' is not a list",
-            f"'{key}' is {kind_of(values)} where a list is expected",
+            f"'{key}' is {json_kind(values)} where a list is expected",
         )
     if not values:
         raise UnusableRow("no completions", f"'{key}' is empty, so there is nothing to score")
@@ -414,7 +414,7 @@ def hold_out_dialogues(
 
     Raises DataError where there are fewer than two different prompts.
     """
-    prompts = [fingerprint(dialogue.prompt) for dialogue in dialogues]
+    prompts = [conversation_fingerprint(dialogue.prompt) for dialogue in dialogues]
     return split(dialogues, prompts, held_out_prompts(prompts, share=share, seed=seed))
 
 
@@ -452,7 +452,7 @@ def _load(
     )
     report.notes += roles.notes()
     if not dialogues:
-        raise DataError(nothing_left(report))
+        raise DataError(no_rows_left(report))
     report.describe(dialogues)
     return dialogues
 
@@ -553,7 +553,7 @@ def _share_gpt(row: Row, config: DemonstrationSetConfig) -> Conversation:
     if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
         raise UnusableRow(
             "'conversations' is not a list",
-            f"'conversations' is {kind_of(turns)} where a list of turns is expected",
+            f"'conversations' is {json_kind(turns)} where a list of turns is expected",
         )
     return tuple(map(_share_gpt_turn, turns))
 

@@ -11,7 +11,7 @@ import torch
 from laurel.types import PaddedRows, Span, TokenForest, TokenGroup, Tree
 
 
-def plant(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> TokenForest:
+def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> TokenForest:
     """Lay groups out as a token forest.
 
     Args:
@@ -50,7 +50,7 @@ def plant(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> TokenF
     )
 
 
-def pad(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
+def to_padded(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
     """Lay groups out as one padded row per completion, in order."""
     rows = [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
     ids_NL = np.full((len(rows), max(len(row) for row in rows)), pad_id, dtype=np.int64)
@@ -64,7 +64,7 @@ def pad(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
     )
 
 
-def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
+def bin_pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Divide items over as few micro-batches as first-fit decreasing finds.
 
     Args:
@@ -95,22 +95,22 @@ def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(items) for items in bins]
 
 
-def pack_evenly(sizes: Sequence[int], budget: int, *, places: int) -> list[list[int]]:
-    """Divide items over micro-batches that several places compute side by side.
+def pack_evenly(sizes: Sequence[int], budget: int, *, dp_size: int) -> list[list[int]]:
+    """Divide items over micro-batches that several ranks compute side by side.
 
     Args:
         sizes: Tokens of each item.
         budget: Tokens of a micro-batch; a larger item travels alone.
-        places: Who computes them. One has what `pack` finds.
+        dp_size: Who computes them. One has what `bin_pack` finds.
 
     Returns:
         Indices of the items of each micro-batch: as many for each place, and of about one size,
         unless there are too few items for that.
     """
-    bins = pack(sizes, budget)
-    if places == 1:
+    bins = bin_pack(sizes, budget)
+    if dp_size == 1:
         return bins
-    count = -(-len(bins) // places) * places
+    count = -(-len(bins) // dp_size) * dp_size
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     while count < len(sizes):
         parts: list[list[int]] = [[] for _ in range(count)]
@@ -121,7 +121,7 @@ def pack_evenly(sizes: Sequence[int], budget: int, *, places: int) -> list[list[
             heapq.heapreplace(filled, (total + sizes[index], number))
         if all(total <= budget or len(parts[number]) == 1 for total, number in filled):
             return [sorted(items) for items in parts]
-        count += places
+        count += dp_size
     return [[index] for index in range(len(sizes))]
 
 

@@ -20,7 +20,7 @@ from laurel.data.reading import (
     split,
     unknown_class,
 )
-from laurel.data.report import DataReport, Reason, fingerprint, nothing_left, origin_of
+from laurel.data.report import DataReport, Reason, conversation_fingerprint, no_rows_left, origin_of
 from laurel.data.sources import (
     Row,
     UnusableRow,
@@ -29,7 +29,7 @@ from laurel.data.sources import (
     has_own_split,
     integer,
     is_import_path,
-    kind_of,
+    json_kind,
     locate,
     messages,
     number,
@@ -81,11 +81,11 @@ def load_preferences(
     report.describe(preferences)
     report.notes += loading.notes()
     if not preferences:
-        raise DataError(nothing_left(report))
+        raise DataError(no_rows_left(report))
     return preferences, report
 
 
-def own_validation(config: DatasetConfig) -> DatasetConfig | None:
+def own_validation_preferences(config: DatasetConfig) -> DatasetConfig | None:
     """The validation set that comes with the data set itself; None where there is none.
 
     HelpSteer3 on the hub has one, and so has a class of the user's own whose `formatted_ds` holds a
@@ -110,7 +110,7 @@ def hold_out(
     the same prompt stay on one side and the order of the rows does not matter. There is at least
     one row on each side. Raises DataError where there are fewer than two prompts.
     """
-    prompts = [fingerprint(preference.group.prompt) for preference in preferences]
+    prompts = [conversation_fingerprint(preference.group.prompt) for preference in preferences]
     return split(preferences, prompts, held_out_prompts(prompts, share=share, seed=seed))
 
 
@@ -273,7 +273,7 @@ class _Loading:
     def _preference(self, source: str, row: Any) -> Preference:
         if not isinstance(row, Mapping):
             raise UnusableRow(
-                "not an object", f"the row is {kind_of(row)} where {{key: value}} is expected"
+                "not an object", f"the row is {json_kind(row)} where {{key: value}} is expected"
             )
         judged = judge(row, self._class_of(row), self.source.config, self.attributes)
         prompt = self.frame.around(judged.prompt)
@@ -338,8 +338,8 @@ class _Loading:
                 for name, rating in zip(self.attributes, ratings, strict=True)
                 if not math.isnan(rating)
             )
-        prompt = fingerprint(preference.group.prompt)
-        answers = [fingerprint(c.messages) for c in preference.group.completions_G]
+        prompt = conversation_fingerprint(preference.group.prompt)
+        answers = [conversation_fingerprint(c.messages) for c in preference.group.completions_G]
         ordered = combinations(sorted(zip(preference.ranks_G, answers, strict=True)), 2)
         decided = [(better, worse) for (a, better), (b, worse) in ordered if a < b]
         self.num_contradictions += any(
@@ -377,12 +377,14 @@ def _what_it_says(preference: Preference) -> bytes:
     group = preference.group
     ratings = preference.attributes_GK or ((),) * len(group.completions_G)
     judged = sorted(
-        (rank, fingerprint(completion.messages), repr(rating))
+        (rank, conversation_fingerprint(completion.messages), repr(rating))
         for rank, completion, rating in zip(
             preference.ranks_G, group.completions_G, ratings, strict=True
         )
     )
-    said = repr((fingerprint(group.prompt), judged, preference.margin, preference.target))
+    said = repr(
+        (conversation_fingerprint(group.prompt), judged, preference.margin, preference.target)
+    )
     return hashlib.blake2b(said.encode(), digest_size=16).digest()
 
 
@@ -393,7 +395,7 @@ _UNNAMED = DatasetConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedRow:
     """What a row says, before anything is put around its prompt or left out."""
 
     prompt: Conversation
@@ -408,7 +410,7 @@ class Judged:
 class DatasetClass:
     """How one class of data set reads its rows, and where it finds them if no path is given."""
 
-    convert: Callable[[Row, DatasetConfig, Sequence[str]], Judged]
+    convert: Callable[[Row, DatasetConfig, Sequence[str]], JudgedRow]
     """Takes a row, the configuration, and the names of the ratings that are wanted."""
     hub_name: str | None = None
     subset: str | None = None
@@ -416,7 +418,7 @@ class DatasetClass:
     """Whether the hub data set has a `validation` split."""
 
 
-def helpsteer3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> Judged:
+def helpsteer3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> JudgedRow:
     """`overall_preference` below 0 prefers `response1`, above 0 `response2`; 0 is a tie.
 
     The preferred response comes first. The margin is the strength of the preference, 0 to 3.
@@ -428,7 +430,7 @@ def helpsteer3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) 
     )
     if strength > 0:
         first, second = second, first
-    return Judged(
+    return JudgedRow(
         prompt=messages(required(row, "context"), role="user", what="'context'"),
         completions_G=(Completion(messages=first), Completion(messages=second)),
         ranks_G=(0, 1 if strength else 0),
@@ -436,7 +438,7 @@ def helpsteer3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) 
     )
 
 
-def tulu3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> Judged:
+def tulu3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> JudgedRow:
     """Two conversations that share everything but the last message."""
     chosen, rejected = (
         answer(messages(required(row, key), role="assistant", what=f"'{key}'"), what=f"'{key}'")
@@ -450,7 +452,7 @@ def tulu3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> Ju
     return _pair(chosen[:-1], chosen[-1:], rejected[-1:])
 
 
-def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> Judged:
+def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> JudgedRow:
     """`{"context": [...], "completions": [{"rank", "completion": [...]}, ...]}`, as it stands.
 
     Where ratings are wanted, one completion is enough and ranks may be missing.
@@ -460,7 +462,7 @@ def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> J
     if not isinstance(completions, Sequence) or isinstance(completions, str):
         raise UnusableRow(
             "'completions' is not a list",
-            f"'completions' is {kind_of(completions)} where a list is expected",
+            f"'completions' is {json_kind(completions)} where a list is expected",
         )
     least = 1 if attributes else 2
     if len(completions) < least:
@@ -469,7 +471,7 @@ def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> J
             f"'completions' holds {len(completions)}, and a preference needs {least} or more",
         )
     read = [_ranked_completion(value, place) for place, value in enumerate(completions, start=1)]
-    return Judged(
+    return JudgedRow(
         prompt=messages(context, role="user", what="'context'"),
         completions_G=tuple(Completion(messages=said) for said, _ in read),
         ranks_G=_ranks([item for _, item in read], optional=bool(attributes)),
@@ -479,7 +481,7 @@ def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> J
     )
 
 
-def binary(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> Judged:
+def binary(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> JudgedRow:
     """A prompt, a chosen and a rejected answer, under the configured keys.
 
     Without a prompt, the two may be whole conversations (the prompt is what they share) or
@@ -518,7 +520,7 @@ DATASET_CLASSES: dict[str, DatasetClass] = {
 }
 
 
-def judge(row: Row, class_name: str, config: DatasetConfig, attributes: Sequence[str]) -> Judged:
+def judge(row: Row, class_name: str, config: DatasetConfig, attributes: Sequence[str]) -> JudgedRow:
     """What the row says, read as a row of that class; `UnusableRow` where it says nothing."""
     try:
         judged = DATASET_CLASSES[class_name].convert(row, config, attributes)
@@ -576,8 +578,8 @@ def class_of(row: Row, config: DatasetConfig) -> tuple[str, str]:
     return found
 
 
-def _pair(prompt: Conversation, chosen: Conversation, rejected: Conversation) -> Judged:
-    return Judged(
+def _pair(prompt: Conversation, chosen: Conversation, rejected: Conversation) -> JudgedRow:
+    return JudgedRow(
         prompt=prompt,
         completions_G=(Completion(messages=chosen), Completion(messages=rejected)),
         ranks_G=(0, 1),
@@ -632,7 +634,7 @@ def _ranked_completion(value: Any, place: int) -> tuple[Conversation, Row]:
     if not isinstance(value, Mapping):
         raise UnusableRow(
             "a completion is not an object",
-            f"{what} is {kind_of(value)} where {{'rank': ..., 'completion': ...}} is expected",
+            f"{what} is {json_kind(value)} where {{'rank': ..., 'completion': ...}} is expected",
         )
     if value.get("completion") is None:
         raise UnusableRow(
@@ -665,7 +667,7 @@ def _ratings(items: Sequence[Row], attributes: Sequence[str]) -> tuple[tuple[flo
         if not isinstance(rated, Mapping):
             raise UnusableRow(
                 "'attributes' is not an object",
-                f"'attributes' is {kind_of(rated)} where {{name: number}} is expected",
+                f"'attributes' is {json_kind(rated)} where {{name: number}} is expected",
             )
         rows.append(tuple(_rating(rated.get(name), name) for name in attributes))
     return tuple(rows)
@@ -683,7 +685,7 @@ def _optional_number(row: Row, key: str, *, otherwise: float) -> float:
     return otherwise if value is None or value == "" else number(value, what=f"'{key}'")
 
 
-def _with_configured_numbers(judged: Judged, row: Row, config: DatasetConfig) -> Judged:
+def _with_configured_numbers(judged: JudgedRow, row: Row, config: DatasetConfig) -> JudgedRow:
     """The margin and the soft label from the configured columns, checked."""
     margin, target = judged.margin, judged.target
     if config.margin_key is not None:

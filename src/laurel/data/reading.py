@@ -23,7 +23,7 @@ from laurel.data.sources import (
     UnusableRow,
     complaint,
     is_import_path,
-    kind_of,
+    json_kind,
     open_own,
     read_rows,
 )
@@ -266,7 +266,7 @@ def unknown_class(name: str, known: Iterable[str]) -> str:
 def _object(row: Any) -> Row:
     if not isinstance(row, Mapping):
         raise UnusableRow(
-            "not an object", f"the row is {kind_of(row)} where {{key: value}} is expected"
+            "not an object", f"the row is {json_kind(row)} where {{key: value}} is expected"
         )
     return row
 

@@ -41,7 +41,7 @@ Reason = Literal[
 MAX_EXAMPLES = 3
 
 
-def fingerprint(conversation: Conversation) -> bytes:
+def conversation_fingerprint(conversation: Conversation) -> bytes:
     """Sixteen bytes that conversations share only if they say the same, alike on any machine."""
     digest = hashlib.blake2b(digest_size=16)
     for message in conversation:
@@ -218,7 +218,7 @@ def origin_of(path_or_name: str) -> str:
     return os.path.basename(os.path.normpath(path_or_name)) if is_local else path_or_name
 
 
-def nothing_left(report: RowReport) -> str:
+def no_rows_left(report: RowReport) -> str:
     """What to say where no row of a set is left."""
     reasons = ", ".join(
         f"{left_out.count} {reason} (e.g. {left_out.examples[0]}"
@@ -322,13 +322,13 @@ class DataReport(RowReport):
     def render(self) -> RenderableType:
         """The report as a table for the terminal, at most 80 columns wide."""
 
-        return table_of(self)
+        return report_table(self)
 
 
 def _add(figures: _Figures, preference: Preference) -> None:
     group = preference.group
     figures.num_completions[len(group.completions_G)] += 1
-    figures.prompts.add(fingerprint(group.prompt))
+    figures.prompts.add(conversation_fingerprint(group.prompt))
     num_prompt = answer_length(group.prompt)
     lengths_G = [answer_length(completion.messages) for completion in group.completions_G]
     figures.characters += [num_prompt + length for length in lengths_G]
@@ -354,12 +354,12 @@ _NARROW = 60
 _NOTE = "note"
 
 
-def table_of(report: DataReport) -> RenderableType:
+def report_table(report: DataReport) -> RenderableType:
     """The report's lines: a title, then what each figure is and its value."""
-    return lay_out(report, _figures(report))
+    return report_lines(report, _figures(report))
 
 
-def lay_out(report: RowReport, figures: Iterable[tuple[str, str]]) -> RenderableType:
+def report_lines(report: RowReport, figures: Iterable[tuple[str, str]]) -> RenderableType:
     """The rows of any report, then its own figures, each with its label."""
     return _Lines(report, tuple(figures))
 
@@ -496,7 +496,7 @@ class TextReport(RowReport):
             self.num_items += 1
             self.sets[name] += 1
             self.lengths.append(sum(len(message.content) for message in whole))
-            self.prompts.add(fingerprint(prompt))
+            self.prompts.add(conversation_fingerprint(prompt))
 
     @classmethod
     def merge(cls, reports: Sequence[Self], *, name: str) -> Self:
@@ -524,7 +524,7 @@ class TextReport(RowReport):
     def render(self) -> RenderableType:
         """The report as a table for the terminal, at most 80 columns wide."""
 
-        return lay_out(self, self._figures())
+        return report_lines(self, self._figures())
 
     def _figures(self) -> Iterator[tuple[str, str]]:
 

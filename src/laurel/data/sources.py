@@ -87,7 +87,7 @@ def text(value: Any, *, what: str) -> str:
     """The value as text that can be written as UTF-8."""
     if not isinstance(value, str):
         raise UnusableRow(
-            f"{what} is not text", f"{what} is {kind_of(value)} where text is expected"
+            f"{what} is not text", f"{what} is {json_kind(value)} where text is expected"
         )
     if not value.isascii():
         try:
@@ -121,7 +121,7 @@ def number(value: Any, *, what: str) -> float:
         except (ValueError, OverflowError):
             result = math.nan
     if not math.isfinite(result):
-        shown = repr(value) if isinstance(value, int | float | str) else kind_of(value)
+        shown = repr(value) if isinstance(value, int | float | str) else json_kind(value)
         raise UnusableRow(
             f"{what} is not a number", f"{what} is {shown:.60} where a finite number is expected"
         )
@@ -146,7 +146,7 @@ def messages(value: Any, *, role: str, what: str) -> Conversation:
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise UnusableRow(
             f"{what} is not text or messages",
-            f"{what} is {kind_of(value)} where text or a list of messages is expected",
+            f"{what} is {json_kind(value)} where text or a list of messages is expected",
         )
     return tuple(_message(item, what=what) for item in value)
 
@@ -190,7 +190,7 @@ def answer(conversation: Conversation, *, what: str) -> Conversation:
     return conversation
 
 
-def kind_of(value: Any) -> str:
+def json_kind(value: Any) -> str:
     """What a value is, in the words of JSON."""
     if value is None:
         return "null"
@@ -273,7 +273,7 @@ def _as_row(value: Any) -> Row:
     if not isinstance(value, dict):
         raise UnusableRow(
             "not an object",
-            f"the row is {kind_of(value)} where an object {{key: value}} is expected",
+            f"the row is {json_kind(value)} where an object {{key: value}} is expected",
         )
     return value
 

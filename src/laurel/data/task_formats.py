@@ -17,7 +17,7 @@ from typing import Any
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.data.preferences import best_answer, infer_class
 from laurel.data.reading import NO_HUB, HubSet, LeftOutRow
-from laurel.data.sources import Row, UnusableRow, kind_of, messages, required, text
+from laurel.data.sources import Row, UnusableRow, json_kind, messages, required, text
 from laurel.types import Conversation, Message
 
 # --------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def _inputs_outputs(value: Any, what: str, *, is_verl: bool = False) -> dict[str
     tests = _parsed(value, what)
     if not isinstance(tests, Mapping) or not {"inputs", "outputs"} <= tests.keys():
         raise UnusableRow(
-            f"{what} holds no tests", f"{what} is {kind_of(tests)} without 'inputs' and 'outputs'"
+            f"{what} holds no tests", f"{what} is {json_kind(tests)} without 'inputs' and 'outputs'"
         )
     inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
     if not inputs or len(inputs) != len(outputs):
@@ -363,7 +363,7 @@ def _parsed(value: Any, what: str, *, may_be_packed: bool = False) -> Any:
 
 def _texts(value: Any, what: str) -> list[str]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise UnusableRow(f"{what} is no list", f"{what} is {kind_of(value)}, not a list")
+        raise UnusableRow(f"{what} is no list", f"{what} is {json_kind(value)}, not a list")
     return [text(one, what=f"an item of {what}") for one in value]
 
 
@@ -499,7 +499,7 @@ def answer_text(value: Any, *, what: str) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int | float | None):
         raise UnusableRow(
             f"{what} is no answer",
-            f"{what} is {kind_of(value)} where a text or a number is expected",
+            f"{what} is {json_kind(value)} where a text or a number is expected",
         )
     if value is None or value != value:  # a table says NaN where nothing stands
         return None
@@ -538,7 +538,8 @@ def dapo(row: Row, config: TaskSetConfig) -> TaskParts:
     if not isinstance(judge_of_row, Mapping):
         raise UnusableRow(
             "'reward_model' is not an object",
-            f"'reward_model' is {kind_of(judge_of_row)} where {{'ground_truth': ...}} is expected",
+            f"'reward_model' is {json_kind(judge_of_row)} where {{'ground_truth': ...}} is "
+            "expected",
         )
     key = "reward_model.ground_truth"
     return TaskParts(
@@ -593,7 +594,7 @@ any_code = code(code_task)
 """Rows that ask for a program and bring their tests in any of the known forms."""
 
 
-def settle(row: Row, config: TaskSetConfig) -> tuple[TaskSetConfig, str | None]:
+def resolve_columns(row: Row, config: TaskSetConfig) -> tuple[TaskSetConfig, str | None]:
     """How the rows of a ResponseDataset are read, told from its first, and what to say about it.
 
     Columns that the configuration names are left alone; a name that is missing is an error when

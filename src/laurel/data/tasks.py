@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from laurel.config.data import TaskDataConfig, TaskSetConfig
-from laurel.config.tree import nearest
+from laurel.config.yaml_tree import nearest
 from laurel.data.reading import (
     LeftOutRow,
     OpenedSet,
@@ -19,14 +19,14 @@ from laurel.data.reading import (
     open_set,
     split,
 )
-from laurel.data.report import TaskReport, fingerprint, nothing_left
+from laurel.data.report import TaskReport, conversation_fingerprint, no_rows_left
 from laurel.data.sources import (
     Row,
     UnusableRow,
     has_own_split,
     import_object,
     is_import_path,
-    kind_of,
+    json_kind,
     required,
     text,
 )
@@ -38,7 +38,7 @@ from laurel.data.task_formats import (
     answer_text,
     any_code,
     columns,
-    settle,
+    resolve_columns,
 )
 from laurel.errors import ConfigError, DataError, counted_that
 from laurel.types import Message, Task
@@ -237,7 +237,7 @@ def _options(row: Row) -> dict[str, str]:
         given = dict(zip(string.ascii_uppercase, given, strict=False))
     if not isinstance(given, Mapping):
         raise UnusableRow(
-            "options are no list", f"the options are {kind_of(given)} where a list is expected"
+            "options are no list", f"the options are {json_kind(given)} where a list is expected"
         )
     options = {
         str(letter).strip(): answer_text(option, what="an option") or ""
@@ -358,7 +358,7 @@ def load_task_data(
         bool(data.split_validation_size) and "split_validation_size" in data.model_fields_set
     )
     if not validation_sets and not asks_share:
-        brought = [own_validation(config) for config in train_sets]
+        brought = [own_validation_tasks(config) for config in train_sets]
         validation_sets = [found for found in brought if found is not None]
     if validation_sets:
         names = data.validation_names()
@@ -447,7 +447,7 @@ def check_environment(environment: str, environments: Sequence[str]) -> None:
     )
 
 
-def own_validation(config: TaskSetConfig) -> TaskSetConfig | None:
+def own_validation_tasks(config: TaskSetConfig) -> TaskSetConfig | None:
     """The validation set that a training set brings with it; None where there is none.
 
     DeepScaler is validated on AIME 2024, and a class of the user's own on its `validation` split.
@@ -481,7 +481,7 @@ def _hold_out(
             by_draw.setdefault((share, seed), []).append(index)
     if not by_draw:
         return list(tasks), []
-    prompts = [fingerprint(task.prompt) for task in tasks]
+    prompts = [conversation_fingerprint(task.prompt) for task in tasks]
     held_out: set[bytes] = set()
     for (share, seed), indices in by_draw.items():
         starts = tuple(f"train-{index + 1}:" for index in indices)
@@ -556,7 +556,7 @@ class _Reading:
             )
         self.report.notes += self.roles.notes()
         if not rows:
-            raise DataError(nothing_left(self.report))
+            raise DataError(no_rows_left(self.report))
         self.fit.conclude(self.report.origin)
         tasks = list(_repeated(rows, self.repeat))
         if self.repeat > 1:
@@ -566,7 +566,7 @@ class _Reading:
 
     def _task(self, source: str, row: Row) -> Task:
         if not self.is_settled:
-            self.config, said = settle(row, self.config)
+            self.config, said = resolve_columns(row, self.config)
             self.is_settled = True
             self.fit.check_set(self.config.dataset_name, self.report)
             if said is not None:

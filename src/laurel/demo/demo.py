@@ -17,7 +17,7 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config, to_yaml
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
-from laurel.config.tree import Section
+from laurel.config.yaml_tree import Section
 from laurel.demo.data import (
     NUM_HELD_OUT_NUMBERS,
     demonstrations,
@@ -29,8 +29,8 @@ from laurel.errors import CheckpointError, TrainingError
 from laurel.observe.console import make_console, message_console, visible
 from laurel.observe.json_output import write_json
 from laurel.observe.report.last_words import accuracy_words, first_findings
-from laurel.observe.report.samples import Answer, Comparison, print_comparisons
-from laurel.observe.run_record import read_run
+from laurel.observe.report.samples import Comparison, ScoredAnswer, print_comparisons
+from laurel.observe.run_record import read_run_record
 from laurel.run.grpo import Measurement, measure_policy, train_policy
 from laurel.run.reward_model import train_reward_model
 from laurel.run.sft import fine_tune
@@ -40,7 +40,7 @@ from laurel.types import group_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from laurel.training.loop import Outcome
+    from laurel.training.loop import RunOutcome
 
 
 NUM_DEMONSTRATIONS, NUM_PREFERENCES, NUM_PROMPTS = 16_000, 25_600, 3_840
@@ -62,7 +62,7 @@ _DATA_SETS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class DemoResult:
     """What a demo came to."""
 
     rate_before: float
@@ -93,7 +93,7 @@ class Result:
         ]
 
 
-def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> Result:
+def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> DemoResult:
     """Make data and a model, warm it up, train a reward model, learn from it, and report.
 
     Args:
@@ -139,7 +139,7 @@ def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> Result
     comparisons = _compare(before, after, reward_model, console)
     print_comparisons(last, _some(comparisons, NUM_SHOWN))
     _stage(console, NUM_STAGES, "Report")
-    result = Result(
+    result = DemoResult(
         rate_before=before.success_rate, rate_after=after.success_rate, reward_accuracy=accuracy
     )
     _report(files, result, comparisons)
@@ -232,7 +232,7 @@ def _write_data(files: Files, seed: int) -> None:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _finished(outcome: Outcome, console: Console) -> Path:
+def _finished(outcome: RunOutcome, console: Console) -> Path:
     """The model of a run, or the end of the demo where the run was stopped."""
     if outcome.ended != "finished" or outcome.latest is None:
         console.print("stopped before the end; run `laurel demo` again to start over")
@@ -244,9 +244,11 @@ def _compare(
     before: Measurement, after: Measurement, reward_model: Path, console: Console
 ) -> list[Comparison]:
     """The first answer to every held-out task, before and after, with its score and the truth."""
-    from laurel.rewards.open import open_scorer
+    from laurel.rewards.open import open_model_scorer
 
-    scorer = open_scorer(str(reward_model), say=lambda text: console.print(text, soft_wrap=True))
+    scorer = open_model_scorer(
+        str(reward_model), say=lambda text: console.print(text, soft_wrap=True)
+    )
     pairs = list(zip(before.groups, after.groups, strict=True))
     texts = [
         ["".join(m.content for m in group.rollouts_G[0].messages) for group in pair]
@@ -274,11 +276,11 @@ def _some(comparisons: Sequence[Comparison], count: int) -> list[Comparison]:
     return [comparisons[i * len(comparisons) // count + i % 3] for i in range(count)]
 
 
-def _answer(truth: float | None, text: str, score: float | None) -> Answer:
-    return Answer(text=text, score=score, is_right=None if truth is None else truth > 0.5)
+def _answer(truth: float | None, text: str, score: float | None) -> ScoredAnswer:
+    return ScoredAnswer(text=text, score=score, is_right=None if truth is None else truth > 0.5)
 
 
-def _report(files: Files, result: Result, comparisons: list[Comparison]) -> None:
+def _report(files: Files, result: DemoResult, comparisons: list[Comparison]) -> None:
     from laurel.observe.report.page import Fact, write_report
 
     runs = [next(iter(sorted(files.logs(stage).iterdir()))) for stage in ("sft", "rm", "grpo")]
@@ -319,7 +321,7 @@ def _say_rate(console: Console, when: str, measured: Measurement) -> None:
     )
 
 
-def _say_rewards(console: Console, rewarding: Outcome) -> None:
+def _say_rewards(console: Console, rewarding: RunOutcome) -> None:
     """How good the reward model is, beside what needs no model to be as good."""
     figures = {
         name.rpartition("/")[2]: value
@@ -335,8 +337,8 @@ def _conclude(
     *,
     policy: Path,
     reward_model: Path,
-    rewarding: Outcome,
-    learning: Outcome,
+    rewarding: RunOutcome,
+    learning: RunOutcome,
     rates: tuple[Measurement, Measurement],
     seconds: float,
 ) -> None:
@@ -353,7 +355,7 @@ def _conclude(
     for when, measured in zip(("before GRPO", "after GRPO "), rates, strict=True):
         _say_rate(console, when, measured)
     if learning.run_dir is not None:
-        for finding in first_findings(read_run(learning.run_dir)):
+        for finding in first_findings(read_run_record(learning.run_dir)):
             text = Text(visible(f"GRPO, {finding}"))
             room -= len(text.wrap(console, console.width))
             if room < 0:

@@ -15,22 +15,22 @@ import torch
 from laurel.config.environments import CodeEnvironmentConfig, SandboxConfig
 from laurel.environments.code.answers import (
     Session,
-    joined,
+    join_code,
     last_said,
     observation,
     program_of,
     tagged,
 )
 from laurel.environments.code.nodes import ClusterNodes, open_pool_on
-from laurel.environments.code.sandbox import limits_of, open_pool
+from laurel.environments.code.sandbox import open_pool, program_limits
 from laurel.environments.code.tests import (
     NO_CODE,
     CodeVerdict,
     MalformedTaskError,
     TaskTests,
     has_tests,
+    program_verdict,
     read_tests,
-    verdict_of,
 )
 from laurel.environments.interface import (
     ENVIRONMENT_ROLE,
@@ -46,7 +46,7 @@ from laurel.environments.interface import (
     settings_of,
 )
 from laurel.errors import EnvironmentFailedError
-from laurel.protocols import Judged, MessageLog
+from laurel.protocols import JudgingUnit, MessageLog
 from laurel.sandbox.detection import Detection, detect
 from laurel.sandbox.jobs import SandboxResult
 from laurel.sandbox.pool import SandboxPool
@@ -86,7 +86,7 @@ class CodeEnvironment(EnvironmentInterface):
     without code is answered with nothing, or is the answer (`terminate_without_code`).
     """
 
-    judges: Judged = "completion"
+    judges: JudgingUnit = "completion"
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class CodeEnvironment(EnvironmentInterface):
         """
         self.config = settings_of(CodeEnvironmentConfig, env_config, where="env.code")
         self.stop_strings = tuple(self.config.stop_strings or ())
-        self._limits = limits_of(self.config.sandbox)
+        self._limits = program_limits(self.config.sandbox)
         self._pool = _opened(self.config.placed_sandbox, detection, nodes)
         # A batch that is finished does not say how its rewards came about.
         self.memo: ConversationMemo[dict[str, Any]] = ConversationMemo()
@@ -179,7 +179,7 @@ class CodeEnvironment(EnvironmentInterface):
         )
         future = self._pool.submit(job, deadline=deadline, batch=batch)
         most = self.config.max_observation_chars
-        return lambda: verdict_of(tests, future.result(), self.config.reward, most=most)
+        return lambda: program_verdict(tests, future.result(), self.config.reward, most=most)
 
     def _judged(self, verdict: CodeVerdict, given: dict[str, Any], attempt: int) -> _Answer:
         if verdict.failure is not None:
@@ -304,7 +304,7 @@ class CodeEnvironment(EnvironmentInterface):
             return lambda: reason
         if tests.reference is None:
             return lambda: None
-        code = joined(tests.reference, entry=tests.entry, prefix=tests.prefix)
+        code = join_code(tests.reference, entry=tests.entry, prefix=tests.prefix)
         judged = self._judge(tests, code, None)
 
         def reason_of() -> str | None:

@@ -28,7 +28,7 @@ from laurel.environments.interface import (
     settings_of,
 )
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.protocols import Environment, Judged, MessageLog
+from laurel.protocols import Environment, JudgingUnit, MessageLog
 from laurel.types import Task
 
 GATE = "gate"
@@ -103,7 +103,7 @@ class CompositeEnvironment(EnvironmentInterface):
         self._calls = {name: PartCalls(name) for name in names}
         parts = self._environments.values()
         # The most patient of them has its way.
-        self.judges = max(map(judged_by, parts), key=get_args(Judged).index)
+        self.judges = max(map(judged_by, parts), key=get_args(JudgingUnit).index)
         wanted = (text for part in parts for text in getattr(part, "stop_strings", None) or ())
         self.stop_strings = tuple(dict.fromkeys(wanted))
         # What each part said itself: a gate is no component, and a weight may be 0.
@@ -128,7 +128,7 @@ class CompositeEnvironment(EnvironmentInterface):
         terminateds = torch.stack([one.terminateds.bool() for one in deciding]).any(dim=0)
         return EnvironmentReturn(
             observations=[
-                {"role": "environment", "content": joined(returns, index)}
+                {"role": "environment", "content": join_observations(returns, index)}
                 for index in range(len(message_log_batch))
             ],
             metadata=[
@@ -158,7 +158,9 @@ class CompositeEnvironment(EnvironmentInterface):
             [metadata[index] for index in chosen],
         )
         own = {name: [_own(one, name) for one in metadata] for name in others}
-        returns = conducted | {name: spread(judged.get(name), chosen, own[name]) for name in others}
+        returns = conducted | {
+            name: scatter_return(judged.get(name), chosen, own[name]) for name in others
+        }
         return {name: returns[name] for name in self._environments}
 
     def _ask(
@@ -419,7 +421,7 @@ class PartCalls:
         return future
 
 
-def spread(
+def scatter_return(
     judged: EnvironmentReturn | None, chosen: Sequence[int], metadata: Sequence[Any]
 ) -> EnvironmentReturn:
     """What a part said of some conversations, among those that it has not been asked about."""
@@ -467,7 +469,7 @@ def failures_of(judged: EnvironmentReturn, totals_B: Sequence[float]) -> list[st
     ]
 
 
-def joined(returns: Returns, index: int) -> str:
+def join_observations(returns: Returns, index: int) -> str:
     """What all of them say to a conversation, each thing once."""
     said = (one.observations[index]["content"] for one in returns.values())
     return "\n".join(dict.fromkeys(text for text in said if text))

@@ -22,11 +22,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, get_args
 
 from laurel.config.load import Checker, warnings_of
-from laurel.config.shape import with_defaults
-from laurel.config.tree import Section, graft
+from laurel.config.schema_info import with_defaults
+from laurel.config.yaml_tree import Section, graft
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.observe.hub import line_of
-from laurel.protocols import Environment, Judged, MessageLog
+from laurel.protocols import Environment, JudgingUnit, MessageLog
 from laurel.types import EnvironmentReturn, Task
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class EnvironmentInterface(ABC):
         ray.get(environment.shutdown.remote())
     """
 
-    judges: Judged = "group"
+    judges: JudgingUnit = "group"
     """What is to come in one call: a completion, a part of a group, a group or a batch."""
     stop_strings: Sequence[str] = ()
     """Where the policy's first turn ends."""
@@ -257,17 +257,17 @@ def _fingerprint(message_log: MessageLog, group_id: str | None) -> bytes:
     return digest.digest()
 
 
-def judged_by(environment: Environment) -> Judged:
+def judged_by(environment: Environment) -> JudgingUnit:
     """What an environment judges in one call.
 
     Raises:
         ConfigError: It says something else.
     """
     found = getattr(environment, "judges", "group")
-    if found not in get_args(Judged):
-        known = ", ".join(get_args(Judged))
+    if found not in get_args(JudgingUnit):
+        known = ", ".join(get_args(JudgingUnit))
         raise ConfigError(f"{type(environment).__name__}: judges={found!r} must be one of {known}")
-    return cast(Judged, found)
+    return cast(JudgingUnit, found)
 
 
 def noise_floor_of(environment: Environment) -> float:
@@ -380,7 +380,7 @@ def source_of(called: Callable[..., Any]) -> tuple[str, int] | None:
     return None if code is None else (code.co_filename, code.co_firstlineno)
 
 
-def name_of(called: Callable[..., Any]) -> str:
+def method_name(called: Callable[..., Any]) -> str:
     """A method as its author knows it: `module.Class.step (FILE:LINE)`."""
     owner = getattr(called, "__self__", None)
     where = source_of(called)
@@ -392,7 +392,9 @@ def name_of(called: Callable[..., Any]) -> str:
 
 def unfit(called: Callable[..., Any], returned: str, expected: str) -> EnvironmentFailedError:
     """The error for a function that returned something that cannot be used."""
-    return EnvironmentFailedError(f"{name_of(called)} returned {returned}; expected is {expected}")
+    return EnvironmentFailedError(
+        f"{method_name(called)} returned {returned}; expected is {expected}"
+    )
 
 
 def checked_return(step: Callable[..., Any], returned: Any, size: int) -> EnvironmentReturn:
@@ -405,7 +407,7 @@ def checked_return(step: Callable[..., Any], returned: Any, size: int) -> Enviro
     """
     of_each = f"one for each of {size} conversations"
     if not isinstance(returned, EnvironmentReturn):
-        raise unfit(step, kind_of(returned), f"an EnvironmentReturn with a reward, {of_each}")
+        raise unfit(step, value_kind(returned), f"an EnvironmentReturn with a reward, {of_each}")
     if isinstance(returned.rewards, Mapping) and not returned.rewards:
         raise unfit(step, "rewards without any component", f"a tensor of rewards, {of_each}")
     for name in FIELDS + MAY_MISS:
@@ -416,15 +418,15 @@ def checked_return(step: Callable[..., Any], returned: Any, size: int) -> Enviro
             count = (
                 f"{len(given)} {name}"
                 if isinstance(given, Sized)
-                else (f"{kind_of(given)} as {name}")
+                else (f"{value_kind(given)} as {name}")
             )
             raise unfit(step, count, f"a list, {of_each}")
-    for name, values in columns_of(returned).items():
+    for name, values in reward_columns(returned).items():
         column_of(step, values, size, name)
     return returned
 
 
-def columns_of(returned: EnvironmentReturn) -> dict[str, Any]:
+def reward_columns(returned: EnvironmentReturn) -> dict[str, Any]:
     """The numbers of a verdict by what to call them: every component of the reward, and the end."""
     rewards = returned.rewards
     if isinstance(rewards, Mapping):
@@ -446,7 +448,7 @@ def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> li
     try:
         column = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise unfit(step, f"{kind_of(values)} as {name}", expected) from error
+        raise unfit(step, f"{value_kind(values)} as {name}", expected) from error
     if column.ndim == 1 and len(column) != size:
         raise unfit(step, f"{len(column)} {name}", expected)
     if column.ndim != 1:
@@ -455,7 +457,7 @@ def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> li
     return plain
 
 
-def kind_of(value: Any) -> str:
+def value_kind(value: Any) -> str:
     """What a value is, in few words."""
     if value is None:
         return "None"

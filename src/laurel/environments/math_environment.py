@@ -25,7 +25,7 @@ from laurel.environments.interface import (
 from laurel.environments.math.answers import Checked, Verdict, check_choice
 from laurel.environments.math.pool import AnswerChecker
 from laurel.errors import EnvironmentFailedError
-from laurel.protocols import Judged, MessageLog
+from laurel.protocols import JudgingUnit, MessageLog
 from laurel.types import Task
 
 
@@ -36,7 +36,7 @@ class MathEnvironment(EnvironmentInterface):
     `ground_truth`. A task without a known answer that can be read is a failure, not a 0.
     """
 
-    judges: Judged = "completion"
+    judges: JudgingUnit = "completion"
 
     def __init__(self, env_config: MathEnvironmentConfig | Mapping[str, Any]) -> None:
         """Start nothing yet: processes come with the first answer that needs one.

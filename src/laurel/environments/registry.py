@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from laurel.config.environments import CompositeEnvironmentConfig, EnvironmentsConfig
 from laurel.config.policy import NamedCall
-from laurel.config.tree import nearest
+from laurel.config.yaml_tree import nearest
 from laurel.environments.interface import judged_by
 from laurel.errors import ConfigError, LaurelError
 from laurel.observe.hub import told_with_line
@@ -18,7 +18,7 @@ from laurel.protocols import Environment
 
 if TYPE_CHECKING:
     from laurel.environments.code.nodes import ClusterNodes
-    from laurel.environments.reward_model.open import Opening
+    from laurel.environments.reward_model.open import ScorerFactory
 
 BUILT_IN: dict[str, tuple[str, str]] = {
     "math": ("laurel.environments.math_environment.MathEnvironment", "math"),
@@ -79,7 +79,7 @@ def create_environments(
     config: EnvironmentsConfig,
     *,
     device: str = "auto",
-    opening: Opening | None = None,
+    opening: ScorerFactory | None = None,
     nodes: ClusterNodes | None = None,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, Environment]:
@@ -132,7 +132,7 @@ class _Making:
         self,
         config: EnvironmentsConfig,
         device: str,
-        opening: Opening | None,
+        opening: ScorerFactory | None,
         nodes: ClusterNodes | None,
         say: Callable[[str], None] | None,
     ) -> None:

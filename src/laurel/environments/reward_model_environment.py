@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import torch
 
 from laurel.config.environments import RewardModelEnvironmentConfig, ScoreTransformConfig
-from laurel.data.forest import pad
+from laurel.data.forest import to_padded
 from laurel.environments.interface import (
     GROUP_ID,
     ConversationMemo,
@@ -32,15 +32,15 @@ from laurel.environments.reward_model.open import (
     IN_THE_SECTION,
     WHERE,
     Device,
-    Opening,
+    ScorerFactory,
     merges,
+    open_environment_scorer,
     open_reward_model_group,
-    open_scorer,
     statistics_of,
 )
 from laurel.errors import ConfigError, DataError, EnvironmentFailedError, speaking
 from laurel.models.parallel.mesh import ParallelShape
-from laurel.protocols import Judged, MessageLog, Scorer
+from laurel.protocols import JudgingUnit, MessageLog, Scorer
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.open import Say
@@ -94,7 +94,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         *,
         scorer: Scorer | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
-        opening: Opening | None = None,
+        opening: ScorerFactory | None = None,
         say: Say | None = None,
     ) -> None:
         """Load the model, and make it prove that it scores as it did when it was saved.
@@ -116,7 +116,9 @@ class RewardModelEnvironment(EnvironmentInterface):
         self.config = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
         stored = statistics_of(self.config, scorer)
         if scorer is None:
-            scorer = open_scorer(self.config, device=device, say=say or _log, opening=opening)
+            scorer = open_environment_scorer(
+                self.config, device=device, say=say or _log, opening=opening
+            )
         if isinstance(scorer, ContractScorer):
             stored = scorer.contract.rules.mean, scorer.contract.rules.std
         self.transform = ScoreTransform(self.config.transform, stored=stored)
@@ -125,7 +127,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         self._judges_groups: bool = getattr(scorer, "judges_groups", False)
         self.judges = self._judged_by(scorer)
         self.memo: ConversationMemo[_Judged] = ConversationMemo()
-        self._witnesses = Witnesses()
+        self._noise_probe = NoiseProbe()
         self._noise: float | None = getattr(scorer, "noise", None)
         self._lock = threading.Lock()
 
@@ -150,7 +152,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         """
         return self._with_contract().contract.tokenizer
 
-    def _judged_by(self, scorer: Scorer) -> Judged:
+    def _judged_by(self, scorer: Scorer) -> JudgingUnit:
         if not self.config.use_reward_loop:
             return "batch"
         if self._judges_groups:
@@ -184,7 +186,7 @@ class RewardModelEnvironment(EnvironmentInterface):
                 "input_lengths": empty,
                 "truncated": empty.bool(),
             }
-        rows = pad(groups, pad_id=scorer.pad_id)
+        rows = to_padded(groups, pad_id=scorer.pad_id)
         return {
             "input_ids": rows.ids_NL,
             "input_lengths": rows.lengths_N,
@@ -241,7 +243,7 @@ class RewardModelEnvironment(EnvironmentInterface):
                 judges_groups=self._judges_groups,
             )
         if self._noise is None:
-            self._witnesses.add(case.conversation for case in readable if case.failure is None)
+            self._noise_probe.add(case.conversation for case in readable if case.failure is None)
         whole = [case for case in cases if case.failure is None]
         references = [case.reference_score for case in whole]
         rewards = self.transform.rewards(
@@ -334,7 +336,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         scorer = self._open()
         golden = scorer.contract.rules.golden if isinstance(scorer, ContractScorer) else ()
         chosen = [entry.messages for entry in golden]
-        chosen = list(dict.fromkeys(chosen if len(chosen) > 1 else self._witnesses.all()))
+        chosen = list(dict.fromkeys(chosen if len(chosen) > 1 else self._noise_probe.all()))
         return by_prompt(chosen) if len(chosen) > 1 else []
 
     def resting(self) -> contextlib.AbstractContextManager[None]:
@@ -750,7 +752,7 @@ class ScoreTransform:
 # --------------------------------------------------------------------------------------------------
 # How far apart scores can be that mean the same: the noise of a scorer.
 
-MOST_WITNESSES = 8
+MOST_PROBES = 8
 """Conversations that the noise is measured on."""
 
 ScoreNow = Callable[[Sequence[Group]], list[tuple[Score, ...]]]
@@ -769,7 +771,7 @@ PROBE = tuple(
 """What the noise is measured on where nothing else is at hand."""
 
 
-class Witnesses:
+class NoiseProbe:
     """A few of many conversations: chosen by what they say, for who comes first is chance."""
 
     def __init__(self) -> None:
@@ -782,7 +784,7 @@ class Witnesses:
             for conversation in conversations:
                 digest = hashlib.blake2b(repr(conversation).encode("utf-8", "replace"))
                 self._by_digest[digest.hexdigest()] = conversation
-            while len(self._by_digest) > MOST_WITNESSES:
+            while len(self._by_digest) > MOST_PROBES:
                 del self._by_digest[max(self._by_digest)]
 
     def all(self) -> list[Conversation]:

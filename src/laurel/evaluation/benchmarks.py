@@ -39,7 +39,7 @@ Tell = Callable[[str], object]
 _UNSCORED = Score(value=None, failure="it is only read")
 
 
-class Asked(Protocol):
+class BenchmarkOptions(Protocol):
     """What a benchmark is asked for."""
 
     @property
@@ -80,10 +80,10 @@ class Benchmark:
     """One evaluation, of scored pairs or of scored lists."""
 
     title: str
-    read: Callable[[Asked, Tell], list[BenchmarkRow]]
+    read: Callable[[BenchmarkOptions, Tell], list[BenchmarkRow]]
     """Tells what a person should know of rows that it leaves out, or keeps."""
     scored: Callable[[BenchmarkRow, Sequence[Score]], list[Any]]
-    measure: Callable[[Sequence[Any], Asked], Measured]
+    measure: Callable[[Sequence[Any], BenchmarkOptions], Measured]
     by_length: Callable[[Sequence[Any]], list[Any]]
     details: Callable[[Sequence[Any]], Mapping[str, Any]] = field(default=lambda rows: {})
 
@@ -102,7 +102,7 @@ def reduce_scores(
     benchmark: Benchmark,
     rows: Sequence[BenchmarkRow],
     scores: Sequence[Sequence[Score]],
-    asked: Asked,
+    asked: BenchmarkOptions,
 ) -> Reduced:
     """The figures of a benchmark from the scores of its rows.
 
@@ -135,26 +135,26 @@ def reduce_scores(
 # --------------------------------------------------------------------------------------- reading
 
 
-def _read(form: BenchmarkForm) -> Callable[[Asked, Tell], list[BenchmarkRow]]:
+def _read(form: BenchmarkForm) -> Callable[[BenchmarkOptions, Tell], list[BenchmarkRow]]:
     return lambda asked, tell: rows_of.read_benchmark(
         form, asked.data, split=asked.split, limit=asked.max_samples
     )
 
 
-def _reward_bench_rows(asked: Asked, tell: Tell) -> list[BenchmarkRow]:
+def _reward_bench_rows(asked: BenchmarkOptions, tell: Tell) -> list[BenchmarkRow]:
     rows = _read(rows_of.REWARD_BENCH)(asked, tell)
     if asked.prior:
         rows += rows_of.read_benchmark(rows_of.PRIOR_SETS, (), limit=asked.max_samples)
     return rows
 
 
-def _judge_bench_rows(asked: Asked, tell: Tell) -> list[BenchmarkRow]:
+def _judge_bench_rows(asked: BenchmarkOptions, tell: Tell) -> list[BenchmarkRow]:
     """By category, so that two results can be compared by it as well."""
     rows = _read(rows_of.JUDGE_BENCH)(asked, tell)
     return [replace(row, subset=other_benchmarks.category_of(row.subset or "")) for row in rows]
 
 
-def preference_rows(asked: Asked, tell: Tell) -> list[BenchmarkRow]:
+def preference_rows(asked: BenchmarkOptions, tell: Tell) -> list[BenchmarkRow]:
     """Preferences of every set that is named; each is a subset of its own where there are more."""
     if not asked.data and asked.dataset is None:
         raise DataError(
@@ -174,7 +174,7 @@ def preference_rows(asked: Asked, tell: Tell) -> list[BenchmarkRow]:
 
 
 def _preferences(
-    asked: Asked, path: str | None, *, on_bad_row: Literal["error", "skip"]
+    asked: BenchmarkOptions, path: str | None, *, on_bad_row: Literal["error", "skip"]
 ) -> tuple[list[Preference], DataReport]:
     config = DatasetConfig(
         dataset_name=asked.dataset,
@@ -222,7 +222,7 @@ class TrainingPairs:
     """Of each set with malformed rows, how many were left out."""
 
 
-def training_pairs(asked: Asked) -> TrainingPairs:
+def training_pairs(asked: BenchmarkOptions) -> TrainingPairs:
     """Every pair of the preferences that are named; malformed rows are left out and counted.
 
     Raises:
@@ -245,14 +245,14 @@ def training_pairs(asked: Asked) -> TrainingPairs:
         for row in rows_of.rows_of_preferences(
             preferences, subset=path if len(asked.data) > 1 else None
         ):
-            pairs += pairs_of(row, [_UNSCORED] * len(row.group.completions_G))
+            pairs += ordered_pairs(row, [_UNSCORED] * len(row.group.completions_G))
     return TrainingPairs(pairs=pairs, notes=tuple(notes))
 
 
 # --------------------------------------------------------------------------------------- scoring
 
 
-def pairs_of(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredPair]:
+def ordered_pairs(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredPair]:
     """Every two answers of which one is better."""
     texts = [conversation_text(one.messages) for one in row.group.completions_G]
     places = [
@@ -296,7 +296,7 @@ BENCHMARKS: dict[BenchmarkName, Benchmark] = {
     "reward-bench": Benchmark(
         title="RewardBench",
         read=_reward_bench_rows,
-        scored=pairs_of,
+        scored=ordered_pairs,
         measure=lambda rows, _: reward_bench.measure_reward_bench(rows),
         by_length=pairs_by_length,
     ),
@@ -320,14 +320,14 @@ BENCHMARKS: dict[BenchmarkName, Benchmark] = {
     "judge-bench": Benchmark(
         title="JudgeBench",
         read=_judge_bench_rows,
-        scored=pairs_of,
+        scored=ordered_pairs,
         measure=lambda rows, _: other_benchmarks.measure_judge_bench(rows),
         by_length=pairs_by_length,
     ),
     "pairs": Benchmark(
         title="Pairs",
         read=preference_rows,
-        scored=pairs_of,
+        scored=ordered_pairs,
         measure=lambda rows, _: measure(rows),
         by_length=pairs_by_length,
     ),
@@ -403,8 +403,8 @@ def selectable(benchmark: BenchmarkName) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedBenchmark:
-    """What a benchmark is asked for: see `benchmarks.Asked`."""
+class BenchmarkChoice:
+    """What a benchmark is asked for: see `benchmarks.BenchmarkOptions`."""
 
     data: tuple[str, ...]
     split: str | None
@@ -423,7 +423,7 @@ class BenchmarkSet:
     name: str
     """That the run gives it."""
     benchmark: BenchmarkName
-    asked: AskedBenchmark
+    asked: BenchmarkChoice
     rows: Sequence[BenchmarkRow]
     num_read: int
     """Rows that there were before some of them were chosen."""
@@ -437,7 +437,7 @@ class BenchmarkSet:
         Raises:
             DataError: A file or a row that cannot be used, or nothing that could be compared.
         """
-        asked = AskedBenchmark(
+        asked = BenchmarkChoice(
             data=config.paths,
             split=config.split,
             dataset=config.dataset_name,
@@ -456,7 +456,7 @@ class BenchmarkSet:
                 asked=asked,
                 num_read=len(read),
                 told=tuple(told),
-                rows=read if config.max_samples is None else spread(read, config.max_samples),
+                rows=read if config.max_samples is None else limit_rows(read, config.max_samples),
             )
             if not chosen.rows:
                 raise DataError(
@@ -547,7 +547,7 @@ class BenchmarkSet:
         }
 
 
-def spread(rows: Sequence[BenchmarkRow], limit: int) -> list[BenchmarkRow]:
+def limit_rows(rows: Sequence[BenchmarkRow], limit: int) -> list[BenchmarkRow]:
     """At most so many rows, of each subset its share, in their order; the same ones each time.
 
     They lie evenly in their subset. The two rows of a prompt of Ties stay together: neither counts

@@ -15,7 +15,7 @@ from laurel.evaluation.statistics import (
     Measured,
     ScoredList,
     ScoredPair,
-    mean_of,
+    mean_figure,
     pair_credits,
     share,
     shares_by_subset,
@@ -96,7 +96,7 @@ def measure_rm_bench(rows: Sequence[ScoredList]) -> Measured:
         for name, names in DOMAINS.items()
     }
     sections = [
-        mean_of(level, [figures[i] for figures in domains.values()])
+        mean_figure(level, [figures[i] for figures in domains.values()])
         for i, level in enumerate(LEVELS)
     ]
     sections += [_mean_of_levels(name, figures) for name, figures in domains.items()]
@@ -129,7 +129,7 @@ def _mean_of_levels(name: str, figures: Sequence[Figure]) -> Figure:
     """Their mean; they stand on the same rows."""
     return Figure(
         name=name,
-        value=mean_of(name, figures).value,
+        value=mean_figure(name, figures).value,
         num_rows=figures[0].num_rows,
         num_failures=figures[0].num_failures,
     )

@@ -19,7 +19,7 @@ from laurel.evaluation.statistics import (
     Measured,
     ScoredList,
     ScoredPair,
-    mean_of,
+    mean_figure,
     pair_credits,
     share,
     shares_by_subset,
@@ -297,7 +297,7 @@ def measure_reward_bench_2(
     known = [found[name] for name in NUM_PROMPTS if name in found]
     return Measured(
         subsets=tuple(found[name] for name in names),
-        final=mean_of(FINAL, [*known, *absent]),
+        final=mean_figure(FINAL, [*known, *absent]),
         notes=tuple(notes),
         credits=credits,
     )

@@ -70,7 +70,7 @@ def scored(pairs: Iterable[ScoredPair]) -> list[ScoredPair]:
     return [pair for pair in pairs if difference(pair) is not None]
 
 
-def failures(pairs: Iterable[ScoredPair]) -> dict[str, int]:
+def failure_reasons(pairs: Iterable[ScoredPair]) -> dict[str, int]:
     """How many pairs have no verdict, by the reason, the most frequent first."""
     return dict(
         Counter(
@@ -249,7 +249,7 @@ class PairedTest:
     """The chance of a difference as large or larger if neither were better."""
 
 
-def compare(
+def paired_test(
     first: MeasuredCredits, second: MeasuredCredits, *, ids: Iterable[str] | None = None
 ) -> PairedTest:
     """The exact test of McNemar on the rows that both results have a verdict on.
@@ -351,7 +351,7 @@ def shares_by_subset(rows: Iterable[tuple[str | None, float | None]]) -> dict[st
     return {name: share(name, credits) for name, credits in by_subset.items()}
 
 
-def mean_of(name: str, figures: Sequence[Figure]) -> Figure:
+def mean_figure(name: str, figures: Sequence[Figure]) -> Figure:
     """The plain mean of figures; it has no value where one of them has none, or there is none."""
     values = [figure.value for figure in figures if figure.value is not None]
     return Figure(

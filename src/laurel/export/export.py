@@ -54,7 +54,7 @@ def run_export(
     place = _find(options)
     target = check_target(options.output, overwrite=options.overwrite, read_from=place.name)
     if options.push_to_hub is not None:
-        hub = hub or connect()
+        hub = hub or connect_hub()
         check_hub(hub, options.push_to_hub)
     tables = _tables(options, place, say)
     with messages.status("checking the files of the model"):
@@ -188,7 +188,7 @@ class HubApi(Protocol):
         ...
 
 
-def connect() -> HubApi:
+def connect_hub() -> HubApi:
     """The hub that this machine is set up for."""
     from huggingface_hub import HfApi
 

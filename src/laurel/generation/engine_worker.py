@@ -20,13 +20,13 @@ from laurel.generation.weights.buckets import Bucket, WeightStream
 from laurel.generation.weights.probe import ProbeAnswer
 from laurel.protocols import Generator
 from laurel.types import Generated, GenerationRequest, Weights
-from laurel.workers.rendezvous import Place
+from laurel.workers.rendezvous import RankPlace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Event(NamedTuple):
+class EngineEvent(NamedTuple):
     """What became of a request."""
 
     number: int
@@ -48,7 +48,7 @@ class EngineWorker:
     While `exchange` waits, another thread may call the other methods.
     """
 
-    def __init__(self, place: Place, make_engine: Callable[[], Generator]) -> None:
+    def __init__(self, place: RankPlace, make_engine: Callable[[], Generator]) -> None:
         """Make the engine.
 
         Args:
@@ -61,7 +61,7 @@ class EngineWorker:
         self._running: dict[int, asyncio.Task[None]] = {}
         """Of the loop's thread."""
         self._changed = threading.Condition()
-        self._events: list[Event] = []
+        self._events: list[EngineEvent] = []
         self._is_open = True
         self._stream: WeightStream | None = None
         self._update: Future[None] | None = None
@@ -77,7 +77,7 @@ class EngineWorker:
         new: Sequence[tuple[int, GenerationRequest]],
         aborted: Sequence[int],
         wait: float,
-    ) -> list[Event]:
+    ) -> list[EngineEvent]:
         """Take requests, and tell what has happened since the last call.
 
         Requests that come together begin together, in order.
@@ -108,7 +108,7 @@ class EngineWorker:
         try:
             async with aclosing(self._engine.generate(request)) as completions:
                 async for generated in completions:
-                    self._tell(Event(number, generated))
+                    self._tell(EngineEvent(number, generated))
         except asyncio.CancelledError:  # aborted, and by now the engine has let go of it
             pass
         except LaurelError as error:
@@ -116,9 +116,9 @@ class EngineWorker:
         except Exception as error:  # whatever it is, it must be able to travel
             end = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         del self._running[number]
-        self._tell(Event(number, end))
+        self._tell(EngineEvent(number, end))
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: EngineEvent) -> None:
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
@@ -179,7 +179,7 @@ class EngineWorker:
             update.result()
 
     def host(self) -> str:
-        """See `Place.host`."""
+        """See `RankPlace.host`."""
         return self._link.host
 
     def receive_weights(self, meeting: Meeting) -> str | None:

@@ -21,21 +21,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from laurel.errors import EngineError, LaurelError, UserError, WorkerError
-from laurel.generation.engine_worker import Event
+from laurel.generation.engine_worker import EngineEvent
 from laurel.generation.waiting import BackgroundLoop, PauseGate
 from laurel.generation.weights.probe import Probe
 from laurel.generation.weights.routes import (
     THROUGH_RAY,
     WeightRoute,
     WeightTransfer,
+    common_version,
     require_proof,
     route_of,
     send_weights,
-    version_of,
 )
 from laurel.protocols import WorkerGroup
 from laurel.types import Generated, GenerationRequest, Weights
-from laurel.workers.seat import Restarts
+from laurel.workers.worker_actor import Restarts
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class GeneratorReplicas:
         """
         self.transfer = transfer
         """As it was given."""
-        settings = CrewSettings(
+        settings = ReplicaSettings(
             make_group=make_group,
             num_replicas=num_replicas,
             current_weights=current_weights,
@@ -102,7 +102,7 @@ class GeneratorReplicas:
         self._arrival = threading.Lock()
         """Of the list before it."""
         self._gate = PauseGate()
-        self._crew = ReplicaCrew(settings, on_failure=self._gate.open)
+        self._replica_set = GeneratorReplicaSet(settings, on_failure=self._gate.open)
         self._is_asleep = False
         self._background = BackgroundLoop("laurel-replicas")
         try:
@@ -112,7 +112,7 @@ class GeneratorReplicas:
             raise
 
     async def _begin(self) -> None:
-        await self._crew.begin()
+        await self._replica_set.begin()
         self._gate.open()
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class GeneratorReplicas:
             return
         ending = [
             threading.Thread(target=group.shutdown, name="laurel-closing")
-            for group in self._crew.shut_down()
+            for group in self._replica_set.shut_down()
         ]
         for thread in ending:
             thread.start()
@@ -129,7 +129,7 @@ class GeneratorReplicas:
             thread.join()
 
     async def _end(self) -> None:
-        self._crew.fail(EngineError("the generator was closed"))
+        self._replica_set.fail(EngineError("the generator was closed"))
         await self._gate.empty()
 
     # ---------------------------------------------------------------------------------- generation
@@ -137,17 +137,17 @@ class GeneratorReplicas:
     @property
     def weight_version(self) -> int:
         """See `Generator`."""
-        return self._crew.version
+        return self._replica_set.version
 
     @property
     def num_restarts(self) -> int:
         """How often a replica has been started again."""
-        return self._crew.restarts.number
+        return self._replica_set.restarts.number
 
     @property
     def num_weight_fallbacks(self) -> int:
         """Transfers of weights that broke off and ended through Ray's object store."""
-        return self._crew.route.num_fallbacks
+        return self._replica_set.route.num_fallbacks
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
         """See `Generator`. What closes the iterator waits until the replica has let go.
@@ -180,7 +180,7 @@ class GeneratorReplicas:
             if not order.is_over:
                 self._hand_over()
                 with contextlib.suppress(EngineError):  # closed, so it is over
-                    await self._elsewhere(self._take_back(order))
+                    await self._elsewhere(self._withdraw(order))
 
     def _hand_over(self) -> None:
         """Let the requests that have arrived begin, in order."""
@@ -200,11 +200,11 @@ class GeneratorReplicas:
 
     async def _draw(self, order: Order) -> None:
         async with self._gate.request():
-            self._crew.place(order)
+            self._replica_set.place(order)
             await order.over.wait()
 
-    async def _take_back(self, order: Order) -> None:
-        await self._crew.take_back(order)
+    async def _withdraw(self, order: Order) -> None:
+        await self._replica_set.withdraw(order)
         if order.task is not None:  # it may wait at the gate
             order.task.cancel()
 
@@ -221,7 +221,7 @@ class GeneratorReplicas:
 
     async def _update(self, weights: Weights) -> None:
         async with self._alone():
-            await self._crew.take_weights(weights)
+            await self._replica_set.take_weights(weights)
 
     async def sleep(self) -> None:
         """See `Generator`."""
@@ -234,7 +234,7 @@ class GeneratorReplicas:
     async def _set_asleep(self, is_asleep: bool) -> None:
         async with self._alone():
             self._is_asleep = is_asleep
-            await self._crew.set_asleep(is_asleep)
+            await self._replica_set.set_asleep(is_asleep)
 
     async def _elsewhere(self, work: Coroutine[Any, Any, None]) -> None:
         # What has been begun is ended, even where the caller is cancelled.
@@ -245,10 +245,10 @@ class GeneratorReplicas:
         """New requests wait, those under way have ended, and no replica is being started."""
         async with self._gate.alone():
             try:
-                await self._crew.settle()
+                await self._replica_set.settle()
                 yield
             finally:
-                if self._crew.failure is not None or not self._is_asleep:
+                if self._replica_set.failure is not None or not self._is_asleep:
                     self._gate.open()
 
 
@@ -264,7 +264,7 @@ POLL_SECONDS_EACH = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrewSettings:
+class ReplicaSettings:
     """See `GeneratorReplicas`."""
 
     make_group: Callable[[int], WorkerGroup]
@@ -277,18 +277,18 @@ class CrewSettings:
     patience: float
 
 
-class ReplicaCrew:
+class GeneratorReplicaSet:
     """The replicas of a generator. Belongs to one event loop, except where it says otherwise.
 
     Whoever changes weights, or lets it rest, sees to it that no order is under way.
     """
 
-    def __init__(self, settings: CrewSettings, *, on_failure: Callable[[], None]) -> None:
+    def __init__(self, settings: ReplicaSettings, *, on_failure: Callable[[], None]) -> None:
         """Make nothing yet: see `begin`.
 
         Args:
             settings: What does not change.
-            on_failure: Called when the crew is of no use any more.
+            on_failure: Called when the replica set is of no use any more.
         """
         self.version = 0
         """Of the weights that all who are ready have."""
@@ -299,7 +299,7 @@ class ReplicaCrew:
         self._settings = settings
         self._on_failure = on_failure
         self._poll = max(POLL_SECONDS, POLL_SECONDS_EACH * settings.num_replicas)
-        self._replicas: list[Replica] = []
+        self._replicas: list[GeneratorReplica] = []
         self._unplaced: list[Order] = []
         self._numbers = itertools.count()
         self._last_loss, self._last_exit_code = "", EngineError.exit_code
@@ -321,9 +321,9 @@ class ReplicaCrew:
         for made in await asyncio.gather(*making, return_exceptions=True):
             if isinstance(made, BaseException):
                 raise made
-            self._replicas.append(Replica(len(self._replicas), made))
+            self._replicas.append(GeneratorReplica(len(self._replicas), made))
         groups = [replica.group for replica in self._replicas]
-        self.version = await self._in_thread(version_of, groups)
+        self.version = await self._in_thread(common_version, groups)
         if self._settings.probe is not None:
             lost = await self._in_thread(
                 require_proof, dict(enumerate(groups)), self._settings.probe, version=self.version
@@ -357,7 +357,7 @@ class ReplicaCrew:
                     )
                 )
 
-    async def take_back(self, order: Order) -> None:
+    async def withdraw(self, order: Order) -> None:
         """Come back when nobody works on an order any more."""
         order.is_aborted = True
         if any(replica.abort(order) for replica in self._replicas):
@@ -377,7 +377,7 @@ class ReplicaCrew:
             order.fail(self.failure)
         self._on_failure()
 
-    async def _serve(self, replica: Replica) -> None:
+    async def _serve(self, replica: GeneratorReplica) -> None:
         """Speak to one replica while it has work, and start it again when it is lost."""
         try:
             while True:
@@ -391,7 +391,7 @@ class ReplicaCrew:
             failed.__cause__ = error
             self.fail(failed)
 
-    async def _exchange(self, replica: Replica) -> LaurelError | None:
+    async def _exchange(self, replica: GeneratorReplica) -> LaurelError | None:
         """Tell it what is new, and hear what has happened. Why it is lost, where it is."""
         news = replica.take_news()
         timeout = self._poll + self._settings.patience
@@ -439,7 +439,9 @@ class ReplicaCrew:
             replica.state = "ready"
         self.version, self._has_first_weights = weights.version, False
 
-    async def _send(self, weights: Weights, replicas: list[Replica]) -> dict[int, WorkerError]:
+    async def _send(
+        self, weights: Weights, replicas: list[GeneratorReplica]
+    ) -> dict[int, WorkerError]:
         # Who has been started again meanwhile is not ready, and has to get all of them.
         has_same = weights.same_as == self.version and all(r.state == "ready" for r in replicas)
         lost = await self._in_thread(
@@ -461,7 +463,7 @@ class ReplicaCrew:
         self._is_asleep = is_asleep
         await asyncio.gather(*(self._rest(replica) for replica in self._replicas))
 
-    async def _rest(self, replica: Replica) -> None:
+    async def _rest(self, replica: GeneratorReplica) -> None:
         try:
             await self._call(replica, "sleep" if self._is_asleep else "wake")
         except WorkerError as error:
@@ -469,7 +471,7 @@ class ReplicaCrew:
 
     # ------------------------------------------------------------------------------------ restarts
 
-    async def _restart(self, replica: Replica, failure: LaurelError) -> None:
+    async def _restart(self, replica: GeneratorReplica, failure: LaurelError) -> None:
         """Start a replica again, until it works. Others finish what it had.
 
         Raises:
@@ -490,7 +492,7 @@ class ReplicaCrew:
         for order in orders:
             self.place(order)
 
-    def _count(self, replica: Replica, failure: LaurelError) -> None:
+    def _count(self, replica: GeneratorReplica, failure: LaurelError) -> None:
         """Allow one more restart, or say why not."""
         if self.failure is not None:
             raise self.failure
@@ -505,7 +507,7 @@ class ReplicaCrew:
         error.exit_code = self._last_exit_code
         return error
 
-    async def _try_to_start(self, replica: Replica) -> LaurelError | None:
+    async def _try_to_start(self, replica: GeneratorReplica) -> LaurelError | None:
         """Why it does not work, where it does not."""
         try:
             await self._in_thread(replica.group.shutdown)
@@ -521,10 +523,10 @@ class ReplicaCrew:
         self._settings.say(f"{replica.name} is back and {having}")
         return None
 
-    async def _catch_up(self, replica: Replica) -> bool:
+    async def _catch_up(self, replica: GeneratorReplica) -> bool:
         """Give it the weights of the day. False: it must wait for the next ones."""
         if self._has_first_weights:
-            return await self._in_thread(version_of, [replica.group]) == self.version
+            return await self._in_thread(common_version, [replica.group]) == self.version
         if self._is_updating:  # they are on their way
             return False
         async with self._catching_up:  # the learner can be read by one at a time
@@ -555,7 +557,9 @@ class ReplicaCrew:
         work = functools.partial(function, *arguments, **options)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def _call(self, replica: Replica, method: str, *arguments: Any, **options: Any) -> Any:
+    async def _call(
+        self, replica: GeneratorReplica, method: str, *arguments: Any, **options: Any
+    ) -> Any:
         return await self._in_thread(replica.group.call_one, 0, method, *arguments, **options)
 
 
@@ -630,7 +634,7 @@ class Order:
 State = Literal["ready", "starting", "waiting"]
 
 
-class Replica:
+class GeneratorReplica:
     """One engine in a group of one worker, and the orders that it works on."""
 
     def __init__(self, index: int, group: WorkerGroup) -> None:
@@ -688,7 +692,7 @@ class Replica:
         self._new, self._aborted = [], []
         return news
 
-    def hear(self, events: Sequence[Event]) -> LaurelError | None:
+    def hear(self, events: Sequence[EngineEvent]) -> LaurelError | None:
         """Hand on what has happened. Why the engine is of no use any more, where it is not."""
         failure: LaurelError | None = None
         for number, what in events:

@@ -28,7 +28,7 @@ class GeneratorSpec:
     """Of the weights that it begins with."""
 
 
-def check_request(request: GenerationRequest, *, vocab_size: int) -> None:
+def check_generation_request(request: GenerationRequest, *, vocab_size: int) -> None:
     """Refuse what no engine can draw.
 
     Raises:

@@ -477,7 +477,7 @@ def shape_rewards(
 # ------------------------------------------------------------------------------- KL in the reward
 
 
-def divergence(
+def completion_divergence(
     policy_L: LogProbs, reference_L: LogProbs, mask_L: Mask, config: PolicyLossConfig
 ) -> float:
     """The estimated divergence of a whole completion from the reference policy.

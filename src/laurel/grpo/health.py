@@ -19,8 +19,8 @@ from laurel.observe.health import (
     FAILURES,
     LENGTH_CORRELATION,
     REPETITION,
+    AlarmEvent,
     Alarms,
-    Event,
     Evidence,
     is_of_validation,
 )
@@ -135,7 +135,7 @@ class HealthWatch:
                     f"alarm stays silent. There are: {', '.join(sorted(of_environments))}"
                 )
 
-    def _tell(self, event: Event, groups: Sequence[RolloutGroup]) -> None:
+    def _tell(self, event: AlarmEvent, groups: Sequence[RolloutGroup]) -> None:
         found = event.finding
         is_raised = event.state == "raised"
         lines = [f"step {event.step}  alarm {event.state}: {event.alarm}", found.text]

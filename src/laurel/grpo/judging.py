@@ -22,7 +22,7 @@ from laurel.environments.interface import (
     checked_return,
     column_of,
     judged_by,
-    name_of,
+    method_name,
     source_of,
     unfit,
 )
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Unfinished:
+class RolloutInProgress:
     """One completion in the making."""
 
     index: int
@@ -103,18 +103,20 @@ class Unfinished:
         )
 
 
-def take_verdict(step: Callable[..., Any], returned: Any, games: Sequence[Unfinished]) -> None:
+def take_verdict(
+    step: Callable[..., Any], returned: Any, rollouts: Sequence[RolloutInProgress]
+) -> None:
     """Give each conversation its part of what `step` returned.
 
     Raises:
         EnvironmentFailedError: It is no verdict on these conversations.
     """
-    size = len(games)
+    size = len(rollouts)
     verdict = checked_return(step, returned, size)
     parts = verdict.rewards if isinstance(verdict.rewards, dict) else {"": verdict.rewards}
     columns = {name: column_of(step, part, size, "rewards") for name, part in parts.items()}
     over = column_of(step, verdict.terminateds, size, "terminateds")
-    for i, game in enumerate(games):
+    for i, rollout in enumerate(rollouts):
         failure = verdict.failures[i] if verdict.failures is not None else None
         observation = verdict.observations[i]
         values = {name: float(column[i]) for name, column in columns.items()}
@@ -125,18 +127,18 @@ def take_verdict(step: Callable[..., Any], returned: Any, games: Sequence[Unfini
         if failure is None and not over[i] and not _is_message(observation):
             failure = f"{observation!r} is no observation: a role and a content are expected"
         if failure is not None:
-            game.fail(failure)
+            rollout.fail(failure)
             continue
-        game.reward += sum(values.values())
+        rollout.reward += sum(values.values())
         for name, value in values.items():
             if name:
-                game.components[name] = game.components.get(name, 0.0) + value
-        game.is_over = bool(over[i])
-        game.metadata = verdict.metadata[i]
+                rollout.components[name] = rollout.components.get(name, 0.0) + value
+        rollout.is_over = bool(over[i])
+        rollout.metadata = verdict.metadata[i]
         stops = verdict.next_stop_strings[i]
-        game.stop_strings = game.stop_strings if stops is None else tuple(stops)
-        game.answer = verdict.answers[i] if verdict.answers is not None else None
-        game.observation = observation
+        rollout.stop_strings = rollout.stop_strings if stops is None else tuple(stops)
+        rollout.answer = verdict.answers[i] if verdict.answers is not None else None
+        rollout.observation = observation
 
 
 def _is_message(value: object) -> bool:
@@ -145,17 +147,17 @@ def _is_message(value: object) -> bool:
     )
 
 
-Seat = tuple[Conversation, Unfinished]
+PendingJudgement = tuple[Conversation, RolloutInProgress]
 """A prompt, and a conversation that began with it."""
 
-PARTS = 4
+MAX_PARTS = 4
 """Of a group that is judged in parts, at most."""
-WORTH = 2
+MIN_TOKEN_RATIO = 2
 """Tokens of a part that is judged by itself, as a multiple of those of its prompt."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Clock:
+class RolloutStats:
     """Where the time of a batch of rollouts went, in seconds, and what it brought."""
 
     generation: float = 0.0
@@ -180,9 +182,9 @@ class Clock:
             return None
         return max(0.0, 1.0 - self.exposed / self.judging)
 
-    def leave(self, game: Unfinished, *, is_out_of_turns: bool) -> None:
+    def leave(self, rollout: RolloutInProgress, *, is_out_of_turns: bool) -> None:
         """End a conversation that its environment would have gone on with, and count it."""
-        game.truncated = game.is_over = True
+        rollout.truncated = rollout.is_over = True
         if is_out_of_turns:
             self.num_out_of_turns += 1
         else:
@@ -192,14 +194,14 @@ class Clock:
 class Calls:
     """The calls of environments for one batch, in one event loop."""
 
-    def __init__(self, clock: Clock, limit: int) -> None:
+    def __init__(self, stats: RolloutStats, limit: int) -> None:
         """Begin with none.
 
         Args:
-            clock: Is told how long they take.
+            stats: Is told how long they take.
             limit: How many run side by side.
         """
-        self.clock = clock
+        self.stats = stats
         self.slots = asyncio.Semaphore(limit)
         self._num_open = 0
         self._began = 0.0
@@ -215,10 +217,10 @@ class Calls:
             yield
         finally:
             now = time.monotonic()
-            self.clock.environment += now - started
+            self.stats.environment += now - started
             self._num_open -= 1
             if not self._num_open:
-                self.clock.judging += now - self._began
+                self.stats.judging += now - self._began
 
 
 class Judges:
@@ -234,9 +236,9 @@ class Judges:
         self._timeout = timeout
         self._threads = PatientThreads(num_threads, name="environment")
 
-    def begin(self, clock: Clock) -> Calls:
+    def begin(self, stats: RolloutStats) -> Calls:
         """What the calls for one batch have in common."""
-        return Calls(clock, self._threads.limit)
+        return Calls(stats, self._threads.limit)
 
     def close(self) -> None:
         """Let go of the threads."""
@@ -245,7 +247,7 @@ class Judges:
     async def judge(
         self,
         environment: Environment,
-        seats: Sequence[Seat],
+        pending: Sequence[PendingJudgement],
         calls: Calls,
         *,
         num_groups: int = 1,
@@ -255,44 +257,50 @@ class Judges:
         Raises:
             WorkerError: Who judges is lost.
         """
-        games = [game for _, game in seats]
-        logs = [[_plain(m) for m in (*prompt, *game.messages)] for prompt, game in seats]
-        metadata = [{**(game.metadata or {}), GROUP_ID: game.group_id} for game in games]
+        rollouts = [rollout for _, rollout in pending]
+        logs = [[_plain(m) for m in (*prompt, *rollout.messages)] for prompt, rollout in pending]
+        metadata = [
+            {**(rollout.metadata or {}), GROUP_ID: rollout.group_id} for rollout in rollouts
+        ]
         timeout = self._timeout * num_groups
         with calls.one():
             try:
                 verdict = await self._threads.call(
                     calls.slots, environment.step, logs, metadata, timeout=timeout
                 )
-                take_verdict(environment.step, verdict, games)
+                take_verdict(environment.step, verdict, rollouts)
             except GivenUpError:
-                for game in games:
-                    game.fail(f"timeout: no verdict within {timeout:g} s (env.timeout_seconds)")
+                for rollout in rollouts:
+                    rollout.fail(f"timeout: no verdict within {timeout:g} s (env.timeout_seconds)")
             except EnvironmentFailedError as error:  # which says whose fault it is, and where
-                for game in games:
-                    game.fail(str(error))
+                for rollout in rollouts:
+                    rollout.fail(str(error))
             except Exception as error:  # an environment's own code: anything can come out of it
                 if isinstance(error, WorkerError) and error.is_lost:
                     raise  # who judges is gone: not these samples' fault, nor the next ones'
-                for game in games:
-                    game.fail(described(error, environment.step))
+                for rollout in rollouts:
+                    rollout.fail(described(error, environment.step))
 
 
 def _plain(message: Message) -> dict[str, str]:
     return {"role": message.role, "content": message.content}
 
 
-def parts_of(environment: Environment, games: Sequence[Unfinished]) -> list[list[Unfinished]]:
+def judged_parts(
+    environment: Environment, rollouts: Sequence[RolloutInProgress]
+) -> list[list[RolloutInProgress]]:
     """Those of a group that come together, as soon as the last of them has ended.
 
     Who comes with whom depends on their indices alone, never on who ends first.
     """
-    most = {"completion": len(games), "part": PARTS}.get(judged_by(environment), 1)
-    size = -(-len(games) // most)
-    return [list(games[first : first + size]) for first in range(0, len(games), size)]
+    most = {"completion": len(rollouts), "part": MAX_PARTS}.get(judged_by(environment), 1)
+    size = -(-len(rollouts) // most)
+    return [list(rollouts[first : first + size]) for first in range(0, len(rollouts), size)]
 
 
-def pays(part: Sequence[Unfinished], environment: Environment, prompt_length: int) -> bool:
+def worth_separate_call(
+    part: Sequence[RolloutInProgress], environment: Environment, prompt_length: int
+) -> bool:
     """Whether a part is worth a call of its own, which computes the prompt once more.
 
     So at most half as much again is computed for a group as in one call. It depends on what was
@@ -300,36 +308,40 @@ def pays(part: Sequence[Unfinished], environment: Environment, prompt_length: in
     """
     if judged_by(environment) == "completion":
         return True
-    return sum(len(ids) for game in part for ids in game.ids) >= WORTH * prompt_length
+    return (
+        sum(len(ids) for rollout in part for ids in rollout.ids) >= MIN_TOKEN_RATIO * prompt_length
+    )
 
 
-def agree(games: Iterable[Unfinished]) -> None:
+def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
     """Give what says the same, but was judged apart, the verdict of the first who said it."""
-    first_of: dict[Conversation, Unfinished] = {}
-    for game in games:
-        if game.failure is None:
-            first = first_of.setdefault(tuple(game.messages), game)
-            game.reward, game.components = first.reward, dict(first.components)
+    first_of: dict[Conversation, RolloutInProgress] = {}
+    for rollout in rollouts:
+        if rollout.failure is None:
+            first = first_of.setdefault(tuple(rollout.messages), rollout)
+            rollout.reward, rollout.components = first.reward, dict(first.components)
 
 
-class Assembly:
+class BatchBarrier:
     """The groups of a batch that one environment judges together, in one call."""
 
     def __init__(self, num_groups: int) -> None:
         self._num_missing = num_groups
-        self._seats: list[Seat] = []
+        self._pending: list[PendingJudgement] = []
         self._is_judged = asyncio.Event()
 
     async def judged(
-        self, seats: Sequence[Seat], judge: Callable[[Sequence[Seat]], Awaitable[None]]
+        self,
+        pending: Sequence[PendingJudgement],
+        judge: Callable[[Sequence[PendingJudgement]], Awaitable[None]],
     ) -> None:
         """Come back when all are there and have been judged; the last one to come sees to it."""
-        self._seats += seats
+        self._pending += pending
         self._num_missing -= 1
         if self._num_missing:
             await self._is_judged.wait()
             return
-        await judge(self._seats)
+        await judge(self._pending)
         self._is_judged.set()
 
 
@@ -444,7 +456,7 @@ def _line_of(error: BaseException, called: Callable[..., Any] | None) -> str:
         if own:
             return line_of(own[-1].filename, own[-1].lineno)
         if all(is_ours(frame.filename) for frame in frames):
-            return f"calling {name_of(called)}"  # it did not take how it was called
+            return f"calling {method_name(called)}"  # it did not take how it was called
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 

@@ -17,13 +17,13 @@ import numpy as np
 
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import LoggerConfig
-from laurel.data.forest import pack_evenly, pack_padded, pad, plant
+from laurel.data.forest import pack_evenly, pack_padded, to_forest, to_padded
 from laurel.environments.interface import noise_floor_of
 from laurel.grpo.advantages import (
     NO_DIVERGENCE,
     Advantages,
+    completion_divergence,
     compute_advantages,
-    divergence,
     fail_without_divergence,
     lacks_divergences,
     mean_divergence,
@@ -52,12 +52,12 @@ from laurel.observe.console import (
     write_completions,
 )
 from laurel.observe.loggers import shows_whole_samples
-from laurel.observe.progress import Phase, Timers
+from laurel.observe.progress import ProgressPhase, Timers
 from laurel.observe.report.last_words import accuracy_words
 from laurel.protocols import Environment, Generator
-from laurel.training.batches import Batcher, global_batches, part_of, shares
-from laurel.training.learner import Asked, Learner, Update
-from laurel.training.loop import Outcome, Surroundings, TrainingLoop
+from laurel.training.batches import Batcher, global_batches, select_completions, shares
+from laurel.training.learner import Learner, ModelRole, Update
+from laurel.training.loop import RunOutcome, RunServices, TrainingLoop
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 from laurel.training.state import Position
 from laurel.types import PaddedRows, RolloutGroup, TokenForest, TokenGroup
@@ -98,10 +98,8 @@ class GRPO(TrainingLoop):
 
     state: GRPORunState
 
-    def __init__(
-        self, settings: GRPOSettings, surroundings: Surroundings, parts: PolicyParts
-    ) -> None:
-        super().__init__(surroundings)
+    def __init__(self, settings: GRPOSettings, services: RunServices, parts: PolicyParts) -> None:
+        super().__init__(services)
         self.settings = settings
         self.parts = parts
         self.rule = resolve(settings.grpo)
@@ -111,7 +109,7 @@ class GRPO(TrainingLoop):
             self.state.alarms, run_dir=self.state.run_dir, say=self.progress.message
         )
 
-    def run(self, position: Position) -> Outcome:
+    def run(self, position: Position) -> RunOutcome:
         """See `TrainingLoop`."""
         if position.step > 0:  # a new generator knows nothing of the steps before
             self._hand_over(position.step)
@@ -161,9 +159,9 @@ class GRPO(TrainingLoop):
         """Whether there is time to wait for what is ahead: a signal leaves little."""
         return self.stop.seconds <= self.settings.grpo.stop_patience_seconds
 
-    def _waited(self, phase: Phase, num_groups: int) -> None:
+    def _waited(self, phase: ProgressPhase, num_groups: int) -> None:
         phase.advance(num_groups - phase.done)
-        self.heed()
+        self.check_stop()
 
     def _judge(
         self,
@@ -176,7 +174,7 @@ class GRPO(TrainingLoop):
         if settings.loss.use_kl_in_reward and reference is not None:
             kl_BG = [
                 [
-                    divergence(r.logprobs_L, ref_L, r.mask_L, settings.loss)
+                    completion_divergence(r.logprobs_L, ref_L, r.mask_L, settings.loss)
                     for r, ref_L in zip(group.rollouts_G, reference_GL, strict=True)
                 ]
                 for group, reference_GL in zip(batch.groups, reference, strict=True)
@@ -224,7 +222,7 @@ class GRPO(TrainingLoop):
         """
         parts, settings = self.parts, self.settings
 
-        def of(asked: Asked) -> list[list[LogProbs]]:
+        def of(asked: ModelRole) -> list[list[LogProbs]]:
             return policy_logprobs(
                 partial(parts.learner.outputs, of=asked),
                 [group.tokens() for group in groups],
@@ -232,7 +230,7 @@ class GRPO(TrainingLoop):
                 batch_tokens=settings.logprob_tokens,
                 pad_id=parts.pad_id,
                 share_prompts=parts.batcher.limits.share_prompts,
-                num_places=parts.learner.num_places,
+                dp_size=parts.learner.dp_size,
             )
 
         is_repeated = settings.updates_per_rollout > 1
@@ -331,7 +329,7 @@ class GRPO(TrainingLoop):
         groups = batch.groups
         bad_steps = self._bad_steps(updates, step, batch, position.bad_steps)
         rollouts = failures_with(rollout_metrics(groups), batch.failures_left_out)
-        train = {**advantages.metrics, **rollouts, **unended_metrics(batch.clock), **figures}
+        train = {**advantages.metrics, **rollouts, **unended_metrics(batch.stats), **figures}
         self._note_unended(step, batch)
         train.setdefault("lr", self.parts.learner.learning_rate)  # where no update was made
         train["bad_steps_in_a_row"] = float(bad_steps)
@@ -355,11 +353,11 @@ class GRPO(TrainingLoop):
             logged |= environment_metrics(groups, self.parts.environments)
         logged |= {f"timing/train/{name}": value for name, value in timing.items()}
         logged |= {
-            "timing/train/rollout/generation": batch.clock.generation,
-            **judging_metrics(batch.clock),
+            "timing/train/rollout/generation": batch.stats.generation,
+            **judging_metrics(batch.stats),
             "performance/tokens_per_second": num_tokens / timing["total_step_time"],
-            "performance/generated_tokens_per_second": batch.clock.num_tokens
-            / max(batch.clock.generation, 1e-9),
+            "performance/generated_tokens_per_second": batch.stats.num_tokens
+            / max(batch.stats.generation, 1e-9),
         }
         divided = _over_updates([update.performance for update in updates])
         logged |= {f"performance/{name}": value for name, value in divided.items()}
@@ -373,7 +371,7 @@ class GRPO(TrainingLoop):
 
     def _note_unended(self, step: int, batch: Batch) -> None:
         """Once a run: the policy never got the next turn that its environment had given it."""
-        note = unended_note(batch.clock, max_turns=self.settings.grpo.max_rollout_turns)
+        note = unended_note(batch.stats, max_turns=self.settings.grpo.max_rollout_turns)
         if note is not None and not self._noted_unended:
             self._noted_unended = True
             self.progress.message(f"step {step}: {note}")
@@ -503,7 +501,7 @@ def policy_logprobs(
     batch_tokens: int,
     pad_id: int,
     share_prompts: bool = True,
-    num_places: int = 1,
+    dp_size: int = 1,
 ) -> list[list[LogProbs]]:
     """Log-probabilities of every token of every completion, without gradients and dropout.
 
@@ -514,7 +512,7 @@ def policy_logprobs(
         batch_tokens: Token budget of one forward pass; larger groups are divided.
         pad_id: For models on the padded path.
         share_prompts: Compute a prompt once for all its completions.
-        num_places: `Learner.num_places`.
+        dp_size: `Learner.dp_size`.
 
     Returns:
         float32 [L] for each completion of each group, in order whatever the batches were.
@@ -524,15 +522,17 @@ def policy_logprobs(
     places = [
         (g, indices) for g, group in enumerate(groups) for indices in shares(group, budget=budget)
     ]
-    parts = [part_of(groups[g], indices) for g, indices in places]
+    parts = [select_completions(groups[g], indices) for g, indices in places]
     if is_forest:
         sizes = [part.num_tokens for part in parts]
-        packed = pack_evenly(sizes, batch_tokens, places=num_places)
+        packed = pack_evenly(sizes, batch_tokens, dp_size=dp_size)
     else:
         packed = pack_padded([part.lengths_G for part in parts], batch_tokens)
     chosen = [[parts[number] for number in numbers] for numbers in packed]
     batches = [
-        plant(some, share_prompts=share_prompts) if is_forest else pad(some, pad_id=pad_id)
+        to_forest(some, share_prompts=share_prompts)
+        if is_forest
+        else to_padded(some, pad_id=pad_id)
         for some in chosen
     ]
     found: dict[tuple[int, int], LogProbs] = {}

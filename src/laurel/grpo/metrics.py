@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from laurel.environments.interface import kind_of, unfit
+from laurel.environments.interface import unfit, value_kind
 from laurel.errors import EnvironmentFailedError
-from laurel.grpo.judging import Clock, described
+from laurel.grpo.judging import RolloutStats, described
 from laurel.protocols import Environment
-from laurel.rewards.remote.replica import reason_of
+from laurel.rewards.remote.replica import failure_reason
 from laurel.types import Rollout, RolloutGroup
 
 _OWN_PREFIX = re.compile(r"^\w+_env/")
@@ -61,34 +61,34 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return {name: float(value) for name, value in figures.items()} | _rewards(rollouts)
 
 
-def judging_metrics(clock: Clock) -> dict[str, float]:
+def judging_metrics(stats: RolloutStats) -> dict[str, float]:
     """Where the time of environments went, in seconds, and how much of it drawing has hidden."""
     figures = {
-        "timing/train/rollout/environment": clock.environment,
-        "timing/train/rollout/environment_busy": clock.judging,
-        "timing/train/rollout/environment_exposed": clock.exposed,
+        "timing/train/rollout/environment": stats.environment,
+        "timing/train/rollout/environment_busy": stats.judging,
+        "timing/train/rollout/environment_exposed": stats.exposed,
     }
-    share = clock.hidden_share
+    share = stats.hidden_share
     return figures if share is None else figures | {"performance/reward_hidden_share": share}
 
 
-def unended_metrics(clock: Clock) -> dict[str, float]:
+def unended_metrics(stats: RolloutStats) -> dict[str, float]:
     """How many conversations ended though their environment would have gone on, by the reason."""
-    found = {"unended_out_of_turns": clock.num_out_of_turns, "unended_cut_off": clock.num_cut_off}
+    found = {"unended_out_of_turns": stats.num_out_of_turns, "unended_cut_off": stats.num_cut_off}
     return {name: float(number) for name, number in found.items() if number}
 
 
-def unended_note(clock: Clock, *, max_turns: int) -> str | None:
+def unended_note(stats: RolloutStats, *, max_turns: int) -> str | None:
     """What to say of them; None where there are none, or a limit above 1 has ended them all."""
     said = []
-    if clock.num_out_of_turns and max_turns == 1:
+    if stats.num_out_of_turns and max_turns == 1:
         said.append(
-            f"{clock.num_out_of_turns} for want of a second turn (grpo.max_rollout_turns=1; set it "
+            f"{stats.num_out_of_turns} for want of a second turn (grpo.max_rollout_turns=1; set it "
             "to the turns that a conversation may take)"
         )
-    if clock.num_cut_off:
+    if stats.num_cut_off:
         said.append(
-            f"{clock.num_cut_off} as the answer was cut off or no room was left "
+            f"{stats.num_cut_off} as the answer was cut off or no room was left "
             "(policy.generation.max_new_tokens, policy.max_total_sequence_length)"
         )
     if not said:
@@ -116,7 +116,7 @@ def failure_counts(groups: Sequence[RolloutGroup]) -> Counter[str]:
 
 def _word_for(failure: str) -> str:
     """The word for a failure; parts of composites put their names before it."""
-    words = (reason_of(part) for part in _tails(failure))
+    words = (failure_reason(part) for part in _tails(failure))
     return next((word for word in words if word != "other"), "other")
 
 
@@ -158,7 +158,7 @@ def environment_metrics(
             continue
         measure = environment.global_post_process_and_metrics
         try:
-            measured = _figures(measure, measure(batch_of(own)))
+            measured = _figures(measure, measure(environment_batch(own)))
             bare = {_OWN_PREFIX.sub("", key): float(value) for key, value in measured.items()}
         except EnvironmentFailedError as error:
             raise EnvironmentFailedError(
@@ -176,9 +176,9 @@ def environment_metrics(
 def _figures(measure: Callable[..., Any], returned: Any) -> Mapping[str, Any]:
     """The figures of what an environment returned of a batch."""
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise unfit(measure, kind_of(returned), "the batch, and a dictionary of figures")
+        raise unfit(measure, value_kind(returned), "the batch, and a dictionary of figures")
     if not isinstance(returned[1], Mapping):
-        raise unfit(measure, f"{kind_of(returned[1])} as figures", "a dictionary of numbers")
+        raise unfit(measure, f"{value_kind(returned[1])} as figures", "a dictionary of numbers")
     return returned[1]
 
 
@@ -205,10 +205,10 @@ def take_environment_notes(
 def _batch_for(groups: Sequence[RolloutGroup], environment: str) -> dict[str, Any]:
     """What an environment is to measure of these groups, empty where none of them is its own."""
     own = [group for group in groups if group.task.environment == environment]
-    return batch_of(own) if own else {}
+    return environment_batch(own) if own else {}
 
 
-def batch_of(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
+def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     """Finished conversations as an environment's figures are made of them (see `protocols`)."""
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts_G]
     judged = [(group, rollout) for group, rollout in pairs if rollout.reward is not None]

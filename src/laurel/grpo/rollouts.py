@@ -23,17 +23,17 @@ import numpy as np
 from laurel.environments.interface import judged_by
 from laurel.errors import DataError, EngineError, EnvironmentFailedError
 from laurel.grpo.judging import (
-    Assembly,
+    BatchBarrier,
     Calls,
-    Clock,
     Judges,
-    Seat,
-    Unfinished,
-    agree,
+    PendingJudgement,
+    RolloutInProgress,
+    RolloutStats,
+    copy_reward_to_duplicates,
     end_all,
-    parts_of,
-    pays,
+    judged_parts,
     together,
+    worth_separate_call,
 )
 from laurel.protocols import Environment, Generator
 from laurel.types import (
@@ -71,7 +71,7 @@ class _Batch:
     num_generations: int
     sampling: SamplingParams
     calls: Calls
-    assemblies: dict[str, Assembly]
+    barriers: dict[str, BatchBarrier]
     """Where the groups of an environment that judges a whole batch wait for each other."""
     num_open: int = 0
     """Requests that the generator owes something."""
@@ -81,7 +81,7 @@ class _Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
+class _RolloutContext:
     """Where the conversations of one task are played."""
 
     task: Task
@@ -154,7 +154,7 @@ class Rollouts:
             if hasattr(environment, "state_dict")
         }
 
-    def take_back(self, memories: Mapping[str, Any]) -> None:
+    def restore(self, memories: Mapping[str, Any]) -> None:
         """Let the environments remember that, and nothing since."""
         for name, memory in memories.items():
             environment: Any = self.environments[name]
@@ -167,7 +167,7 @@ class Rollouts:
         num_generations: int,
         sampling: SamplingParams,
         batch: tuple[int, ...],
-        clock: Clock | None = None,
+        stats: RolloutStats | None = None,
         on_group: Callable[[RolloutGroup], None] = lambda group: None,
     ) -> list[RolloutGroup]:
         """Play every task to its end.
@@ -177,7 +177,7 @@ class Rollouts:
             num_generations: Completions of each.
             sampling: `max_new_tokens` of one turn is cut to the room that is left.
             batch: Numbers that tell this batch from every other of the run: they seed it.
-            clock: Filled in.
+            stats: Filled in.
             on_group: Called as soon as a group is finished, in any order.
 
         Returns:
@@ -187,31 +187,31 @@ class Rollouts:
             EngineError: The generator died or is stuck.
             WorkerError: Who judges is lost.
         """
-        clock = clock or Clock()
+        stats = stats or RolloutStats()
         names = Counter(task.environment for task in tasks)
         played = _Batch(
             numbers=batch,
             num_generations=num_generations,
             sampling=sampling,
-            calls=self._judges.begin(clock),
-            assemblies={
-                name: Assembly(number)
+            calls=self._judges.begin(stats),
+            barriers={
+                name: BatchBarrier(number)
                 for name, number in names.items()
                 if judged_by(self.environments[name]) == "batch"
             },
         )
         started = played.last_completion
-        games = asyncio.ensure_future(
+        rollouts = asyncio.ensure_future(
             together(self._play(task, i, played, on_group) for i, task in enumerate(tasks))
         )
         watch = asyncio.ensure_future(self._watch(played))
         try:
-            await asyncio.wait((games, watch), return_when=asyncio.FIRST_COMPLETED)
-            groups = games.result() if games.done() else watch.result()
+            await asyncio.wait((rollouts, watch), return_when=asyncio.FIRST_COMPLETED)
+            groups = rollouts.result() if rollouts.done() else watch.result()
         finally:
-            await end_all((games, watch), patience=CLOSING_SECONDS)
-        clock.generation += played.last_completion - started
-        clock.exposed += time.monotonic() - played.last_completion
+            await end_all((rollouts, watch), patience=CLOSING_SECONDS)
+        stats.generation += played.last_completion - started
+        stats.exposed += time.monotonic() - played.last_completion
         return groups
 
     async def _watch(self, batch: _Batch) -> list[RolloutGroup]:
@@ -232,7 +232,7 @@ class Rollouts:
         self, task: Task, index: int, batch: _Batch, on_group: Callable[[RolloutGroup], None]
     ) -> RolloutGroup:
         environment = self.environments[task.environment]
-        table = _Table(
+        context = _RolloutContext(
             task=task,
             environment=environment,
             prompt_ids=self.chat.prompt_ids(task.prompt),
@@ -240,82 +240,86 @@ class Rollouts:
             batch=batch,
         )
         stops = tuple(getattr(environment, "stop_strings", None) or ())
-        games = [
-            Unfinished(
+        rollouts = [
+            RolloutInProgress(
                 index=i,
                 metadata=dict(task.metadata),
-                group_id=table.group_id,
+                group_id=context.group_id,
                 stop_strings=stops,
             )
             for i in range(batch.num_generations)
         ]
-        if (assembly := batch.assemblies.get(task.environment)) is not None:
-            await self._drawn(table, games)
-            await assembly.judged(_seats(table, games), partial(self._judge, table))
-            await together(self._go_on(table, game) for game in games)
+        if (barrier := batch.barriers.get(task.environment)) is not None:
+            await self._drawn(context, rollouts)
+            await barrier.judged(_pending(context, rollouts), partial(self._judge, context))
+            await together(self._go_on(context, rollout) for rollout in rollouts)
         else:
-            await self._play_in_parts(table, parts_of(environment, games))
+            await self._judge_in_parts(context, judged_parts(environment, rollouts))
         if judged_by(environment) in ("completion", "part"):
-            agree(games)
+            copy_reward_to_duplicates(rollouts)
         group = RolloutGroup(
-            id=table.group_id,
+            id=context.group_id,
             task=task,
-            prompt_ids=table.prompt_ids,
-            rollouts_G=tuple(game.finished() for game in games),
+            prompt_ids=context.prompt_ids,
+            rollouts_G=tuple(rollout.finished() for rollout in rollouts),
         )
         on_group(group)
         return group
 
-    async def _drawn(self, table: _Table, games: Sequence[Unfinished]) -> None:
-        async with aclosing(self._speak(table, games)) as spoken:
+    async def _drawn(self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]) -> None:
+        async with aclosing(self._speak(context, rollouts)) as spoken:
             async for _ in spoken:
                 pass
 
-    async def _play_in_parts(self, table: _Table, parts: Sequence[list[Unfinished]]) -> None:
+    async def _judge_in_parts(
+        self, context: _RolloutContext, parts: Sequence[list[RolloutInProgress]]
+    ) -> None:
         """Play each part to its end as soon as all of it has ended, whatever the others do.
 
         Those by which little would be gained wait for each other, and go on together at the end.
         """
-        part_of = {game.index: part for part in parts for game in part}
+        part_of = {rollout.index: part for part in parts for rollout in part}
         missing = {id(part): len(part) for part in parts}
-        waiting: list[Unfinished] = []
+        waiting: list[RolloutInProgress] = []
         ends: list[asyncio.Task[None]] = []
         try:
-            async with aclosing(self._speak(table, [g for p in parts for g in p])) as spoken:
-                async for game in spoken:
-                    part = part_of[game.index]
+            async with aclosing(self._speak(context, [g for p in parts for g in p])) as spoken:
+                async for rollout in spoken:
+                    part = part_of[rollout.index]
                     missing[id(part)] -= 1
                     if missing[id(part)]:
                         continue
-                    if pays(part, table.environment, len(table.prompt_ids)):
-                        ends.append(asyncio.ensure_future(self._play_on(table, part)))
+                    if worth_separate_call(part, context.environment, len(context.prompt_ids)):
+                        ends.append(asyncio.ensure_future(self._play_on(context, part)))
                     else:
                         waiting += part
             if waiting:
-                waiting.sort(key=lambda game: game.index)
-                ends.append(asyncio.ensure_future(self._play_on(table, waiting)))
+                waiting.sort(key=lambda rollout: rollout.index)
+                ends.append(asyncio.ensure_future(self._play_on(context, waiting)))
             await asyncio.gather(*ends)
         finally:
             await end_all(ends)
 
-    async def _play_on(self, table: _Table, games: Sequence[Unfinished]) -> None:
-        await self._judge(table, _seats(table, games))
-        await together(self._go_on(table, game) for game in games)
+    async def _play_on(
+        self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
+    ) -> None:
+        await self._judge(context, _pending(context, rollouts))
+        await together(self._go_on(context, rollout) for rollout in rollouts)
 
-    async def _go_on(self, table: _Table, game: Unfinished) -> None:
+    async def _go_on(self, context: _RolloutContext, rollout: RolloutInProgress) -> None:
         """Turn after turn of one conversation, after the verdict on its first."""
-        self._continue(table, game)
-        while not game.is_over:
-            await self._drawn(table, [game])
-            await self._judge(table, _seats(table, [game]))
-            self._continue(table, game)
+        self._continue(context, rollout)
+        while not rollout.is_over:
+            await self._drawn(context, [rollout])
+            await self._judge(context, _pending(context, [rollout]))
+            self._continue(context, rollout)
 
     async def _speak(
-        self, table: _Table, games: Sequence[Unfinished]
-    ) -> AsyncGenerator[Unfinished, None]:
+        self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
+    ) -> AsyncGenerator[RolloutInProgress, None]:
         """One turn of the policy in conversations that are alike so far, each as it ends."""
-        first, batch = games[0], table.batch
-        so_far = np.concatenate((table.prompt_ids, *first.ids))
+        first, batch = rollouts[0], context.batch
+        so_far = np.concatenate((context.prompt_ids, *first.ids))
         turn = f"-{first.index}-{first.num_turns}" if first.num_turns else ""
         sampling = replace(
             batch.sampling,
@@ -323,12 +327,12 @@ class Rollouts:
             stop_strings=tuple(dict.fromkeys((*batch.sampling.stop_strings, *first.stop_strings))),
         )
         request = GenerationRequest(
-            id=table.group_id + turn,
+            id=context.group_id + turn,
             prompt_ids=so_far,
-            seeds_G=tuple(self._seed_of(table, game) for game in games),
+            seeds_G=tuple(self._seed_of(context, rollout) for rollout in rollouts),
             sampling=sampling,
         )
-        missing = set(range(len(games)))
+        missing = set(range(len(rollouts)))
         batch.num_open += 1
         batch.last_news = time.monotonic()
         try:
@@ -342,9 +346,9 @@ class Rollouts:
                             f"while it owed {sorted(missing)}"
                         )
                     missing.remove(generated.index)
-                    batch.calls.clock.num_tokens += len(generated.ids_L)
-                    games[generated.index].say(generated)
-                    yield games[generated.index]
+                    batch.calls.stats.num_tokens += len(generated.ids_L)
+                    rollouts[generated.index].say(generated)
+                    yield rollouts[generated.index]
         finally:
             batch.num_open -= 1
         if missing:
@@ -352,38 +356,40 @@ class Rollouts:
                 f"the generator ended request {request.id} without completions {sorted(missing)}"
             )
 
-    def _continue(self, table: _Table, game: Unfinished) -> None:
+    def _continue(self, context: _RolloutContext, rollout: RolloutInProgress) -> None:
         """Append what the environment said, unless the conversation is over by now."""
-        if game.is_over:
+        if rollout.is_over:
             return
-        clock = table.batch.calls.clock
-        if game.truncated or game.num_turns >= self.max_turns:
-            clock.leave(game, is_out_of_turns=game.num_turns >= self.max_turns)
+        stats = context.batch.calls.stats
+        if rollout.truncated or rollout.num_turns >= self.max_turns:
+            stats.leave(rollout, is_out_of_turns=rollout.num_turns >= self.max_turns)
             return
-        history = (*table.task.prompt, *game.messages[:-1])
+        history = (*context.task.prompt, *rollout.messages[:-1])
         try:
             ids = self.chat.observation_ids(
-                game.observation, history=history, turn_ids=game.ids[-1]
+                rollout.observation, history=history, turn_ids=rollout.ids[-1]
             )
         except DataError as error:  # this observation's, and nobody else's
-            game.fail(str(error))
+            rollout.fail(str(error))
             return
-        length = len(table.prompt_ids) + sum(map(len, game.ids)) + len(ids)
+        length = len(context.prompt_ids) + sum(map(len, rollout.ids)) + len(ids)
         if length >= self.max_length:
-            clock.leave(game, is_out_of_turns=False)
+            stats.leave(rollout, is_out_of_turns=False)
             return
-        game.hear(game.observation, ids)
+        rollout.hear(rollout.observation, ids)
 
-    def _seed_of(self, table: _Table, game: Unfinished) -> int:
-        entropy = (self._seed, *table.numbers, game.index, game.num_turns)
+    def _seed_of(self, context: _RolloutContext, rollout: RolloutInProgress) -> int:
+        entropy = (self._seed, *context.numbers, rollout.index, rollout.num_turns)
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
     # ---------------------------------------------------------------------------------- judging
 
-    async def _judge(self, table: _Table, seats: Sequence[Seat]) -> None:
+    async def _judge(self, context: _RolloutContext, pending: Sequence[PendingJudgement]) -> None:
         """One call of the table's environment, for conversations of this table and of others."""
-        num_groups = -(-len(seats) // table.batch.num_generations)
-        await self._judges.judge(table.environment, seats, table.batch.calls, num_groups=num_groups)
+        num_groups = -(-len(pending) // context.batch.num_generations)
+        await self._judges.judge(
+            context.environment, pending, context.batch.calls, num_groups=num_groups
+        )
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """Raise EnvironmentFailedError where one could not judge too large a share of its own."""
@@ -398,5 +404,7 @@ class Rollouts:
                 )
 
 
-def _seats(table: _Table, games: Sequence[Unfinished]) -> list[Seat]:
-    return [(table.task.prompt, game) for game in games]
+def _pending(
+    context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
+) -> list[PendingJudgement]:
+    return [(context.task.prompt, rollout) for rollout in rollouts]

@@ -25,7 +25,7 @@ import numpy as np
 from laurel.config.grpo import GRPOConfig
 from laurel.errors import EngineError, TrainingError
 from laurel.grpo.advantages import scaled, slope
-from laurel.grpo.judging import Clock, end_all
+from laurel.grpo.judging import RolloutStats, end_all
 from laurel.grpo.metrics import environment_notes, failure_counts, take_environment_notes
 from laurel.grpo.rollouts import CLOSING_SECONDS, Rollouts
 from laurel.training.batches import Stream
@@ -46,7 +46,7 @@ class Batch:
     step: int
     """The step (from 0) that learns from them."""
     groups: list[RolloutGroup]
-    clock: Clock = field(default_factory=Clock)
+    stats: RolloutStats = field(default_factory=RolloutStats)
     num_batches: int = 1
     """Batches of generation it took, with dynamic sampling."""
     num_discarded: int = 0
@@ -64,7 +64,7 @@ class Batch:
             self.failures_left_out[word] = self.failures_left_out.get(word, 0) + number
 
 
-class BatchPlayer:
+class BatchCollector:
     """Plays the batches of a run, one after the other."""
 
     def __init__(
@@ -108,7 +108,7 @@ class BatchPlayer:
                 num_generations=config.num_generations_per_prompt,
                 sampling=self._sampling,
                 batch=(TRAINING, step, number),
-                clock=batch.clock,
+                stats=batch.stats,
                 on_group=on_group,
             )
             self._rollouts.check_failures(played)
@@ -142,7 +142,7 @@ class BatchPlayer:
                 num_generations=config.num_generations_per_prompt,
                 sampling=self._sampling,
                 batch=(TRAINING, batch.step, number),
-                clock=batch.clock,
+                stats=batch.stats,
                 on_group=on_group,
             )
             everything += played
@@ -267,7 +267,9 @@ class RolloutSource:
                 differences that are not far above it.
         """
         self._rollouts = rollouts
-        self._player = BatchPlayer(rollouts, tasks, config, sampling, shuffle=shuffle, noise=noise)
+        self._collector = BatchCollector(
+            rollouts, tasks, config, sampling, shuffle=shuffle, noise=noise
+        )
         self._max_staleness = config.max_staleness
         self._total_steps = total_steps
         self._next = 0
@@ -287,12 +289,12 @@ class RolloutSource:
     @property
     def tasks(self) -> Sequence[Task]:
         """The training set."""
-        return self._player.tasks
+        return self._collector.tasks
 
     @property
     def consumed(self) -> int:
         """Tasks of the stream that batches were begun with."""
-        return self._player.consumed
+        return self._collector.consumed
 
     def take(self, step: int, *, while_waiting: Waiting = lambda num_groups: None) -> Batch:
         """The batch of a step; those that may run ahead of it are begun.
@@ -344,7 +346,7 @@ class RolloutSource:
 
     def put_back(self, batches: Sequence[Batch], *, consumed: int) -> None:
         """Go on with the batches that a checkpoint held."""
-        self._player.consumed = consumed
+        self._collector.consumed = consumed
         for batch in batches:
             ahead = _Ahead(step=batch.step)
             ahead.future.set_result(batch)
@@ -395,9 +397,9 @@ class RolloutSource:
         groups = [group for batch in batches for group in batch.groups]
         take_environment_notes(groups, self._rollouts.environments, notes)
 
-    def take_back(self, memories: Mapping[str, Any]) -> None:
+    def restore(self, memories: Mapping[str, Any]) -> None:
         """Let the environments remember what a checkpoint held."""
-        self._rollouts.take_back(memories)
+        self._rollouts.restore(memories)
 
     @contextlib.contextmanager
     def forgetting_what_is_given_up(self) -> Iterator[None]:
@@ -415,7 +417,7 @@ class RolloutSource:
 
     def _forget_what_was_given_up(self) -> None:
         if self._before is not None:
-            self._rollouts.take_back(self._before)
+            self._rollouts.restore(self._before)
             self._before = None
 
     @contextlib.contextmanager
@@ -436,7 +438,7 @@ class RolloutSource:
         with self.forgetting_what_is_given_up():
             memories = self._rollouts.memories()
             yield
-            self._rollouts.take_back(memories)
+            self._rollouts.restore(memories)
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """See `Rollouts.check_failures`."""
@@ -505,7 +507,7 @@ class RolloutSource:
         if lost:
             self._next = lost[0].step
         if lost and lost[0].before is not None:  # the others were begun after it, or not at all
-            self._player.consumed, self._before = lost[0].before
+            self._collector.consumed, self._before = lost[0].before
 
     def _drop(self, futures: Iterable[Future[Any]]) -> None:
         """Stop playing; returns when nothing is drawn any more."""
@@ -527,10 +529,10 @@ class RolloutSource:
             ahead.before = self.consumed, self._rollouts.memories()
             self._num_played = 0
             try:
-                return await self._player.play(ahead.step, on_group=self._count)
+                return await self._collector.play(ahead.step, on_group=self._count)
             except NothingLeft as reason:  # more epochs would begin this step once more
-                (self._player.consumed, memories), ahead.before = ahead.before, None
-                self._rollouts.take_back(memories)
+                (self._collector.consumed, memories), ahead.before = ahead.before, None
+                self._rollouts.restore(memories)
                 self._nothing_left = reason
                 raise
 

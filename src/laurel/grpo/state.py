@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from laurel.config.grpo import HealthConfig
-from laurel.grpo.judging import Clock
+from laurel.grpo.judging import RolloutStats
 from laurel.grpo.source import Batch, RolloutSource
 from laurel.observe.health import Alarms
 from laurel.training.learner import Learner
@@ -47,13 +47,13 @@ class GRPORunState(PolicyRunState):
             "alarms": self.alarms.state_dict(),
         }
 
-    def take_back(self, more: Mapping[str, Any]) -> None:
+    def restore_more(self, more: Mapping[str, Any]) -> None:
         """See `RunState`."""
         tasks = {task.id: task for task in self._source.tasks}
         ahead = [batch_from_dict(batch, tasks) for batch in more["ahead"]]
         self._source.put_back(ahead, consumed=more["consumed"])
         self._source.take_notes(ahead, more.get("notes", {}))  # older checkpoints have none
-        self._source.take_back(more["environments"])
+        self._source.restore(more["environments"])
         if "alarms" in more:  # older checkpoints have none
             self.alarms.load_state_dict(more["alarms"])
 
@@ -65,7 +65,7 @@ def batch_to_dict(batch: Batch) -> dict[str, Any]:
     """A batch as `state_encoding.encode` takes it; tasks by their ids."""
     return {
         "step": batch.step,
-        "clock": asdict(batch.clock),
+        "clock": asdict(batch.stats),
         "num_batches": batch.num_batches,
         "num_discarded": batch.num_discarded,
         "num_without_signal": batch.num_without_signal,
@@ -87,7 +87,7 @@ def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batc
     """The batch again; `tasks` by their ids."""
     return Batch(
         step=saved["step"],
-        clock=Clock(**saved["clock"]),
+        stats=RolloutStats(**saved["clock"]),
         num_batches=saved["num_batches"],
         num_discarded=saved["num_discarded"],
         num_without_signal=saved["num_without_signal"],

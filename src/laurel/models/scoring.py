@@ -131,7 +131,7 @@ class ScoringContract:
         """Of whoever opened the model: it may render in other threads and processes."""
 
     @classmethod
-    def draw_up(
+    def create(
         cls,
         tokenizer: Any,
         *,

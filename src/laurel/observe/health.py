@@ -64,7 +64,7 @@ class Baseline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RecentValues:
     """The latest value of a metric and those right before it."""
 
     value: float
@@ -77,7 +77,7 @@ class Step:
 
 
 @dataclass(slots=True, kw_only=True)
-class Series:
+class MetricWindow:
     """One metric, as far as it is remembered."""
 
     first: list[float] = field(default_factory=list)
@@ -124,7 +124,7 @@ class History:
         """The gold metric, as soon as one has been measured; see `gold_metric`."""
         self._settings = settings or {}
         self.peak: Peak | None = None
-        self._series: dict[str, Series] = {}
+        self._series: dict[str, MetricWindow] = {}
 
     def add(self, figures: Mapping[str, float]) -> None:
         """What was measured at one step, or in one validation, by full name."""
@@ -134,7 +134,7 @@ class History:
             self.gold_name = gold_metric(self._settings, figures)
         for name, value in figures.items():
             if math.isfinite(value) and self._is_read(name):
-                self._add(self._series.setdefault(name, Series()), float(value))
+                self._add(self._series.setdefault(name, MetricWindow()), float(value))
         self._look_for_peak()
 
     def _is_read(self, name: str) -> bool:
@@ -143,7 +143,7 @@ class History:
         found = _OF_MEMBER.fullmatch(name)
         return found is not None and found[2] in self.members
 
-    def _add(self, series: Series, value: float) -> None:
+    def _add(self, series: MetricWindow, value: float) -> None:
         if len(series.first) < self.config.baseline_steps:
             series.first.append(value)
         series.latest.append(value)
@@ -199,7 +199,7 @@ class History:
             spread = max(spread, statistics.stdev(first)) * wanted / len(first)
         return Baseline(median=statistics.median(first), spread=spread)
 
-    def step(self, name: str) -> Step | None:
+    def step(self, name: str) -> RecentValues | None:
         """The latest value and those before it; None where it is the first one."""
         series = self._series.get(name)
         if series is None or not series.is_fresh or len(series.latest) < 2:
@@ -208,7 +208,7 @@ class History:
         # Steps from value to value: their spread is hardly widened by a drift.
         changes = [abs(b - a) for a, b in pairwise(before)]
         spread = 1.4826 * statistics.median(changes) / math.sqrt(2) if changes else 0.0
-        return Step(
+        return RecentValues(
             value=value,
             before=statistics.median(before[-self.config.window :]),
             spread=max(spread, _spread(before)) if len(before) >= BEFORE_A_JUMP else None,
@@ -258,7 +258,7 @@ class History:
         if self.gold_name is None and saved is not None:
             self.gold_name = gold_metric(self._settings, [saved])
         self._series = {
-            name: Series(first=[*one["first"]], latest=[*one["latest"]], count=one["count"])
+            name: MetricWindow(first=[*one["first"]], latest=[*one["latest"]], count=one["count"])
             for name, one in state["series"].items()
             if self._is_read(name)  # the names of metrics may have changed since
         }
@@ -301,7 +301,7 @@ Evidence = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class AlarmFinding:
     """What a rule says of a run at one step."""
 
     is_bad: bool
@@ -318,14 +318,14 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class AlarmRule:
     """How an alarm is found, and what people usually do about it."""
 
-    judge: Callable[[History], Finding | None]
+    judge: Callable[[History], AlarmFinding | None]
     advice: str
 
 
-def _beyond(history: History, step: Step, least: float) -> float:
+def _beyond(history: History, step: RecentValues, least: float) -> float:
     """How far a single value must be from those before it: `least`, and beyond chance.
 
     While there are too few values to tell chance it is twice `least`.
@@ -335,18 +335,18 @@ def _beyond(history: History, step: Step, least: float) -> float:
     )
 
 
-def _first_bad(*found: Finding | None) -> Finding | None:
+def _first_bad(*found: AlarmFinding | None) -> AlarmFinding | None:
     """The first that is bad; else the first that says anything."""
     said = [one for one in found if one is not None]
     return next((one for one in said if one.is_bad), said[0] if said else None)
 
 
-def overoptimisation(history: History) -> Finding | None:
+def overoptimisation(history: History) -> AlarmFinding | None:
     """What is really wanted falls: slowly while the reward does not, or in a single step."""
     return _first_bad(_gold_leaps(history), _gold_drifts(history))
 
 
-def _gold_leaps(history: History) -> Finding | None:
+def _gold_leaps(history: History) -> AlarmFinding | None:
     """The gold metric has lost half of what it was, in one step, whatever the reward did.
 
     Before chance can be told, only a share that has lost `GOLD_LEAP` of all is believed.
@@ -363,7 +363,7 @@ def _gold_leaps(history: History) -> Finding | None:
     else:
         return None
     threshold = step.before - lost
-    return Finding(
+    return AlarmFinding(
         is_bad=lost > 0 and step.value <= threshold,
         metric=name,
         value=step.value,
@@ -373,7 +373,7 @@ def _gold_leaps(history: History) -> Finding | None:
     )
 
 
-def _gold_drifts(history: History) -> Finding | None:
+def _gold_drifts(history: History) -> AlarmFinding | None:
     """What is really wanted has fallen below its peak, and the reward has not fallen with it.
 
     A policy that is trained against a proxy gains by what is really wanted at first and loses it
@@ -405,12 +405,12 @@ def _gold_drifts(history: History) -> Finding | None:
     if now is not None and peak.divergence is not None:
         text += f" and the divergence from the reference from {_of(peak.divergence)} to {_of(now)}"
     is_bad = gold < threshold and reward >= peak.reward and has_left
-    return Finding(
+    return AlarmFinding(
         is_bad=is_bad, metric=name, value=gold, threshold=threshold, baseline=peak.gold, text=text
     )
 
 
-def kl_jump(history: History) -> Finding | None:
+def kl_jump(history: History) -> AlarmFinding | None:
     """The divergence from the reference grows by a large factor in a single step.
 
     The policy has leapt, where it should walk: what it says now was hardly ever said before.
@@ -422,7 +422,7 @@ def kl_jump(history: History) -> Finding | None:
     threshold = max(
         config.kl_least, step.before + _beyond(history, step, (config.kl_jump - 1) * step.before)
     )
-    return Finding(
+    return AlarmFinding(
         is_bad=step.value >= threshold,
         metric=name,
         value=step.value,
@@ -432,12 +432,12 @@ def kl_jump(history: History) -> Finding | None:
     )
 
 
-def length(history: History) -> Finding | None:
+def length(history: History) -> AlarmFinding | None:
     """Completions are much longer, or much shorter, than they were."""
     return _first_bad(_length_leaps(history), _length_drifts(history))
 
 
-def _length_leaps(history: History) -> Finding | None:
+def _length_leaps(history: History) -> AlarmFinding | None:
     step, factor = history.step(LENGTH), history.config.length_factor
     if step is None:
         return None
@@ -448,7 +448,7 @@ def _length_leaps(history: History) -> Finding | None:
     else:
         far = _beyond(history, step, least)
     threshold = step.before + (far if is_longer else -far)
-    return Finding(
+    return AlarmFinding(
         is_bad=step.value != step.before
         and (step.value >= threshold if is_longer else step.value <= threshold),
         metric=LENGTH,
@@ -461,7 +461,7 @@ def _length_leaps(history: History) -> Finding | None:
     )
 
 
-def _length_drifts(history: History) -> Finding | None:
+def _length_drifts(history: History) -> AlarmFinding | None:
     """Completions are much longer, or much shorter, than in the first steps.
 
     The commonest way to please a reward model without being better (Singhal et al.,
@@ -476,7 +476,7 @@ def _length_drifts(history: History) -> Finding | None:
     threshold = (
         max(usual * factor, usual + margin) if is_longer else min(usual / factor, usual - margin)
     )
-    return Finding(
+    return AlarmFinding(
         is_bad=now != usual and (now >= threshold if is_longer else now <= threshold),
         metric=LENGTH,
         value=now,
@@ -487,7 +487,7 @@ def _length_drifts(history: History) -> Finding | None:
     )
 
 
-def length_bias(history: History) -> Finding | None:
+def length_bias(history: History) -> AlarmFinding | None:
     """Within groups the longer completion gets the better reward, and completions grow.
 
     Correlation alone says little: answers that are cut short are wrong in any task. With growing
@@ -499,7 +499,7 @@ def length_bias(history: History) -> Finding | None:
         return None
     # Half as far as for an alarm by itself, as two things must come together.
     grows = length_now > baseline.median + config.num_spreads / 2 * baseline.spread
-    return Finding(
+    return AlarmFinding(
         is_bad=grows and now >= config.length_correlation,
         metric=name,
         value=now,
@@ -512,7 +512,7 @@ def length_bias(history: History) -> Finding | None:
 
 def _risen(
     history: History, name: str, rise: float, what: str, evidence: Evidence
-) -> Finding | None:
+) -> AlarmFinding | None:
     """A share that was lower in the first steps, or in the steps before."""
     return _first_bad(
         _leaps(history, name, rise, what, evidence), _drifts(history, name, rise, what, evidence)
@@ -521,12 +521,12 @@ def _risen(
 
 def _leaps(
     history: History, name: str, rise: float, what: str, evidence: Evidence
-) -> Finding | None:
+) -> AlarmFinding | None:
     step = history.step(name)
     if step is None:
         return None
     threshold = step.before + _beyond(history, step, rise)
-    return Finding(
+    return AlarmFinding(
         is_bad=step.value >= threshold,
         metric=name,
         value=step.value,
@@ -539,12 +539,12 @@ def _leaps(
 
 def _drifts(
     history: History, name: str, rise: float, what: str, evidence: Evidence
-) -> Finding | None:
+) -> AlarmFinding | None:
     baseline, now = history.baseline(name), history.now(name)
     if baseline is None or now is None or not history.is_fresh(name):
         return None
     threshold = baseline.median + max(rise, history.config.num_spreads * baseline.spread)
-    return Finding(
+    return AlarmFinding(
         is_bad=now >= threshold,
         metric=name,
         value=now,
@@ -555,19 +555,19 @@ def _drifts(
     )
 
 
-def repetition(history: History) -> Finding | None:
+def repetition(history: History) -> AlarmFinding | None:
     """Completions say again what they have said."""
     what = "share of 4-grams that a completion has already said"
     return _risen(history, REPETITION, history.config.repetition_rise, what, "repetitive")
 
 
-def truncation(history: History) -> Finding | None:
+def truncation(history: History) -> AlarmFinding | None:
     """Completions do not come to an end any more."""
     what = "share of completions without an end"
     return _risen(history, TRUNCATION, history.config.truncation_rise, what, "cut_off")
 
 
-def keeps_format(history: History) -> Finding | None:
+def keeps_format(history: History) -> AlarmFinding | None:
     """Fewer completions have the form that was asked for."""
     config, name = history.config, history.config.format_metric
     if name is None or not history.is_fresh(name):
@@ -576,7 +576,7 @@ def keeps_format(history: History) -> Finding | None:
     if baseline is None or now is None:
         return None
     threshold = baseline.median - max(config.format_drop, config.num_spreads * baseline.spread)
-    return Finding(
+    return AlarmFinding(
         is_bad=now <= threshold,
         metric=name,
         value=now,
@@ -589,12 +589,12 @@ def keeps_format(history: History) -> Finding | None:
 
 def _too_large(
     history: History, name: str, share: float, what: str, evidence: Evidence
-) -> Finding | None:
+) -> AlarmFinding | None:
     """A share that is bad whatever it was in the first steps."""
     now = history.now(name)
     if now is None or not history.is_fresh(name):
         return None
-    return Finding(
+    return AlarmFinding(
         is_bad=now >= share,
         metric=name,
         value=now,
@@ -604,7 +604,7 @@ def _too_large(
     )
 
 
-def zero_spread_groups(history: History) -> Finding | None:
+def zero_spread_groups(history: History) -> AlarmFinding | None:
     """Groups whose rewards are all equal teach nothing."""
     what = "share of groups whose rewards are all equal"
     found = _too_large(history, ZERO_SPREAD, history.config.zero_spread_share, what, "equal")
@@ -615,20 +615,20 @@ def zero_spread_groups(history: History) -> Finding | None:
     return replace(found, text=f"{found.text}; the mean reward is {_of(reward)}")
 
 
-def failures(history: History) -> Finding | None:
+def missing_rewards(history: History) -> AlarmFinding | None:
     """Completions without a reward are left out, and those that remain may be others."""
     what = "share of completions without a reward"
     return _too_large(history, FAILURES, history.config.failure_share, what, "failed")
 
 
-def ensemble(history: History) -> Finding | None:
+def ensemble(history: History) -> AlarmFinding | None:
     """Several reward models no longer agree how much better the completions have become.
 
     Models that were trained apart agree where there is something to know and go apart where the
     policy has found what only one of them likes (Coste et al., arXiv 2310.02743). The gain of each
     is measured in standard deviations of its own scores in the first steps.
     """
-    found: list[Finding] = []
+    found: list[AlarmFinding] = []
     for stems in history.ensembles():
         gains: dict[str, float] = {}
         for stem in stems:
@@ -643,7 +643,7 @@ def ensemble(history: History) -> Finding | None:
         most, least = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
         apart = gains[most] - gains[least]
         found.append(
-            Finding(
+            AlarmFinding(
                 is_bad=apart >= history.config.disagreement,
                 metric=f"{most}/mean",
                 value=apart,
@@ -659,23 +659,23 @@ def _of(value: float) -> str:
     return format_number(value)
 
 
-RULES: Mapping[Alarm, Rule] = MappingProxyType(
+RULES: Mapping[Alarm, AlarmRule] = MappingProxyType(
     {
-        "overoptimisation": Rule(
+        "overoptimisation": AlarmRule(
             judge=overoptimisation,
             advice="go back to the checkpoint at the peak; weigh the divergence from the reference "
             "more (loss_fn.reference_policy_kl_penalty) or learn more slowly; train the reward "
             "model "
             "on completions of this policy; put the rule into the reward (env.composite)",
         ),
-        "kl_jump": Rule(
+        "kl_jump": AlarmRule(
             judge=kl_jump,
             advice="read the samples of this step beside earlier ones; lower the learning rate, "
             "clip "
             "gradients (policy.max_grad_norm), or weigh the divergence more "
             "(loss_fn.reference_policy_kl_penalty)",
         ),
-        "length": Rule(
+        "length": AlarmRule(
             judge=length,
             advice="read the longest and the shortest with their rewards. If length itself is paid "
             "for: grpo.reward_shaping against overlong completions, a reward model trained on "
@@ -683,41 +683,41 @@ RULES: Mapping[Alarm, Rule] = MappingProxyType(
             "of equal length, a rule beside it. If thinking longer is the aim: "
             "grpo.health.ignore=[length]",
         ),
-        "length_bias": Rule(
+        "length_bias": AlarmRule(
             judge=length_bias,
             advice="measure the reward model's preference for length (laurel eval pairs "
             "--diagnostics); shape the reward (grpo.reward_shaping); use "
             "loss_fn.normalizer=max_length, so that the loss itself does not favour lengths",
         ),
-        "repetition": Rule(
+        "repetition": AlarmRule(
             judge=repetition,
             advice="read the samples; lower policy.generation.max_new_tokens or penalise overlong "
             "completions; weigh the divergence more; show the reward model such texts as rejected",
         ),
-        "truncation": Rule(
+        "truncation": AlarmRule(
             judge=truncation,
             advice="raise policy.generation.max_new_tokens if the answers are good but unfinished; "
             "else grpo.reward_shaping.stop_properly_penalty_coef, or grpo.overlong_filtering",
         ),
-        "format": Rule(
+        "format": AlarmRule(
             judge=keeps_format,
             advice="make the form a part of the reward, or its gate (env.composite); show it in "
             "the "
             "prompt; warm up on demonstrations that have it (laurel sft)",
         ),
-        "zero_spread_groups": Rule(
+        "zero_spread_groups": AlarmRule(
             judge=zero_spread_groups,
             advice="if all are right, use harder tasks; if none is, easier ones or a warm-up; draw "
             "more completions of each; grpo.use_dynamic_sampling leaves such groups out",
         ),
-        "ensemble": Rule(
+        "ensemble": AlarmRule(
             judge=ensemble,
             advice="combine warily (env.reward_model.combine=mean_minus_std or min); read what "
             "the one "
             "likes and the other does not, and have pairs of it judged",
         ),
-        "failures": Rule(
-            judge=failures,
+        "failures": AlarmRule(
+            judge=missing_rewards,
             advice="see train/reward/failed_* for the reasons and completions/ for the texts; a "
             "reward "
             "model that fails on certain texts is not measured on them",
@@ -728,13 +728,13 @@ RULES: Mapping[Alarm, Rule] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class AlarmEvent:
     """An alarm that rises, or is over."""
 
     step: int
     alarm: Alarm
     state: Literal["raised", "over"]
-    finding: Finding
+    finding: AlarmFinding
 
     @property
     def advice(self) -> str:
@@ -791,7 +791,7 @@ class Alarms:
         """The alarms that are raised and are to end the run."""
         return tuple(name for name in self.raised if name in self.config.stop_on)
 
-    def see(self, step: int, figures: Mapping[str, float]) -> list[Event]:
+    def see(self, step: int, figures: Mapping[str, float]) -> list[AlarmEvent]:
         """Judge what was measured at a step, or in a validation after it.
 
         Args:
@@ -807,10 +807,10 @@ class Alarms:
             self._known.add(name)
             state = self._changed(name, finding)
             if state is not None:
-                events.append(Event(step=step, alarm=name, state=state, finding=finding))
+                events.append(AlarmEvent(step=step, alarm=name, state=state, finding=finding))
         return events
 
-    def _changed(self, name: Alarm, finding: Finding) -> Literal["raised", "over"] | None:
+    def _changed(self, name: Alarm, finding: AlarmFinding) -> Literal["raised", "over"] | None:
         is_raised = name in self._good_in_a_row
         if finding.is_bad:
             self._good_in_a_row[name] = 0

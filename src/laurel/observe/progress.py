@@ -48,10 +48,12 @@ class _Work(NamedTuple):
     tokens: int
 
 
-class Phase:
+class ProgressPhase:
     """Something the run does between steps, such as validating."""
 
-    def __init__(self, name: str, total: int | None, on_change: Callable[[Phase], None]) -> None:
+    def __init__(
+        self, name: str, total: int | None, on_change: Callable[[ProgressPhase], None]
+    ) -> None:
         self.name = name
         self.total = total
         self.done = 0
@@ -99,7 +101,7 @@ class TrainingProgress:
         self._doing = doing
         self._clock = clock
         self._metrics: dict[str, float] = {}
-        self._phase: Phase | None = None
+        self._phase: ProgressPhase | None = None
         self._phase_seconds = 0.0
         self._history: deque[_Work] = deque(maxlen=_RATE_STEPS + 1)
         self._started = clock()
@@ -155,7 +157,9 @@ class TrainingProgress:
             print_urgent(self._console, shown)
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, *, timed: bool = False) -> Iterator[Phase]:
+    def phase(
+        self, name: str, total: int | None = None, *, timed: bool = False
+    ) -> Iterator[ProgressPhase]:
         """Show progress of its own for a part of a step, or for something else than training.
 
         Args:
@@ -164,7 +168,7 @@ class TrainingProgress:
             timed: It is part of a step, so its time counts in the rates.
         """
         outer, started = self._phase, self._clock()
-        self._phase = Phase(name, total, self._phase_changed)
+        self._phase = ProgressPhase(name, total, self._phase_changed)
         try:
             yield self._phase
         finally:
@@ -188,7 +192,7 @@ class TrainingProgress:
         rates_and_times = "  ".join([*self._rates(), self._times()])
         return Group(bars, Text("  ".join(self._numbers())), Text(rates_and_times, style="dim"))
 
-    def _phase_changed(self, phase: Phase) -> None:
+    def _phase_changed(self, phase: ProgressPhase) -> None:
         if self._live is None and self._is_line_due():
             self._print_line(f"{visible(phase.name)} {_count(phase)}")
 
@@ -249,7 +253,7 @@ def _bar(done: int, total: int | None) -> ProgressBar:
     )
 
 
-def _count(phase: Phase) -> str:
+def _count(phase: ProgressPhase) -> str:
     return f"{phase.done}/{phase.total}" if phase.total is not None else f"{phase.done}"
 
 

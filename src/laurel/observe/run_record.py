@@ -114,7 +114,7 @@ class RunRecord:
         return math.fsum(self.series(name).values)
 
 
-def read_run(path: Path) -> RunRecord:
+def read_run_record(path: Path) -> RunRecord:
     """The run of a directory.
 
     Raises:

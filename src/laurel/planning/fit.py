@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from laurel.planning.memory import ModelShape, Phase, Shapes, estimate
+from laurel.planning.memory import MemoryPhase, ModelShape, Shapes, estimate
 from laurel.planning.plan import Plan, plan_run
 from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
 from laurel.planning.roles import Misfit, RolePlan, divisors
@@ -19,7 +19,7 @@ class FittedPlan:
     """A plan, and what it takes of each device."""
 
     plan: Plan
-    phases: tuple[Phase, ...]
+    phases: tuple[MemoryPhase, ...]
     """Empty where the shapes of the models are not known."""
     misfits: tuple[Misfit, ...]
     """The plan's own, and those with the models and the devices."""
@@ -117,7 +117,7 @@ class _Change:
 
 
 def _too_large(
-    request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: Phase
+    request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
 ) -> Misfit:
     """A phase that takes more than a device has: how much, of what, and with what it would fit."""
     parts = sorted(phase.parts.items(), key=lambda part: -part[1])
@@ -138,7 +138,7 @@ def _too_large(
 
 
 def _changes(
-    request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: Phase
+    request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
 ) -> Iterator[_Change]:
     """What could be changed of a phase, the least costly first."""
     if phase.name == "training":
@@ -180,7 +180,7 @@ def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> It
 
 
 def _drawing_changes(
-    request: ClusterRequest, plan: Plan, device_memory: int, phase: Phase
+    request: ClusterRequest, plan: Plan, device_memory: int, phase: MemoryPhase
 ) -> Iterator[_Change]:
     """The share of the device, or the number of completions, for which there is room."""
     role, drawing, batch = request.role("generation"), request.drawing, plan.batch("generation")

@@ -208,7 +208,7 @@ COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class MemoryPhase:
     """What lies on each device of some slots at one time of a step."""
 
     name: str
@@ -241,7 +241,7 @@ class Shapes:
 
 def estimate(
     request: ClusterRequest, plan: Plan, shapes: Shapes, *, device_memory: int | None = None
-) -> tuple[Phase, ...]:
+) -> tuple[MemoryPhase, ...]:
     """The memory of each phase, for every role that has slots of its own and a known shape.
 
     Roles that share slots take turns: phases are alternatives, and the largest counts. What stays
@@ -267,7 +267,7 @@ def estimate(
 
 def _on_policy(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int | None
-) -> Iterator[Phase]:
+) -> Iterator[MemoryPhase]:
     """The phases on the policy's slots: its own, and those of the roles it shares them with."""
     role, shape, drawing = plan.role("policy"), shapes.policy, request.drawing
     if role is None or shape is None:
@@ -276,7 +276,7 @@ def _on_policy(
     own = training_memory(request.training, shape, role.mesh, tokens=tokens)
     judge = _judging(request, plan, shapes, shares_with="policy")
     guest = {"reward model": judge["weights"]} if judge else {}
-    yield Phase(name="training", slots_of="policy", parts={**own, **guest})
+    yield MemoryPhase(name="training", slots_of="policy", parts={**own, **guest})
     stays = {n: size for n, size in own.items() if n in ("weights", "optimizer", "reference")}
     taken = _drawing(request, plan, shapes, device_memory, shares_with="policy")
     if drawing is not None and taken:
@@ -288,25 +288,27 @@ def _on_policy(
         else:  # the engine draws from the policy's own weights, unless it runs ahead of them
             stays_now = stays | (copy if drawing.runs_ahead else {})
         parts = {**stays_now, **taken, **guest}
-        yield Phase(name="generation", slots_of="policy", parts=parts)
+        yield MemoryPhase(name="generation", slots_of="policy", parts=parts)
     if judge:
         activations = {"reward model's activations": judge["activations"]}
-        yield Phase(name="judging", slots_of="policy", parts={**stays, **guest, **activations})
+        yield MemoryPhase(
+            name="judging", slots_of="policy", parts={**stays, **guest, **activations}
+        )
 
 
 def _on_own_slots(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int | None
-) -> Iterator[Phase]:
+) -> Iterator[MemoryPhase]:
     judge = _judging(request, plan, shapes, shares_with="generation")
     guest = {"reward model": judge["weights"]} if judge else {}
     if taken := _drawing(request, plan, shapes, device_memory, shares_with=None):
-        yield Phase(name="generation", slots_of="generation", parts={**taken, **guest})
+        yield MemoryPhase(name="generation", slots_of="generation", parts={**taken, **guest})
         if judge:
             activations = {"reward model's activations": judge["activations"]}
             parts = {**taken, **guest, **activations}
-            yield Phase(name="judging", slots_of="generation", parts=parts)
+            yield MemoryPhase(name="judging", slots_of="generation", parts=parts)
     if taken := _judging(request, plan, shapes, shares_with=None):
-        yield Phase(name="judging", slots_of="reward_model", parts=taken)
+        yield MemoryPhase(name="judging", slots_of="reward_model", parts=taken)
 
 
 # ------------------------------------------------------------------------------------------ roles

@@ -13,18 +13,18 @@ from difflib import get_close_matches
 
 from laurel.config.policy import RolePlacement
 from laurel.planning.request import ClusterRequest, RoleName
-from laurel.planning.roles import Claim, Misfit, Slot, as_ranges, grid, title, where
+from laurel.planning.roles import Misfit, RoleRequirement, Slot, as_ranges, grid, title, where
 
 PLACEMENT = "cluster.placement"
 SLACK = 1e-6
 """Of fractions that are added up."""
 
 
-def claims_of_placement(
+def placed_requirements(
     request: ClusterRequest, placement: Mapping[RoleName, RolePlacement], misfits: list[Misfit]
-) -> list[Claim]:
+) -> list[RoleRequirement]:
     """What each role is to have; what cannot be had goes to the misfits."""
-    return _Board(request, placement, misfits).claims()
+    return _Board(request, placement, misfits).requirements()
 
 
 class _Board:
@@ -43,7 +43,7 @@ class _Board:
         self.wishes = self._wishes(placement)
         self.taken: dict[RoleName, tuple[Slot, ...]] = dict.fromkeys(self.wishes, ())
 
-    def claims(self) -> list[Claim]:
+    def requirements(self) -> list[RoleRequirement]:
         """Give the slots out."""
         owners = [name for name, wish in self.wishes.items() if wish.shares is None]
         for name in sorted(owners, key=self._openness):
@@ -55,14 +55,16 @@ class _Board:
         for name, wish in self.wishes.items():
             if wish.shares is not None and self.taken[wish.shares]:
                 self.taken[name] = self._share(name, wish, self.taken[wish.shares])
-        claims = []
+        requirements = []
         for role in self.request.roles:
             wish = self.wishes[role.name]
             owner = wish.shares and (self.wishes[wish.shares].shares or wish.shares)
             fraction = self.wishes[owner or role.name].fraction
             if slots := self.taken[role.name]:
-                claims.append(Claim(role=role, slots=slots, shares_with=owner, fraction=fraction))
-        return claims
+                requirements.append(
+                    RoleRequirement(role=role, slots=slots, shares_with=owner, fraction=fraction)
+                )
+        return requirements
 
     def _refuse(self, problem: str, fix: str, *, is_fatal: bool = True) -> None:
         self.misfits.append(Misfit(problem=problem, fix=fix, is_fatal=is_fatal))

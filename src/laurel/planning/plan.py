@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from laurel.planning.placement import claims_of_placement
+from laurel.planning.placement import placed_requirements
 from laurel.planning.request import (
     BatchRequest,
     ClusterRequest,
@@ -14,7 +14,15 @@ from laurel.planning.request import (
     RoleName,
     StepRequest,
 )
-from laurel.planning.roles import Claim, Misfit, RolePlan, Slot, divisors, grid, place
+from laurel.planning.roles import (
+    Misfit,
+    RolePlan,
+    RoleRequirement,
+    Slot,
+    divisors,
+    grid,
+    place_role,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +85,14 @@ def plan_run(request: ClusterRequest) -> Plan:
     """
     misfits: list[Misfit] = []
     if request.placement is not None:
-        claims = claims_of_placement(request, request.placement, misfits)
+        requirements = placed_requirements(request, request.placement, misfits)
     else:
-        claims = list(_Rules(request, _own_slots(request), misfits).claims())
-    roles = tuple(role for claim in claims if (role := place(claim, misfits)) is not None)
+        requirements = list(_Rules(request, _own_slots(request), misfits).requirements())
+    roles = tuple(
+        role
+        for requirement in requirements
+        if (role := place_role(requirement, misfits)) is not None
+    )
     batches = _plan_batches(request, roles)
     misfits += [
         _uneven(batch, request.step)
@@ -157,7 +169,7 @@ class _Rules:
     """Of the roles that have slots of their own."""
     misfits: list[Misfit]
 
-    def claims(self) -> Iterator[Claim]:
+    def requirements(self) -> Iterator[RoleRequirement]:
         """What each role is to have; what cannot be had goes to the misfits."""
         num_nodes, total = self.request.num_nodes, self.request.slots_per_node
         generation, judge = self.own.get("generation"), self.own.get("reward_model")
@@ -179,7 +191,7 @@ class _Rules:
         slots = grid(range(left, num_nodes), range(judging))
         yield from self._apart("reward_model", slots, left > 0 and judging <= total)
 
-    def _divided_node(self, judge: OwnSlots | None) -> Iterator[Claim]:
+    def _divided_node(self, judge: OwnSlots | None) -> Iterator[RoleRequirement]:
         """The slots of one node: policy = all - generation - reward model."""
         total, generation = self.request.slots_per_node, self.own.get("generation")
         (judging, _), (drawing, _) = _sizes(judge), _sizes(generation)
@@ -207,7 +219,7 @@ class _Rules:
         yield from self._apart("generation", apart[:drawing], free > 0)
         yield from self._apart("reward_model", apart[drawing:], free > 0)
 
-    def _whole_nodes(self, num_nodes: int, generation: OwnSlots) -> Iterator[Claim]:
+    def _whole_nodes(self, num_nodes: int, generation: OwnSlots) -> Iterator[RoleRequirement]:
         """Training and generation each on whole nodes, of those that the reward model leaves."""
         total, key = self.request.slots_per_node, generation.key
         if generation.per_node not in (None, total):
@@ -231,20 +243,20 @@ class _Rules:
         yield from self._shared(grid(range(training), range(total)))
         yield from self._apart("generation", grid(range(training, num_nodes), range(total)))
 
-    def _shared(self, slots: tuple[Slot, ...]) -> Iterator[Claim]:
+    def _shared(self, slots: tuple[Slot, ...]) -> Iterator[RoleRequirement]:
         """The policy, and the roles that have no slots of their own."""
         for role in self.request.roles:
             if role.name not in self.own:
                 owner: RoleName | None = None if role.name == "policy" else "policy"
-                yield Claim(role=role, slots=slots, shares_with=owner)
+                yield RoleRequirement(role=role, slots=slots, shares_with=owner)
 
     def _apart(
         self, name: RoleName, slots: tuple[Slot, ...], is_placed: bool = True
-    ) -> Iterator[Claim]:
+    ) -> Iterator[RoleRequirement]:
         """A role with slots of its own, where it has any."""
         role = self.request.role(name)
         if role is not None and slots:
-            yield Claim(role=role, slots=slots, is_placed=is_placed)
+            yield RoleRequirement(role=role, slots=slots, is_placed=is_placed)
 
     # ------------------------------------------------------------------------------- shortfalls
 

@@ -75,7 +75,7 @@ class RolePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class RoleRequirement:
     """Slots for one role, as the rules or an explicit placement have it."""
 
     role: RoleRequest
@@ -93,9 +93,9 @@ def grid(nodes: Iterable[int], indices: Iterable[int]) -> tuple[Slot, ...]:
     return tuple(Slot(node=node, index=index) for node in nodes for index in indices)
 
 
-def place(claim: Claim, misfits: list[Misfit]) -> RolePlan | None:
-    """The claim's slots as a mesh; None where they cannot be arranged, or there is no room."""
-    role, num_slots = claim.role, len(claim.slots)
+def place_role(requirement: RoleRequirement, misfits: list[Misfit]) -> RolePlan | None:
+    """The requirement's slots as a mesh; None if they cannot be arranged, or there is no room."""
+    role, num_slots = requirement.role, len(requirement.slots)
     name, each = role.name, role.group_size
     sizes = {"pipeline": role.pp, "context": role.cp, "tensor": role.tp}
     group = " x ".join(
@@ -111,9 +111,9 @@ def place(claim: Claim, misfits: list[Misfit]) -> RolePlan | None:
             )
         )
         return None
-    if not claim.is_placed:
+    if not requirement.is_placed:
         return None
-    counts = Counter(slot.node for slot in claim.slots).values()
+    counts = Counter(slot.node for slot in requirement.slots).values()
     if any(count % each for count in counts):
         is_fatal, least, most = name == "generation", min(counts), max(counts)
         why = "the network between nodes is slow"
@@ -133,10 +133,10 @@ def place(claim: Claim, misfits: list[Misfit]) -> RolePlan | None:
     mesh = Mesh(dp=num_slots // each, pp=role.pp, cp=role.cp, tp=role.tp)
     return RolePlan(
         name=name,
-        slots=claim.slots,
+        slots=requirement.slots,
         mesh=mesh,
-        shares_with=claim.shares_with,
-        fraction=claim.fraction,
+        shares_with=requirement.shares_with,
+        fraction=requirement.fraction,
     )
 
 

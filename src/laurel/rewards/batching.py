@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from laurel.errors import BusyError, DataError, EngineError, is_lost_worker
-from laurel.rewards.preparing import Prepared, Rendered, rendered_rows, sifted
+from laurel.rewards.preparing import Prepared, Rendered, filter_readable, rendered_rows
 from laurel.types import Group, Message, Score, SentTurn, TokenGroup
 
 if TYPE_CHECKING:
@@ -173,10 +173,10 @@ def planned(units: Iterable[Unit], cache: ScoreCache) -> list[KeyedTree]:
             loners += [tree.part([index]) for index in wanted]
         elif wanted:
             trees.append(tree.part(wanted) if len(wanted) < len(unit.keys) else tree)
-    return [*trees, *joined(loners)]
+    return [*trees, *join_single_branches(loners)]
 
 
-def joined(loners: Sequence[KeyedTree]) -> list[KeyedTree]:
+def join_single_branches(loners: Sequence[KeyedTree]) -> list[KeyedTree]:
     """Trees of one branch each, joined where their sequences begin alike.
 
     In sorted order, neighbours are joined where they share at least half of what either shares
@@ -224,7 +224,7 @@ def _one_tree(
     return KeyedTree(tokens, tuple(tree.keys[0] for tree in trees))
 
 
-def halves(trees: Sequence[KeyedTree]) -> tuple[list[KeyedTree], list[KeyedTree]] | None:
+def halve_trees(trees: Sequence[KeyedTree]) -> tuple[list[KeyedTree], list[KeyedTree]] | None:
     """Trees in two parts; None where there is only one branch."""
     if len(trees) > 1:
         middle = len(trees) // 2
@@ -310,7 +310,7 @@ def _unreadable(error: Exception) -> str:
 
 
 def _prepare_carefully(encoder: Encoder, group: Group) -> Prepared:
-    sound, failures = sifted(group, partial(_why_not, encoder))
+    sound, failures = filter_readable(group, partial(_why_not, encoder))
     if not sound.completions_G:
         return None, failures
     try:
@@ -406,7 +406,7 @@ class BatcherStats:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ScoringJob:
     """One request. It is done when each of its groups is. Its future is touched by its loop only,
     everything else by one thread at a time."""
 
@@ -422,7 +422,7 @@ class Job:
     missing: int = 0
 
     @classmethod
-    def of(cls, groups: Sequence[Group], *, arrived: float) -> Job:
+    def of(cls, groups: Sequence[Group], *, arrived: float) -> ScoringJob:
         """A request of the running event loop."""
         loop = asyncio.get_running_loop()
         size = sum(len(group.completions_G) for group in groups)
@@ -439,9 +439,9 @@ class Job:
             self.future.set_result(self.results)
 
 
-def hand_out(jobs: Iterable[Job]) -> None:
+def hand_out(jobs: Iterable[ScoringJob]) -> None:
     """Settle jobs in their loops, from any thread; each loop is woken once."""
-    of_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
+    of_loop: dict[asyncio.AbstractEventLoop, list[ScoringJob]] = {}
     for job in jobs:
         of_loop.setdefault(job.loop, []).append(job)
     for loop, some in of_loop.items():
@@ -449,7 +449,7 @@ def hand_out(jobs: Iterable[Job]) -> None:
             loop.call_soon_threadsafe(_settle_all, some)
 
 
-def _settle_all(jobs: Iterable[Job]) -> None:
+def _settle_all(jobs: Iterable[ScoringJob]) -> None:
     for job in jobs:
         job.settle()
 
@@ -472,7 +472,7 @@ _CHARACTERS_PER_TOKEN = 3
 """Of a rough guess, before anything is tokenised."""
 
 _Command = tuple[Callable[[], None], "Future[None]"]
-_Waiting = tuple[Job, int, Unit]
+_Waiting = tuple[ScoringJob, int, Unit]
 """A group that waits for its batch: its request, its index there, and its tokens."""
 
 
@@ -503,7 +503,7 @@ class BatchingScorer:
         self._limits = limits or BatcherLimits()
         self._cache = ScoreCache(self._limits.cache_entries)
         self._changed = threading.Condition()
-        self._arrived: deque[Job] = deque()
+        self._arrived: deque[ScoringJob] = deque()
         self._commands: deque[_Command] = deque()
         self._backlog: deque[_Waiting] = deque()  # only the thread touches it
         self._stats = BatcherStats()
@@ -531,7 +531,7 @@ class BatchingScorer:
         """
         if not groups:
             return []
-        job = Job.of(groups, arrived=time.monotonic())
+        job = ScoringJob.of(groups, arrived=time.monotonic())
         self._submit(job)
         try:
             return await job.future
@@ -596,7 +596,7 @@ class BatchingScorer:
         self._thread.join()
         self._backend.close()
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: ScoringJob) -> None:
         with self._changed:
             self._check_open()
             stats, limits = self._stats, self._limits
@@ -656,7 +656,7 @@ class BatchingScorer:
             if self._backlog and not self._is_asleep:
                 self._one_batch()
 
-    def _wait_for_work(self) -> tuple[list[Job], list[_Command], bool]:
+    def _wait_for_work(self) -> tuple[list[ScoringJob], list[_Command], bool]:
         """What came in; waits where there is nothing to do, and a moment for company."""
         with self._changed:
             while not (self._is_closed or self._commands):
@@ -673,11 +673,11 @@ class BatchingScorer:
             self._commands.clear()
             return jobs, commands, self._is_closed
 
-    def _taken(self) -> list[Job]:
+    def _taken(self) -> list[ScoringJob]:
         """The oldest requests, about two batches of them; all where this is closed."""
         if self._is_asleep and not self._is_closed:
             return []
-        jobs: list[Job] = []
+        jobs: list[ScoringJob] = []
         characters = self._enough if self._backlog else 0
         while self._arrived and (self._is_closed or characters < 2 * self._enough):
             jobs.append(self._arrived.popleft())
@@ -685,7 +685,7 @@ class BatchingScorer:
             self._arrived_characters -= jobs[-1].characters
         return jobs
 
-    def _prepare(self, jobs: Sequence[Job]) -> None:
+    def _prepare(self, jobs: Sequence[ScoringJob]) -> None:
         """Tokenise requests and put them into the backlog."""
         units = iter(units_of(self._backend, [group for job in jobs for group in job.groups]))
         for job in jobs:
@@ -715,7 +715,7 @@ class BatchingScorer:
         hand_out(done)
         self._cache.trim()
 
-    def _finished(self, batch: Sequence[_Waiting]) -> list[Job]:
+    def _finished(self, batch: Sequence[_Waiting]) -> list[ScoringJob]:
         """Put scores where they belong; the requests that have all of theirs now."""
         done = []
         failed = scored = 0
@@ -759,7 +759,7 @@ class BatchingScorer:
         found = self._tried(trees)
         if not isinstance(found, Exception):
             return found
-        parts = halves(trees)
+        parts = halve_trees(trees)
         if parts is None:
             _log.warning("a conversation makes the model fail", exc_info=found)
             failure = Score(value=None, failure=f"the model failed: {type(found).__name__}")
@@ -802,7 +802,7 @@ class BatchingScorer:
         self._failures_in_a_row = 0
         return False
 
-    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+    def _fail(self, jobs: Sequence[ScoringJob], error: Exception) -> None:
         lost = set(jobs)
         self._backlog = deque(entry for entry in self._backlog if entry[0] not in lost)
         for job in lost:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from laurel.config.environments import FunctionConfig
-from laurel.config.tree import nearest
+from laurel.config.yaml_tree import nearest
 from laurel.errors import ConfigError, EnvironmentFailedError, UserError
 from laurel.models.spec import ModelSpec
 from laurel.observe.hub import own_line_of
@@ -111,7 +111,7 @@ class FunctionScorer:
         return list(await asyncio.gather(*map(self._scored, groups)))
 
     async def _scored(self, group: Group) -> tuple[Score, ...]:
-        calls = arguments_of(
+        calls = call_arguments(
             group,
             self.config.kwargs,
             judges_groups=self.judges_groups,
@@ -139,9 +139,9 @@ class FunctionScorer:
                     else:
                         result = await self._in_thread(arguments)
             except _RaisedError as error:
-                return (failure_of(error.raised),) * count
+                return (score_of_error(error.raised),) * count
             except Exception as error:  # a TimeoutError may be the function's own
-                return (late(limit) if clock.expired() else failure_of(error),) * count
+                return (late(limit) if clock.expired() else score_of_error(error),) * count
             return verdicts_of(result, count=count, judges_groups=self.judges_groups)
 
     async def _in_thread(self, arguments: Mapping[str, Any]) -> Any:
@@ -431,7 +431,7 @@ def _called(function: Function, asked: dict[str, Any], *, judges_groups: bool) -
             result = asyncio.run(_awaited(result))
         return verdicts_of(result, count=asked["count"], judges_groups=judges_groups)
     except BaseException as error:  # of the function's, SystemExit among them
-        return (failure_of(error),) * int(asked["count"])
+        return (score_of_error(error),) * int(asked["count"])
 
 
 async def _awaited(result: Any) -> Any:
@@ -601,7 +601,7 @@ def _names(judges_groups: bool) -> tuple[str, ...]:
 # ----------------------------------------------------------------------------------- what it gets
 
 
-def arguments_of(
+def call_arguments(
     group: Group, kwargs: Mapping[str, Any], *, judges_groups: bool, data_source: str
 ) -> list[dict[str, Any]]:
     """The arguments of each call that a group takes: one for each completion, or one for all.
@@ -637,7 +637,7 @@ def arguments_of(
 def verdicts_of(result: Any, *, count: int, judges_groups: bool) -> tuple[Score, ...]:
     """What a call has returned, as one verdict on each of the completions that it was about."""
     if not judges_groups:
-        return (verdict_of(result),)
+        return (score_of_result(result),)
     results = result.tolist() if hasattr(result, "tolist") else result
     if isinstance(results, str | bytes | Mapping) or not isinstance(results, Sequence):
         reason = f"error: the function returned {type(result).__name__}, not a list of results"
@@ -645,10 +645,10 @@ def verdicts_of(result: Any, *, count: int, judges_groups: bool) -> tuple[Score,
     if len(results) != count:
         reason = f"count: the function returned {len(results)} results for {count} completions"
         return (failed(reason),) * count
-    return tuple(verdict_of(one) for one in results)
+    return tuple(score_of_result(one) for one in results)
 
 
-def verdict_of(result: Any) -> Score:
+def score_of_result(result: Any) -> Score:
     """A number, or a dictionary with a `score` and perhaps other numbers, as a verdict."""
     parts: dict[str, float] = {}
     value = result
@@ -684,7 +684,7 @@ def _kind(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def failure_of(error: BaseException) -> Score:
+def score_of_error(error: BaseException) -> Score:
     """The verdict where a call has raised."""
     place = own_line_of(error)
     where = "" if place is None else f" ({place})"

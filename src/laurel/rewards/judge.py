@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from laurel.config.environments import JudgeConfig
 from laurel.errors import ConfigError, DataError, ProtocolError
 from laurel.rewards.remote.http import HttpExchange, checked_url, endpoint
-from laurel.rewards.remote.replica import Clock, Reply, failed
+from laurel.rewards.remote.replica import Clock, ReplicaReply, failed
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.remote.wire import expect_list, expect_object
 from laurel.types import Group, Message, Score
@@ -61,9 +61,11 @@ class JudgeReplica:
         """See `Replica`."""
         return self._http.name
 
-    async def attempt(self, groups: Sequence[Group], *, request_id: str, timeout: float) -> Reply:
+    async def attempt(
+        self, groups: Sequence[Group], *, request_id: str, timeout: float
+    ) -> ReplicaReply:
         """See `Replica`. A reply without a score is not asked for again: it would say the same."""
-        return Reply(
+        return ReplicaReply(
             scores=[
                 tuple(
                     [

@@ -24,14 +24,14 @@ UNLIMITED = 2**62
 """Completions and letters that may wait: a run asks for no more than it holds already."""
 
 
-def limits_of(scorer: ContractScorer) -> BatcherLimits:
+def batcher_limits(scorer: ContractScorer) -> BatcherLimits:
     """How a scorer's own budget is filled by requests of many."""
     return BatcherLimits(
         batch_tokens=scorer.batch_tokens, max_waiting=UNLIMITED, max_waiting_characters=UNLIMITED
     )
 
 
-class Desk(Protocol):
+class ScoringBackend(Protocol):
     """Where requests are merged and computed. All coroutines run in one event loop."""
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
@@ -54,13 +54,13 @@ class LoopScorer(ContractScorer):
     who shares a batch depends on when they ask, and scores by that much: on rounding.
     """
 
-    def __init__(self, desk: Desk) -> None:
-        """Take over a desk; `close` ends it."""
+    def __init__(self, backend: ScoringBackend) -> None:
+        """Take over a backend; `close` ends it."""
         self._path: Path
-        contract, batch_tokens, batch_size, self._path = desk.directly(_about)
+        contract, batch_tokens, batch_size, self._path = backend.directly(_about)
         super().__init__(contract, batch_tokens=batch_tokens, batch_size=batch_size)
-        self._desk = desk
-        self._asking = BlockingScorer(desk)
+        self._backend = backend
+        self._asking = BlockingScorer(backend)
         self._awake = threading.Lock()
 
     @property
@@ -71,7 +71,7 @@ class LoopScorer(ContractScorer):
     def directly(self, work: Callable[[ContractScorer], T]) -> T:
         """What a model says that is asked for itself: nothing is merged, nothing remembered."""
         with self._awake:
-            return self._desk.directly(work)
+            return self._backend.directly(work)
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """See `protocols.Scorer`."""
@@ -110,7 +110,7 @@ class LoopScorer(ContractScorer):
     def _values(
         self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
     ) -> np.ndarray:
-        raise AssertionError("the models behind the desk compute")
+        raise AssertionError("the models behind the backend compute")
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -124,14 +124,14 @@ class LoopScorer(ContractScorer):
 
     def sleep(self) -> None:
         """See `ContractScorer`."""
-        self._asking.wait_for(lambda: self._desk.set_asleep(True))
+        self._asking.wait_for(lambda: self._backend.set_asleep(True))
 
     def wake(self) -> None:
         """See `ContractScorer`."""
-        self._asking.wait_for(lambda: self._desk.set_asleep(False))
+        self._asking.wait_for(lambda: self._backend.set_asleep(False))
 
     def close(self) -> None:
-        """End the desk. What is under way fails."""
+        """End the backend. What is under way fails."""
         self._asking.close()
 
 
@@ -139,27 +139,27 @@ def _about(scorer: ContractScorer) -> tuple[ScoringContract, int, int | None, Pa
     return scorer.contract, scorer.batch_tokens, scorer.batch_size, scorer.path
 
 
-class OneModelDesk:
+class SingleModelBackend:
     """One model, in this process or wherever its scorer has it."""
 
     def __init__(self, scorer: ContractScorer) -> None:
         """Take over a scorer, and start the thread that computes."""
         self._scorer = scorer
-        self._batcher = BatchingScorer(scorer, model_version="", limits=limits_of(scorer))
+        self._batcher = BatchingScorer(scorer, model_version="", limits=batcher_limits(scorer))
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `Desk`."""
+        """See `ScoringBackend`."""
         return await self._batcher.score(groups)
 
     async def set_asleep(self, is_asleep: bool) -> None:
-        """See `Desk`."""
+        """See `ScoringBackend`."""
         await (self._batcher.sleep() if is_asleep else self._batcher.wake())
 
     def directly(self, work: Callable[[ContractScorer], T]) -> T:
-        """See `Desk`."""
+        """See `ScoringBackend`."""
         return work(self._scorer)
 
     async def aclose(self) -> None:
-        """See `Desk`."""
+        """See `ScoringBackend`."""
         await asyncio.to_thread(self._batcher.close)
         self._scorer.close()

@@ -274,7 +274,7 @@ def _headless(name: str, strange_weights: Sequence[str]) -> str:
     )
 
 
-def open_scorer(model: str, *, say: Say) -> LocalScorer:
+def open_model_scorer(model: str, *, say: Say) -> LocalScorer:
     """A scorer with every default from wherever a user says it is.
 
     Raises:

@@ -18,7 +18,7 @@ from laurel.models.scoring import ScoringContract
 from laurel.protocols import WorkerGroup
 from laurel.types import Completion, Group, Message, SentTurn, TokenGroup
 from laurel.workers.calls import again
-from laurel.workers.rendezvous import Place
+from laurel.workers.rendezvous import RankPlace
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ MAX_RESTARTS = 8
 class PreparingWorker:
     """The worker of one such process."""
 
-    def __init__(self, place: Place, contract: ScoringContract) -> None:
+    def __init__(self, place: RankPlace, contract: ScoringContract) -> None:
         """Hold a contract, with a tokenizer of its own."""
         self._contract = contract
 
@@ -189,11 +189,11 @@ def _one_by_one(contract: ScoringContract, group: Group) -> Prepared:
             return str(error)
         return None
 
-    sound, failures = sifted(group, why_not)
+    sound, failures = filter_readable(group, why_not)
     return (contract.encode([sound])[0] if sound.completions_G else None), failures
 
 
-def sifted(
+def filter_readable(
     group: Group, why_not: Callable[[Group], str | None]
 ) -> tuple[Group, tuple[str | None, ...]]:
     """The group with the completions that can be used, and of each completion why it cannot.

@@ -25,15 +25,15 @@ from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import ScoringContract
 from laurel.protocols import WorkerGroup
 from laurel.rewards.batching import BatchingScorer
-from laurel.rewards.loop_scorer import limits_of
+from laurel.rewards.loop_scorer import batcher_limits
 from laurel.rewards.preparing import WORKER, Prepared, Rendered
-from laurel.rewards.remote.replica import ReplicaFault, Reply, ScorerReplica
+from laurel.rewards.remote.replica import ReplicaFault, ReplicaReply, ScorerReplica
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.scorer import (
     ContractScorer,
     LocalScorer,
     OnBatch,
-    divide,
+    divide_into_micro_batches,
     in_higher_precision,
     in_order,
     score_batches,
@@ -41,8 +41,8 @@ from laurel.rewards.scorer import (
 from laurel.types import Group, Score, TokenGroup
 from laurel.workers.calls import again
 from laurel.workers.process import choose_device
-from laurel.workers.rendezvous import Place, join, leave
-from laurel.workers.seat import Restarts
+from laurel.workers.rendezvous import RankPlace, join, leave
+from laurel.workers.worker_actor import Restarts
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,8 +57,8 @@ OPTIONS = RouterOptions(
 )
 
 
-class ScoringCrew:
-    """A `Desk` of replicas; one router gives each request to the one with the least to do."""
+class ScoringReplicaSet:
+    """A `ScoringBackend` of replicas; one router gives each request to the least busy one."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ScoringCrew:
         self._last_loss: WorkerError | None = None
         self.restarts = Restarts(max_restarts, say)
         self.replicas = [
-            CrewReplica(index, scorer, self)
+            WorkerReplica(index, scorer, self)
             for index, scorer in enumerate(self._begun(num_replicas))
         ]
         self._router = Router(self.replicas, options)
@@ -154,7 +154,7 @@ class ScoringCrew:
             raise again(self._last_loss)
 
     async def set_asleep(self, is_asleep: bool) -> None:
-        """See `Desk`. No clock of a router runs meanwhile: it has nothing under way."""
+        """See `ScoringBackend`. No clock of a router runs meanwhile: it has nothing under way."""
         self._is_asleep = is_asleep
         if is_asleep and self._rest is None:
             self._rest = asyncio.get_running_loop().create_future()
@@ -169,7 +169,7 @@ class ScoringCrew:
             self._rest = None
 
     def directly(self, work: Callable[[ContractScorer], T]) -> T:
-        """See `Desk`.
+        """See `ScoringBackend`.
 
         Raises:
             WorkerError: No replica is left, or nobody who renders for them.
@@ -190,7 +190,7 @@ class ScoringCrew:
                 chosen.lost(scorer, error)
 
     async def aclose(self) -> None:
-        """See `Desk`."""
+        """See `ScoringBackend`."""
         self._is_closed = True
         await asyncio.gather(
             *(asyncio.to_thread(replica.scorer.close) for replica in self.replicas)
@@ -205,7 +205,7 @@ class ScoringCrew:
     # ------------------------------------------------------------------------------ restarts
 
     def restart(
-        self, replica: CrewReplica, failure: Exception
+        self, replica: WorkerReplica, failure: Exception
     ) -> tuple[ContractScorer, bool] | None:
         """A scorer in place of one that is lost, and whether it sleeps as the others do; None where
         there is to be none. Any thread."""
@@ -235,7 +235,7 @@ class ScoringCrew:
                 raise
         return made, is_asleep
 
-    def _may_restart(self, replica: CrewReplica, failure: Exception) -> bool:
+    def _may_restart(self, replica: WorkerReplica, failure: Exception) -> bool:
         if self._is_closed:
             return False
         loss = self.restarts.after(failure, replica)
@@ -264,33 +264,33 @@ class ScoringCrew:
 
 
 # --------------------------------------------------------------------------------------------------
-# One replica of a scoring crew: a scorer in processes of its own, and what becomes of it.
+# One replica of a scoring replica set: a scorer in processes of its own, and what becomes of it.
 
 LAST_RESTART = 120.0
 """Seconds that the end of a run waits for a replica that is just being started."""
 
 
-class CrewReplica:
+class WorkerReplica:
     """One replica as the router sees it; see `rewards.replica.Replica`."""
 
     max_completions: None = None
 
-    def __init__(self, index: int, scorer: ContractScorer, crew: ScoringCrew) -> None:
+    def __init__(self, index: int, scorer: ContractScorer, replica_set: ScoringReplicaSet) -> None:
         """Begin with a scorer that has proven itself.
 
         Args:
             index: Among the replicas.
             scorer: In processes of its own.
-            crew: Starts it again.
+            replica_set: Starts it again.
         """
         self.index = index
-        self.name = f"{crew.role} replica {index}"
+        self.name = f"{replica_set.role} replica {index}"
         self.is_up = threading.Event()
         """It works, or will never work again; cleared while it is started."""
         self.is_gone = False
         self.last_failure: str | None = None
         """Why it was started again, as long as it has scored nothing since."""
-        self._crew = crew
+        self._replica_set = replica_set
         self._lock = threading.Lock()
         self._restarting: threading.Thread | None = None
         self._take(scorer, is_asleep=False)
@@ -300,13 +300,15 @@ class CrewReplica:
         self._batcher = BatchingScorer(
             _Watched(scorer, self),
             model_version="",
-            limits=limits_of(scorer),
+            limits=batcher_limits(scorer),
             is_asleep=is_asleep,
         )
         self._merged = ScorerReplica(self._batcher, self.name)
         self.is_up.set()
 
-    async def attempt(self, groups: Sequence[Group], *, request_id: str, timeout: float) -> Reply:
+    async def attempt(
+        self, groups: Sequence[Group], *, request_id: str, timeout: float
+    ) -> ReplicaReply:
         """See `Replica`.
 
         Raises:
@@ -383,7 +385,7 @@ class CrewReplica:
         with suppress(LaurelError):  # it is lost: however it ends
             scorer.close()
         self._batcher.close()
-        made = self._crew.restart(self, failure)
+        made = self._replica_set.restart(self, failure)
         with self._lock:
             if made is None:
                 self.is_gone = True
@@ -391,15 +393,15 @@ class CrewReplica:
             else:
                 self._take(made[0], is_asleep=made[1])
         if made is None:
-            self._crew.on_gone()
-        elif self._crew.is_closed:  # meanwhile, and without this one
+            self._replica_set.on_gone()
+        elif self._replica_set.is_closed:  # meanwhile, and without this one
             self._batcher.close()
 
 
 class _Watched:
     """A scorer whose replica is told when its processes are lost; a batcher's backend."""
 
-    def __init__(self, scorer: ContractScorer, replica: CrewReplica) -> None:
+    def __init__(self, scorer: ContractScorer, replica: WorkerReplica) -> None:
         self._scorer = scorer
         self._replica = replica
 
@@ -484,7 +486,7 @@ class GroupScorer(ContractScorer):
     def _values(
         self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
     ) -> np.ndarray:
-        shares = share_out([group.num_tokens for group in tokens], self.num_replicas)
+        shares = divide_evenly([group.num_tokens for group in tokens], self.num_replicas)
         parts = [self._divided(tokens, share) for share in shares]
         batches = [[[tokens[i] for i in part] for part in mine] for mine in parts]
         pending = self._group.start_each(
@@ -511,7 +513,7 @@ class GroupScorer(ContractScorer):
     def _divided(self, tokens: Sequence[TokenGroup], share: Sequence[int]) -> list[list[int]]:
         """Micro-batches of one replica, as indices into `tokens`."""
         mine = [tokens[i] for i in share]
-        parts = divide(self._path, mine, self.batch_tokens, self.batch_size)
+        parts = divide_into_micro_batches(self._path, mine, self.batch_tokens, self.batch_size)
         return [[share[i] for i in part] for part in parts]
 
     @property
@@ -532,7 +534,7 @@ class GroupScorer(ContractScorer):
         self._group.shutdown()
 
 
-def share_out(sizes: Sequence[int], shares: int) -> list[list[int]]:
+def divide_evenly(sizes: Sequence[int], shares: int) -> list[list[int]]:
     """Divide items so that the sums are near each other: the largest first, to the least so far.
 
     Returns:
@@ -566,7 +568,7 @@ class ScoringWorker:
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlace,
         load: Load,
         *,
         shape: ParallelShape,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laurel.data.forest import pack, pack_padded, pad, plant
+from laurel.data.forest import bin_pack, pack_padded, to_forest, to_padded
 from laurel.errors import ScoringContractError
 from laurel.models.forest.decoder import Path, weights_as
 from laurel.models.forest.reward_model import RewardModel
@@ -294,7 +294,7 @@ def score_tokens(
     Returns:
         float32 `[N, K]`, in the order of the groups whatever the batches were.
     """
-    parts = divide(model.path, groups, batch_tokens, batch_size)
+    parts = divide_into_micro_batches(model.path, groups, batch_tokens, batch_size)
     batches = [[groups[i] for i in part] for part in parts]
     values = score_batches(model, batches, pad_id=pad_id, on_batch=on_batch)
     return in_order(groups, parts, values, num_outputs=model.num_outputs)
@@ -318,7 +318,7 @@ def score_batches(
     try:
         with model.without_gradients():
             for batch in batches:
-                values.append(model(lay_out(model, batch, pad_id=pad_id)).cpu().numpy())
+                values.append(model(model_batch(model, batch, pad_id=pad_id)).cpu().numpy())
                 if on_batch is not None:
                     on_batch(len(batch), sum(group.num_tokens for group in batch))
     finally:
@@ -349,7 +349,7 @@ def in_order(
     return values_NK
 
 
-def divide(
+def divide_into_micro_batches(
     path: Path,
     groups: Sequence[TokenGroup],
     batch_tokens: int,
@@ -357,7 +357,7 @@ def divide(
 ) -> list[list[int]]:
     """Indices of the groups of each micro-batch, by the model's path."""
     if path == "forest":
-        return pack([group.num_tokens for group in groups], batch_tokens)
+        return bin_pack([group.num_tokens for group in groups], batch_tokens)
     lengths = [group.lengths_G for group in groups]
     if batch_size is not None:
         return _pack_rows(lengths, batch_size)
@@ -378,13 +378,13 @@ def _pack_rows(lengths: Sequence[tuple[int, ...]], batch_size: int) -> list[list
     return bins
 
 
-def lay_out(
+def model_batch(
     model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int, share_prompts: bool = True
 ) -> TokenForest | PaddedRows:
     """One micro-batch in the form that the model's path reads."""
     if model.path == "forest":
-        return plant(groups, share_prompts=share_prompts)
-    return pad(groups, pad_id=pad_id)
+        return to_forest(groups, share_prompts=share_prompts)
+    return to_padded(groups, pad_id=pad_id)
 
 
 # ---------------------------------------------------------------------------------- before use

@@ -25,7 +25,7 @@ from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
 from laurel.planning.memory import MASTER_BYTES, optimizer_states
-from laurel.run.places import Places, PlannedPlaces, open_places
+from laurel.run.allocation import Allocation, PlannedAllocation, open_allocation
 from laurel.training.selection import Selection
 from laurel.training.stopping import Deadline, StopRequest
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from laurel.environments.reward_model_environment import RewardModelEnvironment
     from laurel.protocols import Environment
     from laurel.training.learner_group import ModelFacts
-    from laurel.training.loop import Schedule, Surroundings
+    from laurel.training.loop import RunServices, Schedule
     from laurel.training.state import Position, RunState
     from laurel.types import Score
 
@@ -51,7 +51,7 @@ class RunContext(Generic[R]):
     """Shows what was read, loaded and decided."""
     stack: ExitStack
     """Lets go of everything that was started."""
-    allocation: Places = field(default_factory=Places.of_this_process)
+    allocation: Allocation = field(default_factory=Allocation.of_this_process)
     """Where the roles work."""
     store: CheckpointStore | None = None
     """Holds checkpoints; None saves none."""
@@ -70,14 +70,14 @@ class RunContext(Generic[R]):
         resume_from, store = open_store(saving, selection, self.stack, self.console)
         return replace(self, store=store, resume_from=resume_from)
 
-    def with_slots(self, planned: PlannedPlaces) -> RunContext[R]:
+    def with_slots(self, planned: PlannedAllocation) -> RunContext[R]:
         """The same with every slot reserved.
 
         Raises:
             ConfigError: They cannot be had.
             MissingDependencyError: Ray is not installed.
         """
-        return replace(self, allocation=open_places(planned, self.stack, self.console))
+        return replace(self, allocation=open_allocation(planned, self.stack, self.console))
 
 
 def open_store(
@@ -193,7 +193,7 @@ def _num_saves(saving: CheckpointingConfig, first: int, last: int) -> int:
     return last // period - first // period + (last % period != 0) if first < last else 0
 
 
-def surround(
+def make_services(
     context: RunContext[R],
     *,
     schedule: Schedule,
@@ -204,7 +204,7 @@ def surround(
     deadline: Deadline,
     reports: Mapping[str, Any],
     unit: str = "pairs",
-) -> Surroundings:
+) -> RunServices:
     """Open the loggers, write what the run was given, and listen to signals.
 
     Args:
@@ -221,7 +221,7 @@ def surround(
     Raises:
         CheckpointError: The disk has no room for the checkpoints of the run.
     """
-    from laurel.training.loop import Surroundings
+    from laurel.training.loop import RunServices
 
     config, console, run_dir = context.config, context.console, state.run_dir
     num_saves = _num_saves(config.checkpointing, position.step, schedule.total_steps)
@@ -250,7 +250,7 @@ def surround(
     stop = context.stack.enter_context(
         StopRequest(lambda name: progress.message(f"{name}: saving after this step, then ending"))
     )
-    return Surroundings(
+    return RunServices(
         schedule=schedule,
         state=state,
         store=context.store,

@@ -107,12 +107,12 @@ def _replicas(
     from laurel.generation.replicas import GeneratorReplicas
     from laurel.types import Weights
 
-    config, places = context.config, context.allocation
+    config, allocation = context.config, context.allocation
 
     def current() -> Weights | None:
         # It must not be asked while it trains, nor while its shares are off the GPUs.
         if config.grpo.max_staleness > 0 or (
-            places.take_turns("generation") and model.facts.device == "cuda"
+            allocation.take_turns("generation") and model.facts.device == "cuda"
         ):
             return None
         return model.learner.weights(replicas.weight_version)
@@ -121,13 +121,13 @@ def _replicas(
 
     def make_group(number: int) -> WorkerGroup:
         ranks = range(number * each, (number + 1) * each)
-        return places.group("generation", EngineWorker, make, ranks=ranks, slots_each=each)
+        return allocation.group("generation", EngineWorker, make, ranks=ranks, slots_each=each)
 
     transfer = transfer_of(
         config.policy.generation.weight_transfer,
         device=model.facts.device,
         uses_vllm=uses_vllm,
-        take_turns=places.take_turns("generation"),
+        take_turns=allocation.take_turns("generation"),
     )
     if uses_vllm:
         make = _vllm_maker(context, model, chat)
@@ -135,7 +135,7 @@ def _replicas(
         make = _transformers_maker(context, chat, texts)
     replicas = GeneratorReplicas(
         make_group,
-        places.num_slots("generation") // each,
+        allocation.num_slots("generation") // each,
         current_weights=current,
         probe=probe_of(model.learner, model.facts.path),
         transfer=transfer,
@@ -225,7 +225,7 @@ def probe_of(learner: Learner, path: ModelPath) -> Callable[[Sequence[int]], np.
 def _probe(learner: Learner, path: ModelPath, ids: Sequence[int]) -> np.ndarray:
     import numpy as np
 
-    from laurel.generation.weights.probe import batch_of
+    from laurel.generation.weights.probe import probe_batch
 
-    (outputs,) = learner.outputs([batch_of(ids, path)], temperature=1.0)
+    (outputs,) = learner.outputs([probe_batch(ids, path)], temperature=1.0)
     return np.asarray(outputs.logprobs_M.cpu().numpy())

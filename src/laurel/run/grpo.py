@@ -21,17 +21,17 @@ from laurel.environments.registry import environment_names
 from laurel.errors import ConfigError, DataError
 from laurel.generation.vllm.settings import check_has_vllm
 from laurel.observe.loggers import check_available
+from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy
 from laurel.run.context import (
     RunContext,
     choose_run_dir,
     judge_benchmarks,
     judge_figures,
-    surround,
+    make_services,
 )
 from laurel.run.generator import describe_generator, make_generator
-from laurel.run.model import with_found_model
-from laurel.run.places import plan_places
+from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train, policy_settings
 from laurel.run.request import uses_reward_model
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from laurel.protocols import Environment, Generator
     from laurel.run.model import TrainedModel
     from laurel.training.learner_group import ModelFacts
-    from laurel.training.loop import Outcome
+    from laurel.training.loop import RunOutcome
     from laurel.training.state import Position
     from laurel.types import RolloutGroup, SamplingParams
 
 
-def train_policy(config: GRPORun, *, console: Console, warnings: Sequence[str] = ()) -> Outcome:
+def train_policy(config: GRPORun, *, console: Console, warnings: Sequence[str] = ()) -> RunOutcome:
     """Run `laurel grpo` from beginning to end."""
     for warning in warnings:
         console.print(f"warning: {warning}")
@@ -72,10 +72,10 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
         stack: Lets go of everything that was started.
         console: Shows what was read, loaded and decided.
     """
-    config = with_found_model(config, console)
+    config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
-    selection = check_early(config)
-    planned = plan_places(config)
+    selection = check_grpo_run(config)
+    planned = plan_allocation(config)
     check_vllm(config, on_cluster=planned.are_remote)
     context = RunContext(config=config, console=console, stack=stack).with_store(selection)
     data = _load_data(config)
@@ -100,7 +100,7 @@ def _load_data(config: GRPORun) -> TaskData:
     )
 
 
-def check_early(config: GRPORun) -> Selection:
+def check_grpo_run(config: GRPORun) -> Selection:
     """What a configuration alone can get wrong.
 
     Raises:
@@ -144,7 +144,7 @@ def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Playable:
+class PolicyBundle:
     """A policy, and all that its conversations take."""
 
     model: TrainedModel
@@ -153,18 +153,18 @@ class Playable:
     num_steps: int
 
 
-def playable(
+def load_policy_bundle(
     context: RunContext[GRPORun], data: TaskData, environments: dict[str, Environment]
-) -> Playable:
+) -> PolicyBundle:
     """Load the policy, and what draws from it. Prompts that are too long for it are left out."""
     config = context.config
     # Before any prompt is left out for its length, which takes a tokenizer.
-    texts = texts_of(data) if config.policy.scratch is not None else []
+    texts = task_texts(data) if config.policy.scratch is not None else []
     model = load_policy_to_train(
         context,
         seed=config.grpo.seed,
         texts=texts,
-        identity=settings_of(config),
+        identity=grpo_identity(config),
         temperature=config.policy.generation.temperature,
         needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
         draws_from_copy=config.grpo.max_staleness > 0,
@@ -172,11 +172,11 @@ def playable(
     )
     chat = chat_of(config, model.facts)
     fit_prompts(data, chat, config)
-    num_steps = total_steps(config, len(data.train))
+    num_steps = grpo_total_steps(config, len(data.train))
     generator = make_generator(context, model, chat, texts)
     context.stack.callback(generator.close)
     parts = _parts(context, data, environments, model, chat, generator, num_steps)
-    return Playable(model=model, chat=chat, parts=parts, num_steps=num_steps)
+    return PolicyBundle(model=model, chat=chat, parts=parts, num_steps=num_steps)
 
 
 def _with_policy(
@@ -191,7 +191,7 @@ def _with_policy(
     if context.store is not None and resume_from is not None and context.allocation.are_remote:
         # Replicas of generation are started from it again when one is lost.
         context.store.pin(resume_from)
-    found = playable(context, data, environments)
+    found = load_policy_bundle(context, data, environments)
     from laurel.grpo.health import members_of
     from laurel.grpo.loop import GRPO, GRPOSettings
     from laurel.grpo.state import GRPORunState, fingerprint_of_tasks
@@ -204,7 +204,7 @@ def _with_policy(
     state = GRPORunState(
         parts.learner,
         source=parts.source,
-        identity=settings_of(config),
+        identity=grpo_identity(config),
         alarms=Alarms(
             config.grpo.health, members=members_of(config.env), settings=config.model_dump()
         ),
@@ -230,7 +230,7 @@ def _with_policy(
             config.grpo, has_validation=has_validation, environments=list(environments)
         ),
     )
-    surroundings = surround(
+    services = make_services(
         context,
         schedule=schedule,
         state=state,
@@ -253,7 +253,7 @@ def _with_policy(
         logprob_tokens=policy.logprob_batch_size * policy.max_total_sequence_length,
         updates_per_rollout=config.updates_per_rollout,
     )
-    return GRPO(settings, surroundings, parts), position
+    return GRPO(settings, services, parts), position
 
 
 def _describe_step(config: GRPORun, chat: ChatFormat, parts: PolicyParts, console: Console) -> None:
@@ -280,12 +280,12 @@ def chat_of(config: GRPORun, facts: ModelFacts) -> ChatFormat:
     )
 
 
-def texts_of(data: TaskData) -> list[str]:
+def task_texts(data: TaskData) -> list[str]:
     """Every text of the training tasks: what a tokenizer from scratch learns from."""
     return [message.content for task in data.train for message in task.prompt]
 
 
-def total_steps(config: GRPORun, num_tasks: int) -> int:
+def grpo_total_steps(config: GRPORun, num_tasks: int) -> int:
     """Steps of the run: all epochs, or the limit."""
     grpo = config.grpo
     return min(
@@ -320,7 +320,7 @@ _WHAT_CODE_IS_WORTH: dict[str, Any] = dict.fromkeys(
 }
 
 
-def settings_of(config: GRPORun) -> dict[str, object]:
+def grpo_identity(config: GRPORun) -> dict[str, object]:
     """What must be the same when a run goes on, by dotted name, or it would be another run."""
     left_out = {
         "max_num_epochs",
@@ -389,7 +389,7 @@ def _parts(
     from laurel.grpo.validation import PolicyValidation
     from laurel.training.batches import Batcher
 
-    config, grpo, places = context.config, context.config.grpo, context.allocation
+    config, grpo, allocation = context.config, context.config.grpo, context.allocation
     rollouts = rollouts_of(config, generator, environments, chat)
     source = RolloutSource(
         rollouts,
@@ -416,7 +416,7 @@ def _parts(
     return PolicyParts(
         learner=model.learner,
         has_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        batcher=Batcher(model.facts.path, limits, pad_id=pad_id, places=model.learner.num_places),
+        batcher=Batcher(model.facts.path, limits, pad_id=pad_id, dp_size=model.learner.dp_size),
         generator=generator,
         source=source,
         environments=environments,
@@ -424,7 +424,7 @@ def _parts(
         pad_id=pad_id,
         generator_rests=take_turns,
         learner_rests=take_turns,
-        judges_rest=places.take_turns("reward_model") and grpo.max_staleness == 0,
+        judges_rest=allocation.take_turns("reward_model") and grpo.max_staleness == 0,
     )
 
 
@@ -460,11 +460,11 @@ def _take_turns(context: RunContext[GRPORun], generator: Generator) -> bool:
     """
     from laurel.generation.transformers.engine import TransformersEngine
 
-    config, places = context.config, context.allocation
+    config, allocation = context.config, context.allocation
     if config.grpo.max_staleness > 0:
         return False
-    if places.are_remote:
-        return places.take_turns("generation")
+    if allocation.are_remote:
+        return allocation.take_turns("generation")
     is_our_own = isinstance(generator, TransformersEngine)
     return config.policy.generation.colocated.enabled and not is_our_own
 
@@ -518,13 +518,13 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
     Raises:
         DataError: There are no validation tasks.
     """
-    config = with_found_model(config, console)
+    config = resolve_model(config, console)
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack)
         data = _load_data(config)
         if not data.validation:
             raise DataError("there is nothing to measure on: name tasks in data.val_data_path")
-        texts = texts_of(data)
+        texts = task_texts(data)
         data.train.clear()
         environments = environments_of(data, context)
         check_answers(data, environments, console)

@@ -63,7 +63,7 @@ def load_trained_model(
         from laurel.training.optimizers import build_optimizer, build_scheduler
         from laurel.training.state import check_same_run
         from laurel.workers.process import choose_device
-        from laurel.workers.rendezvous import Place
+        from laurel.workers.rendezvous import RankPlace
 
         quiet_libraries()
         if context.resume_from:
@@ -85,7 +85,9 @@ def load_trained_model(
 
             if check_room is not None:
                 check_room(choose_device(cluster.device))
-            worker = LearnerWorker(Place(role="policy"), load, shape=ParallelShape(), **settings)
+            worker = LearnerWorker(
+                RankPlace(role="policy"), load, shape=ParallelShape(), **settings
+            )
             return TrainedModel(
                 learner=worker.learner, facts=worker.describe(), in_process=worker.learner.model
             )
@@ -130,7 +132,7 @@ _INSTEAD = (
 )
 
 
-def with_found_model(config: R, console: Console) -> R:
+def resolve_model(config: R, console: Console) -> R:
     """The configuration of a run, with the checkpoint where `policy.model_name` names a run.
 
     Raises:

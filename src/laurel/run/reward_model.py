@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from laurel.config.data import DatasetConfig
 from laurel.config.load import to_yaml
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.data.preferences import hold_out, load_preferences, own_validation
+from laurel.data.preferences import hold_out, load_preferences, own_validation_preferences
 from laurel.data.report import DataReport
 from laurel.errors import ConfigError, DataError
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
 from laurel.observe.loggers import check_available
+from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_reward_model
 from laurel.run.context import (
     RunContext,
@@ -23,10 +24,9 @@ from laurel.run.context import (
     describe_benchmark,
     describe_data,
     describe_output,
-    surround,
+    make_services,
 )
-from laurel.run.model import TrainedModel, describe_model, load_trained_model, with_found_model
-from laurel.run.places import plan_places
+from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
 from laurel.run.specs import model_spec
 from laurel.training.selection import Selection, select_by
 from laurel.training.stopping import Deadline
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
     from laurel.models.scoring import ScoringContract
     from laurel.training.learner_group import ModelFacts
-    from laurel.training.loop import Outcome
+    from laurel.training.loop import RunOutcome
     from laurel.types import PreferenceSample
 
 
 def train_reward_model(
     config: RewardTrainingRun, *, console: Console, warnings: Sequence[str] = ()
-) -> Outcome:
+) -> RunOutcome:
     """Run `laurel rm` from beginning to end.
 
     What can be told wrong without loading anything is told first, then what needs only the data,
@@ -53,10 +53,10 @@ def train_reward_model(
     """
     for warning in warnings:
         console.print(f"warning: {warning}")
-    config = with_found_model(config, console)
+    config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
-    selection = check_early(config)
-    planned = plan_places(config)
+    selection = check_reward_run(config)
+    planned = plan_allocation(config)
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack).with_store(selection)
         data = load_data(config)
@@ -64,7 +64,7 @@ def train_reward_model(
         return _train(context.with_slots(planned), data, selection, deadline)
 
 
-def check_early(config: RewardTrainingRun) -> Selection:
+def check_reward_run(config: RewardTrainingRun) -> Selection:
     """What a configuration alone can get wrong.
 
     Raises:
@@ -117,7 +117,7 @@ def _train(
     data: PreferenceData,
     selection: Selection,
     deadline: Deadline,
-) -> Outcome:
+) -> RunOutcome:
     """Everything after the data: model, tokens, loop. Nothing is written before all is well."""
     config, console = context.config, context.console
     model = _load_model(context, data)
@@ -147,7 +147,7 @@ def _train(
         weights_dtype=model.facts.weights_dtype,
         train=train,
         golden=[sample.preference.group for sample in golden_set[:NUM_GOLDEN_GROUPS]],
-        identity=settings_of(config),
+        identity=reward_model_identity(config),
         config_yaml=to_yaml(config),
         card=facts_of_reward_model(
             context,
@@ -178,7 +178,7 @@ def _train(
         total_steps=total_steps(config.rm, order),
         has_validation=bool(validation or data.benchmarks),
     )
-    surroundings = surround(
+    services = make_services(
         context,
         schedule=schedule,
         state=state,
@@ -192,7 +192,7 @@ def _train(
         model.facts.path,
         config.policy.batch_limits,
         pad_id=contract.rules.pad_id or 0,
-        places=model.learner.num_places,
+        dp_size=model.learner.dp_size,
     )
     parts = EpochParts(
         learner=model.learner,
@@ -204,7 +204,7 @@ def _train(
         benchmarks=data.benchmarks,
     )
     training = RewardTraining(
-        config.rm, surroundings, parts, loss=loss, contract=contract, logging=config.logger
+        config.rm, services, parts, loss=loss, contract=contract, logging=config.logger
     )
     return training.run(position)
 
@@ -219,13 +219,15 @@ def _load_model(context: RunContext[RewardTrainingRun], data: PreferenceData) ->
         seed=config.rm.seed,
         max_length=config.data.max_input_seq_length or config.policy.max_total_sequence_length,
         truncation_side=config.data.truncation_side,
-        texts=tuple(texts_of(data.train)) if config.policy.scratch is not None else (),
+        texts=tuple(preference_texts(data.train)) if config.policy.scratch is not None else (),
         resume_from=context.resume_from,
     )
-    return load_trained_model(context, load=load, seed=config.rm.seed, identity=settings_of(config))
+    return load_trained_model(
+        context, load=load, seed=config.rm.seed, identity=reward_model_identity(config)
+    )
 
 
-def settings_of(config: RewardTrainingRun) -> dict[str, object]:
+def reward_model_identity(config: RewardTrainingRun) -> dict[str, object]:
     """What must be the same when a run goes on, by dotted name, or it would be another run.
 
     Besides what makes the arithmetic, this holds what a checkpoint brings with it (tokenizer,
@@ -358,7 +360,7 @@ def _check_margins(config: RewardTrainingRun, data: PreferenceData) -> None:
 def own_validation_of(config: RewardTrainingRun) -> DatasetConfig | None:
     """The validation set that the only training set of a run brings with it, if it does."""
     sets = config.data.train_sets()
-    return own_validation(sets[0]) if len(sets) == 1 else None
+    return own_validation_preferences(sets[0]) if len(sets) == 1 else None
 
 
 def _load(
@@ -375,7 +377,7 @@ def _load(
     )
 
 
-def texts_of(preferences: Sequence[Preference]) -> Iterator[str]:
+def preference_texts(preferences: Sequence[Preference]) -> Iterator[str]:
     """Every text of judged groups, prompts and completions."""
     for preference in preferences:
         yield from (message.content for message in preference.group.prompt)

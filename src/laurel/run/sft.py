@@ -11,10 +11,10 @@ from laurel.config.sft import SFTRun
 from laurel.data.conversations import DemonstrationData, Dialogue, load_demonstration_data
 from laurel.errors import DataError
 from laurel.observe.loggers import check_available
+from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy
-from laurel.run.context import RunContext, choose_run_dir, surround
-from laurel.run.model import with_found_model
-from laurel.run.places import plan_places
+from laurel.run.context import RunContext, choose_run_dir, make_services
+from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.training.selection import select_demonstrations_by
 from laurel.training.stopping import Deadline
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.models.chat import ChatFormat, Demonstration
-    from laurel.training.loop import Outcome
+    from laurel.training.loop import RunOutcome
 
 
-def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ()) -> Outcome:
+def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ()) -> RunOutcome:
     """Run `laurel sft` from beginning to end."""
     for warning in warnings:
         console.print(f"warning: {warning}")
-    config = with_found_model(config, console)
+    config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     check_available(config.logger)
-    planned = plan_places(config)
+    planned = plan_allocation(config)
     validates = config.sft.val_period > 0 or config.sft.val_at_end
     has_validation = bool(config.data.validation_sets() or config.data.split_validation_size)
     selection = select_demonstrations_by(
@@ -87,7 +87,7 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
             total_steps=total_steps(config.sft, order),
             has_validation=bool(validation),
         )
-        surroundings = surround(
+        services = make_services(
             context,
             schedule=schedule,
             state=state,
@@ -102,13 +102,13 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         limits = config.policy.batch_limits
         parts = EpochParts(
             learner=learner,
-            batcher=Batcher(facts.path, limits, pad_id=pad_id, places=learner.num_places),
+            batcher=Batcher(facts.path, limits, pad_id=pad_id, dp_size=learner.dp_size),
             micro_batch_size=config.policy.train_micro_batch_size,
             train=train,
             order=order,
             validation=validation,
         )
-        return SupervisedFineTuning(config.sft, surroundings, parts).run(position)
+        return SupervisedFineTuning(config.sft, services, parts).run(position)
 
 
 def _texts(data: DemonstrationData) -> list[str]:

@@ -17,8 +17,8 @@ from laurel.environments.code.tests import problem_of
 from laurel.environments.interface import RejectedTask
 from laurel.environments.registry import create_environments
 from laurel.errors import DataError
+from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
-from laurel.run.places import Places
 from laurel.run.request import uses_reward_model
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from laurel.data.report import TaskReport
     from laurel.environments.code.nodes import ClusterNodes
-    from laurel.environments.reward_model.open import Opening
+    from laurel.environments.reward_model.open import ScorerFactory
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment, WorkerGroup
     from laurel.rewards.open import Say
@@ -59,17 +59,17 @@ def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
 
 def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, Environment]:
     """The environments that the tasks ask for, each started once."""
-    config, places = context.config, context.allocation
+    config, allocation = context.config, context.allocation
     say = partial(context.console.print, markup=False, highlight=False, soft_wrap=True)
     names = sorted({task.environment for task in (*data.train, *data.validation)})
-    opening = opening_on(context, say) if places.are_remote else None
+    opening = cluster_scorer_factory(context, say) if allocation.are_remote else None
     with context.console.status("starting the environments"):
         environments = create_environments(
             names,
             config.env,
             device=config.cluster.device,
             opening=opening,
-            nodes=nodes_of(places),
+            nodes=nodes_of(allocation),
             say=say,
         )
     for environment in environments.values():
@@ -159,13 +159,13 @@ def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
 # Where a run has the programs of the policy run: on this machine, or on every node.
 
 
-def nodes_of(places: Places) -> ClusterNodes | None:
+def nodes_of(allocation: Allocation) -> ClusterNodes | None:
     """The nodes that programs are run on; None: this machine. Nothing is started.
 
     Args:
-        places: Those of the run.
+        allocation: Those of the run.
     """
-    if not places.are_remote:
+    if not allocation.are_remote:
         return None
     from laurel.environments.code.nodes import ClusterNodes
 
@@ -194,26 +194,30 @@ def _make(*args: Any, **kwargs: Any) -> WorkerGroup:
 # How a run on a cluster opens what scores: models in slots, renderers spread over the nodes.
 
 
-def opening_on(context: RunContext[GRPORun], say: Say) -> Opening:
+def cluster_scorer_factory(context: RunContext[GRPORun], say: Say) -> ScorerFactory:
     """How the environments of a run on a cluster open their models and processes.
 
     Args:
         context: Of the run.
         say: Told what was loaded, found and decided.
     """
-    from laurel.environments.reward_model.open import RENDERING_LIMIT, Opening, opening_here
+    from laurel.environments.reward_model.open import (
+        RENDERING_LIMIT,
+        ScorerFactory,
+        local_scorer_factory,
+    )
     from laurel.rewards.preparing import WORKER
 
     make_worker = partial(context.allocation.group_of_one, WORKER, limit=RENDERING_LIMIT)
 
     if not uses_reward_model(context.config):  # only rows of the data ask for one without slots
-        here = opening_here(device=context.config.cluster.device, say=say)
-        return Opening(open_model=here.open_model, make_worker=make_worker)
+        here = local_scorer_factory(device=context.config.cluster.device, say=say)
+        return ScorerFactory(open_model=here.open_model, make_worker=make_worker)
 
     def open_model(settings: RewardModelEnvironmentConfig, name: str) -> ContractScorer:
         return _open_in_slots(settings, name, context, make_worker, say)
 
-    return Opening(open_model=open_model, make_worker=make_worker)
+    return ScorerFactory(open_model=open_model, make_worker=make_worker)
 
 
 def _open_in_slots(
@@ -231,10 +235,10 @@ def _open_in_slots(
     from laurel.environments.reward_model.open import found_reward_model, open_crew, with_workers
     from laurel.rewards.replicas import ROLE
 
-    config, places = context.config, context.allocation
-    shape, role = places.shape_of("reward_model"), f"{ROLE} {name}".rstrip()
+    config, allocation = context.config, context.allocation
+    shape, role = allocation.shape_of("reward_model"), f"{ROLE} {name}".rstrip()
     group = partial(
-        places.group, "reward_model", name=role, share=1 / len(config.env.reward_model.loaded)
+        allocation.group, "reward_model", name=role, share=1 / len(config.env.reward_model.loaded)
     )
     found = found_reward_model(settings, tp=shape.tp, device=config.cluster.device, say=say)
     if not settings.use_reward_loop:

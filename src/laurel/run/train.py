@@ -20,7 +20,7 @@ from laurel.config.schemas import SCHEMAS, Kind
 from laurel.errors import ConfigError, DataError, UnsavedError, UserError
 from laurel.observe.console import make_console, message_console, visible
 from laurel.observe.json_output import write_json
-from laurel.run.places import plan_places
+from laurel.run.allocation import plan_allocation
 from laurel.sandbox.limits import has_no_gpu
 from laurel.training.ray_guard import guard
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from laurel.config.policy import ClusterConfig
     from laurel.config.schemas import Run
-    from laurel.config.tree import Section
-    from laurel.training.loop import Outcome
+    from laurel.config.yaml_tree import Section
+    from laurel.training.loop import RunOutcome
 
 MAX_LINES = 10
 _USES = {
@@ -69,7 +69,7 @@ def trained(
     *,
     last: Console | None = None,
     is_process: bool = False,
-) -> Outcome:
+) -> RunOutcome:
     """Train, and say how it ended and where everything lies.
 
     Args:
@@ -89,7 +89,7 @@ def trained(
     _check_device(config.cluster)
     if is_process:
         with suppress(UserError):  # what cannot be planned is told later, in its place
-            if plan_places(config).are_remote:
+            if plan_allocation(config).are_remote:
                 guard()
     use, unsaved = _use_of(kind, loaded.config), None
     try:
@@ -137,7 +137,7 @@ def _use_of(kind: Kind, config: Section) -> str:
     return _USES[kind]
 
 
-def _trainer(kind: Kind) -> Callable[..., Outcome]:
+def _trainer(kind: Kind) -> Callable[..., RunOutcome]:
     """What runs it; its import takes a while, so the configuration is checked before."""
     if kind == "rm":
         from laurel.run.reward_model import train_reward_model
@@ -152,7 +152,7 @@ def _trainer(kind: Kind) -> Callable[..., Outcome]:
     return train_policy
 
 
-def _limit(kind: Kind, config: Section, outcome: Outcome) -> str | None:
+def _limit(kind: Kind, config: Section, outcome: RunOutcome) -> str | None:
     """What ended a run before the steps that were asked for, where its epochs did."""
     section = getattr(config, kind)
     if outcome.is_early or not 0 <= outcome.step < section.max_num_steps:
@@ -166,7 +166,7 @@ def _limit(kind: Kind, config: Section, outcome: Outcome) -> str | None:
 
 
 def conclude(
-    outcome: Outcome,
+    outcome: RunOutcome,
     console: Console,
     *,
     use: str,
@@ -218,10 +218,10 @@ def conclude(
 def _say_what_came_out(run_dir: Path, console: Console, *, room: int) -> None:
     """The results, then as many of the first findings as there is room for, but at least one."""
     from laurel.observe.report.last_words import first_findings, results
-    from laurel.observe.run_record import read_run
+    from laurel.observe.run_record import read_run_record
 
     try:
-        record = read_run(run_dir)
+        record = read_run_record(run_dir)
         lines, findings = results(record), first_findings(record)
     except (DataError, OSError) as error:  # a run that has trained and saved has not failed
         console.print(f"warning: what the run logged cannot be read: {error}", soft_wrap=True)

@@ -38,7 +38,7 @@ def claims_of(tier: Tier) -> frozenset[Claim]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
+class EscapeAttempt:
     """A program that tries one thing, and prints `ESCAPED` where it succeeds.
 
     Args:
@@ -60,18 +60,18 @@ class Canary:
 class Sighting:
     """What a canary came to."""
 
-    canary: Canary
+    canary: EscapeAttempt
     held: bool
     detail: str
 
 
-def _tries(name: str, claim: Claim, attempt: str, imports: str = "os, socket") -> Canary:
+def _tries(name: str, claim: Claim, attempt: str, imports: str = "os, socket") -> EscapeAttempt:
     body = "".join(f"    {line}\n" for line in attempt.splitlines())
     code = f"import {imports}\ntry:\n{body}    print('{_ESCAPED}')\nexcept OSError as error:\n"
-    return Canary(name=name, claim=claim, code=code + "    print('blocked', error)\n")
+    return EscapeAttempt(name=name, claim=claim, code=code + "    print('blocked', error)\n")
 
 
-CANARIES: tuple[Canary, ...] = (
+CANARIES: tuple[EscapeAttempt, ...] = (
     _tries("read a file of the machine", "files", "open({secret}).read()"),
     _tries(
         "read a file through a link", "files", "os.symlink({secret}, 'link')\nopen('link').read()"
@@ -83,7 +83,7 @@ CANARIES: tuple[Canary, ...] = (
     _tries("write a file of the machine", "files", "open({drop}, 'w').write('x')"),
     _tries("change the rights of a file of the machine", "files", "os.chmod({secret}, 0o777)"),
     _tries("change Python itself", "files", "open(os.__file__, 'a').write('')"),
-    Canary(
+    EscapeAttempt(
         name="fill the disk",
         claim="disk",
         limits=Limits(cpu_s=2, wall_s=60, disk_mb=1),
@@ -108,27 +108,27 @@ CANARIES: tuple[Canary, ...] = (
     _tries("start a process", "processes", "if os.fork() == 0: os._exit(0)"),
     _tries("run another program", "processes", "os.execv('/bin/true', ['true'])"),
     _tries("signal whoever started it", "processes", "os.kill({pid}, 0)"),
-    Canary(
+    EscapeAttempt(
         name="sleep for ever",
         claim="time",
         code="import time\ntime.sleep(1000)",
         limits=Limits(cpu_s=2, wall_s=0.5),
         statuses=frozenset({Status.TIMEOUT_WALL}),
     ),
-    Canary(
+    EscapeAttempt(
         name="compute for ever",
         claim="time",
         code="while True: pass",
         limits=Limits(cpu_s=1, wall_s=60),
         statuses=frozenset({Status.TIMEOUT_CPU}),
     ),
-    Canary(
+    EscapeAttempt(
         name="take all memory",
         claim="memory",
         code="x = bytearray(8 << 30)",
         statuses=frozenset({Status.MEMORY_LIMIT}),
     ),
-    Canary(
+    EscapeAttempt(
         name="print for ever",
         claim="output",
         code="while True: print('x' * 1000)",
@@ -204,7 +204,7 @@ def small_world() -> Iterator[World]:
             world.close()
 
 
-def try_canary(canary: Canary, zygote: ZygoteProcess, world: World) -> Sighting:
+def try_canary(canary: EscapeAttempt, zygote: ZygoteProcess, world: World) -> Sighting:
     """Run one; `SandboxLostError` where the sandbox itself fails."""
     code = canary.code
     for name, value in world.facts().items():

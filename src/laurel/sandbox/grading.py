@@ -12,7 +12,7 @@ from laurel.sandbox.comparison import same_output, same_output_as, same_value, s
 from laurel.sandbox.inside import plain_data
 from laurel.sandbox.inside.calls import EXIT_CODES
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult, Status, TestResult
-from laurel.sandbox.runner import Outcome, Runner
+from laurel.sandbox.runner import ProcessOutcome, Runner
 
 _SIGKILL, _SIGXCPU, _SIGXFSZ, _SIGSYS = 9, 24, 25, 31
 _STATUS_OF_EXIT_CODE = {code: Status(name) for name, code in EXIT_CODES.items()}
@@ -32,8 +32,8 @@ class _Judged:
 
     status: Status
     tests: tuple[TestResult, ...]
-    outcomes: Sequence[Outcome]
-    shown: Outcome
+    outcomes: Sequence[ProcessOutcome]
+    shown: ProcessOutcome
     """The one whose outputs are worth reading: of the first test that failed, else of the shown."""
 
 
@@ -74,7 +74,7 @@ def grade(job: SandboxJob, runner: Runner, *, tier: str, attempt: int) -> Sandbo
     )
 
 
-def status_of(outcome: Outcome, limits: Limits) -> Status:
+def status_of(outcome: ProcessOutcome, limits: Limits) -> Status:
     """What the end of a process says by itself."""
     if outcome.ended_by == "wall":
         return Status.TIMEOUT_WALL
@@ -106,7 +106,7 @@ def _script(job: SandboxJob, runner: Runner) -> _Judged:
 
 
 def _stdio(job: SandboxJob, runner: Runner) -> _Judged:
-    def run(test: Any, limits: Limits) -> tuple[TestResult, list[Outcome]]:
+    def run(test: Any, limits: Limits) -> tuple[TestResult, list[ProcessOutcome]]:
         outcome = _run_script(job, runner, test.stdin, limits)
         status = status_of(outcome, limits)
         if status is Status.OK:
@@ -121,12 +121,12 @@ def _stdio(job: SandboxJob, runner: Runner) -> _Judged:
 def _one_by_one(
     job: SandboxJob,
     tests: Sequence[Any],
-    run: Callable[[Any, Limits], tuple[TestResult, list[Outcome]]],
+    run: Callable[[Any, Limits], tuple[TestResult, list[ProcessOutcome]]],
 ) -> _Judged:
     """Judge by tests that are processes of their own, within the time of all of them together."""
     results: list[TestResult] = []
-    outcomes: list[Outcome] = []
-    shown: Outcome | None = None
+    outcomes: list[ProcessOutcome] = []
+    shown: ProcessOutcome | None = None
     began = time.monotonic()
     for test in tests:
         limits = job.limits
@@ -153,7 +153,7 @@ def _one_by_one(
     return _Judged(_overall(results), tuple(results), outcomes, shown or outcomes[-1])
 
 
-def _run_script(job: SandboxJob, runner: Runner, stdin: str, limits: Limits) -> Outcome:
+def _run_script(job: SandboxJob, runner: Runner, stdin: str, limits: Limits) -> ProcessOutcome:
     header = {"kind": "script", "prelude": job.prelude}
     return runner.one(header, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
 
@@ -238,7 +238,7 @@ def _tests(job: SandboxJob, runner: Runner) -> _Judged:
     """
     header = {"kind": "tests", "entry": job.entry, "reply_kb": job.limits.result_kb}
 
-    def run(test_code: str, limits: Limits) -> tuple[TestResult, list[Outcome]]:
+    def run(test_code: str, limits: Limits) -> tuple[TestResult, list[ProcessOutcome]]:
         parts = (_bytes(test_code), _bytes(job.test_setup))
         verdict, outcome = runner.pair(
             _bytes(job.code),
@@ -254,7 +254,7 @@ def _tests(job: SandboxJob, runner: Runner) -> _Judged:
     return _one_by_one(job, job.tests or (job.test_code,), run)
 
 
-def lacked_answer(verdict: Outcome, limits: Limits) -> bool:
+def lacked_answer(verdict: ProcessOutcome, limits: Limits) -> bool:
     """Whether tests ended because the program went away before it answered.
 
     Args:
@@ -264,7 +264,7 @@ def lacked_answer(verdict: Outcome, limits: Limits) -> bool:
     return bool(_said_by_tests(verdict, limits).get("why") == "gone")
 
 
-def _said_by_tests(verdict: Outcome, limits: Limits) -> dict[str, Any]:
+def _said_by_tests(verdict: ProcessOutcome, limits: Limits) -> dict[str, Any]:
     """What the process with the tests says of them. It is trusted, as they are."""
     ended = status_of(verdict, limits)
     lines = verdict.result.splitlines()
@@ -276,7 +276,7 @@ def _said_by_tests(verdict: Outcome, limits: Limits) -> dict[str, Any]:
 
 
 def _judge_tests(
-    said: dict[str, Any], verdict: Outcome, outcome: Outcome, limits: Limits
+    said: dict[str, Any], verdict: ProcessOutcome, outcome: ProcessOutcome, limits: Limits
 ) -> tuple[Status, str]:
     detail = str(said.get("detail", ""))
     if said["passed"]:

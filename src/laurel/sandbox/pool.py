@@ -19,7 +19,7 @@ from laurel.sandbox.grading import grade
 from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
 from laurel.sandbox.limits import available_memory
 from laurel.sandbox.runner import (
-    Outcome,
+    ProcessOutcome,
     Runner,
     SandboxGoneError,
     SandboxLostError,
@@ -327,14 +327,16 @@ class _Bounded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def one(self, *args: Any, limits: Limits, **options: Any) -> Outcome:
+    def one(self, *args: Any, limits: Limits, **options: Any) -> ProcessOutcome:
         """See `Runner`."""
         bounded, is_shorter = self._bounded(limits)
         outcome = self._runner.one(*args, limits=bounded, **options)
         self._check(is_shorter, outcome)
         return outcome
 
-    def pair(self, *args: Any, limits: Limits, **options: Any) -> tuple[Outcome, Outcome]:
+    def pair(
+        self, *args: Any, limits: Limits, **options: Any
+    ) -> tuple[ProcessOutcome, ProcessOutcome]:
         """See `Runner`."""
         bounded, is_shorter = self._bounded(limits)
         found = self._runner.pair(*args, limits=bounded, **options)
@@ -351,7 +353,7 @@ class _Bounded:
             return limits, False
         return replace(limits, wall_s=left), True
 
-    def _check(self, is_shorter: bool, *outcomes: Outcome) -> None:
+    def _check(self, is_shorter: bool, *outcomes: ProcessOutcome) -> None:
         if is_shorter and any(outcome.ended_by == "wall" for outcome in outcomes):
             raise _TimeIsUpError
 

@@ -23,7 +23,7 @@ class SandboxLostError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ProcessOutcome:
     """How one process that ran a program ended, as seen from outside of it."""
 
     ended_by: str
@@ -62,7 +62,7 @@ class Runner(Protocol):
 
     def one(
         self, header: Mapping[str, Any], *parts: bytes, limits: Limits, stdin: bytes = b""
-    ) -> Outcome:
+    ) -> ProcessOutcome:
         """Run a program to its end.
 
         Args:
@@ -82,8 +82,8 @@ class Runner(Protocol):
         header: Mapping[str, Any],
         *parts: bytes,
         limits: Limits,
-        is_waiting: Callable[[Outcome], bool],
-    ) -> tuple[Outcome, Outcome]:
+        is_waiting: Callable[[ProcessOutcome], bool],
+    ) -> tuple[ProcessOutcome, ProcessOutcome]:
         """Run tests that call a program, each in a process of its own.
 
         Args:

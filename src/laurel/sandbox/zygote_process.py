@@ -20,7 +20,7 @@ from laurel.sandbox.control_group import ControlGroup, GroupPlace
 from laurel.sandbox.inside.boxes import remove_box
 from laurel.sandbox.inside.messages import receive, send
 from laurel.sandbox.jobs import Limits
-from laurel.sandbox.runner import Outcome, SandboxLostError, SandboxStartError
+from laurel.sandbox.runner import ProcessOutcome, SandboxLostError, SandboxStartError
 from laurel.sandbox.tiers import Tier
 
 START_SECONDS = 60.0
@@ -62,7 +62,7 @@ class RunningJob:
         self._killed_before = group.num_killed() if group else 0
         self._deadline = time.monotonic() + limits.wall_s + GRACE_SECONDS
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ProcessOutcome:
         """Wait for its end.
 
         Raises:
@@ -81,7 +81,7 @@ class RunningJob:
                 raise SandboxLostError("the program did not even start in its time")
             raise SandboxLostError(header["said"] or "the program could not be started")
         stdout, stderr, result = parts
-        return Outcome(
+        return ProcessOutcome(
             ended_by="memory" if self._lacked_memory(header) else header["ended_by"],
             exit_code=header.get("exit_code"),
             signal=header.get("signal"),
@@ -211,7 +211,7 @@ class ZygoteProcess:
 
     def one(
         self, header: Mapping[str, Any], *parts: bytes, limits: Limits, stdin: bytes = b""
-    ) -> Outcome:
+    ) -> ProcessOutcome:
         """See `Runner`."""
         running = self.run(header, *parts, limits=limits, stdin=stdin)
         try:
@@ -225,8 +225,8 @@ class ZygoteProcess:
         header: Mapping[str, Any],
         *parts: bytes,
         limits: Limits,
-        is_waiting: Callable[[Outcome], bool],
-    ) -> tuple[Outcome, Outcome]:
+        is_waiting: Callable[[ProcessOutcome], bool],
+    ) -> tuple[ProcessOutcome, ProcessOutcome]:
         """See `Runner`: two processes in two sandboxes."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ours, theirs:

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from laurel.config.policy import BatchLimits
-from laurel.data.forest import pack, pack_evenly, pack_padded, pad, plant
+from laurel.data.forest import bin_pack, pack_evenly, pack_padded, to_forest, to_padded
 from laurel.training.learner import MicroBatch
 from laurel.types import TokenGroup
 
@@ -26,7 +26,7 @@ class Batcher:
         limits: BatchLimits,
         *,
         pad_id: int,
-        places: int = 1,
+        dp_size: int = 1,
     ) -> None:
         """Say who computes the micro-batches.
 
@@ -34,19 +34,19 @@ class Batcher:
             path: How batches reach the model.
             limits: How large they may be.
             pad_id: For models on the padded path.
-            places: `Learner.num_places`.
+            dp_size: `Learner.dp_size`.
         """
         self.path: Literal["forest", "padded"] = path
         self.limits = limits
         self._pad_id = pad_id
-        self._places = places
+        self._dp_size = dp_size
 
     def cut(
         self, tokens: Sequence[TokenGroup], labels: Sequence[Label], *, micro_batch_size: int
     ) -> list[MicroBatch[Label]]:
         """Micro-batches of all groups.
 
-        Forests are filled up to the token budget, evenly where several places compute. Padded rows
+        Forests are filled up to the token budget, evenly where several ranks compute. Padded rows
         are filled too where dynamic batching is on, or packing is on and the model cannot read
         forests; otherwise they hold `micro_batch_size` groups each, in order.
         """
@@ -54,7 +54,7 @@ class Batcher:
         if self._is_forest:
             share = limits.share_prompts
             sizes = [t.num_tokens if share else sum(t.lengths_G) for t in tokens]
-            parts = pack_evenly(sizes, limits.forest_tokens, places=self._places)
+            parts = pack_evenly(sizes, limits.forest_tokens, dp_size=self._dp_size)
         elif limits.padded_tokens is not None:
             parts = pack_padded([t.lengths_G for t in tokens], limits.padded_tokens)
         else:
@@ -89,7 +89,7 @@ class Batcher:
         their_labels: list[Label] = []
         for group, label in zip(tokens, labels, strict=True):
             for indices in self._shares(group):
-                parts.append(part_of(group, indices))
+                parts.append(select_completions(group, indices))
                 whole = len(indices) == len(group.branches_ids_G)
                 their_labels.append(label if whole else subset(label, indices))
         return parts, their_labels
@@ -100,9 +100,9 @@ class Batcher:
 
     def _lay_out(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> MicroBatch[Label]:
         if self._is_forest:
-            forest = plant(tokens, share_prompts=self.limits.share_prompts)
+            forest = to_forest(tokens, share_prompts=self.limits.share_prompts)
             return MicroBatch(inputs=forest, labels=labels, num_tokens=len(forest.ids_T))
-        rows = pad(tokens, pad_id=self._pad_id)
+        rows = to_padded(tokens, pad_id=self._pad_id)
         return MicroBatch(inputs=rows, labels=labels, num_tokens=rows.ids_NL.numel())
 
 
@@ -117,10 +117,10 @@ def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
         return [[i] for i in range(len(sizes))]
     if group.num_tokens <= budget:
         return [list(range(len(sizes)))]
-    return pack(sizes, max(1, budget - len(group.trunk_ids)))
+    return bin_pack(sizes, max(1, budget - len(group.trunk_ids)))
 
 
-def part_of(group: TokenGroup, indices: Sequence[int]) -> TokenGroup:
+def select_completions(group: TokenGroup, indices: Sequence[int]) -> TokenGroup:
     """The group with only these completions."""
     branches_ids_G = tuple(group.branches_ids_G[i] for i in indices)
     return replace(group, branches_ids_G=branches_ids_G, truncated_G=())
@@ -150,7 +150,7 @@ def global_batches(
                 batches.append(([], []))
                 room = size
             chosen = range(first, min(first + room, count))
-            batches[-1][0].append(part_of(group, chosen))
+            batches[-1][0].append(select_completions(group, chosen))
             batches[-1][1].append(subset(label, chosen))
             room, first = room - len(chosen), chosen.stop
     return batches
@@ -211,8 +211,8 @@ class Stream:
 
     def rows(self, start: int, count: int) -> list[int]:
         """Indices of the rows at the places `start` to `start + count`."""
-        places = (divmod(place, self.num_rows) for place in range(start, start + count))
-        return [self._row(epoch, within) for epoch, within in places]
+        dp_size = (divmod(place, self.num_rows) for place in range(start, start + count))
+        return [self._row(epoch, within) for epoch, within in dp_size]
 
     def _row(self, epoch: int, within: int) -> int:
         if not self.shuffle:

@@ -22,10 +22,10 @@ from laurel.config.sft import SFTConfig
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.models.scoring import ScoringContract
 from laurel.observe.metrics import answer_length, attribute_metrics, preference_metrics
-from laurel.observe.progress import Phase
+from laurel.observe.progress import ProgressPhase
 from laurel.training.batches import Batcher, StepOrder
-from laurel.training.learner import Learner, Loss, MicroBatch, Update, add_up
-from laurel.training.loop import Surroundings, TrainingLoop
+from laurel.training.learner import Learner, LossFunction, MicroBatch, Update, add_up
+from laurel.training.loop import RunServices, TrainingLoop
 from laurel.training.losses import RewardLoss
 from laurel.training.state import Position
 from laurel.types import Preference, PreferenceSample, TokenGroup
@@ -127,7 +127,7 @@ class EpochParts(Generic[Sample]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Taken(Generic[Sample]):
+class StepResult(Generic[Sample]):
     """A step that the learner was asked to take."""
 
     samples: Sequence[Sample]
@@ -144,12 +144,12 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
     def __init__(
         self,
         section: EpochSection,
-        surroundings: Surroundings,
+        services: RunServices,
         parts: EpochParts[Sample],
         *,
-        loss: Loss[Label],
+        loss: LossFunction[Label],
     ) -> None:
-        super().__init__(surroundings)
+        super().__init__(services)
         self.section = section
         self.micro_batch_size = parts.micro_batch_size
         self.learner = parts.learner
@@ -187,7 +187,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
 
     # ------------------------------------------------------------------------ the parts of a step
 
-    def take(self, position: Position) -> Taken[Sample]:
+    def take(self, position: Position) -> StepResult[Sample]:
         """Learn from the rows of the step after this position."""
         samples = [self.train[row] for row in self.order.rows(position.step)]
         with self.timers.time("total_step_time"):
@@ -195,7 +195,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
             update = self.learner.update(micro_batches, self.loss)
         seconds = self.timers.collect()["total_step_time"]
         self.deadline.took("step", seconds)
-        return Taken(
+        return StepResult(
             samples=samples,
             update=update,
             num_micro_batches=len(micro_batches),
@@ -206,7 +206,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
     def log(
         self,
         position: Position,
-        taken: Taken[Sample],
+        taken: StepResult[Sample],
         *,
         bad_steps: int,
         figures: Mapping[str, float] | None = None,
@@ -255,9 +255,9 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
             self.report(name, samples, validation, step=step)
         return logged, keyed
 
-    def _validated(self, phase: Phase, count: int) -> None:
+    def _validated(self, phase: ProgressPhase, count: int) -> None:
         phase.advance(count)
-        self.heed()
+        self.check_stop()
 
     # ------------------------------------------------------------------------------------- of both
 

@@ -41,7 +41,7 @@ Label = TypeVar("Label")
 LabelIn = TypeVar("LabelIn", contravariant=True)
 
 Inputs = TokenForest | PaddedRows
-Asked = Literal["model", "reference"]
+ModelRole = Literal["model", "reference"]
 
 NOTHING_TO_LEARN = "no row of the batch teaches this loss anything"
 ELSEWHERE = "the loss of another rank is not finite"
@@ -57,7 +57,7 @@ class MicroBatch(Generic[Label]):
     """Tokens that are computed: distinct ones in a forest, padding included in rows."""
 
 
-class Loss(Protocol[LabelIn]):
+class LossFunction(Protocol[LabelIn]):
     """How outputs of the model are judged. See `losses.RewardLoss`."""
 
     def count(self, batch: Sequence[LabelIn], /) -> float:
@@ -88,7 +88,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Step:
+class StepReport:
     """What one rank says of a step."""
 
     sums: dict[str, Tensor]
@@ -109,10 +109,10 @@ class Learner(Protocol):
         """That of the next step (of the first parameter group)."""
 
     @property
-    def num_places(self) -> int:
+    def dp_size(self) -> int:
         """How many micro-batches are computed side by side."""
 
-    def update(self, batch: Sequence[MicroBatch[Label]], loss: Loss[Label]) -> Update:
+    def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
         """Take one optimizer step.
 
         The step is applied only if the loss and the gradient are finite. A batch that teaches
@@ -123,7 +123,7 @@ class Learner(Protocol):
         self,
         batches: Sequence[Inputs],
         *,
-        of: Asked = "model",
+        of: ModelRole = "model",
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
@@ -214,12 +214,12 @@ def weights_of(learner: Learner, version: int, *, is_partly_frozen: bool) -> Wei
     )
 
 
-def denominator_of(batch: Iterable[MicroBatch[Label]], loss: Loss[Label]) -> float:
+def denominator_of(batch: Iterable[MicroBatch[Label]], loss: LossFunction[Label]) -> float:
     """What the loss of a batch is divided by."""
     return sum(loss.count(micro_batch.labels) for micro_batch in batch)
 
 
-def update_of(steps: Sequence[Step], loss: Loss[Any]) -> Update:
+def update_of(steps: Sequence[StepReport], loss: LossFunction[Any]) -> Update:
     """What came of a step that the places of the data took together, in their order."""
     first = steps[0]
     failures = [step.failure for step in steps if step.failure is not None]
@@ -281,7 +281,7 @@ class LocalLearner:
             optimizer: Its class and arguments.
             scheduler: Likewise.
             max_grad_norm: Larger gradients are scaled down.
-            products: Put around forward and backward passes; see `engines.cpu_products`.
+            products: Put around forward and backward passes; see `cpu_matmul`.
             reference: The policy before its training.
             tokenizer: Of a policy: what is saved with it.
             ranks: The others, where the model is spread over several processes.
@@ -311,13 +311,13 @@ class LocalLearner:
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
-    def num_places(self) -> int:
+    def dp_size(self) -> int:
         """See `Learner`: one, as `update` is for one alone."""
         return 1
 
     # ------------------------------------------------------------------------------------- learning
 
-    def update(self, batch: Sequence[MicroBatch[Label]], loss: Loss[Label]) -> Update:
+    def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
         """See `Learner`."""
         denominator = denominator_of(batch, loss)
         if denominator == 0:
@@ -328,11 +328,11 @@ class LocalLearner:
     def take_step(
         self,
         batch: Sequence[MicroBatch[Label]],
-        loss: Loss[Label],
+        loss: LossFunction[Label],
         *,
         denominator: float,
         fillers: Collection[int] = (),
-    ) -> Step:
+    ) -> StepReport:
         """This rank's part of `update`.
 
         Args:
@@ -350,7 +350,7 @@ class LocalLearner:
             failure = failure or ELSEWHERE
         if failure is not None:
             self.optimizer.zero_grad(set_to_none=True)
-            return Step(sums={}, learning_rate=rate, failure=failure)
+            return StepReport(sums={}, learning_rate=rate, failure=failure)
         grad_norm = self._clip()
         if not math.isfinite(grad_norm):
             self.optimizer.zero_grad(set_to_none=True)
@@ -359,12 +359,12 @@ class LocalLearner:
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
-        return Step(sums=sums, learning_rate=rate, grad_norm=grad_norm, failure=failure)
+        return StepReport(sums=sums, learning_rate=rate, grad_norm=grad_norm, failure=failure)
 
     def _accumulate(
         self,
         batch: Sequence[MicroBatch[Label]],
-        loss: Loss[Label],
+        loss: LossFunction[Label],
         denominator: float,
         fillers: Collection[int],
         sums: dict[str, Tensor],
@@ -402,7 +402,7 @@ class LocalLearner:
         self,
         batches: Sequence[Inputs],
         *,
-        of: Asked = "model",
+        of: ModelRole = "model",
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:

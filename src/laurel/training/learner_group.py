@@ -29,13 +29,13 @@ from laurel.rewards.scorer import check_golden, check_paths
 from laurel.sandbox.limits import available_cores
 from laurel.training.learner import (
     NOTHING_TO_LEARN,
-    Asked,
     Inputs,
     Label,
     LocalLearner,
-    Loss,
+    LossFunction,
     MicroBatch,
-    Step,
+    ModelRole,
+    StepReport,
     Update,
     denominator_of,
     update_of,
@@ -43,7 +43,7 @@ from laurel.training.learner import (
 )
 from laurel.types import TokenForest, Weights
 from laurel.workers.process import choose_device, give_back_freed_memory, prepare, seed_everything
-from laurel.workers.rendezvous import Place, join, leave
+from laurel.workers.rendezvous import RankPlace, join, leave
 
 if TYPE_CHECKING:
     from laurel.generation.weights.broadcast import Meeting, WeightLink
@@ -80,7 +80,7 @@ class LearnerGroup:
         return self._learning_rate
 
     @property
-    def num_places(self) -> int:
+    def dp_size(self) -> int:
         """See `Learner`."""
         return self.shape.dp
 
@@ -90,13 +90,13 @@ class LearnerGroup:
 
     # ------------------------------------------------------------------------ learning, being asked
 
-    def update(self, batch: Sequence[MicroBatch[Label]], loss: Loss[Label]) -> Update:
+    def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
         """See `Learner`."""
         denominator = denominator_of(batch, loss)
         if denominator == 0:
             return Update(metrics={}, failure=NOTHING_TO_LEARN)
         sizes = [micro_batch.num_tokens for micro_batch in batch]
-        shares = share_out(sizes, self.shape.dp)
+        shares = divide_micro_batches(sizes, self.shape.dp)
         smallest = min(batch, key=lambda micro_batch: micro_batch.num_tokens)
         arguments = []
         for share in shares:
@@ -113,7 +113,7 @@ class LearnerGroup:
         self,
         batches: Sequence[Inputs],
         *,
-        of: Asked = "model",
+        of: ModelRole = "model",
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
@@ -122,7 +122,7 @@ class LearnerGroup:
         for first in range(0, len(batches), each_time):
             some = batches[first : first + each_time]
             sizes = [num_tokens_of(inputs) for inputs in some]
-            shares = share_out(sizes, self.shape.dp)
+            shares = divide_micro_batches(sizes, self.shape.dp)
             filler = some[sizes.index(min(sizes))]
             arguments = [
                 (
@@ -229,7 +229,7 @@ def _disk_errors() -> Iterator[None]:
 # -------------------------------------------------------------------------------------- dividing
 
 
-def share_out(sizes: Sequence[int], places: int) -> list[list[int | None]]:
+def divide_micro_batches(sizes: Sequence[int], places: int) -> list[list[int | None]]:
     """Divide micro-batches over places: as many to each, and about as many tokens.
 
     Places wait for each other in every layer, so what is computed side by side should be of one
@@ -277,10 +277,10 @@ def num_tokens_of(inputs: Inputs) -> int:
 # What of one rank of a learner gives its weights away: to the driver, or straight to engines.
 
 
-class WeightGiver(ABC):
+class WeightExporter(ABC):
     """Every rank is asked for the same, as all gather every weight; see `weight_routes`."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankPlace) -> None:
         """Give nothing yet."""
         self._place = place
         self._weights: Iterator[tuple[str, Tensor]] = iter(())
@@ -290,7 +290,7 @@ class WeightGiver(ABC):
     def named_weights(self, changing_only: bool) -> Iterator[tuple[str, Tensor]]:
         """See `Learner.named_weights`."""
 
-    def give_no_more(self) -> None:
+    def stop_exporting(self) -> None:
         """Let go of everybody. Idempotent."""
         if self._link is not None:
             self._link.close()
@@ -328,7 +328,7 @@ class WeightGiver(ABC):
         return self._link
 
     def host(self) -> str:
-        """See `Place.host`."""
+        """See `RankPlace.host`."""
         return self.link.host
 
     def invite(self, address: str, size: int, patience: float) -> int:
@@ -348,13 +348,13 @@ class WeightGiver(ABC):
         Returns:
             Why they have not all gone; None: they have.
         """
-        from laurel.generation.weights.broadcast import send
+        from laurel.generation.weights.broadcast import broadcast_tensors
 
         weights = self.named_weights(changing_only)
         reason = None
         if self._place.rank == 0:
             try:
-                send(self.link.group(meeting), weights, max_bytes=num_bytes)
+                broadcast_tensors(self.link.group(meeting), weights, max_bytes=num_bytes)
             except BroadcastError as error:
                 self.link.close()
                 reason = str(error)
@@ -434,12 +434,12 @@ class ModelFacts:
         )
 
 
-class LearnerWorker(WeightGiver):
+class LearnerWorker(WeightExporter):
     """One rank. All ranks are given the same calls in the same order, each with its own share."""
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlace,
         load: Load,
         *,
         shape: ParallelShape,
@@ -483,9 +483,9 @@ class LearnerWorker(WeightGiver):
         if isinstance(loaded, LoadedPolicy):
             loaded.model.with_entropy = with_entropy
             if shape.tp == 1:  # shares of layers are multiplied by what divided them
-                from laurel.generation.transformers.cpu_products import quick_products
+                from laurel.generation.transformers.cpu_matmul import fast_matmul
 
-                products = quick_products
+                products = fast_matmul
         reference = None
         if load_reference is not None:
             reference = _reference(loaded, load, load_reference, device=device, mesh=mesh)
@@ -536,9 +536,9 @@ class LearnerWorker(WeightGiver):
         self,
         batch: Sequence[MicroBatch[Any]],
         fillers: Sequence[int],
-        loss: Loss[Any],
+        loss: LossFunction[Any],
         denominator: float,
-    ) -> tuple[Step | None, float]:
+    ) -> tuple[StepReport | None, float]:
         """See `LocalLearner.take_step`.
 
         Returns:
@@ -547,7 +547,7 @@ class LearnerWorker(WeightGiver):
         """
         step = self._learner.take_step(batch, loss, denominator=denominator, fillers=fillers)
         sums = {name: _for_the_way(value) for name, value in step.sums.items()}
-        said = Step(
+        said = StepReport(
             sums=sums,
             learning_rate=step.learning_rate,
             grad_norm=step.grad_norm,
@@ -558,7 +558,7 @@ class LearnerWorker(WeightGiver):
     def outputs(
         self,
         batches: Sequence[Inputs],
-        of: Asked,
+        of: ModelRole,
         in_full_precision: bool,
         temperature: float | None,
     ) -> list[Any]:
@@ -613,11 +613,11 @@ class LearnerWorker(WeightGiver):
 
     def shutdown(self) -> None:
         """Leave the others."""
-        self.give_no_more()
+        self.stop_exporting()
         leave()
 
 
-def _meet(place: Place, shape: ParallelShape, device: torch.device) -> DeviceMesh | None:
+def _meet(place: RankPlace, shape: ParallelShape, device: torch.device) -> DeviceMesh | None:
     """The mesh of all ranks; None where there are no others."""
     if shape.num_ranks == 1:
         return None

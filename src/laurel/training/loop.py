@@ -30,7 +30,7 @@ Ending = Literal["finished", "signal", "deadline", "alarm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     step: int
@@ -46,7 +46,7 @@ class Outcome:
     is_early: bool = False
     """A goal, an alarm or a lack of tasks made an earlier step the last; it was said then."""
     run_dir: Path | None = None
-    """Where it logged; see `observe.run_record.read_run`."""
+    """Where it logged; see `observe.run_record.read_run_record`."""
 
 
 class Periods(Protocol):
@@ -112,7 +112,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class RunServices:
     """When what is due, and what a run writes to and listens to."""
 
     schedule: Schedule
@@ -125,22 +125,22 @@ class Surroundings:
     deadline: Deadline
 
 
-class CutShort(Exception):
+class Interrupted(Exception):
     """A signal came in the middle of what can be done again: a validation, or drawing rollouts."""
 
 
 class TrainingLoop(ABC):
     """One run of one algorithm."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        self.schedule = surroundings.schedule
-        self.state = surroundings.state
-        self.store = surroundings.store
-        self.selection = surroundings.selection
-        self.logger = surroundings.logger
-        self.progress = surroundings.progress
-        self.stop = surroundings.stop
-        self.deadline = surroundings.deadline
+    def __init__(self, services: RunServices) -> None:
+        self.schedule = services.schedule
+        self.state = services.state
+        self.store = services.store
+        self.selection = services.selection
+        self.logger = services.logger
+        self.progress = services.progress
+        self.stop = services.stop
+        self.deadline = services.deadline
         self.timers = Timers()
         self.latest_metrics: dict[str, float] = {}
         self._ended_by_alarm = self._is_early = False
@@ -160,7 +160,7 @@ class TrainingLoop(ABC):
         """Take one step; log and show its figures.
 
         Raises:
-            CutShort: A signal came before anything was changed (see `heed`).
+            Interrupted: A signal came before anything was changed (see `check_stop`).
             NothingLeft: There is nothing to learn from, and nothing was changed.
         """
 
@@ -169,7 +169,7 @@ class TrainingLoop(ABC):
         """Validate: the figures as they are logged, and by the names that a selection may use.
 
         Raises:
-            CutShort: A signal came meanwhile (see `heed`).
+            Interrupted: A signal came meanwhile (see `check_stop`).
         """
 
     def alarm(self) -> str | None:
@@ -182,12 +182,12 @@ class TrainingLoop(ABC):
 
     # -------------------------------------------------------------------------------------- running
 
-    def run(self, position: Position) -> Outcome:
+    def run(self, position: Position) -> RunOutcome:
         """Train from a position to the end, a signal or the deadline."""
         started = time.monotonic()
         with self.progress:
             position, ended = self._train(position)
-        outcome = Outcome(
+        outcome = RunOutcome(
             step=position.step,
             ended=ended,
             signal=None if self.stop.signal is None else self.stop.signal.name,
@@ -219,7 +219,7 @@ class TrainingLoop(ABC):
             while position.step < self.schedule.total_steps and ended == "finished":
                 try:
                     position = self.step(position)
-                except CutShort:
+                except Interrupted:
                     ended = "signal"
                     self._save_once_more(position)
                 except NothingLeft as reason:
@@ -234,10 +234,10 @@ class TrainingLoop(ABC):
             ended = "alarm"
         return position, ended
 
-    def heed(self) -> None:
+    def check_stop(self) -> None:
         """Called in the middle of what can be done again: give way to a signal."""
         if self.stop.signal is not None:
-            raise CutShort
+            raise Interrupted
 
     def bad_steps(self, update: Update, bad_steps: int, *, where: str, kept: str) -> int:
         """Bad steps in a row after this one; refuses to go on after too many.
@@ -272,19 +272,19 @@ class TrainingLoop(ABC):
             position = self._validate(position)
             if self.store is not None and step > 0 and position.validated_at == step:
                 self._save(position, goes_on=step < self.schedule.total_steps)
-        self._heed_goal(position)
-        self._heed_alarm(position)
+        self._check_goal(position)
+        self._check_alarm(position)
         return position
 
     def _after_step(self, position: Position) -> tuple[Position, Ending]:
         """Validate and save where it is due; a run that is to end only saves."""
         self.saving.look(position.step)
-        self._heed_alarm(position)
+        self._check_alarm(position)
         ended = self._reason_to_end(position)
         if ended == "finished" and self._validation_is_missing(position):
             position = self._validate(position)
-            self._heed_goal(position)
-            self._heed_alarm(position)
+            self._check_goal(position)
+            self._check_alarm(position)
             if self.stop.signal is not None:
                 ended = self._reason_to_end(position)
         if self.store is not None and (self._save_due(position.step) or ended != "finished"):
@@ -302,7 +302,7 @@ class TrainingLoop(ABC):
             return self._after_step(position)
         return position, self._reason_to_end(position)
 
-    def _heed_goal(self, position: Position) -> None:
+    def _check_goal(self, position: Position) -> None:
         """The run is over if this position was validated, and is good enough."""
         goal = self.schedule.goal
         if goal is None or position.validated_at != position.step:
@@ -317,7 +317,7 @@ class TrainingLoop(ABC):
                 f"{goal.threshold:g} (grpo.stop_at_validation_threshold)",
             )
 
-    def _heed_alarm(self, position: Position) -> None:
+    def _check_alarm(self, position: Position) -> None:
         """The run is over where an alarm says so, unless this was its last step anyway."""
         why = self.alarm()
         if why is not None and position.step < self.schedule.total_steps:
@@ -374,7 +374,7 @@ class TrainingLoop(ABC):
         started = time.monotonic()
         try:
             logged, keyed = self.measure(position.step)
-        except CutShort:
+        except Interrupted:
             self.timers.collect()
             return position
         total = "timing/validation/total_validation_time"
@@ -426,7 +426,7 @@ class Saving:
         progress: TrainingProgress,
         deadline: Deadline,
     ) -> None:
-        """Save nothing yet; see `training_loop.Surroundings`."""
+        """Save nothing yet; see `RunServices`."""
         self.latest: Path | None = None
         """The newest checkpoint that is whole."""
         self.num_missed = 0

@@ -255,7 +255,7 @@ class RewardLoss:
         )
         scores_NK = _full_precision(scores_NK)
         rewards_N = self._rewards(scores_NK)
-        ranked = pairs_of(ranks_per_group, with_ties=False).to(scores_NK)
+        ranked = ranked_pairs(ranks_per_group, with_ties=False).to(scores_NK)
         if self._config.type == "regression":
             total = self._attributes(scores_NK, batch)
         else:
@@ -295,7 +295,7 @@ class RewardLoss:
         config, pairs = self._config, ranked
         if self._uses_ties:
             ranks_per_group = [preference.ranks_G for preference in batch]
-            pairs = pairs_of(ranks_per_group, with_ties=True).to(rewards_N)
+            pairs = ranked_pairs(ranks_per_group, with_ties=True).to(rewards_N)
         better_P, worse_P = rewards_N[pairs.better_P], rewards_N[pairs.worse_P]
         if config.type == "plackett_luce":
             total = plackett_luce(rewards_N, pairs).sum()
@@ -426,7 +426,7 @@ class PairIndex:
         )
 
 
-def pairs_of(ranks_per_group: Sequence[Sequence[int]], *, with_ties: bool) -> PairIndex:
+def ranked_pairs(ranks_per_group: Sequence[Sequence[int]], *, with_ties: bool) -> PairIndex:
     """Every pair of different rank (and every tie, where asked) of every group, on the CPU.
 
     The pairs of a group share its weight of 1 (the mean over all pairs of InstructGPT,

@@ -181,7 +181,7 @@ class PolicyLoss:
     def _divergence(self, current_U: Tensor, tokens: PolicyTokens) -> Tensor:
         config = self._config
         assert tokens.reference_U is not None, "the labels lack the reference's log-probabilities"
-        kl_U = divergence(
+        kl_U = token_divergence(
             current_U,
             tokens.reference_U,
             kind=config.reference_policy_kl_type,
@@ -328,7 +328,7 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return torch.exp(log_ratio.clamp(-LIMIT, LIMIT))
 
 
-def divergence(
+def token_divergence(
     current_U: Tensor,
     reference_U: Tensor,
     *,

@@ -22,14 +22,14 @@ from laurel.evaluation.statistics import BagOfWords, unscored_pairs
 from laurel.models.scoring import ScoringContract
 from laurel.observe.console import PairRow, conversation_text, print_pairs, visible
 from laurel.observe.loggers import shows_whole_samples
-from laurel.observe.progress import Phase
+from laurel.observe.progress import ProgressPhase
 from laurel.observe.report.last_words import accuracy_words
 from laurel.rewards.preparing import Prepared, prepared_by
 from laurel.rewards.scorer import ContractScorer, OnBatch
 from laurel.training.batches import Batcher
-from laurel.training.epochs import EpochParts, EpochTraining, Taken, Validation, validate
+from laurel.training.epochs import EpochParts, EpochTraining, StepResult, Validation, validate
 from laurel.training.learner import Learner, MicroBatch
-from laurel.training.loop import Surroundings
+from laurel.training.loop import RunServices
 from laurel.training.losses import RewardLoss
 from laurel.training.state import Position, RewardRunState, write_bad_step
 from laurel.types import Group, Preference, PreferenceSample, Score, TokenGroup
@@ -52,14 +52,14 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
     def __init__(
         self,
         section: RewardTrainingConfig,
-        surroundings: Surroundings,
+        services: RunServices,
         parts: EpochParts[PreferenceSample],
         *,
         loss: RewardLoss,
         contract: ScoringContract,
         logging: LoggerConfig,
     ) -> None:
-        super().__init__(section, surroundings, parts, loss=loss)
+        super().__init__(section, services, parts, loss=loss)
         self.logging = logging
         self.contract = contract
         self.benchmarks = parts.benchmarks
@@ -92,7 +92,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         }
         return self.log(position, taken, bad_steps=bad_steps, figures=figures)
 
-    def _judge(self, taken: Taken[PreferenceSample], position: Position) -> int:
+    def _judge(self, taken: StepResult[PreferenceSample], position: Position) -> int:
         """Count a step that was not applied, keep its rows, and stop after too many."""
         update, samples, step = taken.update, taken.samples, position.step + 1
         if update.failure is None:
@@ -188,7 +188,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             self._report_benchmark(benchmark, scores, figures, step=step)
         return logged, keyed
 
-    def _scored(self, phase: Phase, num_groups: int, num_tokens: int) -> None:
+    def _scored(self, phase: ProgressPhase, num_groups: int, num_tokens: int) -> None:
         self._validated(phase, num_groups)
 
     def _report_benchmark(

@@ -16,7 +16,7 @@ from laurel.config.sft import SFTConfig
 from laurel.models.chat import Demonstration
 from laurel.training.epochs import EpochParts, EpochTraining, Validation
 from laurel.training.learner import MicroBatch, add_up
-from laurel.training.loop import Surroundings
+from laurel.training.loop import RunServices
 from laurel.training.policy_loss import DemonstrationLabels, DemonstrationLoss
 from laurel.training.state import Position
 
@@ -25,9 +25,9 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
     """One run of supervised fine-tuning."""
 
     def __init__(
-        self, section: SFTConfig, surroundings: Surroundings, parts: EpochParts[Demonstration]
+        self, section: SFTConfig, services: RunServices, parts: EpochParts[Demonstration]
     ) -> None:
-        super().__init__(section, surroundings, parts, loss=DemonstrationLoss())
+        super().__init__(section, services, parts, loss=DemonstrationLoss())
 
     def label(self, sample: Demonstration) -> DemonstrationLabels:
         """See `EpochTraining`."""

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from laurel.data.forest import pad, plant
+from laurel.data.forest import to_forest, to_padded
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint.card import CardFacts, policy_card, reward_model_card
 from laurel.models.checkpoint.store import Written
 from laurel.models.scoring import GoldenScore, ScoringContract
-from laurel.rewards.scorer import divide, golden_by, in_order
+from laurel.rewards.scorer import divide_into_micro_batches, golden_by, in_order
 from laurel.training.learner import Learner
 from laurel.types import Group, PaddedRows, PreferenceSample, TokenForest, TokenGroup
 
@@ -94,7 +94,7 @@ class RunState(ABC):
         """What the algorithm itself must remember; see `state_encoding.encode`."""
         return {}
 
-    def take_back(self, more: Mapping[str, Any]) -> None:
+    def restore_more(self, more: Mapping[str, Any]) -> None:
         """The same, from a checkpoint."""
         assert not more, f"nothing here remembers {', '.join(more)}"
 
@@ -149,7 +149,7 @@ class RunState(ABC):
         """
         check_same_run(directory, self.identity)
         extra = self.learner.load_state(directory / TRAINING)
-        self.take_back(extra.get("more", {}))
+        self.restore_more(extra.get("more", {}))
         return Position(
             step=extra["step"],
             bad_steps=extra["bad_steps"],
@@ -294,7 +294,7 @@ class RewardRunState(RunState):
         """
         super().__init__(
             learner,
-            identity={**identity, TRAINING_DATA: fingerprint(train)},
+            identity={**identity, TRAINING_DATA: samples_fingerprint(train)},
             config_yaml=config_yaml,
             run_dir=run_dir,
             save_optimizer=save_optimizer,
@@ -369,7 +369,7 @@ class RewardRunState(RunState):
         )
 
 
-def fingerprint(samples: Sequence[PreferenceSample]) -> str:
+def samples_fingerprint(samples: Sequence[PreferenceSample]) -> str:
     """A hash of the tokens and judgements of a training set, in order."""
     digest = hashlib.sha256()
     for sample in samples:
@@ -445,9 +445,11 @@ def reward_scores(
     Returns:
         float32 `[N, K]`, in the order of the groups whatever the batches were.
     """
-    parts = divide(path, groups, batch_tokens)
+    parts = divide_into_micro_batches(path, groups, batch_tokens)
     chosen = [[groups[i] for i in indices] for indices in parts]
-    batches = [plant(some) if path == "forest" else pad(some, pad_id=pad_id) for some in chosen]
+    batches = [
+        to_forest(some) if path == "forest" else to_padded(some, pad_id=pad_id) for some in chosen
+    ]
     values = [scores_NK.float().cpu().numpy() for scores_NK in outputs(batches)]
     return in_order(groups, parts, values, num_outputs=values[0].shape[1])
 

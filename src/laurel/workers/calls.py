@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from laurel.errors import LaurelError, WorkerError
 from laurel.protocols import Pending
-from laurel.workers.rendezvous import Place
+from laurel.workers.rendezvous import RankPlace
 
 GOING_ON = (
     "A training run that is started again goes on from its newest checkpoint "
@@ -21,7 +21,7 @@ GOING_ON = (
 )
 
 
-class Call(NamedTuple):
+class WorkerCall(NamedTuple):
     """What one worker is asked to do."""
 
     method: str
@@ -50,17 +50,17 @@ class Shared:
         return self._carried
 
 
-def without_shared(call: Call) -> tuple[Call, list[Shared]]:
+def without_shared(call: WorkerCall) -> tuple[WorkerCall, list[Shared]]:
     """The call without its shared values, and what they were taken out of."""
     shared = [argument for argument in call.args if isinstance(argument, Shared)]
     return with_shared(call, [Shared(None)] * len(shared)) if shared else call, shared
 
 
-def with_shared(call: Call, values: Iterable[Any]) -> Call:
+def with_shared(call: WorkerCall, values: Iterable[Any]) -> WorkerCall:
     """The call with these in the place of its shared arguments."""
     rest = iter(values)
     args = (next(rest) if isinstance(argument, Shared) else argument for argument in call.args)
-    return Call(call.method, tuple(args), call.kwargs)
+    return WorkerCall(call.method, tuple(args), call.kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Success:
 Outcome = Success | Failure
 
 
-def attempt(target: Any, call: Call, *, rank: int) -> Outcome:
+def attempt(target: Any, call: WorkerCall, *, rank: int) -> Outcome:
     """Call a method of a worker, or the worker's class itself where the method is ''."""
     try:
         function = getattr(target, call.method) if call.method else target
@@ -197,7 +197,7 @@ class GroupCalls(ABC):
     size: int
 
     @abstractmethod
-    def _submit(self, calls: Mapping[int, Call]) -> Pending:
+    def _submit(self, calls: Mapping[int, WorkerCall]) -> Pending:
         """Give each of these ranks its call."""
 
     @abstractmethod
@@ -206,7 +206,7 @@ class GroupCalls(ABC):
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
         """See `WorkerGroup.start`."""
-        return self._submit(dict.fromkeys(range(self.size), Call(method, args, kwargs)))
+        return self._submit(dict.fromkeys(range(self.size), WorkerCall(method, args, kwargs)))
 
     def start_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> Pending:
         """See `WorkerGroup.start_each`."""
@@ -214,13 +214,13 @@ class GroupCalls(ABC):
             raise ValueError(
                 f"{self.role} has {self.size} ranks; arguments came for {len(per_rank_args)}"
             )
-        return self._submit({r: Call(method, args) for r, args in enumerate(per_rank_args)})
+        return self._submit({r: WorkerCall(method, args) for r, args in enumerate(per_rank_args)})
 
     def start_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Pending:
         """See `WorkerGroup.start_one`."""
         if not 0 <= rank < self.size:
             raise ValueError(f"{self.role} has ranks 0 to {self.size - 1}, not {rank}")
-        return self._submit({rank: Call(method, args, kwargs)})
+        return self._submit({rank: WorkerCall(method, args, kwargs)})
 
     def call(
         self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -280,11 +280,11 @@ class LocalGroup(GroupCalls):
         """
         self.role = role
         self.size = 1
-        made = attempt(worker_class, Call("", (Place(role=role), *args), kwargs), rank=0)
+        made = attempt(worker_class, WorkerCall("", (RankPlace(role=role), *args), kwargs), rank=0)
         self._worker: Any = _Done(role, "", made).wait()[0]
         self._is_open = True
 
-    def _submit(self, calls: Mapping[int, Call]) -> _Done:
+    def _submit(self, calls: Mapping[int, WorkerCall]) -> _Done:
         if not self._is_open:
             raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
         call = calls[0]
@@ -301,7 +301,7 @@ class LocalGroup(GroupCalls):
         self._is_open = False
         worker, self._worker = self._worker, None
         if hasattr(worker, "shutdown"):
-            outcome = attempt(worker, Call("shutdown"), rank=0)
+            outcome = attempt(worker, WorkerCall("shutdown"), rank=0)
             if isinstance(outcome, Failure):
                 _log.warning("%s did not shut down cleanly: %s", self.role, outcome.summary)
 

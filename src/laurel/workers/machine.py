@@ -31,7 +31,7 @@ LEAST_PRODUCTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class ProbeFinding:
     """What a probe found, for programs and for people."""
 
     facts: dict[str, Any]
@@ -39,10 +39,10 @@ class Finding:
     lines: tuple[str, ...]
 
 
-Probe = Callable[[], Finding]
+Probe = Callable[[], ProbeFinding]
 
 
-def versions() -> Finding:
+def system_versions() -> ProbeFinding:
     """Laurel, Python and the system."""
     facts = {
         "laurel": __version__,
@@ -50,7 +50,7 @@ def versions() -> Finding:
         "executable": sys.executable,
         "system": platform.platform(),
     }
-    return Finding(
+    return ProbeFinding(
         facts=facts,
         lines=(
             f"laurel {__version__}, Python {facts['python']} ({sys.executable})",
@@ -59,7 +59,7 @@ def versions() -> Finding:
     )
 
 
-def libraries() -> Finding:
+def libraries() -> ProbeFinding:
     """The libraries that Laurel needs, and whether their versions are those it was made for."""
     found: dict[str, str | None] = {}
     unfit: list[str] = []
@@ -72,10 +72,10 @@ def libraries() -> Finding:
             unfit.append(f"{requirement.name} {installed or 'is missing'}, {wanted} is needed")
     known = [f"{name} {version}" for name, version in found.items() if version is not None]
     repair = [f"MISFIT {line}; mend with: pip install {DISTRIBUTION}" for line in unfit]
-    return Finding(facts={**found, "misfits": unfit}, lines=(*_in_rows(known), *repair))
+    return ProbeFinding(facts={**found, "misfits": unfit}, lines=(*_in_rows(known), *repair))
 
 
-def extras() -> Finding:
+def extras() -> ProbeFinding:
     """What is optional, and the command that brings what is absent."""
     packages: dict[str, dict[str, str | None]] = {}
     for extra, requirement in _requirements():
@@ -91,10 +91,10 @@ def extras() -> Finding:
             lines.append(f"{extra:8} {', '.join(f'{n} {v}' for n, v in found.items())}")
         else:
             lines.append(f"{extra:8} without {', '.join(absent)}: {command}")
-    return Finding(facts=facts, lines=tuple(lines))
+    return ProbeFinding(facts=facts, lines=tuple(lines))
 
 
-def cpu() -> Finding:
+def cpu() -> ProbeFinding:
     """The processor, and how much of it this process may use."""
     from laurel.sandbox.limits import available_cores, cpu_quota
 
@@ -111,7 +111,7 @@ def cpu() -> Finding:
         "waiting_threads": waiting,
     }
     limited = f"; the container's quota is {quota:g}" if quota is not None else ""
-    return Finding(
+    return ProbeFinding(
         facts=facts,
         lines=(
             f"{model}: {cores} of {os.cpu_count()} cores usable{limited}",
@@ -129,7 +129,7 @@ def _waiting(chosen: Mapping[str, str]) -> str:
     return f"threads wait as the environment says: {said}. Unset, Laurel has them sleep"
 
 
-def memory() -> Finding:
+def memory() -> ProbeFinding:
     """Main memory."""
     from laurel.sandbox.limits import memory_limit
 
@@ -144,10 +144,10 @@ def memory() -> Finding:
         words.append(f"{available / GIB:.1f} GiB available")
     if limit is not None and limit < total:
         words.append(f"the container may use {limit / GIB:.1f} GiB")
-    return Finding(facts=facts, lines=(", ".join(words),))
+    return ProbeFinding(facts=facts, lines=(", ".join(words),))
 
 
-def gpus() -> Finding:
+def gpus() -> ProbeFinding:
     """The GPUs that torch can use."""
     import torch
 
@@ -167,38 +167,38 @@ def gpus() -> Finding:
     none = f"none that torch can use (torch {torch.__version__} is built " + (
         f"for CUDA {build})" if build else "without CUDA)"
     )
-    return Finding(facts={"devices": facts, "torch_build": build}, lines=lines or (none,))
+    return ProbeFinding(facts={"devices": facts, "torch_build": build}, lines=lines or (none,))
 
 
-def disk() -> Finding:
+def disk() -> ProbeFinding:
     """Room for checkpoints and logs, which go under the working directory."""
     here = os.getcwd()
     usage = shutil.disk_usage(here)
-    return Finding(
+    return ProbeFinding(
         facts={"directory": here, "free": usage.free, "total": usage.total},
         lines=(f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {here}",),
     )
 
 
-def hub() -> Finding:
+def hub() -> ProbeFinding:
     """Where models from the Hugging Face hub are kept, and whether it may be asked for more."""
     from huggingface_hub import constants
 
     cache, is_offline = Path(constants.HF_HUB_CACHE), bool(constants.HF_HUB_OFFLINE)
     models = sorted(cache.glob("models--*")) if cache.is_dir() else []
     state = "offline (HF_HUB_OFFLINE is set)" if is_offline else "HF_HUB_OFFLINE is not set"
-    return Finding(
+    return ProbeFinding(
         facts={"cache": str(cache), "offline": is_offline, "models": len(models)},
         lines=(f"{cache}: {counted(len(models), 'model')}; {state}",),
     )
 
 
-def sandbox() -> Finding:
+def sandbox_advice() -> ProbeFinding:
     """Where to learn how far programs that a model wrote can be held."""
-    return Finding(facts={}, lines=("laurel sandbox check tries what holds here",))
+    return ProbeFinding(facts={}, lines=("laurel sandbox check tries what holds here",))
 
 
-def speed(seconds: float = 0.2) -> Finding:
+def speed(seconds: float = 0.2) -> ProbeFinding:
     """Matrix products in both types, on the device that will be used.
 
     On a CPU one core is measured: threads that wait for each other would measure how busy the
@@ -217,7 +217,7 @@ def speed(seconds: float = 0.2) -> Finding:
         torch.set_num_threads(threads)
     numbers = ", ".join(f"{name} {format_number(rate)} GFLOP/s" for name, rate in rates.items())
     what = "one core" if device.type == "cpu" else device.type
-    return Finding(
+    return ProbeFinding(
         facts={"device": device.type, "gflops": rates},
         lines=(f"matrix products on {what}: {numbers}",),
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laurel.errors import BroadcastError, ConfigError, setting_of
 from laurel.sandbox.limits import available_cores
-from laurel.workers.rendezvous import LOOPBACK, Place
+from laurel.workers.rendezvous import LOOPBACK, RankPlace
 
 
 def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
@@ -74,7 +74,9 @@ def give_back_freed_memory() -> None:
 class BroadcastGroup:
     """The processes that have met. After an error it is of no use, and closed."""
 
-    def __init__(self, place: Place, store: Any, device: torch.device, *, patience: float) -> None:
+    def __init__(
+        self, place: RankPlace, store: Any, device: torch.device, *, patience: float
+    ) -> None:
         """Meet the others.
 
         Args:
@@ -95,7 +97,9 @@ class BroadcastGroup:
         try:
             self._group = self._nccl() if device.type == "cuda" else self._gloo()
         except RuntimeError as error:
-            raise BroadcastError(f"the processes did not meet: {reason_of(error)}") from error
+            raise BroadcastError(
+                f"the processes did not meet: {torch_error_text(error)}"
+            ) from error
 
     def _gloo(self) -> Any:
         kind: Any = dist.ProcessGroupGloo
@@ -116,10 +120,10 @@ class BroadcastGroup:
         # Its own limit, which ends the whole process, stays the long one that torch gives it.
         return kind(self._store, self.place.rank, self.place.world_size, kind.Options())
 
-    def start(self, tensor: Tensor) -> Broadcast:
+    def start(self, tensor: Tensor) -> PendingBroadcast:
         """Tell, or hear, one contiguous tensor on the group's device, and do not wait.
 
-        It may not be touched before `Broadcast.wait` has come back.
+        It may not be touched before `PendingBroadcast.wait` has come back.
 
         Raises:
             BroadcastError: Somebody is gone.
@@ -130,7 +134,7 @@ class BroadcastGroup:
         options.rootRank = 0
         options.timeout = self._limit
         try:
-            return Broadcast(self, self._group.broadcast([tensor], options))
+            return PendingBroadcast(self, self._group.broadcast([tensor], options))
         except RuntimeError as error:
             raise self.broken(error) from error
 
@@ -142,7 +146,7 @@ class BroadcastGroup:
     def broken(self, error: RuntimeError) -> BroadcastError:
         """Close the group, so that no other member waits for this one, and say why."""
         self.close()
-        return BroadcastError(reason_of(error))
+        return BroadcastError(torch_error_text(error))
 
     def close(self) -> None:
         """Leave. What others still expect from this process fails there. Idempotent."""
@@ -151,7 +155,7 @@ class BroadcastGroup:
             group.abort()  # what hangs on the GPU hangs for ever
 
 
-class Broadcast:
+class PendingBroadcast:
     """One tensor that is on its way."""
 
     def __init__(self, group: BroadcastGroup, work: Any) -> None:
@@ -170,7 +174,7 @@ class Broadcast:
             raise self._group.broken(error) from error
 
 
-def reason_of(error: RuntimeError) -> str:
+def torch_error_text(error: RuntimeError) -> str:
     """What torch says, without where in its source it says so."""
     line = str(error).partition("\n")[0]
     return line.rpartition("] ")[2] if line.startswith("[/") else line

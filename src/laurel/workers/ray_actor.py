@@ -81,7 +81,7 @@ class ActorMaker:
         inspect.signature(self._held).bind(*args, **kwargs)
         options = dict(self._options)
         wanted = self._gpus(*args, **kwargs) if self._gpus and "num_gpus" not in options else 0
-        connect()
+        connect_ray()
         if wanted and has_gpus():
             options["num_gpus"] = wanted
         _refuse_what_never_starts(self._held.__name__, options)
@@ -90,7 +90,7 @@ class ActorMaker:
         return (actor.options(**options) if options else actor).remote(payload, sys.path)
 
 
-def connect() -> None:
+def connect_ray() -> None:
     """Connect this process to Ray where it is not yet; see `ActorMaker.remote`."""
     global _own
     with _starting:
@@ -139,17 +139,17 @@ def _nodes_with_room(
     deadline = time.monotonic() + SETTLING
     while True:
         states = cluster.nodes()
-        found = side_by_side([room(each, state.free) for state in states], groups, size)
+        found = assign_nodes([room(each, state.free) for state in states], groups, size)
         if found is not None:
             return [states[index].id for index in found]
-        never = side_by_side([room(each, state.total) for state in states], groups, size) is None
+        never = assign_nodes([room(each, state.total) for state in states], groups, size) is None
         if never or time.monotonic() > deadline:
             why = "there is no room" + (f" for {size} on one node" if size > 1 else "")
             raise ConfigError(refusal(role, groups * size, each, states, why, busy=not never))
         time.sleep(0.05)
 
 
-def side_by_side(rooms: Sequence[int], groups: int, size: int) -> list[int] | None:
+def assign_nodes(rooms: Sequence[int], groups: int, size: int) -> list[int] | None:
     """The node of each worker of several groups; None where there is no room.
 
     Args:

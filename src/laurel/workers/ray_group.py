@@ -18,19 +18,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from laurel.errors import ConfigError, MissingDependencyError, WorkerError
 from laurel.workers.calls import (
-    Call,
     Failure,
     GroupCalls,
     Outcome,
     Success,
+    WorkerCall,
     again,
     error_of,
     without_shared,
 )
 from laurel.workers.ray_cluster import RayCluster, Reservation
-from laurel.workers.rendezvous import LOOPBACK, Place
+from laurel.workers.rendezvous import LOOPBACK, RankPlace
 from laurel.workers.reservations import NodeState, Resources
-from laurel.workers.seat import Seat, versions
+from laurel.workers.worker_actor import WorkerActor, package_versions
 
 _log = logging.getLogger(__name__)
 
@@ -77,17 +77,19 @@ class RayGroup(GroupCalls):
         self._is_open = True
         self._pids: list[int] = []
         self._node_ids = reservation.node_ids
-        self._seats = [self._seat(reservation, rank) for rank in range(self.size)]
+        self._actors = [self._actor(reservation, rank) for rank in range(self.size)]
         try:
-            self._build(reservation, cloudpickle.dumps((worker_class, Call("", args, kwargs))))
+            self._build(
+                reservation, cloudpickle.dumps((worker_class, WorkerCall("", args, kwargs)))
+            )
         except BaseException:
             self._kill()
             raise
 
-    def _seat(self, reservation: Reservation, rank: int) -> Any:
+    def _actor(self, reservation: Reservation, rank: int) -> Any:
         each, share = reservation.each, reservation.share
         others = {name: amount * share for name, amount in each.others.items()}
-        options = ray.remote(Seat).options(
+        options = ray.remote(WorkerActor).options(
             num_cpus=each.cpus * share,
             num_gpus=each.gpus * share,
             memory=others.pop("memory", None),
@@ -105,22 +107,22 @@ class RayGroup(GroupCalls):
         )
 
     def _build(self, reservation: Reservation, payload: bytes) -> None:
-        about = self._collect(dict(enumerate(s.about.remote() for s in self._seats)), "", None)
+        about = self._collect(dict(enumerate(s.about.remote() for s in self._actors)), "", None)
         self._pids = [pid for pid, _ in about]
-        self._node_ids = [_node_of(seat) for seat in self._seats]
+        self._node_ids = [_node_of(actor) for actor in self._actors]
         self._check_versions([found for _, found in about])
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         several = len(set(self._node_ids)) > 1
         master = addresses[self._node_ids[0]] if several else LOOPBACK
         port, listener = 0, None
         if self.size > 1:
-            bound = {0: self._seats[0].bind.remote(master)}
+            bound = {0: self._actors[0].bind.remote(master)}
             port, listener = self._collect(bound, "", None)[0]
         sent = ray.put(payload)
         making = {}
-        for rank, seat in enumerate(self._seats):
+        for rank, actor in enumerate(self._actors):
             sees_all = not reservation.each.gpus
-            place = Place(
+            place = RankPlace(
                 role=self.role,
                 rank=rank,
                 world_size=self.size,
@@ -132,11 +134,11 @@ class RayGroup(GroupCalls):
                 host=addresses[self._node_ids[rank]],
             )
             environment = place.environment() | _devices(reservation, rank)
-            making[rank] = seat.build.remote(sent, place, environment)
+            making[rank] = actor.build.remote(sent, place, environment)
         self._collect(making, "", None)
 
     def _check_versions(self, found: list[dict[str, str]]) -> None:
-        mine = versions()
+        mine = package_versions()
         for rank, theirs in enumerate(found):
             if theirs != mine:
                 raise ConfigError(
@@ -144,7 +146,7 @@ class RayGroup(GroupCalls):
                     "Install the same versions on every node"
                 )
 
-    def _submit(self, calls: Mapping[int, Call]) -> _RayPending:
+    def _submit(self, calls: Mapping[int, WorkerCall]) -> _RayPending:
         self._check_open()
         sent: dict[int, list[Any]] = {}
         refs = {}
@@ -155,7 +157,7 @@ class RayGroup(GroupCalls):
                 rest, shared = without_shared(call)
                 sent[id(call.args)] = [ray.put(cloudpickle.dumps((None, rest)))]
                 sent[id(call.args)] += [each.carried(self._put) for each in shared]
-            refs[rank] = self._seats[rank].run.remote(*sent[id(call.args)])
+            refs[rank] = self._actors[rank].run.remote(*sent[id(call.args)])
         return _RayPending(self, refs, next(iter(calls.values())).method)
 
     def _put(self, value: Any) -> Any:
@@ -214,7 +216,7 @@ class RayGroup(GroupCalls):
 
     def alive(self) -> list[bool]:
         """See `WorkerGroup.alive`."""
-        return [self._is_open and _state(seat) not in ("DEAD", "") for seat in self._seats]
+        return [self._is_open and _state(actor) not in ("DEAD", "") for actor in self._actors]
 
     def shutdown(self) -> None:
         """See `WorkerGroup.shutdown`. The slots stay reserved."""
@@ -224,7 +226,7 @@ class RayGroup(GroupCalls):
         if not ray.is_initialized():
             return
         if self._failure is None:
-            refs = {seat.close.remote(): rank for rank, seat in enumerate(self._seats)}
+            refs = {actor.close.remote(): rank for rank, actor in enumerate(self._actors)}
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=ENDING)
             for ref in ready:
                 outcome = self._fetch(ref, refs[ref])
@@ -234,8 +236,8 @@ class RayGroup(GroupCalls):
         self._kill()
 
     def _kill(self) -> None:
-        for seat in self._seats:
-            ray.kill(seat)
+        for actor in self._actors:
+            ray.kill(actor)
         self._wait_gone(ENDING)
 
     def _wait_gone(self, limit: float) -> bool:
@@ -245,7 +247,7 @@ class RayGroup(GroupCalls):
         pids = [p for p, node in zip(self._pids, self._node_ids, strict=False) if node in near]
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
-            if all(_state(s) in ("DEAD", "") for s in self._seats) and not any(map(_runs, pids)):
+            if all(_state(s) in ("DEAD", "") for s in self._actors) and not any(map(_runs, pids)):
                 return True
             time.sleep(0.02)
         return False
@@ -291,14 +293,14 @@ def _devices(reservation: Reservation, rank: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": reservation.devices[rank]}
 
 
-def _state(seat: Any) -> str:
+def _state(actor: Any) -> str:
     """The actor's state as the cluster knows it, '' where it has forgotten it."""
-    return str(ray_state.actor_table(seat._actor_id.hex()).get("State", ""))
+    return str(ray_state.actor_table(actor._actor_id.hex()).get("State", ""))
 
 
-def _node_of(seat: Any) -> str:
+def _node_of(actor: Any) -> str:
     """Where an actor is that has answered."""
-    return str(ray_state.actor_table(seat._actor_id.hex())["Address"]["NodeID"])
+    return str(ray_state.actor_table(actor._actor_id.hex())["Address"]["NodeID"])
 
 
 def _runs(pid: int) -> bool:
@@ -359,8 +361,8 @@ class NodeGroup(RayGroup):
         )
         super().__init__(place, worker_class, *args, limit=limit, **kwargs)
 
-    def _seat(self, reservation: Reservation, rank: int) -> Any:
-        options = ray.remote(Seat).options(
+    def _actor(self, reservation: Reservation, rank: int) -> Any:
+        options = ray.remote(WorkerActor).options(
             num_cpus=0,
             num_gpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(

@@ -19,7 +19,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where a worker stands in its group: the first argument that its class is made with."""
 
     role: str
@@ -72,7 +72,7 @@ def bind_master(address: str = LOOPBACK) -> tuple[int, int]:
 
 
 def join(
-    place: Place, device: torch.device | str = "cpu", *, timeout: timedelta = COLLECTIVE_TIMEOUT
+    place: RankPlace, device: torch.device | str = "cpu", *, timeout: timedelta = COLLECTIVE_TIMEOUT
 ) -> None:
     """Set up torch.distributed among the ranks of the group: gloo, and NCCL where devices are GPUs.
 
@@ -108,7 +108,7 @@ def join(
     )
 
 
-def store_of(place: Place, *, timeout: timedelta) -> Any:
+def store_of(place: RankPlace, *, timeout: timedelta) -> Any:
     """Where the ranks of a group leave word for each other; rank 0 holds it.
 
     Args:

@@ -16,17 +16,17 @@ from typing import Any
 
 from laurel.errors import WorkerError
 from laurel.workers.calls import (
-    Call,
     Failure,
     GroupCalls,
     Outcome,
     Success,
+    WorkerCall,
     again,
     error_of,
     failure_of,
     without_shared,
 )
-from laurel.workers.rendezvous import Place
+from laurel.workers.rendezvous import RankPlace
 
 ENDING = 10.0
 """Seconds that a process has to end by itself."""
@@ -83,8 +83,8 @@ class SpawnedGroup(GroupCalls):
         threading.Thread(target=self._listen, name=f"laurel-{role}", daemon=True).start()
         try:
             self._pipe.send(sys.path)
-            payload = pickle.dumps((worker_class, Call("", args, kwargs)))
-            place = Place(role=role, local_rank=local_rank)
+            payload = pickle.dumps((worker_class, WorkerCall("", args, kwargs)))
+            place = RankPlace(role=role, local_rank=local_rank)
             self._ask("build", "", payload, place, place.environment()).wait()
         except BaseException:
             self._kill()
@@ -105,7 +105,7 @@ class SpawnedGroup(GroupCalls):
             self._give_up()
         return _Asked(self, method, future)
 
-    def _submit(self, calls: Mapping[int, Call]) -> _Asked:
+    def _submit(self, calls: Mapping[int, WorkerCall]) -> _Asked:
         if self._failure is not None:
             raise again(self._failure)
         if not self._is_open:
@@ -199,21 +199,21 @@ class _Asked:
 # The process of a `SpawnedGroup`: does what is asked, one after the other, until nobody asks.
 
 
-def serve(asked: Connection) -> None:
+def serve_calls(asked: Connection) -> None:
     """Answer every call with its number; end with whoever asks."""
-    from laurel.workers.seat import Seat
+    from laurel.workers.worker_actor import WorkerActor
 
     with suppress(EOFError, OSError):
-        seat = Seat(0, asked.recv())
+        actor = WorkerActor(0, asked.recv())
         while True:
             number, method, arguments = asked.recv()
             if method == "run":  # its shared values come as they were made ready
                 arguments = (arguments[0], *map(pickle.loads, arguments[1:]))
-            answer: Any = getattr(seat, method)(*arguments)
+            answer: Any = getattr(actor, method)(*arguments)
             asked.send((number, answer))
             if method == "close":
                 return
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    serve_calls(Connection(int(sys.argv[1])))

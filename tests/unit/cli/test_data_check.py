@@ -22,7 +22,7 @@ from laurel.cli.data_check import (
     ROLE_STYLES,
     TEMPLATE,
     UNCLEAR,
-    examine,
+    examine_data,
     pieces_of,
     show_row,
     tokenised_row,
@@ -126,7 +126,7 @@ def test_without_colours_the_layout_says_the_same(tmp_path: Path, model: str) ->
 
 
 def test_a_terminal_gets_colours_and_loses_none_of_the_words(tmp_path: Path, model: str) -> None:
-    reading = examine(write(tmp_path / "rows.jsonl", CHAT), "sft").shown
+    reading = examine_data(write(tmp_path / "rows.jsonl", CHAT), "sft").shown
     assert reading is not None
     row = tokenised_row(reading, model)
     shown: dict[bool, str] = {}

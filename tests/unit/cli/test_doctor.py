@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from laurel import SLEEPING_THREADS
-from laurel.cli.doctor import PROBES, advise, examine, run_doctor
+from laurel.cli.doctor import PROBES, advise, run_doctor, run_probes
 from laurel.sandbox import limits
 from laurel.workers import machine
-from laurel.workers.machine import Finding, measure_products
+from laurel.workers.machine import ProbeFinding, measure_products
 
 
 def test_every_probe_works_on_this_machine(capsys):
@@ -29,7 +29,7 @@ def test_every_probe_works_on_this_machine(capsys):
 
 
 def test_people_get_lines_under_the_names_of_the_probes(capsys):
-    run_doctor(as_json=False, probes={"versions": machine.versions, "disk": machine.disk})
+    run_doctor(as_json=False, probes={"versions": machine.system_versions, "disk": machine.disk})
     printed = capsys.readouterr().out
     assert re.search(r"^versions  laurel .*, Python 3\.", printed, re.MULTILINE)
     assert re.search(r"^disk {6}\d.* GiB free in ", printed, re.MULTILINE)
@@ -46,7 +46,7 @@ def test_a_probe_that_fails_is_a_line_among_the_others(capsys):
     assert "could not be found out (OSError: no such device)" in printed
     assert "GiB free" in printed
     assert "device: cpu" in printed
-    findings = examine(probes)
+    findings = run_probes(probes)
     assert findings["gpus"].facts == {"error": "OSError: no such device"}
 
 
@@ -110,7 +110,7 @@ def test_threads_are_as_before():
     import torch
 
     before = torch.get_num_threads()
-    assert isinstance(machine.speed(seconds=0.01), Finding)
+    assert isinstance(machine.speed(seconds=0.01), ProbeFinding)
     assert torch.get_num_threads() == before
 
 

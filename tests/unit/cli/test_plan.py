@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from laurel.cli.plan import PlanOptions, kind_of, read_shapes, run_plan
+from laurel.cli.plan import PlanOptions, command_of_file, read_shapes, run_plan
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.sft import SFTRun
@@ -209,9 +209,11 @@ def test_a_run_is_planned_by_its_checkpoint(
 
 
 def test_a_file_says_which_command_it_is_for() -> None:
-    found = {name: kind_of(EXAMPLES / f"{name}.yaml") for name in ("rm", "sft", "grpo_rm_1B")}
+    found = {
+        name: command_of_file(EXAMPLES / f"{name}.yaml") for name in ("rm", "sft", "grpo_rm_1B")
+    }
     assert found == {"rm": "rm", "sft": "sft", "grpo_rm_1B": "grpo"}
-    assert kind_of(None) == "rm"
+    assert command_of_file(None) == "rm"
 
 
 def test_bad_options_are_told() -> None:

@@ -9,7 +9,7 @@ import pytest
 from pydantic import Field, field_validator, model_validator
 
 from laurel.config.load import LoadedConfig, load_config
-from laurel.config.tree import Section
+from laurel.config.yaml_tree import Section
 from laurel.errors import ConfigError
 
 

@@ -21,13 +21,13 @@ from laurel.config import nemo_rl
 from laurel.config.importing.commands import _filled
 from laurel.config.importing.engine import Imported
 from laurel.config.importing.optimizing import FIRST_FACTOR
-from laurel.config.importing.sources import TABLES, TITLES, Request, import_configuration
+from laurel.config.importing.sources import TABLES, TITLES, ImportRequest, import_configuration
 from laurel.config.importing.tables import Expression, Names
 from laurel.config.importing.text import to_text
 from laurel.config.load import load_config
+from laurel.config.schema_info import kinds_of, sections_of, step_into
 from laurel.config.schemas import SCHEMAS
-from laurel.config.shape import kinds_of, sections_of, step_into
-from laurel.config.tree import Section
+from laurel.config.yaml_tree import Section
 from laurel.errors import ConfigError
 
 EVERY_TABLE = [(system, run) for system, runs in TABLES.items() for run in runs]
@@ -868,12 +868,12 @@ def test_what_cannot_be_used_is_told(
 
 def test_files_that_are_none_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not exist; - is stdin"):
-        import_configuration(Request(path=tmp_path / "absent.yaml"))
+        import_configuration(ImportRequest(path=tmp_path / "absent.yaml"))
     with pytest.raises(ConfigError, match=r"is a directory"):
-        import_configuration(Request(path=tmp_path))
+        import_configuration(ImportRequest(path=tmp_path))
     (tmp_path / "training_args.bin").write_bytes(b"\x80\x04\x95\xff")
     with pytest.raises(ConfigError, match=r"is a pickle, which Laurel does not open"):
-        import_configuration(Request(path=tmp_path / "training_args.bin"))
+        import_configuration(ImportRequest(path=tmp_path / "training_args.bin"))
 
 
 def test_the_launchers_own_file_is_not_dropped_in_silence(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from laurel.config.interpolation import Interpolations, escaped, register_resolvers
 from laurel.config.load import load_config
-from laurel.config.tree import Section, read_text
+from laurel.config.yaml_tree import Section, read_text
 from laurel.errors import ConfigError
 
 
@@ -122,7 +122,7 @@ def test_what_is_ignored_may_be_referred_to(tmp_path: Path) -> None:
 def test_the_environment() -> None:
     program = (
         "from laurel.config.load import load_config\n"
-        "from laurel.config.tree import Section\n"
+        "from laurel.config.yaml_tree import Section\n"
         "class Run(Section):\n"
         "    a: str = ''\n"
         "    b: int = 0\n"

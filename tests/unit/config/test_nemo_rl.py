@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from laurel.config.importing.sources import Request, import_configuration
+from laurel.config.importing.sources import ImportRequest, import_configuration
 from laurel.config.load import LoadedConfig, load_config
 from laurel.config.nemo_rl import MEGATRON_SENTENCE
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.errors import ConfigError
-from laurel.run.places import plan_places
+from laurel.run.allocation import plan_allocation
 from laurel.training.selection import (
     Selection,
     select_by,
@@ -125,7 +125,7 @@ def test_every_key_and_value_of_a_version_loads_and_plans(tmp_path: Path, name: 
         for key, value in SIZES.items() if "grpo" in name else ():
             put(tree, key, value)
         config = load(tmp_path, run_of(name), tree).config
-        plan_places(config)
+        plan_allocation(config)
 
 
 def test_checkpoints_are_selected_by_the_metrics_of_every_version() -> None:
@@ -358,7 +358,7 @@ def test_a_megatron_policy_is_trained_with_its_own_settings(tmp_path: Path) -> N
     for key in ("pipeline_model_parallel_size", "peft.dropout_position"):
         assert f"policy.megatron_cfg.{key} (" in lost
     assert "lr" not in re.findall(r"megatron_cfg\.optimizer\.(\w+) \(", lost)
-    plan_places(loaded.config)
+    plan_allocation(loaded.config)
 
 
 def rates(policy: Any, steps: int) -> list[float]:
@@ -483,7 +483,7 @@ def test_layers_of_megatron_are_those_of_the_decoder(tmp_path: Path) -> None:
 def test_an_import_writes_what_megatrons_settings_become(tmp_path: Path) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text(yaml.safe_dump(megatron()), encoding="utf-8")
-    found = import_configuration(Request(path=path)).imported
+    found = import_configuration(ImportRequest(path=path)).imported
     assert found.values["policy.optimizer"]["kwargs"]["lr"] == 5.0e-6
     assert not [key for key in found.values if key.startswith("policy.megatron_cfg")]
     told = {entry.key: entry for entry in found.entries}
@@ -526,4 +526,4 @@ def test_rows_that_are_divided_are_packed(tmp_path: Path) -> None:
     assert loaded.config.policy.sequence_packing.enabled
     assert not loaded.config.policy.dynamic_batching.enabled
     assert loaded.warnings[0].startswith("policy.sequence_packing.enabled is true: ")
-    plan_places(loaded.config)
+    plan_allocation(loaded.config)

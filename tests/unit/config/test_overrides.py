@@ -13,7 +13,7 @@ from pydantic import Field
 
 from laurel.config.load import load_config
 from laurel.config.overrides import overrides_of, parse_override
-from laurel.config.tree import Section, plain
+from laurel.config.yaml_tree import Section, plain_values
 from laurel.errors import ConfigError
 
 
@@ -95,8 +95,8 @@ def test_values(text: str, value: object) -> None:
     override = parse_override(f"a.b={text}")
     assert override.keys == ("a", "b")
     assert override.value is not None
-    assert plain(override.value) == value
-    assert type(plain(override.value)) is type(value)
+    assert plain_values(override.value) == value
+    assert type(plain_values(override.value)) is type(value)
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))

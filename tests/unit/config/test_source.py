@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from laurel.config.tree import MISSING, find, plain, read_file, read_text
+from laurel.config.yaml_tree import MISSING, find_node, plain_values, read_file, read_text
 from laurel.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def refused(path: Path) -> str:
     ],
 )
 def test_a_scalar_means_what_omegaconf_says_it_means(text: str, value: object) -> None:
-    read = plain(read_text(text, "here"))
+    read = plain_values(read_text(text, "here"))
     assert read == value
     assert type(read) is type(value)
     assert OmegaConf.to_container(OmegaConf.create(f"key: {text}")) == {"key": value}
@@ -56,12 +56,12 @@ def test_a_scalar_means_what_omegaconf_says_it_means(text: str, value: object) -
 
 @pytest.mark.parametrize("text", ["1:12:30:00", "0123456", "00:03:30:00", "12e3f"])
 def test_time_budgets_and_commits_stay_text(text: str) -> None:
-    assert plain(read_text(text, "here")) == text
+    assert plain_values(read_text(text, "here")) == text
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_every_float_as_python_prints_it_is_that_float(number: float) -> None:
-    read = plain(read_text(repr(number), "here"))
+    read = plain_values(read_text(repr(number), "here"))
     assert isinstance(read, float)
     assert read == number
 
@@ -71,10 +71,10 @@ def test_every_value_knows_its_line(tmp_path: Path) -> None:
     tree = read_file(path)
     lines = {"a": 1, "b": 2, "b.c": 3, "b.d": 5}
     for key, line in lines.items():
-        node = find(tree, key.split("."))
+        node = find_node(tree, key.split("."))
         assert node is not None
         assert node.place == f"{path}:{line}"
-    second = find(tree, ["b", "c", 1])
+    second = find_node(tree, ["b", "c", 1])
     assert second is not None
     assert second.place == f"{path}:4"
 
@@ -83,8 +83,8 @@ def test_the_child_overrides_deeply_and_replaces_lists(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "a: {x: 1, y: 2, list: [1, 2, 3]}\nkept: 5\ngone: {deep: 1}\n")
     child = write(tmp_path, "child.yaml", "defaults: base.yaml\na: {y: 3, list: [9]}\ngone: null\n")
     tree = read_file(child)
-    assert plain(tree) == {"a": {"x": 1, "y": 3, "list": [9]}, "kept": 5, "gone": None}
-    inherited = find(tree, ["a", "x"])
+    assert plain_values(tree) == {"a": {"x": 1, "y": 3, "list": [9]}, "kept": 5, "gone": None}
+    inherited = find_node(tree, ["a", "x"])
     assert inherited is not None
     assert inherited.place == f"{tmp_path / 'base.yaml'}:1"
 
@@ -96,14 +96,16 @@ def test_of_several_parents_the_later_wins_and_paths_are_relative_to_each_file(
     write(tmp_path, "inner/one.yaml", "defaults: ../top.yaml\na: 1\nb: 1\nc: 1\n")
     write(tmp_path, "inner/two.yaml", "a: 2\nb: 2\n")
     child = write(tmp_path, "child.yaml", "defaults: [inner/one.yaml, inner/two.yaml]\na: 3\n")
-    assert plain(read_file(child)) == {"a": 3, "b": 2, "c": 1, "d": 0}
+    assert plain_values(read_file(child)) == {"a": 3, "b": 2, "c": 1, "d": 0}
 
 
 def test_two_parents_may_share_a_parent(tmp_path: Path) -> None:
     write(tmp_path, "top.yaml", "a: 0\n")
     write(tmp_path, "one.yaml", "defaults: top.yaml\n")
     write(tmp_path, "two.yaml", "defaults: top.yaml\n")
-    assert plain(read_file(write(tmp_path, "c.yaml", "defaults: [one.yaml, two.yaml]"))) == {"a": 0}
+    assert plain_values(read_file(write(tmp_path, "c.yaml", "defaults: [one.yaml, two.yaml]"))) == {
+        "a": 0
+    }
 
 
 def test_a_circle_of_defaults_shows_the_chain(tmp_path: Path) -> None:
@@ -116,13 +118,13 @@ def test_a_circle_of_defaults_shows_the_chain(tmp_path: Path) -> None:
 
 def test_merge_keys_and_anchors(tmp_path: Path) -> None:
     text = "base: &b {x: 1, y: 2}\none: {<<: *b, y: 3}\ntwo: {<<: [*b, {x: 9, z: 9}], z: 4}\n"
-    tree = plain(read_file(write(tmp_path, "a.yaml", text)))
+    tree = plain_values(read_file(write(tmp_path, "a.yaml", text)))
     assert tree["one"] == {"x": 1, "y": 3}
     assert tree["two"] == {"x": 1, "y": 2, "z": 4}
 
 
 def test_keys_are_text_as_written(tmp_path: Path) -> None:
-    assert plain(read_file(write(tmp_path, "a.yaml", "on: 1\n7: 2\nno: 3\n"))) == {
+    assert plain_values(read_file(write(tmp_path, "a.yaml", "on: 1\n7: 2\nno: 3\n"))) == {
         "on": 1,
         "7": 2,
         "no": 3,
@@ -130,13 +132,13 @@ def test_keys_are_text_as_written(tmp_path: Path) -> None:
 
 
 def test_three_question_marks_are_a_hole_unless_quoted(tmp_path: Path) -> None:
-    tree = plain(read_file(write(tmp_path, "a.yaml", "hole: ???\ntext: '???'\n")))
+    tree = plain_values(read_file(write(tmp_path, "a.yaml", "hole: ???\ntext: '???'\n")))
     assert tree["hole"] is MISSING
     assert tree["text"] == "???"
 
 
 def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
-    assert plain(read_file(write(tmp_path, "a.yaml", "# nothing\n"))) == {}
+    assert plain_values(read_file(write(tmp_path, "a.yaml", "# nothing\n"))) == {}
 
 
 def test_a_missing_file_names_those_nearby(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.data.forest import pack, pack_evenly, pack_padded, pad, plant
+from laurel.data.forest import bin_pack, pack_evenly, pack_padded, to_forest, to_padded
 from laurel.types import Span, TokenGroup, Tree
 
 
@@ -27,7 +27,7 @@ GROUPS = [group([11, 12, 13], [21, 22], [23]), group([], [31, 32])]
 
 
 def test_a_forest_by_hand():
-    forest = plant(GROUPS)
+    forest = to_forest(GROUPS)
     assert forest.ids_T.tolist() == [11, 12, 13, 21, 22, 23, 31, 32]
     assert forest.positions_T.tolist() == [0, 1, 2, 3, 4, 3, 0, 1]
     assert forest.trees == (
@@ -40,7 +40,7 @@ def test_a_forest_by_hand():
 
 
 def test_without_sharing_every_completion_is_a_tree_of_its_own():
-    forest = plant(GROUPS, share_prompts=False)
+    forest = to_forest(GROUPS, share_prompts=False)
     assert forest.ids_T.tolist() == [11, 12, 13, 21, 22, 11, 12, 13, 23, 31, 32]
     assert forest.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1]
     assert forest.trees == (
@@ -52,7 +52,7 @@ def test_without_sharing_every_completion_is_a_tree_of_its_own():
 
 
 def test_padded_rows_by_hand():
-    rows = pad(GROUPS, pad_id=7)
+    rows = to_padded(GROUPS, pad_id=7)
     assert rows.ids_NL.tolist() == [[11, 12, 13, 21, 22], [11, 12, 13, 23, 7], [31, 32, 7, 7, 7]]
     assert rows.lengths_N.tolist() == [5, 4, 2]
     assert rows.starts_N.tolist() == [3, 3, 0]
@@ -61,12 +61,12 @@ def test_padded_rows_by_hand():
 
 
 def test_values_are_frozen_and_the_tokens_are_copies():
-    forest = plant(GROUPS)
+    forest = to_forest(GROUPS)
     with pytest.raises(dataclasses.FrozenInstanceError):
         forest.trees = ()
     forest.ids_T[0] = 99
     assert GROUPS[0].trunk_ids[0] == 11
-    single = plant([GROUPS[1]])
+    single = to_forest([GROUPS[1]])
     single.ids_T[0] = 99
     assert GROUPS[1].branches_ids_G[0][0] == 31
 
@@ -84,7 +84,7 @@ ANY_GROUPS = st.lists(
 @settings(deadline=None)
 @given(groups=ANY_GROUPS, share_prompts=st.booleans())
 def test_every_sequence_can_be_read_back(groups, share_prompts):
-    forest = plant(groups, share_prompts=share_prompts)
+    forest = to_forest(groups, share_prompts=share_prompts)
     ids, positions = forest.ids_T.tolist(), forest.positions_T.tolist()
     read = []
     covered = []
@@ -100,7 +100,9 @@ def test_every_sequence_can_be_read_back(groups, share_prompts):
     assert covered[-1].end == len(ids)
     if share_prompts:
         assert len(ids) == sum(g.num_tokens for g in groups)
-    assert pad(groups, pad_id=0).lengths_N.tolist() == [n for g in groups for n in g.lengths_G]
+    assert to_padded(groups, pad_id=0).lengths_N.tolist() == [
+        n for g in groups for n in g.lengths_G
+    ]
 
 
 # ---------------------------------------------------------------------------------------- packing
@@ -108,9 +110,9 @@ def test_every_sequence_can_be_read_back(groups, share_prompts):
 
 def test_packing_by_hand():
     # Decreasing: 6, 5, 4, 3, 2 into 10: 6+4, 5+3+2.
-    assert pack([5, 4, 2, 6, 3], 10) == [[1, 3], [0, 2, 4]]
-    assert pack([12, 3, 12], 10) == [[0], [2], [1]]  # too long for any: alone
-    assert pack([], 10) == []
+    assert bin_pack([5, 4, 2, 6, 3], 10) == [[1, 3], [0, 2, 4]]
+    assert bin_pack([12, 3, 12], 10) == [[0], [2], [1]]  # too long for any: alone
+    assert bin_pack([], 10) == []
 
 
 SIZES = st.lists(st.integers(1, 60), max_size=40)
@@ -132,44 +134,44 @@ def first_fit_decreasing(sizes, budget):
 @settings(deadline=None)
 @given(sizes=SIZES, budget=st.integers(1, 80))
 def test_packing(sizes, budget):
-    bins = pack(sizes, budget)
+    bins = bin_pack(sizes, budget)
     assert sorted(i for items in bins for i in items) == list(range(len(sizes)))
     for items in bins:
         assert items == sorted(items)
         assert len(items) == 1 or sum(sizes[i] for i in items) <= budget
-    assert pack(list(sizes), budget) == bins
+    assert bin_pack(list(sizes), budget) == bins
     assert bins == first_fit_decreasing(sizes, budget)
 
 
 def test_even_packing_by_hand():
-    # 20 tokens are two micro-batches, for two places; `pack` would fill the first.
-    assert pack([8, 4, 4, 2, 2], 12) == [[0, 1], [2, 3, 4]]
-    assert pack_evenly([8, 4, 4, 2, 2], 12, places=2) == [[0, 3], [1, 2, 4]]
-    assert pack_evenly([8, 4, 4, 2, 2], 30, places=1) == [[0, 1, 2, 3, 4]]
+    # 20 tokens are two micro-batches, for two places; `bin_pack` would fill the first.
+    assert bin_pack([8, 4, 4, 2, 2], 12) == [[0, 1], [2, 3, 4]]
+    assert pack_evenly([8, 4, 4, 2, 2], 12, dp_size=2) == [[0, 3], [1, 2, 4]]
+    assert pack_evenly([8, 4, 4, 2, 2], 30, dp_size=1) == [[0, 1, 2, 3, 4]]
     # Four for four places, and more than there are items for five.
-    assert pack_evenly([8, 4, 4, 2, 2], 30, places=4) == [[0], [1], [2], [3, 4]]
-    assert pack_evenly([8, 4], 30, places=5) == [[0], [1]]
-    assert pack_evenly([], 30, places=5) == []
+    assert pack_evenly([8, 4, 4, 2, 2], 30, dp_size=4) == [[0], [1], [2], [3, 4]]
+    assert pack_evenly([8, 4], 30, dp_size=5) == [[0], [1]]
+    assert pack_evenly([], 30, dp_size=5) == []
 
 
 @settings(deadline=None)
-@given(sizes=SIZES, budget=st.integers(1, 80), places=st.integers(1, 5))
-def test_even_packing(sizes, budget, places):
-    bins = pack_evenly(sizes, budget, places=places)
+@given(sizes=SIZES, budget=st.integers(1, 80), dp_size=st.integers(1, 5))
+def test_even_packing(sizes, budget, dp_size):
+    bins = pack_evenly(sizes, budget, dp_size=dp_size)
     assert sorted(i for items in bins for i in items) == list(range(len(sizes)))
-    assert len(bins) % places == 0 or len(bins) == len(sizes)
+    assert len(bins) % dp_size == 0 or len(bins) == len(sizes)
     for items in bins:
         assert items == sorted(items)
         assert len(items) == 1 or sum(sizes[i] for i in items) <= budget
-    assert len(bins) >= len(pack(sizes, budget))
-    assert pack_evenly(sizes, budget, places=1) == pack(sizes, budget)
+    assert len(bins) >= len(bin_pack(sizes, budget))
+    assert pack_evenly(sizes, budget, dp_size=1) == bin_pack(sizes, budget)
 
 
 def test_packing_leaves_little_room_in_a_file_of_many_conversations():
     rng = np.random.default_rng(0)
     sizes = rng.integers(50, 2000, 50_000).tolist()
-    bins = pack(sizes, 8192)
-    assert len(pack_evenly(sizes, 8192, places=8)) <= len(bins) + 16
+    bins = bin_pack(sizes, 8192)
+    assert len(pack_evenly(sizes, 8192, dp_size=8)) <= len(bins) + 16
     assert len(bins) <= 1.01 * sum(sizes) / 8192
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from laurel.cli.data_check import examine
+from laurel.cli.data_check import examine_data
 from laurel.data.formats import FORMATS, KnownFormat, recognise, suggestions
 
 DOCS = Path(__file__).parents[3] / "docs" / "data_formats.md"
@@ -32,7 +32,7 @@ def test_the_docs_show_every_example() -> None:
 
 @pytest.mark.parametrize("known", FORMATS, ids=lambda known: known.name)
 def test_the_commands_of_a_format_read_its_example(known: KnownFormat, tmp_path: Path) -> None:
-    findings = examine(write(tmp_path / "rows.jsonl", known.example), None)
+    findings = examine_data(write(tmp_path / "rows.jsonl", known.example), None)
     reading = {one.trainer: one for one in findings.readings}
     assert findings.known is known
     for trainer in known.trainers:
@@ -86,8 +86,8 @@ def test_a_near_miss_is_mapped_by_keys_that_then_read_the_file(
     first = suggestions(row)[0]
     assert (first.trainer, first.settings) == (trainer, settings)
     path = write(tmp_path / "rows.jsonl", row)
-    assert not examine(path, trainer).is_usable
-    assert examine(path, trainer, settings).is_usable
+    assert not examine_data(path, trainer).is_usable
+    assert examine_data(path, trainer, settings).is_usable
 
 
 def test_columns_that_no_key_maps_are_to_be_renamed() -> None:

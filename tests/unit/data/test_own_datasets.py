@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from laurel.config.data import DatasetConfig
-from laurel.data.preferences import own_validation
+from laurel.data.preferences import own_validation_preferences
 from laurel.errors import DataError
 
 Loader = Callable[..., Any]
@@ -103,10 +103,10 @@ def test_a_class_with_its_rows_by_split(load: Loader, name: str) -> None:
 
 def test_its_own_validation_split_is_found() -> None:
     config = DatasetConfig(dataset_name="my_rows.BySplit")
-    found = own_validation(config)
+    found = own_validation_preferences(config)
     assert found is not None
     assert found.split == "validation"
-    assert own_validation(DatasetConfig(dataset_name="my_rows.generate")) is None
+    assert own_validation_preferences(DatasetConfig(dataset_name="my_rows.generate")) is None
 
 
 def test_set_values_are_passed_where_they_are_accepted(load: Loader) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.config.data import DatasetConfig
-from laurel.data.preferences import hold_out, own_validation
+from laurel.data.preferences import hold_out, own_validation_preferences
 from laurel.errors import DataError
 from laurel.types import Message, Preference, group_of
 
@@ -305,7 +305,7 @@ def test_a_class_without_a_data_set_of_its_own_needs_a_path(load: Loader, name: 
 
 
 def test_only_helpsteer3_on_the_hub_brings_its_own_validation_set() -> None:
-    assert own_validation(DatasetConfig(dataset_name="HelpSteer3")) == DatasetConfig(
+    assert own_validation_preferences(DatasetConfig(dataset_name="HelpSteer3")) == DatasetConfig(
         dataset_name="HelpSteer3", split="validation"
     )
     for config in (
@@ -313,7 +313,7 @@ def test_only_helpsteer3_on_the_hub_brings_its_own_validation_set() -> None:
         DatasetConfig(dataset_name="Tulu3Preference"),
         DatasetConfig(data_path="here.jsonl"),
     ):
-        assert own_validation(config) is None
+        assert own_validation_preferences(config) is None
 
 
 # --------------------------------------------------------------------------------- holding out

@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from laurel.data.report import DataReport, LengthSummary, fingerprint
+from laurel.data.report import DataReport, LengthSummary, conversation_fingerprint
 from laurel.types import Message, Preference, group_of
 
 
@@ -167,8 +167,8 @@ def test_sources_of_the_reports_own_file_are_shown_as_lines() -> None:
 
 
 def test_fingerprints_tell_roles_and_turns_apart() -> None:
-    same = fingerprint((Message("user", "ab"), Message("assistant", "c")))
-    assert same == fingerprint((Message("user", "ab"), Message("assistant", "c")))
+    same = conversation_fingerprint((Message("user", "ab"), Message("assistant", "c")))
+    assert same == conversation_fingerprint((Message("user", "ab"), Message("assistant", "c")))
     others = [
         (Message("user", "a"), Message("assistant", "bc")),
         (Message("assistant", "ab"), Message("user", "c")),
@@ -176,4 +176,4 @@ def test_fingerprints_tell_roles_and_turns_apart() -> None:
         (Message("user", "ab4,1:user"), Message("assistant", "c")),
         (),
     ]
-    assert len({same, *map(fingerprint, others)}) == 6
+    assert len({same, *map(conversation_fingerprint, others)}) == 6

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from laurel.config.data import DatasetConfig
-from laurel.data.preferences import Judged, class_of, infer_class, judge
+from laurel.data.preferences import JudgedRow, class_of, infer_class, judge
 from laurel.data.sources import UnusableRow
 from laurel.types import Message
 
@@ -22,11 +22,11 @@ def A(text: str) -> dict[str, str]:
 S = {"role": "system", "content": "be kind"}
 
 
-def read(row: Any, name: str, attributes: tuple[str, ...] = (), **config: Any) -> Judged:
+def read(row: Any, name: str, attributes: tuple[str, ...] = (), **config: Any) -> JudgedRow:
     return judge(row, name, DatasetConfig(**config), attributes)
 
 
-def said(judged: Judged) -> tuple[list[str], list[list[str]]]:
+def said(judged: JudgedRow) -> tuple[list[str], list[list[str]]]:
     """Contents of the prompt and of each completion."""
     return (
         [message.content for message in judged.prompt],

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.data.reading import read_prompt_frame
-from laurel.data.tasks import load_task_data, load_tasks, own_validation
+from laurel.data.tasks import load_task_data, load_tasks, own_validation_tasks
 from laurel.errors import ConfigError, DataError
 from laurel.types import Message, Task
 
@@ -414,7 +414,7 @@ def test_a_class_of_ones_own(load: Load, own: str) -> None:
     assert tasks[0].name == "Sums"
     assert report.num_kept == 4
     config = TaskSetConfig(dataset_name=f"{own}.Sums")
-    assert own_validation(config) == config.model_copy(update={"split": "validation"})
+    assert own_validation_tasks(config) == config.model_copy(update={"split": "validation"})
 
 
 def test_a_processor_of_ones_own(load: Load, own: str) -> None:
@@ -490,11 +490,13 @@ def test_a_repeated_task_is_held_out_whole(write_rows: Callable[..., Path]) -> N
 
 
 def test_the_set_that_deepscaler_is_validated_on() -> None:
-    found = own_validation(TaskSetConfig(dataset_name="DeepScaler", prompt_file="p.txt"))
+    found = own_validation_tasks(TaskSetConfig(dataset_name="DeepScaler", prompt_file="p.txt"))
     assert found is not None
     assert (found.dataset_name, found.prompt_file) == ("AIME2024", "p.txt")
-    assert own_validation(TaskSetConfig(dataset_name="DeepScaler", data_path="x.jsonl")) is None
-    assert own_validation(TaskSetConfig(dataset_name="GSM8K")) is None
+    assert (
+        own_validation_tasks(TaskSetConfig(dataset_name="DeepScaler", data_path="x.jsonl")) is None
+    )
+    assert own_validation_tasks(TaskSetConfig(dataset_name="GSM8K")) is None
 
 
 # --------------------------------------------------------------------------------------- real data

@@ -20,8 +20,8 @@ from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
 from laurel.demo.demo import (
+    DemoResult,
     Files,
-    Result,
     _conclude,
     grpo_run,
     measuring_run,
@@ -31,7 +31,7 @@ from laurel.demo.demo import (
     write_demo_data,
 )
 from laurel.errors import CheckpointError
-from laurel.training.loop import Outcome
+from laurel.training.loop import RunOutcome
 
 
 def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_written_configuration_gives_the_same_run(tmp_path: Path) -> None:
     ],
 )
 def test_what_was_missed(before: float, after: float, accuracy: float, missed: list[str]) -> None:
-    result = Result(rate_before=before, rate_after=after, reward_accuracy=accuracy)
+    result = DemoResult(rate_before=before, rate_after=after, reward_accuracy=accuracy)
     said = result.missed()
     assert len(said) == len(missed)
     assert all(text.startswith(start) for text, start in zip(said, missed, strict=True))
@@ -130,7 +130,7 @@ def test_the_end_is_ten_lines_with_baselines_and_what_to_look_at(tmp_path: Path)
         "longer_wins_baseline": 0.5,
         "bag_of_words_baseline": 0.52,
     }
-    rewarding = Outcome(
+    rewarding = RunOutcome(
         step=1,
         ended="finished",
         metrics={f"validation-held-out/{name}": value for name, value in figures.items()},
@@ -145,7 +145,7 @@ def test_the_end_is_ten_lines_with_baselines_and_what_to_look_at(tmp_path: Path)
         rewarding=rewarding,
         rates=(measured, measured),
         seconds=9.0,
-        learning=Outcome(step=1, ended="finished", run_dir=tmp_path),
+        learning=RunOutcome(step=1, ended="finished", run_dir=tmp_path),
     )
     told = stream.getvalue()
     assert len(told.splitlines()) <= 10

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from laurel.environments.math.answers import Candidate
-from laurel.environments.math.pool import AnswerChecker, CheckingPool, Question
+from laurel.environments.math.pool import AnswerChecker, CheckingPool, CheckRequest
 from laurel.errors import EnvironmentFailedError
 from laurel.sandbox.limits import available_cores
 
@@ -24,7 +24,7 @@ BATCH_LIMIT = 60.0
 
 
 def question(text, gold="4", boxed=True):
-    return Question(gold=gold, candidate=Candidate(text=text, boxed=boxed))
+    return CheckRequest(gold=gold, candidate=Candidate(text=text, boxed=boxed))
 
 
 def verdict_of(pool, text, gold="4"):
@@ -68,7 +68,7 @@ def test_verdicts(pool):
 def test_unevaluated_answers_are_a_matter_of_choice(pool):
     text, gold = r"\int_0^1 2x\,dx", "1"
     strict = question(text, gold)
-    lenient = Question(gold=gold, candidate=strict.candidate, forbid_unevaluated=False)
+    lenient = CheckRequest(gold=gold, candidate=strict.candidate, forbid_unevaluated=False)
     assert pool.submit(strict).result(BATCH_LIMIT).verdict == "incorrect"
     assert pool.submit(lenient).result(BATCH_LIMIT).verdict == "correct"
     assert verdict_of(pool, text, text) == "correct"
@@ -205,11 +205,11 @@ def test_a_forgotten_pool_takes_its_processes_with_it():
 
 PROGRAM = """
 import sys, time
-from laurel.environments.math.pool import CheckingPool, Question
+from laurel.environments.math.pool import CheckingPool, CheckRequest
 from laurel.environments.math.answers import Candidate
 pool = CheckingPool(num_workers=1, timeout_seconds=100.0)
-pool.submit(Question(gold="4", candidate=Candidate(text="\\\\sqrt{16}"))).result()
-pool.submit(Question(gold="4", candidate=Candidate(text="9^{9^{9}}")))
+pool.submit(CheckRequest(gold="4", candidate=Candidate(text="\\\\sqrt{16}"))).result()
+pool.submit(CheckRequest(gold="4", candidate=Candidate(text="9^{9^{9}}")))
 time.sleep(0.2)
 print(*pool.process_ids(), flush=True)
 time.sleep(100)

@@ -10,7 +10,7 @@ from laurel.config.data import TaskSetConfig
 from laurel.config.environments import CodeEnvironmentConfig, EnvironmentsConfig
 from laurel.data.sources import read_rows
 from laurel.data.task_formats import TASK_SETS
-from laurel.environments.code.answers import Session, fenced, program_of, shortened, tagged
+from laurel.environments.code.answers import Session, cut_middle, fenced, program_of, tagged
 from laurel.environments.code_environment import CodeEnvironment
 from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, EnvironmentFailedError
@@ -373,7 +373,7 @@ def test_long_results_are_shortened(make):
     assert len(said) < 200
     assert "characters left out" in said
     assert "z" in said
-    assert shortened("abcd", 4) == "abcd"
+    assert cut_middle("abcd", 4) == "abcd"
 
 
 def test_what_was_said_after_the_tag_is_not_said_again(environment):

@@ -120,7 +120,7 @@ def test_the_noise_of_a_model_is_that_of_its_arithmetic(weights, precision, low,
     """Scores are about 0.5 here."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    contract = ScoringContract.draw_up(
+    contract = ScoringContract.create(
         tiny_tokenizers.chatml(), max_length=256, truncation_side="left", append_eos=True
     )
     model = tiny.tiny_reward_model("qwen3", dtype=weights, precision=precision)

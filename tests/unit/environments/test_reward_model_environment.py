@@ -438,7 +438,7 @@ def test_what_cannot_be_judged_fails_alone(environment, broken, why):
 
 
 def test_a_template_that_refuses_is_a_failure_in_the_words_of_the_environment():
-    contract = ScoringContract.draw_up(
+    contract = ScoringContract.create(
         tiny_tokenizers.gemma(), max_length=64, truncation_side="left", append_eos=True
     )
     scorer = LocalScorer(tiny.tiny_reward_model("gemma"), contract)

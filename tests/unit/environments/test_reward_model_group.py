@@ -7,7 +7,7 @@ import pytest
 from laurel.config.environments import EnvironmentsConfig, RewardModelEnvironmentConfig
 from laurel.environments.registry import create_environments
 from laurel.environments.reward_model.open import (
-    Opening,
+    ScorerFactory,
     make_worker_here,
     open_reward_model,
     open_reward_model_group,
@@ -146,7 +146,7 @@ def test_the_registry_opens_models_elsewhere(checkpoint):
         asked.append((config, name))
         return opened(config)
 
-    opening = Opening(open_model=open_model, make_worker=make_worker_here)
+    opening = ScorerFactory(open_model=open_model, make_worker=make_worker_here)
 
     config = EnvironmentsConfig.model_validate(
         {

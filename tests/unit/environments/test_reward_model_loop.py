@@ -11,8 +11,8 @@ from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.reward_model.open import open_reward_model
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.protocols import Judged
-from laurel.rewards.loop_scorer import LoopScorer, OneModelDesk
+from laurel.protocols import JudgingUnit
+from laurel.rewards.loop_scorer import LoopScorer, SingleModelBackend
 from policy_fakes import Judge
 from reward_models import small_model, write_model
 
@@ -36,7 +36,9 @@ def looped(model: str) -> Iterator[RewardModelEnvironment]:
     config = {"model_name": model, "precision": "float32"}
     with RewardModelEnvironment(config, device="cpu") as plain:
         inner = open_reward_model(plain.config, device="cpu", say=lambda _: None)
-    with RewardModelEnvironment(config, scorer=LoopScorer(OneModelDesk(inner))) as environment:
+    with RewardModelEnvironment(
+        config, scorer=LoopScorer(SingleModelBackend(inner))
+    ) as environment:
         yield environment
 
 
@@ -71,7 +73,7 @@ def test_what_is_closed_says_so(model: str) -> None:
     config = {"model_name": model, "precision": "float32"}
     environment = RewardModelEnvironment(config, device="cpu")
     inner = open_reward_model(environment.config, device="cpu", say=lambda _: None)
-    scorer = LoopScorer(OneModelDesk(inner))
+    scorer = LoopScorer(SingleModelBackend(inner))
     environment.shutdown()
     with RewardModelEnvironment(config, scorer=scorer):
         pass
@@ -96,7 +98,7 @@ def test_replicas_without_the_loop_are_refused(model: str) -> None:
     ],
 )
 def test_in_a_composite_the_most_patient_has_its_way(
-    parts: tuple[Judged, ...], expected: Judged
+    parts: tuple[JudgingUnit, ...], expected: JudgingUnit
 ) -> None:
     environments = {str(i): Judge(judges=judges) for i, judges in enumerate(parts)}
     composite = CompositeEnvironment(

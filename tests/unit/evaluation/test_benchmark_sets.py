@@ -13,7 +13,7 @@ import pytest
 from laurel.config.data import BenchmarkSetConfig
 from laurel.errors import DataError
 from laurel.evaluation import reward_bench
-from laurel.evaluation.benchmarks import BENCHMARKS, PARTS, BenchmarkSet, selectable, spread
+from laurel.evaluation.benchmarks import BENCHMARKS, PARTS, BenchmarkSet, limit_rows, selectable
 from laurel.types import Score
 
 
@@ -191,7 +191,7 @@ def test_the_rows_of_a_prompt_of_ties_stay_together(tmp_path: Path) -> None:
     rows.sort(key=lambda row: row["id"])
     whole = loaded(tmp_path / "rows.jsonl", rows, benchmark="reward-bench-2")
     for limit in range(2, 13):
-        kept = [row.id for row in spread(whole.rows, limit)]
+        kept = [row.id for row in limit_rows(whole.rows, limit)]
         assert len(kept) == limit - limit % 2
         numbers = Counter(name.partition(":")[2] for name in kept)
         assert set(numbers.values()) == {2}

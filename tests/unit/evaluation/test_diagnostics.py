@@ -26,7 +26,7 @@ from laurel.evaluation.statistics import (
     accuracy_by_name,
     accuracy_by_value,
     bins_of,
-    failures,
+    failure_reasons,
     interval_of_share,
     longer_wins,
 )
@@ -83,7 +83,7 @@ def test_failures_are_counted_by_their_reason() -> None:
         pair(*RIGHT),
         pair(None, None, failure="too long"),
     ]
-    assert failures(pairs) == {"too long": 2, "no finite score": 1}
+    assert failure_reasons(pairs) == {"too long": 2, "no finite score": 1}
     assert accuracy(pairs[:2]) is None
 
 

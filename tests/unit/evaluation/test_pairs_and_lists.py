@@ -14,7 +14,7 @@ from rich.console import Console
 from laurel.evaluation import benchmarks
 from laurel.evaluation import other_benchmarks as best_of_n
 from laurel.evaluation import other_benchmarks as judge_bench
-from laurel.evaluation.statistics import ScoredList, compare, sign_test
+from laurel.evaluation.statistics import ScoredList, paired_test, sign_test
 from laurel.run.evaluation.results import Evaluation
 from laurel.run.evaluation.tables import print_evaluation
 
@@ -134,8 +134,8 @@ def test_many_rows_are_counted_exactly() -> None:
 def test_only_rows_that_both_have_a_verdict_on_are_compared() -> None:
     first = {"a": 1.0, "b": 0.0, "c": None, "d": 1.0, "e": 0.5, "only": 1.0}
     second = {"a": 0.0, "b": 0.0, "c": 1.0, "d": 1.0, "e": 0.25}
-    test = compare(first, second)
+    test = paired_test(first, second)
     assert (test.num_rows, test.num_first_better, test.num_second_better) == (4, 2, 0)
     assert test.p_value == 0.5
-    assert compare(first, second, ids=["b", "c", "nobody"]).num_rows == 1
-    assert compare({}, {}).p_value == 1.0
+    assert paired_test(first, second, ids=["b", "c", "nobody"]).num_rows == 1
+    assert paired_test({}, {}).p_value == 1.0

@@ -40,7 +40,7 @@ def contract_of(
     pad_id: int | None = PAD,
     attributes: tuple[str, ...] = (),
 ) -> RewardBenchContract:
-    own = ScoringContract.draw_up(
+    own = ScoringContract.create(
         copy.deepcopy(tokenizer),
         max_length=2048,
         truncation_side="left",
@@ -107,7 +107,7 @@ def test_the_side_of_the_second_benchmark_is_the_tokenizers() -> None:
 def test_the_score_is_read_before_what_looks_like_padding() -> None:
     tokenizer = make_tokenizer(template=TURNS, pad=None)  # nothing pads, so the end does
     tokenizer.chat_template = TURNS + "{{ eos_token }}"
-    own = ScoringContract.draw_up(
+    own = ScoringContract.create(
         copy.deepcopy(tokenizer), max_length=9, truncation_side="left", append_eos=False
     )
     form = FORMATS["reward-bench"]
@@ -166,7 +166,7 @@ def test_models_that_the_reference_has_no_score_for() -> None:
     with pytest.raises(ModelError, match="the model has 2 outputs"):
         contract_of(make_tokenizer(template=TURNS), attributes=("helpful", "brief"))
     bare = make_tokenizer(template=TURNS)
-    own = ScoringContract.draw_up(
+    own = ScoringContract.create(
         copy.deepcopy(bare), max_length=9, truncation_side="left", append_eos=False
     )
     bare.chat_template = None

@@ -11,14 +11,14 @@ import torch
 from generators import request
 from laurel.errors import ConfigError, DataError, EngineError
 from laurel.generation.engine_worker import EngineWorker
-from laurel.generation.weights.buckets import pack
-from laurel.workers.rendezvous import Place
+from laurel.generation.weights.buckets import pack_tensor
+from laurel.workers.rendezvous import RankPlace
 from scripted_engines import ScriptedEngine
 
 
 @contextlib.contextmanager
 def working(engine):
-    worker = EngineWorker(Place(role="generation"), lambda: engine)
+    worker = EngineWorker(RankPlace(role="generation"), lambda: engine)
     try:
         yield worker
     finally:
@@ -95,7 +95,7 @@ def test_an_engine_that_cannot_be_made_says_why():
 
     before = threading.active_count()
     with pytest.raises(ConfigError, match="no GPU"):
-        EngineWorker(Place(role="generation"), make)
+        EngineWorker(RankPlace(role="generation"), make)
     assert threading.active_count() == before
 
 
@@ -103,8 +103,8 @@ def test_weights_come_in_buckets_and_are_taken_when_they_end():
     engine = ScriptedEngine()
     with working(engine) as worker:
         worker.begin_weights(4)
-        worker.take_weights([pack("a", torch.ones(2))])
-        worker.take_weights([pack("b", torch.zeros(1)), pack("c", torch.ones(1))])
+        worker.take_weights([pack_tensor("a", torch.ones(2))])
+        worker.take_weights([pack_tensor("b", torch.zeros(1)), pack_tensor("c", torch.ones(1))])
         assert worker.weight_version() == 0
         assert worker.end_weights() == 4
         assert sorted(engine.weights) == ["a", "b", "c"]
@@ -121,7 +121,7 @@ def test_an_engine_that_refuses_weights_says_so_at_once():
         worker.begin_weights(4)
         assert worker._update.exception(10) is engine.refusal
         with pytest.raises(EngineError, match="lacks 'b'"):
-            worker.take_weights([pack("a", torch.ones(2))])
+            worker.take_weights([pack_tensor("a", torch.ones(2))])
         with pytest.raises(EngineError, match="lacks 'b'"):
             worker.end_weights()
         engine.refusal = None
@@ -133,19 +133,19 @@ def test_a_transfer_that_breaks_off_makes_room_for_the_next():
     engine = ScriptedEngine()
     with working(engine) as worker:
         worker.begin_weights(4)
-        worker.take_weights([pack("a", torch.ones(2))])
+        worker.take_weights([pack_tensor("a", torch.ones(2))])
         worker.begin_weights(5)
-        worker.take_weights([pack("b", torch.ones(2))])
+        worker.take_weights([pack_tensor("b", torch.ones(2))])
         assert worker.end_weights() == 5
         assert sorted(engine.weights) == ["b"]
 
 
 def test_it_can_be_shut_down_in_the_middle_of_everything():
     engine = ScriptedEngine(allowed=0)
-    worker = EngineWorker(Place(role="generation"), lambda: engine)
+    worker = EngineWorker(RankPlace(role="generation"), lambda: engine)
     worker.exchange([(1, request())], [], 0.0)
     worker.begin_weights(4)
-    worker.take_weights([pack("a", torch.ones(2))])
+    worker.take_weights([pack_tensor("a", torch.ones(2))])
     worker.shutdown()
     worker.shutdown()
     assert engine.is_closed
@@ -153,7 +153,7 @@ def test_it_can_be_shut_down_in_the_middle_of_everything():
 
 
 def test_who_waits_for_news_is_told_of_the_end():
-    worker = EngineWorker(Place(role="generation"), ScriptedEngine)
+    worker = EngineWorker(RankPlace(role="generation"), ScriptedEngine)
     waiting = threading.Thread(target=worker.exchange, args=([], [], 60.0), daemon=True)
     waiting.start()
     worker.shutdown()

@@ -16,7 +16,7 @@ import torch
 from generators import collect, draw, policy_and_tokenizer, request, run
 from laurel.errors import ConfigError, DataError, EngineError, WorkerError
 from laurel.generation.engine_worker import EngineWorker
-from laurel.generation.replicas import GeneratorReplicas, Order, Replica
+from laurel.generation.replicas import GeneratorReplica, GeneratorReplicas, Order
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.generation.weights.probe import ProbeAnswer, model_logprobs
 from laurel.types import Weights
@@ -667,7 +667,7 @@ def test_who_has_had_all_weights_is_sent_those_that_change():
         make_group, 2, current_weights=lambda: new(generator.weight_version), say=said
     )
     with contextlib.closing(generator):
-        groups = [replica.group for replica in generator._crew._replicas]
+        groups = [replica.group for replica in generator._replica_set._replicas]
         run(generator.update_weights(new(1)))
         run(generator.update_weights(new(2)))
         assert sent == [{("frozen", "adapted")}, {("adapted",)}]
@@ -675,7 +675,7 @@ def test_who_has_had_all_weights_is_sent_those_that_change():
         groups[0].is_dead = True
         run(generator.update_weights(new(3)))
         assert sent[2] == {("adapted",), ("frozen", "adapted")}
-        for replica in generator._crew._replicas:
+        for replica in generator._replica_set._replicas:
             replica.group.dies_in = "exchange"
         draw(generator, request(seeds=(1,)), request(seeds=(2,)))
         run(until(lambda: len(latest) == 6))
@@ -828,7 +828,7 @@ def test_what_is_aborted_is_not_retried():
     told = []
     kept, aborted = (Order(request(request_id=name), told.append) for name in ("kept", "aborted"))
     with contextlib.closing(ScriptedEngine()) as engine:
-        replica = Replica(0, MortalGroup(engine))
+        replica = GeneratorReplica(0, MortalGroup(engine))
         for number, order in enumerate((kept, aborted)):
             replica.give(order, number)
         replica.take_news()

@@ -4,11 +4,13 @@ import pytest
 
 from generators import request
 from laurel.errors import ConfigError, DataError
-from laurel.generation.requests import check_request
+from laurel.generation.requests import check_generation_request
 
 
 def test_a_good_request_passes():
-    check_request(request([0, 9], seeds=(), temperature=0.0, top_k=1, top_p=1.0), vocab_size=10)
+    check_generation_request(
+        request([0, 9], seeds=(), temperature=0.0, top_k=1, top_p=1.0), vocab_size=10
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,4 +31,4 @@ def test_a_good_request_passes():
 )
 def test_bad_requests(bad, error, says):
     with pytest.raises(error, match=says):
-        check_request(request(**{"prompt": [1, 2], **bad}), vocab_size=10)
+        check_generation_request(request(**{"prompt": [1, 2], **bad}), vocab_size=10)

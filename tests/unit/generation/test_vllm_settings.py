@@ -11,8 +11,8 @@ from laurel.generation.vllm.engine import check_limits, sampling_arguments
 from laurel.generation.vllm.settings import (
     cpu_environment,
     engine_arguments,
+    engine_dtype,
     environment,
-    precision_of,
 )
 
 KNOWN = {"model", "kv_cache_memory_bytes", "block_size", "enforce_eager", "swap_space"}
@@ -89,9 +89,9 @@ def test_arguments_that_cannot_be_given(kwargs, says):
 
 
 def test_precision_is_the_policys_unless_it_is_named():
-    assert precision_of(GenerationConfig(), "float32") == "float32"
+    assert engine_dtype(GenerationConfig(), "float32") == "float32"
     named = GenerationConfig(vllm_cfg={"precision": "bfloat16"})
-    assert precision_of(named, "float32") == "bfloat16"
+    assert engine_dtype(named, "float32") == "bfloat16"
 
 
 def test_variables_of_the_user_are_kept(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from laurel.errors import EngineError
-from laurel.generation.weights.buckets import WeightStream, buckets_of, pack, unpack
+from laurel.generation.weights.buckets import WeightStream, buckets_of, pack_tensor, unpack
 
 SHARED = torch.arange(12.0).reshape(3, 4)
 
@@ -29,7 +29,7 @@ SHARED = torch.arange(12.0).reshape(3, 4)
 )
 @pytest.mark.parametrize("travels", [False, True])
 def test_a_tensor_arrives_as_it_is(tensor, travels):
-    packed = pack("a", tensor)
+    packed = pack_tensor("a", tensor)
     if travels:
         packed = pickle.loads(pickle.dumps(packed))
     found = unpack(packed)
@@ -41,11 +41,11 @@ def test_a_tensor_arrives_as_it_is(tensor, travels):
 
 def test_a_view_travels_without_what_it_is_a_view_of():
     whole = torch.zeros(1_000_000)
-    assert len(pickle.dumps(pack("a", whole[:10]))) < 1000
+    assert len(pickle.dumps(pack_tensor("a", whole[:10]))) < 1000
 
 
 def test_bytes_that_may_not_be_written_are_copied():
-    packed = pack("a", torch.ones(3))
+    packed = pack_tensor("a", torch.ones(3))
     values = packed.values.copy()
     values.flags.writeable = False
     assert unpack(packed._replace(values=values)).tolist() == [1.0, 1.0, 1.0]
@@ -84,7 +84,7 @@ def test_a_bucket_is_made_when_it_is_asked_for():
 
 
 def bucket_of(name):
-    return [pack(name, torch.ones(2))]
+    return [pack_tensor(name, torch.ones(2))]
 
 
 def started(function, *arguments):
@@ -159,7 +159,7 @@ def test_what_comes_again_is_not_read_again():
     read = []
     reader = threading.Thread(target=lambda: read.extend(stream.weights.tensors()))
     reader.start()
-    parts = [pack(name, torch.tensor([float(i)])) for i, name in enumerate("abcde")]
+    parts = [pack_tensor(name, torch.tensor([float(i)])) for i, name in enumerate("abcde")]
     stream.put(parts[:2])
     stream.put(parts[2:3])
     stream.repeat()

@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from laurel.config.policy import NamedCall
-from laurel.data.forest import plant
+from laurel.data.forest import to_forest
 from laurel.grpo.loop import policy_logprobs
 from laurel.models.forest.policy import Reference
 from laurel.training.learner import LocalLearner
@@ -44,7 +44,7 @@ def test_packing_changes_nothing(path, share_prompts, budget):
     for group, of_group in zip(groups, found, strict=True):
         assert [len(x) for x in of_group] == [len(ids) for ids in group.branches_ids_G]
         assert all(x.dtype == np.float32 for x in of_group)
-        expected = whole.logprobs(plant([group])).numpy()
+        expected = whole.logprobs(to_forest([group])).numpy()
         np.testing.assert_allclose(np.concatenate(of_group), expected, rtol=0, atol=2e-6)
 
 

@@ -19,7 +19,7 @@ from laurel.config.grpo import (
 )
 from laurel.grpo.advantages import (
     NO_DIVERGENCE,
-    divergence,
+    completion_divergence,
     fail_without_divergence,
     lacks_divergences,
     mean_divergence,
@@ -194,7 +194,9 @@ def test_the_divergence_of_a_completion(kind: Any, expected: float) -> None:
     reference = np.array([-2.0 + math.log(2), math.inf, -1.5], np.float32)
     mask = np.array([True, False, True])
     options = PolicyLossConfig(reference_policy_kl_type=kind)
-    assert divergence(policy, reference, mask, options) == pytest.approx(expected, rel=1e-6)
+    assert completion_divergence(policy, reference, mask, options) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_the_divergence_is_clamped() -> None:
@@ -203,14 +205,14 @@ def test_the_divergence_is_clamped() -> None:
     )
     far = np.array([0.0, -9.0, -1.0], np.float32)
     near = np.array([-9.0, 0.0, -2.0], np.float32)
-    assert divergence(far, near, np.ones(3, bool), options) == 1.0  # 2 - 2 + 1
+    assert completion_divergence(far, near, np.ones(3, bool), options) == 1.0  # 2 - 2 + 1
     unclamped = options.model_copy(
         update={"kl_input_clamp_value": None, "kl_output_clamp_value": None}
     )
-    assert divergence(far, near, np.array([True, False, False]), unclamped) == 9.0
+    assert completion_divergence(far, near, np.array([True, False, False]), unclamped) == 9.0
     worst = np.array([-1000.0], np.float32)
     k3 = unclamped.model_copy(update={"reference_policy_kl_type": "k3"})
-    assert math.isfinite(divergence(worst, -worst, np.ones(1, bool), k3))
+    assert math.isfinite(completion_divergence(worst, -worst, np.ones(1, bool), k3))
 
 
 @pytest.mark.parametrize("of_policy", [0.0, math.nan, -math.inf])
@@ -221,7 +223,7 @@ def test_a_divergence_from_what_is_not_finite_is_no_number(
     """The clamps would make one of it."""
     policy, reference = (np.array([-1.0, n], np.float32) for n in (of_policy, of_reference))
     options = PolicyLossConfig(kl_input_clamp_value=20.0, kl_output_clamp_value=10.0)
-    found = divergence(policy, reference, np.ones(2, bool), options)
+    found = completion_divergence(policy, reference, np.ones(2, bool), options)
     assert math.isnan(found) is not (of_policy == of_reference == 0.0)
 
 

@@ -13,9 +13,9 @@ import torch
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import EnvironmentFailedError
-from laurel.grpo.judging import Clock
+from laurel.grpo.judging import RolloutStats
 from laurel.grpo.metrics import (
-    batch_of,
+    environment_batch,
     environment_metrics,
     environment_notes,
     failures_with,
@@ -113,27 +113,27 @@ def test_failures_are_counted_by_the_word_for_why() -> None:
 
 
 def test_the_time_of_judging_and_how_much_of_it_was_hidden() -> None:
-    clock = Clock(environment=6.0, judging=4.0, exposed=1.0)
-    assert judging_metrics(clock) == {
+    stats = RolloutStats(environment=6.0, judging=4.0, exposed=1.0)
+    assert judging_metrics(stats) == {
         "timing/train/rollout/environment": 6.0,
         "timing/train/rollout/environment_busy": 4.0,
         "timing/train/rollout/environment_exposed": 1.0,
         "performance/reward_hidden_share": 0.75,
     }
-    assert "performance/reward_hidden_share" not in judging_metrics(Clock())
+    assert "performance/reward_hidden_share" not in judging_metrics(RolloutStats())
 
 
 def test_conversations_that_nobody_meant_to_end_are_counted_and_told() -> None:
-    assert unended_metrics(Clock()) == {}
-    assert unended_note(Clock(), max_turns=1) is None
-    clock = Clock(num_out_of_turns=3, num_cut_off=2)
-    assert unended_metrics(clock) == {"unended_out_of_turns": 3, "unended_cut_off": 2}
-    note = unended_note(clock, max_turns=1) or ""
+    assert unended_metrics(RolloutStats()) == {}
+    assert unended_note(RolloutStats(), max_turns=1) is None
+    stats = RolloutStats(num_out_of_turns=3, num_cut_off=2)
+    assert unended_metrics(stats) == {"unended_out_of_turns": 3, "unended_cut_off": 2}
+    note = unended_note(stats, max_turns=1) or ""
     assert "3 for want of a second turn (grpo.max_rollout_turns=1;" in note
     assert "2 as the answer was cut off" in note
     assert "policy.generation.max_new_tokens" in note
     # A limit that was set is meant.
-    assert unended_note(Clock(num_out_of_turns=3), max_turns=2) is None
+    assert unended_note(RolloutStats(num_out_of_turns=3), max_turns=2) is None
 
 
 def test_where_all_failed_there_is_no_reward_and_where_all_were_cut_no_terminated_length() -> None:
@@ -197,7 +197,7 @@ def test_each_environment_is_given_its_own_samples_that_have_a_reward() -> None:
 
 
 def test_a_batch_in_which_everything_failed_is_empty_and_still_handed_over() -> None:
-    batch = batch_of([group(rollout("x", None), rollout("xx", None))])
+    batch = environment_batch([group(rollout("x", None), rollout("xx", None))])
     assert batch["num_failures"] == 2
     assert batch["message_log"] == []
     assert batch["rewards"].shape == (0,)

@@ -470,7 +470,7 @@ def test_tokens_of_groups_that_are_left_out_were_drawn_too() -> None:
     with source_of(generator, judge=judge, shuffle=False, use_dynamic_sampling=True) as source:
         batch = source.take(0)  # two batches of three groups, each of two answers like "task 0 1"
     assert batch.num_without_signal == 3
-    assert batch.clock.num_tokens == 2 * 3 * 2 * len("task 0 1")
+    assert batch.stats.num_tokens == 2 * 3 * 2 * len("task 0 1")
 
 
 # -------------------------------------------------------------------------- tasks that are used up
@@ -578,7 +578,7 @@ def test_rollouts_that_were_given_up_are_not_remembered() -> None:
         assert source.memories() == {"judge": {"num_judged": 6}}
         source.take(1)
         assert source.memories() == {"judge": {"num_judged": 12}}
-        source.take_back({"judge": {"num_judged": 1}})
+        source.restore({"judge": {"num_judged": 1}})
         assert judge.num_judged == 1
 
 

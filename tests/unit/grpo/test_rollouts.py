@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.errors import DataError, EngineError, EnvironmentFailedError, WorkerError
-from laurel.grpo.judging import Clock
+from laurel.grpo.judging import RolloutStats
 from laurel.grpo.rollouts import Rollouts
 from laurel.types import EnvironmentReturn, RolloutGroup, SamplingParams, Task
 from policy_fakes import (
@@ -227,9 +227,9 @@ def test_what_ends_against_its_environments_will_is_counted(
     generator = ScriptedGenerator(lambda r: [(i, Say("abcd", finish)) for i in range(2)])
     for over, counts in ((False, expected), (True, (0, 0))):
         judge = Judge(lambda text, m, over=over: {"over": over})
-        clock = Clock()
-        play(rollouts_of(generator, judge=judge, **limits), [task()], clock=clock)
-        assert (clock.num_out_of_turns, clock.num_cut_off) == counts
+        stats = RolloutStats()
+        play(rollouts_of(generator, judge=judge, **limits), [task()], stats=stats)
+        assert (stats.num_out_of_turns, stats.num_cut_off) == counts
 
 
 def test_the_oldest_weights_of_all_turns_are_told() -> None:
@@ -412,12 +412,12 @@ def test_calls_run_side_by_side_up_to_the_limit() -> None:
             running[0] -= 1
 
     generator = ScriptedGenerator(saying("a"))
-    clock = Clock()
+    stats = RolloutStats()
     rollouts = rollouts_of(generator, judge=Judge(before=busy), num_threads=3)
-    play(rollouts, [task(str(i)) for i in range(9)], clock=clock)
+    play(rollouts, [task(str(i)) for i in range(9)], stats=stats)
     assert most[0] == 3
-    assert clock.exposed >= 0.08
-    assert clock.generation < clock.exposed
+    assert stats.exposed >= 0.08
+    assert stats.generation < stats.exposed
     assert not threads_called("environment")
 
 

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from laurel.environments.interface import judged_by
 from laurel.errors import ConfigError, WorkerError
-from laurel.grpo.judging import PARTS, Calls, Clock, Unfinished, agree, parts_of
-from laurel.protocols import Judged
+from laurel.grpo.judging import (
+    MAX_PARTS,
+    Calls,
+    RolloutInProgress,
+    RolloutStats,
+    copy_reward_to_duplicates,
+    judged_parts,
+)
+from laurel.protocols import JudgingUnit
 from laurel.types import Message, RolloutGroup, Task
 from policy_fakes import SAMPLING, Judge, Say, ScriptedGenerator, rollouts_of, saying, task
 
@@ -24,7 +31,7 @@ def play(
     tasks: Sequence[Task],
     *,
     num_generations: int,
-    clock: Clock | None = None,
+    stats: RolloutStats | None = None,
     **options: Any,
 ) -> tuple[list[RolloutGroup], ScriptedGenerator]:
     generator = ScriptedGenerator(script)
@@ -37,7 +44,7 @@ def play(
                     num_generations=num_generations,
                     sampling=SAMPLING,
                     batch=(0, 0, 0),
-                    clock=clock,
+                    stats=stats,
                 ),
                 20,
             )
@@ -142,14 +149,16 @@ def test_a_whole_batch_may_take_as_long_as_its_groups() -> None:
 # --------------------------------------------------------------------------------------- in parts
 
 
-@given(st.integers(1, 40), st.sampled_from(get_args(Judged)))
-def test_parts_hold_each_once_and_do_not_depend_on_anything_else(size: int, judges: Judged) -> None:
-    games = [Unfinished(index=i, metadata=None) for i in range(size)]
-    parts = parts_of(Judge(judges=judges), games)
-    assert [game for part in parts for game in part] == games
+@given(st.integers(1, 40), st.sampled_from(get_args(JudgingUnit)))
+def test_parts_hold_each_once_and_do_not_depend_on_anything_else(
+    size: int, judges: JudgingUnit
+) -> None:
+    rollouts = [RolloutInProgress(index=i, metadata=None) for i in range(size)]
+    parts = judged_parts(Judge(judges=judges), rollouts)
+    assert [rollout for part in parts for rollout in part] == rollouts
     assert all(parts)
     if judges == "part":
-        assert min(size, 2) <= len(parts) <= PARTS
+        assert min(size, 2) <= len(parts) <= MAX_PARTS
     else:
         assert len(parts) == (size if judges == "completion" else 1)
 
@@ -219,7 +228,7 @@ def test_what_says_the_same_gets_the_same_reward_though_it_was_judged_apart() ->
 
 
 @pytest.mark.parametrize("judges", ["group", "batch"])
-def test_who_judges_a_whole_group_may_tell_apart_what_says_the_same(judges: Judged) -> None:
+def test_who_judges_a_whole_group_may_tell_apart_what_says_the_same(judges: JudgingUnit) -> None:
     (group,), _ = play(Noisy(judges=judges), saying("x", "x"), [task()], num_generations=2)
     assert [r.reward for r in group.rollouts_G] == [1.0, 2.0]
 
@@ -231,14 +240,16 @@ def test_another_word_for_what_is_judged_is_refused() -> None:
 
 
 def test_agreeing_keeps_components_apart() -> None:
-    games = [
-        Unfinished(index=i, metadata=None, messages=[Message("assistant", "x")], reward=float(i))
+    rollouts = [
+        RolloutInProgress(
+            index=i, metadata=None, messages=[Message("assistant", "x")], reward=float(i)
+        )
         for i in range(2)
     ]
-    games[0].components = {"a": 1.0}
-    agree(games)
-    games[1].components["a"] = 5.0
-    assert (games[0].components, games[1].reward) == ({"a": 1.0}, 0.0)
+    rollouts[0].components = {"a": 1.0}
+    copy_reward_to_duplicates(rollouts)
+    rollouts[1].components["a"] = 5.0
+    assert (rollouts[0].components, rollouts[1].reward) == ({"a": 1.0}, 0.0)
 
 
 # ---------------------------------------------------------------------------------------- the clock
@@ -247,8 +258,8 @@ def test_agreeing_keeps_components_apart() -> None:
 def test_the_time_of_calls_side_by_side_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("laurel.grpo.judging.time.monotonic", lambda: now[0])
-    clock = Clock()
-    calls = Calls(clock, 4)
+    stats = RolloutStats()
+    calls = Calls(stats, 4)
     with calls.one():
         now[0] = 1.0
         with calls.one():
@@ -257,10 +268,10 @@ def test_the_time_of_calls_side_by_side_counts_once(monkeypatch: pytest.MonkeyPa
     now[0] = 10.0
     with calls.one():
         now[0] = 11.0
-    assert (clock.environment, clock.judging) == (4.0 + 2.0 + 1.0, 5.0)
+    assert (stats.environment, stats.judging) == (4.0 + 2.0 + 1.0, 5.0)
 
 
 def test_the_share_that_was_hidden() -> None:
-    assert Clock().hidden_share is None
-    assert Clock(judging=4.0, exposed=1.0).hidden_share == 0.75
-    assert Clock(judging=4.0, exposed=4.5).hidden_share == 0.0
+    assert RolloutStats().hidden_share is None
+    assert RolloutStats(judging=4.0, exposed=1.0).hidden_share == 0.75
+    assert RolloutStats(judging=4.0, exposed=4.5).hidden_share == 0.0

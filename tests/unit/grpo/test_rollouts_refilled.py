@@ -9,7 +9,7 @@ import pytest
 
 from laurel.config.grpo import GRPOConfig
 from laurel.errors import EnvironmentFailedError
-from laurel.grpo.source import Batch, BatchPlayer
+from laurel.grpo.source import Batch, BatchCollector
 from policy_fakes import SAMPLING, Judge, ScriptedGenerator, rollouts_of, saying, task
 
 TASKS = [task(str(i), task_id=str(i), number=i) for i in range(8)]
@@ -27,21 +27,21 @@ def failing(*numbers: int, texts: str = "ab", reason: str = "timeout: late") -> 
 
 def play(
     judge: Judge, *, steps: int = 1, share: float = 0.9, **config: Any
-) -> tuple[list[Batch], BatchPlayer]:
+) -> tuple[list[Batch], BatchCollector]:
     defaults = {"num_prompts_per_step": 2, "num_generations_per_prompt": 3}
     settings = GRPOConfig(**{**defaults, **config})
     rollouts = rollouts_of(
         ScriptedGenerator(saying("a", "b", "c")), judge=judge, max_failed_share=share
     )
-    player = BatchPlayer(
+    collector = BatchCollector(
         rollouts, TASKS, settings, SAMPLING, shuffle=False, noise=lambda environment: 0.0
     )
 
     async def all_of_it() -> list[Batch]:
-        return [await player.play(step, on_group=lambda group: None) for step in range(steps)]
+        return [await collector.play(step, on_group=lambda group: None) for step in range(steps)]
 
     try:
-        return asyncio.run(all_of_it()), player
+        return asyncio.run(all_of_it()), collector
     finally:
         rollouts.close()
 
@@ -51,14 +51,14 @@ def names(batch: Batch) -> list[str]:
 
 
 def test_a_group_with_too_few_rewards_is_replaced_by_the_next_task() -> None:
-    (batch, after), player = play(failing(1), steps=2)
+    (batch, after), collector = play(failing(1), steps=2)
     assert names(batch) == ["0", "2"]
     assert (batch.num_batches, batch.num_replaced) == (2, 1)
     assert batch.failures_left_out == {"timeout": 2}
     assert len({group.id for group in batch.groups}) == 2
     assert names(after) == ["3", "4"]
     assert (after.num_replaced, after.failures_left_out) == (0, {})
-    assert player.consumed == 5
+    assert collector.consumed == 5
 
 
 def test_a_group_with_enough_of_them_stays_and_its_failures_are_masked() -> None:

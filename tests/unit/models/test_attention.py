@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import tiny
-from laurel.data.forest import plant
+from laurel.data.forest import to_forest
 from laurel.errors import ModelError
 from laurel.models.forest.attention import FOREST, ForestPlan, forest_attention, register
 from laurel.models.loading.pretrained import recompute_activations
@@ -51,7 +51,7 @@ def relative_difference(found, expected):
 def test_scores_and_gradients_are_those_of_one_by_one(name):
     model = tiny.tiny_reward_model(name, dtype=torch.float64)
     groups = tiny.random_groups(1, SHAPES)
-    scores_NK = model(plant(groups))
+    scores_NK = model(to_forest(groups))
     expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
     assert scores_NK.dtype == torch.float64
     # Gemma 2 has no back-end but its eager one, whose softmax is float32 in any model.
@@ -66,7 +66,7 @@ def test_in_float32_the_difference_to_eager_attention_is_rounding(name):
     """At the size of trained weights, where scores have about the size 1 (issue: 1e-6, 1e-5)."""
     model = tiny.tiny_reward_model(name, std=0.05)
     groups = tiny.random_groups(2, SHAPES)
-    scores_NK = model(plant(groups))
+    scores_NK = model(to_forest(groups))
     expected_NK = tiny.one_by_one(model, groups, "eager")
     assert float((scores_NK - expected_NK).detach().abs().max()) <= 1e-6
     assert relative_difference(gradients(model, scores_NK), gradients(model, expected_NK)) <= 1e-5
@@ -78,7 +78,7 @@ def test_groups_of_one_to_sixteen_completions(name):
     model = tiny.tiny_reward_model(name, dtype=torch.float64)
     shapes = [(3 * g % 17, [1 + (5 * g + i) % 11 for i in range(g)]) for g in range(1, 17)]
     groups = tiny.random_groups(3, shapes)
-    scores_NK = model(plant(groups))
+    scores_NK = model(to_forest(groups))
     expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
     assert scores_NK.shape == (136, 1)  # 1 + 2 + ... + 16
     assert float((scores_NK - expected_NK).detach().abs().max()) <= 1e-12
@@ -102,7 +102,7 @@ def test_any_shapes(shapes, name, seed):
     groups = tiny.random_groups(seed, shapes)
     expected_NK = tiny.one_by_one(MODELS[name], groups, "sdpa")
     for share_prompts in (True, False):
-        scores_NK = MODELS[name](plant(groups, share_prompts=share_prompts))
+        scores_NK = MODELS[name](to_forest(groups, share_prompts=share_prompts))
         torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-11)
 
 
@@ -110,7 +110,7 @@ def test_any_shapes(shapes, name, seed):
 def test_without_shared_prompts_scores_and_gradients_are_the_same(name):
     model = tiny.tiny_reward_model(name, dtype=torch.float64)
     groups = tiny.random_groups(4, SHAPES)
-    shared_NK, whole_NK = model(plant(groups)), model(plant(groups, share_prompts=False))
+    shared_NK, whole_NK = model(to_forest(groups)), model(to_forest(groups, share_prompts=False))
     torch.testing.assert_close(shared_NK, whole_NK, rtol=0, atol=1e-11)
     assert relative_difference(gradients(model, shared_NK), gradients(model, whole_NK)) <= 1e-6
 
@@ -119,7 +119,7 @@ def test_without_shared_prompts_scores_and_gradients_are_the_same(name):
 def test_a_regression_head_gives_every_attribute(name):
     model = tiny.tiny_reward_model(name, num_labels=3, dtype=torch.float64)
     groups = tiny.random_groups(5, SHAPES)
-    scores_NK = model(plant(groups))
+    scores_NK = model(to_forest(groups))
     assert scores_NK.shape == (13, 3)
     assert model.num_outputs == 3
     expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
@@ -169,7 +169,7 @@ AttentionMaskInterface.register(ORACLE, lambda *_, **__: None)
 
 
 def oracle_of(groups):
-    """Tree, branch (-1: trunk) and position of every token of `plant(groups)`."""
+    """Tree, branch (-1: trunk) and position of every token of `to_forest(groups)`."""
     rows = []
     for tree, group in enumerate(groups):
         trunk = len(group.trunk_ids)
@@ -184,7 +184,7 @@ def test_every_token_is_that_of_a_dense_mask(name):
     """All hidden states, not only the last ones, and in float64 for all architectures."""
     model = tiny.tiny_reward_model(name, dtype=torch.float64).classifier.base_model
     groups = tiny.random_groups(6, SHAPES)
-    forest = plant(groups)
+    forest = to_forest(groups)
     inputs = {
         "input_ids": forest.ids_T[None],
         "position_ids": forest.positions_T[None],
@@ -209,7 +209,7 @@ def test_every_token_is_that_of_a_dense_mask(name):
 def test_the_function_by_itself(shapes, repeats, window, softcap, has_sinks, scaling, seed):
     """Any combination of what models ask of it, forward and backward."""
     groups = tiny.random_groups(seed, shapes)
-    forest = plant(groups)
+    forest = to_forest(groups)
     num_tokens, num_heads = len(forest.ids_T), 4
     generator = torch.Generator().manual_seed(seed)
 
@@ -278,7 +278,7 @@ def test_activation_checkpointing_changes_no_gradient(name):
         calls = []
         first = model.classifier.base_model.layers[0].self_attn
         first.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        results.append(gradients(model, model(plant(groups))))
+        results.append(gradients(model, model(to_forest(groups))))
         assert len(calls) == (2 if is_on else 1)  # once more in the backward pass
     without, with_it = results
     assert without.keys() == with_it.keys()
@@ -293,8 +293,8 @@ def test_in_bfloat16_the_noise_is_that_of_a_padded_batch(name):
     exact = tiny.tiny_reward_model(name, dtype=torch.float64)
     model = tiny.tiny_reward_model(name, precision=torch.bfloat16)
     with torch.inference_mode():
-        truth_NK = exact(plant(groups))
-        forest_NK = model(plant(groups))
+        truth_NK = exact(to_forest(groups))
+        forest_NK = model(to_forest(groups))
         model.classifier.set_attn_implementation(tiny.own_attention(model.classifier))
         padded_NK = model(tiny.padded(groups))
     size, noise, own_noise = (
@@ -317,15 +317,15 @@ def test_no_token_reaches_another_tree_or_branch(name):
     groups = tiny.random_groups(10, SHAPES)
     owners = [g for g, group in enumerate(groups) for _ in group.branches_ids_G]
     with torch.inference_mode():
-        before = model(plant(groups))[:, 0]
+        before = model(to_forest(groups))[:, 0]
         first = 0
         for index, group in enumerate(groups):
             for branch in range(len(group.branches_ids_G)):
-                after = model(plant(_touched(groups, index, branch)))[:, 0]
+                after = model(to_forest(_touched(groups, index, branch)))[:, 0]
                 changed = (after != before).nonzero()[:, 0].tolist()
                 assert changed == [first + branch], (index, branch)
             if len(group.trunk_ids):
-                after = model(plant(_touched(groups, index, None)))[:, 0]
+                after = model(to_forest(_touched(groups, index, None)))[:, 0]
                 changed = (after != before).nonzero()[:, 0].tolist()
                 assert {owners[i] for i in changed} == {index}, index
             first += len(group.branches_ids_G)
@@ -354,7 +354,7 @@ def _touched(groups, index, branch):
 
 def test_attention_dropout_works_in_training_only():
     model = tiny.tiny_reward_model("qwen3", attention_dropout=0.5)
-    forest = plant(tiny.random_groups(11, SHAPES))
+    forest = to_forest(tiny.random_groups(11, SHAPES))
     with torch.no_grad():
         assert torch.equal(model(forest), model(forest))
         model.train()
@@ -388,7 +388,7 @@ def test_the_largest_window_hides_nothing():
     wide = tiny.tiny_reward_model("mistral-sliding", sliding_window=30)
     none = tiny.tiny_reward_model("mistral-sliding", sliding_window=None)
     narrow = tiny.tiny_reward_model("mistral-sliding", sliding_window=29)
-    forest = plant(groups)
+    forest = to_forest(groups)
     with torch.inference_mode():
         torch.testing.assert_close(wide(forest), none(forest), rtol=0, atol=1e-6)
         difference = (narrow(forest) - none(forest)).abs()[:, 0]

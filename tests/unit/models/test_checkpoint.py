@@ -356,7 +356,7 @@ def unpickling(tree):
 
 
 BETWEEN_OWN_PROCESSES = {
-    "workers/seat.py",
+    "workers/worker_actor.py",
     "workers/spawned.py",
     "workers/calls.py",
 }

@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny
 from laurel.models.forest.attention import forest_attention
-from laurel.models.forest.decoding import KeyValueStore, Shelf
+from laurel.models.forest.decoding import KeyValueStore, KVBlock
 
 pytestmark = pytest.mark.slow_parameters(
     "gemma",
@@ -90,7 +90,7 @@ class Drawing:
 
 
 def all_sorts(model):
-    """Prompts of many lengths, completions that come and go, some longer than a shelf."""
+    """Prompts of many lengths, completions that come and go, some longer than a block."""
     drawing = Drawing(model)
     drawing.admit({1: (40, [10, 11, 12]), 2: (3, [20])})
     for _ in range(5):
@@ -240,22 +240,22 @@ def test_memory_is_freed_with_the_last_completion():
 
 
 def test_a_shelf_closes_its_gaps_and_shrinks():
-    shelf = Shelf(4)
-    shelf.add([5, 6, 7, 8, 9])
+    block = KVBlock(4)
+    block.add([5, 6, 7, 8, 9])
     like = torch.zeros(1, 1, 2)
-    keys, values = shelf.layer(0, like, like)
+    keys, values = block.layer(0, like, like)
     keys += torch.arange(5.0)[:, None, None, None]
     values -= torch.arange(5.0)[:, None, None, None]
-    shelf.remove(6)
-    assert shelf.owners == [5, 9, 7, 8]
-    shelf.remove(8)
-    keys, values = shelf.layer(0, like, like)
+    block.remove(6)
+    assert block.owners == [5, 9, 7, 8]
+    block.remove(8)
+    keys, values = block.layer(0, like, like)
     assert keys[:, 0, 0, 0].tolist() == [0.0, 4.0, 2.0]
     assert values[:, 0, 0, 0].tolist() == [0.0, -4.0, -2.0]
-    shelf.remove(5)
-    shelf.remove(9)
-    assert [shelf.slot(7), len(shelf.layer(0, like, like)[0])] == [0, 1]
-    assert shelf.layer(0, like, like)[0][0, 0, 0, 0] == 2.0
-    assert shelf.num_bytes == 2 * 2 * 4 * 2 * 4  # both, two slots, four tokens, two floats
-    shelf.remove(7)
-    assert shelf.num_bytes == 0
+    block.remove(5)
+    block.remove(9)
+    assert [block.slot(7), len(block.layer(0, like, like)[0])] == [0, 1]
+    assert block.layer(0, like, like)[0][0, 0, 0, 0] == 2.0
+    assert block.num_bytes == 2 * 2 * 4 * 2 * 4  # both, two slots, four tokens, two floats
+    block.remove(7)
+    assert block.num_bytes == 0

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 import tiny
 import tiny_tokenizers as made
 from laurel.config.policy import LoraConfig
-from laurel.data.forest import plant
+from laurel.data.forest import to_forest
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint.card import CARD, CardFacts, reward_model_card
 from laurel.models.checkpoint.export import save_reward_model
@@ -33,7 +33,7 @@ GROUPS = [
 
 def contract_of(tokenizer, **changes):
     options = {"max_length": 512, "truncation_side": "left", "append_eos": True, **changes}
-    return ScoringContract.draw_up(tokenizer, **options)
+    return ScoringContract.create(tokenizer, **options)
 
 
 def card_of(contract):
@@ -55,7 +55,7 @@ def save(directory, model, contract):
 def scores_of(model, contract):
     """Ours, `[N, K]` in the order of the groups."""
     with torch.inference_mode():
-        return model.eval()(plant(contract.encode(GROUPS)))
+        return model.eval()(to_forest(contract.encode(GROUPS)))
 
 
 def conversations():
@@ -203,7 +203,7 @@ def adapted(tmp_path):
     optimizer = torch.optim.Adam((p for p in loaded.model.parameters() if p.requires_grad), lr=0.02)
     wanted_N = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
     for _ in range(5):
-        scores_NK = loaded.model(plant(loaded.contract.encode(GROUPS)))
+        scores_NK = loaded.model(to_forest(loaded.contract.encode(GROUPS)))
         (scores_NK[:, 0] - wanted_N).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import tiny
-from laurel.data.forest import plant
+from laurel.data.forest import to_forest
 from laurel.models.forest.decoder import weights_as
 
 
@@ -16,7 +16,7 @@ def test_it_is_the_model_with_widened_weights(name):
     model = tiny.tiny_reward_model(name, dtype=torch.bfloat16, precision=torch.bfloat16)
     wide = copy.deepcopy(model).float()
     wide.precision = torch.float32
-    batch = plant(tiny.random_groups(0, [(20, [3, 5]), (7, [1])]))
+    batch = to_forest(tiny.random_groups(0, [(20, [3, 5]), (7, [1])]))
     with torch.inference_mode():
         expected, before = wide(batch), model(batch)
         with weights_as(model, torch.float32):

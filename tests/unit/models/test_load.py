@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 import tiny
 import tiny_tokenizers as made
 from laurel.config.policy import PolicyConfig
-from laurel.data.forest import pad, plant
+from laurel.data.forest import to_forest, to_padded
 from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.models.forest.attention import FOREST
 from laurel.models.loading.reward_model import load_reward_model
@@ -47,7 +47,7 @@ def load(
 
 def score(loaded, group=GROUP):
     tokens = loaded.contract.encode([group])
-    batch = plant(tokens) if loaded.model.path == "forest" else pad(tokens, pad_id=0)
+    batch = to_forest(tokens) if loaded.model.path == "forest" else to_padded(tokens, pad_id=0)
     with torch.inference_mode():
         return loaded.model.eval()(batch)
 
@@ -123,7 +123,7 @@ def test_every_token_learns_though_the_old_padding_was_one_of_them(save):
     classifier = tiny.tiny_classifier("qwen3", pad_token_id=tokenizer.eos_token_id)
     loaded = load(save(classifier, tokenizer))
     tokens = loaded.contract.encode([GROUP])
-    loaded.model(plant(tokens)).sum().backward()
+    loaded.model(to_forest(tokens)).sum().backward()
     gradient = loaded.model.classifier.get_input_embeddings().weight.grad
     assert gradient[tokenizer.eos_token_id].abs().sum() > 0
 
@@ -392,11 +392,11 @@ def test_a_long_neighbour_changes_no_score_though_the_rotation_depends_on_length
     long = group_of(GROUP.prompt, ["By the western gate. " * 9], group_id="l")
     alone = score(loaded, short)
     with torch.inference_mode():
-        together = loaded.model(plant(loaded.contract.encode([short, long])))
+        together = loaded.model(to_forest(loaded.contract.encode([short, long])))
         torch.testing.assert_close(together[:1], alone, rtol=0, atol=2e-6)
         # The danger is real: with longer texts let in, the short one gets another score.
         uncut = loaded.contract.with_rules(max_length=512).encode([short, long])
-        assert (loaded.model(plant(uncut))[0] - alone).abs().item() > 1e-3
+        assert (loaded.model(to_forest(uncut))[0] - alone).abs().item() > 1e-3
 
 
 def test_a_clock_in_the_template_is_told_of(save):

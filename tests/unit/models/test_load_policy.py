@@ -19,7 +19,7 @@ import tiny_tokenizers as made
 from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.policy import PolicyConfig
 from laurel.config.sft import SFTPolicyConfig
-from laurel.data.forest import pad, plant
+from laurel.data.forest import to_forest, to_padded
 from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.models.checkpoint.export import save_policy
 from laurel.models.forest.attention import FOREST
@@ -52,7 +52,9 @@ def load(
 
 
 def logprobs(model):
-    return model.logprobs(plant(GROUPS) if model.path == "forest" else pad(GROUPS, pad_id=0))
+    return model.logprobs(
+        to_forest(GROUPS) if model.path == "forest" else to_padded(GROUPS, pad_id=0)
+    )
 
 
 # ---------------------------------------------------------------------------------- what is loaded
@@ -147,7 +149,7 @@ def test_a_tokenizer_may_pad_with_its_end_because_nothing_is_read_by_padding(sav
     assert loaded.tokenizer.pad_token_id == loaded.model.causal_lm.config.pad_token_id == end
     groups = tiny.random_groups(0, [(3, [4])])
     groups[0].branches_ids_G[0][:] = end
-    loaded.model(plant(groups)).logprobs_M.sum().backward()
+    loaded.model(to_forest(groups)).logprobs_M.sum().backward()
     embeddings = loaded.model.causal_lm.get_input_embeddings()
     assert embeddings.weight.grad[end].abs().sum() > 0  # the end of a text is learned
     other = load(directory, tokenizer={"pad_token": "<|pad|>"})

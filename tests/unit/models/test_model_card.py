@@ -34,7 +34,7 @@ METRICS = {
 
 def contract_of(tokenizer=None, **changes):
     options = {"max_length": 512, "truncation_side": "left", "append_eos": True, **changes}
-    return ScoringContract.draw_up(tokenizer or made.chatml(), **options)
+    return ScoringContract.create(tokenizer or made.chatml(), **options)
 
 
 def test_a_card_about_nothing_leaves_out_what_it_cannot_say():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
-from laurel.data.forest import pad, plant
+from laurel.data.forest import to_forest, to_padded
 from laurel.errors import DataError
 from laurel.models.forest.outputs import CHUNK_LOGITS, all_logits, predictors, token_logprobs
 
@@ -226,7 +226,7 @@ def test_a_chunk_is_about_16_million_logits_where_nobody_says():
 def test_predictors_by_hand():
     #  trunk a: 0 1 2 | 3 4 | 5 ; trunk b: 6 | 7 8 9
     groups = tiny.random_groups(0, [(3, [2, 1]), (1, [3])])
-    forest, rows = plant(groups), pad(groups, pad_id=0)
+    forest, rows = to_forest(groups), to_padded(groups, pad_id=0)
     index, targets = predictors(forest)
     assert index.tolist() == [2, 3, 2, 6, 7, 8]
     assert targets.tolist() == forest.ids_T[[3, 4, 5, 7, 8, 9]].tolist()
@@ -247,7 +247,7 @@ SHAPES = st.lists(
 @given(shapes=SHAPES, seed=st.integers(0, 2**16), share_prompts=st.booleans())
 def test_every_token_is_predicted_by_the_one_before_it(shapes, seed, share_prompts):
     groups = tiny.random_groups(seed, shapes)
-    forest, rows = plant(groups, share_prompts=share_prompts), pad(groups, pad_id=0)
+    forest, rows = to_forest(groups, share_prompts=share_prompts), to_padded(groups, pad_id=0)
     before, targets = [], []
     for group in groups:
         for ids in group.branches_ids_G:
@@ -264,6 +264,6 @@ def test_every_token_is_predicted_by_the_one_before_it(shapes, seed, share_promp
 
 def test_a_completion_without_a_prompt_is_an_error():
     groups = tiny.random_groups(0, [(3, [2]), (0, [3])])
-    for batch in (plant(groups), pad(groups, pad_id=0)):
+    for batch in (to_forest(groups), to_padded(groups, pad_id=0)):
         with pytest.raises(DataError, match=r"has no prompt.*at least one token"):
             predictors(batch)

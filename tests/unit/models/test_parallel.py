@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import parallel_work
 import tiny
-from laurel.data.forest import plant
+from laurel.data.forest import to_forest
 from laurel.errors import ConfigError
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.parallel.tensor import (
@@ -337,7 +337,7 @@ def test_weights_are_read_straight_into_shares(tmp_path):
         cases.append((kind, str(directory)))
         wanted.append(model)
     ranks = together(parallel_work.read, 4, {"dp_shard": 2, "tp": 2}, cases)
-    batch = plant(tiny.random_groups(5, parallel_work.SHAPES))
+    batch = to_forest(tiny.random_groups(5, parallel_work.SHAPES))
     for case, model in enumerate(wanted):
         weights = {n: p.detach().clone() for n, p in model.network.named_parameters()}
         outputs = []
@@ -391,7 +391,7 @@ def test_ranks_agree_on_sums_extremes_and_failures():
 
 def test_bfloat16_is_that_of_one_process_and_gradients_are_float32():
     model = tiny.tiny_reward_model("qwen3", std=0.05, seed=1, precision=torch.bfloat16)
-    wanted = model(plant(tiny.random_groups(5, parallel_work.SHAPES))).detach()
+    wanted = model(to_forest(tiny.random_groups(5, parallel_work.SHAPES))).detach()
     (found,) = together(parallel_work.half_way, 1, {})
     assert torch.equal(found["autocast"]["scores"], wanted)
     # Weights of norms are rounded too, by at most one part in 256.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tiny
 from laurel.config.policy import LoraConfig
-from laurel.data.forest import pad, plant
+from laurel.data.forest import to_forest, to_padded
 from laurel.errors import DataError, ModelError
 from laurel.models.forest.policy import PolicyModel, Reference
 from laurel.models.loading.adapters import add_adapters
@@ -64,7 +64,7 @@ def relative_difference(found, wanted):
 def test_log_probabilities_and_gradients_are_those_of_one_by_one(name):
     model = tiny.tiny_policy(name, dtype=torch.float64, temperature=0.8)
     groups = tiny.random_groups(1, SHAPES)
-    logprobs_M = model(plant(groups)).logprobs_M
+    logprobs_M = model(to_forest(groups)).logprobs_M
     expected_M = alone(model, groups, tiny.own_attention(model.causal_lm))
     # Gemma 2's own attention has a float32 softmax. Norms of root mean squares compute in float32
     # in any model, and so do their gradients.
@@ -79,7 +79,7 @@ def test_in_float32_the_difference_is_rounding(name):
     """At the size of trained weights (issue: 1e-6 of a loss, 1e-5 of gradients)."""
     model = tiny.tiny_policy(name, std=0.05)
     groups = tiny.random_groups(2, SHAPES)
-    logprobs_M = model(plant(groups)).logprobs_M
+    logprobs_M = model(to_forest(groups)).logprobs_M
     expected_M = alone(model, groups, "eager")
     loss = (logprobs_M.double() - expected_M.double()).mean()
     assert float(loss.detach().abs()) <= 1e-6
@@ -92,7 +92,7 @@ def test_groups_of_one_to_eight_completions(name):
     model = tiny.tiny_policy(name, dtype=torch.float64)
     shapes = [(1 + 3 * g % 17, [1 + (5 * g + i) % 11 for i in range(g)]) for g in range(1, 9)]
     groups = tiny.random_groups(3, shapes)
-    logprobs_M = model(plant(groups)).logprobs_M
+    logprobs_M = model(to_forest(groups)).logprobs_M
     expected_M = alone(model, groups, tiny.own_attention(model.causal_lm))
     torch.testing.assert_close(logprobs_M, expected_M, rtol=0, atol=1e-11)
     assert relative_difference(gradients(model, logprobs_M), gradients(model, expected_M)) <= 1e-6
@@ -103,7 +103,10 @@ def test_padded_rows_give_the_same(name):
     forest = tiny.tiny_policy(name, dtype=torch.float64)
     rows = tiny.tiny_policy(name, dtype=torch.float64, path="padded")
     groups = tiny.random_groups(4, SHAPES)
-    forest_M, rows_M = forest(plant(groups)).logprobs_M, rows(pad(groups, pad_id=0)).logprobs_M
+    forest_M, rows_M = (
+        forest(to_forest(groups)).logprobs_M,
+        rows(to_padded(groups, pad_id=0)).logprobs_M,
+    )
     torch.testing.assert_close(rows_M, forest_M, rtol=0, atol=1e-11)
     assert relative_difference(gradients(rows, rows_M), gradients(forest, forest_M)) <= 1e-6
 
@@ -125,14 +128,14 @@ def test_any_shapes(shapes, name, seed):
     groups = tiny.random_groups(seed, shapes)
     expected_M = alone(MODELS[name], groups, "sdpa")
     for share_prompts in (True, False):
-        out = MODELS[name](plant(groups, share_prompts=share_prompts))
+        out = MODELS[name](to_forest(groups, share_prompts=share_prompts))
         torch.testing.assert_close(out.logprobs_M, expected_M, rtol=0, atol=1e-11)
 
 
 def test_a_completion_without_a_prompt_is_an_error():
     model = tiny.tiny_policy("qwen3")
     with pytest.raises(DataError, match="has no prompt"):
-        model(plant(tiny.random_groups(0, [(0, [3])])))
+        model(to_forest(tiny.random_groups(0, [(0, [3])])))
 
 
 # ---------------------------------------------------------------------------------- what it gives
@@ -142,7 +145,7 @@ def test_a_completion_without_a_prompt_is_an_error():
 def test_logits_are_those_of_hugging_face(name):
     """Bias, soft-capping, and the factors of Granite and Cohere."""
     model = tiny.tiny_policy(name, path="padded", temperature=0.5)
-    rows = pad(tiny.random_groups(5, [(9, [4])]), pad_id=0)
+    rows = to_padded(tiny.random_groups(5, [(9, [4])]), pad_id=0)
     with torch.inference_mode():
         logits_XV = model.logits(model.hidden(rows).flatten(0, -2))
         expected = model.causal_lm(input_ids=rows.ids_NL).logits[0]
@@ -153,7 +156,7 @@ def test_logits_are_those_of_hugging_face(name):
 
 def test_entropy_and_chunks_are_settings_of_the_model():
     model = tiny.tiny_policy("qwen3", dtype=torch.float64)
-    forest = plant(tiny.random_groups(6, SHAPES))
+    forest = to_forest(tiny.random_groups(6, SHAPES))
     plain = model(forest)
     assert plain.entropy_M is None
     model.with_entropy, model.logprob_chunk_size = True, 3
@@ -168,7 +171,7 @@ def test_entropy_and_chunks_are_settings_of_the_model():
 
 def test_temperature_0_counts_as_1():
     greedy, plain = tiny.tiny_policy("qwen3", temperature=0.0), tiny.tiny_policy("qwen3")
-    forest = plant(tiny.random_groups(6, SHAPES))
+    forest = to_forest(tiny.random_groups(6, SHAPES))
     assert torch.equal(greedy(forest).logprobs_M, plain(forest).logprobs_M)
     warm = tiny.tiny_policy("qwen3", temperature=2.0)
     assert not torch.allclose(warm(forest).logprobs_M, plain(forest).logprobs_M, atol=1e-2)
@@ -176,7 +179,7 @@ def test_temperature_0_counts_as_1():
 
 def test_bfloat16_is_for_the_decoder_and_the_head_stays_float32():
     low, full = (tiny.tiny_policy("qwen3", precision=p) for p in (torch.bfloat16, torch.float32))
-    forest = plant(tiny.random_groups(7, SHAPES))
+    forest = to_forest(tiny.random_groups(7, SHAPES))
     with torch.no_grad():
         low_M, full_M = low(forest).logprobs_M, full(forest).logprobs_M
         assert low_M.dtype == torch.float32
@@ -190,7 +193,7 @@ def test_activations_that_are_recomputed_change_no_gradient():
     groups = tiny.random_groups(8, SHAPES)
     kept, recomputed = (tiny.tiny_policy("qwen2-sliding").train() for _ in range(2))
     recompute_activations(recomputed.causal_lm)
-    results = [gradients(m, m(plant(groups)).logprobs_M) for m in (kept, recomputed)]
+    results = [gradients(m, m(to_forest(groups)).logprobs_M) for m in (kept, recomputed)]
     for name, gradient in results[0].items():
         assert torch.equal(gradient, results[1][name]), name
 
@@ -198,7 +201,7 @@ def test_activations_that_are_recomputed_change_no_gradient():
 def test_logprobs_are_without_gradients_and_dropout_and_leave_the_model_as_it_was():
     model = tiny.tiny_policy("qwen3", attention_dropout=0.5).train()
     model.with_entropy = True
-    forest = plant(tiny.random_groups(9, SHAPES))
+    forest = to_forest(tiny.random_groups(9, SHAPES))
     logprobs_M = model.logprobs(forest)
     assert not logprobs_M.requires_grad
     assert torch.equal(logprobs_M, model.logprobs(forest))
@@ -232,7 +235,7 @@ def with_adapters(name="qwen3", **config):
 
 
 def train(model, steps=3):
-    forest = plant(tiny.random_groups(10, SHAPES))
+    forest = to_forest(tiny.random_groups(10, SHAPES))
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=0.02)
     for _ in range(steps):
         model(forest).logprobs_M.mean().neg().backward()
@@ -289,7 +292,7 @@ def test_adapters_come_merged_and_the_model_stays_as_it_is():
     model = with_adapters()
     train(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    forest = plant(tiny.random_groups(11, SHAPES))
+    forest = to_forest(tiny.random_groups(11, SHAPES))
     plain = tiny.tiny_policy("qwen3")
     names = plain.causal_lm.state_dict().keys()
     weights = dict(model.named_weights())
@@ -351,7 +354,7 @@ def test_with_adapters_nothing_else_is_trained(name):
 
 
 def test_with_adapters_the_reference_is_the_model_without_them():
-    model, forest = with_adapters(), plant(tiny.random_groups(12, SHAPES))
+    model, forest = with_adapters(), to_forest(tiny.random_groups(12, SHAPES))
     expected_M = tiny.tiny_policy("qwen3", std=0.1).logprobs(forest)
     reference = Reference.of(model)
     assert reference.model is model  # no second copy
@@ -367,18 +370,18 @@ def test_with_adapters_the_reference_is_the_model_without_them():
 
 
 def test_adapters_are_on_again_though_a_batch_could_not_be_computed():
-    model, forest = with_adapters(), plant(tiny.random_groups(12, SHAPES))
+    model, forest = with_adapters(), to_forest(tiny.random_groups(12, SHAPES))
     train(model)
     expected_M = model.logprobs(forest)
     with pytest.raises(DataError):
-        Reference.of(model).logprobs(plant(tiny.random_groups(0, [(0, [2])])))
+        Reference.of(model).logprobs(to_forest(tiny.random_groups(0, [(0, [2])])))
     assert torch.equal(model.logprobs(forest), expected_M)
 
 
 def test_without_adapters_the_reference_is_a_frozen_copy():
     model, forest = (
         tiny.tiny_policy("qwen3-tied", temperature=0.7),
-        plant(tiny.random_groups(13, SHAPES)),
+        to_forest(tiny.random_groups(13, SHAPES)),
     )
     model(forest).logprobs_M.sum().backward()
     expected_M = model.logprobs(forest)
@@ -393,7 +396,7 @@ def test_without_adapters_the_reference_is_a_frozen_copy():
 
 
 def test_a_model_loaded_for_it_serves_as_reference_when_a_run_goes_on():
-    start, forest = tiny.tiny_policy("qwen3"), plant(tiny.random_groups(14, SHAPES))
+    start, forest = tiny.tiny_policy("qwen3"), to_forest(tiny.random_groups(14, SHAPES))
     going_on = copy.deepcopy(start)
     train(going_on)
     reference = Reference(start)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from laurel.data.forest import pad, plant
+from laurel.data.forest import to_forest, to_padded
 from laurel.models.forest.reward_model import RewardModel
 from laurel.models.loading.pretrained import recompute_activations
 from laurel.types import PaddedRows
@@ -70,14 +70,14 @@ def test_a_padded_batch_scores_as_one_by_one(name):
     dtype, tolerance = (torch.float32, 2e-6) if name == "gemma2" else (torch.float64, 1e-12)
     model = padded_model(tiny.tiny_classifier(name, dtype=dtype))
     groups = tiny.random_groups(1, SHAPES)
-    scores_NK = model(pad(groups, pad_id=0))
+    scores_NK = model(to_padded(groups, pad_id=0))
     expected_NK = as_transformers_scores(model.classifier, groups)
     torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=tolerance)
 
 
 def test_neither_the_padding_token_nor_its_number_changes_a_score():
     model = padded_model(tiny.tiny_classifier("qwen2-sliding", dtype=torch.float64))
-    rows = pad(tiny.random_groups(2, SHAPES), pad_id=0)
+    rows = to_padded(tiny.random_groups(2, SHAPES), pad_id=0)
     expected_NK = model(rows)
     for pad_id, extra in ((0, 9), (2, 0), (77, 30)):
         more = torch.nn.functional.pad(rows.ids_NL, (0, extra))
@@ -104,7 +104,7 @@ def test_a_text_that_ends_in_the_padding_token_is_read_at_its_end():
 def test_encoders_pool_by_themselves(kind):
     classifier = tiny.randomised(kind, ENCODERS[kind])
     model = padded_model(classifier, head_name=None)
-    rows = pad(tiny.random_groups(3, SHAPES), pad_id=0)
+    rows = to_padded(tiny.random_groups(3, SHAPES), pad_id=0)
     mask_NL = (torch.arange(rows.ids_NL.shape[1]) < rows.lengths_N[:, None]).long()
     with torch.inference_mode():
         scores_NK = model(rows)
@@ -119,13 +119,13 @@ def test_state_space_layers_see_no_padding(kind):
     model = padded_model(tiny.randomised(kind, HYBRIDS[kind]))
     groups = tiny.random_groups(4, [(9, [5, 1]), (0, [7])])
     with torch.inference_mode():
-        scores_NK = model(pad(groups, pad_id=0))
+        scores_NK = model(to_padded(groups, pad_id=0))
         expected_NK = as_transformers_scores(model.classifier, groups)
     torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-5)
 
 
 def test_activation_checkpointing_changes_no_gradient_of_the_padded_path():
-    rows = pad(tiny.random_groups(5, SHAPES), pad_id=0)
+    rows = to_padded(tiny.random_groups(5, SHAPES), pad_id=0)
     results = []
     for is_on in (False, True):
         model = padded_model(tiny.tiny_classifier("qwen2-sliding")).train()
@@ -145,10 +145,10 @@ def test_activation_checkpointing_changes_no_gradient_of_the_padded_path():
 def test_the_head_is_float32_whatever_the_decoder_is(path, weights):
     model = tiny.tiny_reward_model("qwen3", precision=torch.bfloat16, dtype=weights)
     groups = tiny.random_groups(6, SHAPES)
-    batch = plant(groups)
+    batch = to_forest(groups)
     if path == "padded":
         model.classifier.set_attn_implementation("sdpa")
-        model.path, batch = "padded", pad(groups, pad_id=0)
+        model.path, batch = "padded", to_padded(groups, pad_id=0)
     with torch.inference_mode():
         hidden_ND, scores_NK = model.last_hidden(batch), model(batch)
     assert hidden_ND.dtype == torch.bfloat16 or weights == torch.float32
@@ -170,7 +170,7 @@ def test_autocast_stays_inside_the_decoder():
 
 def test_full_precision_lasts_as_long_as_it_is_asked_for():
     model = tiny.tiny_reward_model("qwen3", precision=torch.bfloat16)
-    forest = plant(tiny.random_groups(7, SHAPES))
+    forest = to_forest(tiny.random_groups(7, SHAPES))
     exact = tiny.tiny_reward_model("qwen3")
     with torch.inference_mode():
         low_NK = model(forest)
@@ -183,7 +183,7 @@ def test_full_precision_lasts_as_long_as_it_is_asked_for():
 
 def test_a_head_with_a_bias_adds_it():
     model = tiny.tiny_reward_model("qwen3")
-    forest = plant(tiny.random_groups(8, SHAPES))
+    forest = to_forest(tiny.random_groups(8, SHAPES))
     with torch.inference_mode():
         before = model(forest)
         model.classifier.score.bias = torch.nn.Parameter(torch.tensor([2.5]))

@@ -29,7 +29,7 @@ TOKENIZERS = {"llama 3.1": made.llama_31, "gemma": made.gemma, "qwen": made.chat
 def contract_of(tokenizer=None, **changes):
     options = {"max_length": 4096, "truncation_side": "left", "append_eos": True}
     tokenizer = made.chatml() if tokenizer is None else tokenizer
-    return ScoringContract.draw_up(tokenizer, **{**options, **changes})
+    return ScoringContract.create(tokenizer, **{**options, **changes})
 
 
 def whole(tokens):

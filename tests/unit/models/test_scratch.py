@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from laurel.config.policy import PolicyConfig, ScratchConfig
-from laurel.data.forest import plant
+from laurel.data.forest import to_forest
 from laurel.errors import ConfigError
 from laurel.models.loading.pretrained import scratch_config, start_of, train_tokenizer
 from laurel.models.loading.reward_model import load_reward_model
@@ -78,7 +78,7 @@ def test_every_architecture_that_is_named_works(architecture):
     assert loaded.model.path == "forest"
     assert check_paths(loaded.model) < 1e-5
     group = group_of([Message("user", "the gate?")], ["the wall", "no"], group_id="g")
-    scores_NK = loaded.model(plant(loaded.contract.encode([group])))
+    scores_NK = loaded.model(to_forest(loaded.contract.encode([group])))
     assert scores_NK.shape == (2, 1)
     assert scores_NK.isfinite().all()
 

@@ -22,8 +22,8 @@ from laurel.observe.health import (
     RULES,
     TRUNCATION,
     ZERO_SPREAD,
+    AlarmEvent,
     Alarms,
-    Event,
 )
 
 KL = "train/kl_penalty"
@@ -45,7 +45,7 @@ def alarms(**changes: Any) -> Alarms:
     return Alarms(HealthConfig(**(SETTINGS | changes)), members=MEMBERS)
 
 
-def events(steps: Steps, **changes: Any) -> list[Event]:
+def events(steps: Steps, **changes: Any) -> list[AlarmEvent]:
     watching = alarms(**changes)
     return [event for n, step in enumerate(steps, start=1) for event in watching.see(n, step)]
 

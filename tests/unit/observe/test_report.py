@@ -13,7 +13,7 @@ import pytest
 
 from laurel.errors import DataError
 from laurel.observe.report.page import Fact, duration, write_report
-from laurel.observe.report.samples import Answer, Comparison
+from laurel.observe.report.samples import Comparison, ScoredAnswer
 
 EVIL = '<script>alert("x")</script> & \x1b[31m'
 METRICS = [
@@ -122,7 +122,7 @@ def test_a_whole_run_is_shown_and_nothing_is_fetched_or_run(tmp_path: Path) -> N
     )
     report = {"train": {"rows_read": 12, "rows_left_out": {EVIL: {"count": 1}}, "notes": [EVIL]}}
     (run / "data_report.json").write_text(json.dumps(report), encoding="utf-8")
-    answer = Answer(text=EVIL, score=-3.25, is_right=False)
+    answer = ScoredAnswer(text=EVIL, score=-3.25, is_right=False)
     write_report(
         tmp_path / "report.html",
         [run, run],

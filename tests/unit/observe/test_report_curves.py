@@ -13,7 +13,7 @@ from laurel.observe.report.charts import (
     Line,
     _edges,
     charts_of,
-    draw,
+    draw_chart,
     extremes,
     over_seeds,
     smooth,
@@ -79,11 +79,11 @@ def test_several_seeds_are_a_mean_in_a_band() -> None:
 
 def test_the_parts_of_a_chart_have_names_and_marks() -> None:
     line = Line(label="loss", series=series([float(i % 5) for i in range(200)]), mark="B")
-    svg = draw(Chart(title="Loss", lines=(line,)), name="c1")
+    svg = draw_chart(Chart(title="Loss", lines=(line,)), name="c1")
     for part in ("raw", "band", "line"):
         assert f'id="c1-{part}-0"' in svg
     assert re.search(r"<text[^>]*>B</text>", svg)
-    short = draw(
+    short = draw_chart(
         Chart(title="Loss", lines=(Line(label="loss", series=series([1.0, 2.0])),)), name="c2"
     )
     assert "c2-raw" not in short
@@ -101,7 +101,7 @@ def test_many_lines_differ_without_colour(num_lines: int) -> None:
         Line(label=f"a run with a long name {i}", series=series([1.0, float(i)]), mark=chr(65 + i))
         for i in range(num_lines)
     ]
-    svg = draw(Chart(title="Loss", lines=lines), name="c")
+    svg = draw_chart(Chart(title="Loss", lines=lines), name="c")
     for line in lines:
         assert re.search(rf"<text[^>]*>{line.mark}</text>", svg)
 

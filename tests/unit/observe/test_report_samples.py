@@ -11,9 +11,9 @@ from laurel.observe.report.samples import (
     RunSamples,
     SampleTable,
     before_and_after,
+    sample_table,
     script_json,
-    shortened,
-    table_of,
+    shorten_text,
     visible_lines,
     within,
 )
@@ -43,7 +43,7 @@ def completion(step: int, reward: float | None, **changes: object) -> Completion
 
 
 def test_few_rows_are_all_there() -> None:
-    table = table_of("pairs", chosen([pair(i) for i in range(9)]), where="samples.jsonl")
+    table = sample_table("pairs", chosen([pair(i) for i in range(9)]), where="samples.jsonl")
     assert table.note == "All 9 samples."
     assert list(table.columns) == [
         "prompt",
@@ -65,7 +65,7 @@ def test_of_many_rows_the_first_last_best_worst_and_some_by_chance_are_there() -
         for i in range(1000)
     ]
     rows[500]["advantage"] = -9.0
-    table = table_of("t", chosen(rows, num_of_a_kind=3, num_random=20), where="x.parquet")
+    table = sample_table("t", chosen(rows, num_of_a_kind=3, num_random=20), where="x.parquet")
     why = {str(row[0]): str(row[-1]) for row in table.rows}
     assert {"p0", "p1", "p2", "p997", "p998", "p999", "p500"} <= set(why)
     rewards = {row[0]: row[2] for row in table.rows}
@@ -79,7 +79,7 @@ def test_of_many_rows_the_first_last_best_worst_and_some_by_chance_are_there() -
 
 
 def test_the_largest_disagreements_with_people_are_there() -> None:
-    table = table_of(
+    table = sample_table(
         "pairs", chosen([pair(i) for i in range(50)], num_of_a_kind=2, num_random=0), where="x"
     )
     why = {row[0]: str(row[-1]) for row in table.rows}
@@ -103,7 +103,7 @@ def test_rows_without_a_number_are_none_of_best_and_worst() -> None:
         {"reward": float("nan"), "completion": "b"},
         {"reward": 1.0, "completion": "c"},
     ]
-    table = table_of("t", chosen(rows, num_of_a_kind=1, num_random=0), where="x")
+    table = sample_table("t", chosen(rows, num_of_a_kind=1, num_random=0), where="x")
     by_text = {row[0]: row for row in table.rows}
     assert "failed" in str(by_text["a"][-1])
     assert "highest" not in str(by_text["a"][-1])
@@ -190,4 +190,4 @@ def test_hostile_texts_are_harmless_and_visible() -> None:
     text = script_json([EVIL])
     assert "<" not in text
     assert "&" not in text
-    assert shortened("a" * 10 + "b" * 10, 10) == "aaaaa [... 10 characters ...] bbbbb"
+    assert shorten_text("a" * 10 + "b" * 10, 10) == "aaaaa [... 10 characters ...] bbbbb"

@@ -14,10 +14,10 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.observe.report.page import (
     _places,
     changed_settings,
+    compare_runs,
     differing_settings,
     evaluation_of,
     same_but_for_seeds,
-    side_by_side,
     write_report,
 )
 from report_runs import record, reward_model_run, write_lines
@@ -69,7 +69,7 @@ def test_seeds_are_one_curve_with_a_band_and_other_runs_their_own() -> None:
         )
 
     runs = [run(1, 0.1, [1.0, 2.0]), run(2, 0.1, [3.0, 6.0]), run(3, 0.5, [0.0, 0.5])]
-    compared = side_by_side(runs)  # type: ignore[arg-type]
+    compared = compare_runs(runs)  # type: ignore[arg-type]
     (chart,) = compared.charts
     seeds, other = chart.lines
     assert (seeds.label, seeds.mark) == ("mean of A and B", "AB")

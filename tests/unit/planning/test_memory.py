@@ -16,8 +16,8 @@ from laurel.models.loading.pretrained import recompute_activations
 from laurel.planning.fit import FittedPlan
 from laurel.planning.memory import (
     RUNTIME_BYTES,
+    MemoryPhase,
     ModelShape,
-    Phase,
     Shapes,
     activation_bytes,
     decoder_shape,
@@ -50,7 +50,7 @@ SMALL = decoder_shape(
 FOUR_NODES = ("cluster.num_nodes=4", "cluster.gpus_per_node=8")
 
 
-def phase(fitted: FittedPlan, name: str) -> Phase:
+def phase(fitted: FittedPlan, name: str) -> MemoryPhase:
     (found,) = [phase for phase in fitted.phases if phase.name == name]
     return found
 

@@ -11,17 +11,17 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.cli.plan import ReadShapes, as_text
+from laurel.cli.plan import ReadShapes, plan_text
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import ClusterConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
-from laurel.planning.memory import Phase, Shapes, decoder_shape
-from laurel.planning.placement import claims_of_placement
+from laurel.planning.memory import MemoryPhase, Shapes, decoder_shape
+from laurel.planning.placement import placed_requirements
 from laurel.planning.plan import Plan
-from laurel.planning.roles import Claim, Misfit, RolePlan, Slot, as_ranges, grid, where
+from laurel.planning.roles import Misfit, RolePlan, RoleRequirement, Slot, as_ranges, grid, where
 from laurel.run.request import request_of
 from planned import as_changes, fitted, planned, with_changes
 
@@ -146,7 +146,7 @@ def test_the_example_of_the_documentation() -> None:
     changes = {"grpo.num_prompts_per_step": 33, "policy.train_global_batch_size": 528}
     found = fitted(with_changes(config, changes), Shapes())
     assert found.fits, found.misfits
-    assert picture in as_text(
+    assert picture in plan_text(
         request_of(config), found, ReadShapes(shapes=Shapes(), unknown={}), device_memory=None
     )
 
@@ -287,7 +287,7 @@ def test_what_can_never_be_is_refused_where_it_is_written(written: str, said: st
 SMALL = decoder_shape(hidden_size=8, num_layers=1, intermediate_size=16, num_heads=2, vocab_size=32)
 
 
-def memory(placement: str, *changes: str) -> dict[tuple[str, str], Phase]:
+def memory(placement: str, *changes: str) -> dict[tuple[str, str], MemoryPhase]:
     """The phases, by their names and the slots that they are on."""
     overrides = [*JUDGED, "cluster.gpus_per_node=4", f"cluster.placement={placement}", *changes]
     config = load_config(GRPORun, None, overrides).config
@@ -379,10 +379,10 @@ def runs(draw: st.DrawFn) -> GRPORun:
 BASE = GRPORun()
 
 
-def claims_of(config: GRPORun) -> tuple[list[Claim], list[Misfit]]:
+def claims_of(config: GRPORun) -> tuple[list[RoleRequirement], list[Misfit]]:
     request, misfits = request_of(config), list[Misfit]()
     assert request.placement is not None
-    return claims_of_placement(request, request.placement, misfits), misfits
+    return placed_requirements(request, request.placement, misfits), misfits
 
 
 @pytest.mark.slow
@@ -390,25 +390,25 @@ def claims_of(config: GRPORun) -> tuple[list[Claim], list[Misfit]]:
 @given(runs())
 def test_no_slot_is_given_out_more_than_once_and_none_that_is_not_there(config: GRPORun) -> None:
     found, misfits = claims_of(config)
-    claims = {claim.role.name: claim for claim in found}
+    requirements = {requirement.role.name: requirement for requirement in found}
     placement, cluster = config.cluster.placement, config.cluster
     assert placement is not None
     everything = set(grid(range(cluster.num_nodes), range(cluster.gpus_per_node)))
     load: dict[Slot, float] = {}
-    for name, claim in claims.items():
-        assert set(claim.slots) <= everything
-        assert sorted(set(claim.slots)) == list(claim.slots), "in order, none twice"
-        if claim.shares_with is not None:
-            assert set(claim.slots) <= set(claims[claim.shares_with].slots)
+    for name, requirement in requirements.items():
+        assert set(requirement.slots) <= everything
+        assert sorted(set(requirement.slots)) == list(requirement.slots), "in order, none twice"
+        if requirement.shares_with is not None:
+            assert set(requirement.slots) <= set(requirements[requirement.shares_with].slots)
             continue
-        for slot in claim.slots:
-            load[slot] = load.get(slot, 0) + claim.fraction
+        for slot in requirement.slots:
+            load[slot] = load.get(slot, 0) + requirement.fraction
         wish: RolePlacement = getattr(placement, name)
-        nodes = {slot.node for slot in claim.slots}
+        nodes = {slot.node for slot in requirement.slots}
         if not any(misfit.is_fatal for misfit in misfits):
-            _as_asked(wish, nodes, claim.slots, cluster.labels)
+            _as_asked(wish, nodes, requirement.slots, cluster.labels)
     is_whole = not any(misfit.is_fatal for misfit in misfits)
-    assert not is_whole or len(claims) == 3
+    assert not is_whole or len(requirements) == 3
     assert not is_whole or max(load.values()) <= 1
 
 

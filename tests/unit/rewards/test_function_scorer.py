@@ -22,7 +22,12 @@ import tiny_tokenizers
 from laurel.config.environments import FunctionConfig
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.rewards import function as function_scorer
-from laurel.rewards.function import FunctionProcesses, FunctionScorer, find_function, verdict_of
+from laurel.rewards.function import (
+    FunctionProcesses,
+    FunctionScorer,
+    find_function,
+    score_of_result,
+)
 from laurel.types import Completion, Group, Message, group_of
 from reward_servers import wait_until
 
@@ -148,12 +153,12 @@ def test_a_group_function_sees_all_completions_of_a_prompt_at_once():
     ],
 )
 def test_numbers_of_any_kind_are_scores(result, value):
-    verdict = verdict_of(result)
+    verdict = score_of_result(result)
     assert (verdict.value, verdict.values_K, verdict.failure) == (value, (value,), None)
 
 
 def test_other_numbers_of_a_dictionary_are_parts():
-    verdict = verdict_of({"score": 1.0, "acc": True, "length": 12, "pred": "4", "bad": np.nan})
+    verdict = score_of_result({"score": 1.0, "acc": True, "length": 12, "pred": "4", "bad": np.nan})
     assert verdict.parts == {"acc": 1.0, "length": 12.0}
 
 
@@ -170,7 +175,7 @@ def test_other_numbers_of_a_dictionary_are_parts():
     ],
 )
 def test_anything_else_is_a_failure_with_its_reason(result, failure):
-    verdict = verdict_of(result)
+    verdict = score_of_result(result)
     assert (verdict.value, verdict.failure) == (None, failure)
 
 

@@ -17,23 +17,23 @@ from laurel.config.environments import RewardModelEnvironmentConfig
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, WorkerError
 from laurel.models.parallel.mesh import ParallelShape
-from laurel.rewards.replicas import GroupScorer, ScoringWorker, share_out
+from laurel.rewards.replicas import GroupScorer, ScoringWorker, divide_evenly
 from laurel.types import Completion, Group, Message, group_of
 from laurel.workers.calls import GroupCalls, LocalGroup, Success, attempt, error_of
-from laurel.workers.rendezvous import Place
+from laurel.workers.rendezvous import RankPlace
 from process_group import ProcessGroup
 
 WORDS = ["laurel", "grows", "by", "western", "gate", "bread", "wine", "an", "old", "man", "river"]
 
 
-class Crew(GroupCalls):
+class FakeWorkers(GroupCalls):
     """A group of several workers in this process, which notes what each is asked."""
 
     def __init__(self, size, worker_class, *args, **kwargs):
         self.role, self.size, self.asked, self.is_open = "reward_model", size, [], True
         self.limits = []
         self.workers = [
-            worker_class(Place(role=self.role, rank=rank, world_size=size), *args, **kwargs)
+            worker_class(RankPlace(role=self.role, rank=rank, world_size=size), *args, **kwargs)
             for rank in range(size)
         ]
 
@@ -47,21 +47,21 @@ class Crew(GroupCalls):
 
 
 class Answer:
-    def __init__(self, crew, calls, outcomes):
-        self.crew, self.calls, self.outcomes = crew, calls, outcomes
+    def __init__(self, workers, calls, outcomes):
+        self.workers, self.calls, self.outcomes = workers, calls, outcomes
 
     def wait(self, *, timeout=None):
-        self.crew.limits.append(timeout)
+        self.workers.limits.append(timeout)
         failures = [one for one in self.outcomes if not isinstance(one, Success)]
         if failures:
             method = next(iter(self.calls.values())).method
-            raise error_of(self.crew.role, self.crew.size, method, failures, limit=0)
+            raise error_of(self.workers.role, self.workers.size, method, failures, limit=0)
         return [one.value for one in self.outcomes]
 
 
 def crew_scorer(size):
     return scoring_groups.grouped(
-        functools.partial(Crew, size), shape=ParallelShape(dp_replicate=size)
+        functools.partial(FakeWorkers, size), shape=ParallelShape(dp_replicate=size)
     )
 
 
@@ -149,7 +149,7 @@ def test_progress_is_told_of_all_groups_and_tokens(two):
 
 @given(sizes=st.lists(st.integers(0, 1000), max_size=40), shares=st.integers(1, 7))
 def test_shares_are_near_each_other(sizes, shares):
-    taken = share_out(sizes, shares)
+    taken = divide_evenly(sizes, shares)
     assert len(taken) == shares
     assert sorted(i for items in taken for i in items) == list(range(len(sizes)))
     assert all(items == sorted(items) for items in taken)
@@ -159,7 +159,7 @@ def test_shares_are_near_each_other(sizes, shares):
 
 def test_the_largest_goes_to_the_least_so_far():
     # 7 | 5 4, then 3 to the 7, then 1 to the 9: 10 and 10
-    assert share_out([1, 7, 3, 5, 4], 2) == [[1, 2], [0, 3, 4]]
+    assert divide_evenly([1, 7, 3, 5, 4], 2) == [[1, 2], [0, 3, 4]]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -237,17 +237,17 @@ def test_the_environment_uses_contract_noise_and_exact_scores_of_a_group(alone):
 
 def test_a_replica_has_so_long_for_each_of_its_batches():
     scorer = scoring_groups.grouped(
-        functools.partial(Crew, 2), shape=ParallelShape(dp_replicate=2), batch_timeout=7.0
+        functools.partial(FakeWorkers, 2), shape=ParallelShape(dp_replicate=2), batch_timeout=7.0
     )
-    crew = scorer._group
+    workers = scorer._group
     for sizes, limits in (((2,) * 12, None), ((1,), [7.0])):
-        del crew.asked[:], crew.limits[:]
+        del workers.asked[:], workers.limits[:]
         scorer.score_now(groups_of(sizes))
-        most = max(len(call.args[0]) for call in crew.asked[0].values())
-        assert crew.limits == (limits or [7.0 * most])
+        most = max(len(call.args[0]) for call in workers.asked[0].values())
+        assert workers.limits == (limits or [7.0 * most])
         assert (most > 1) == (limits is None)
-    del crew.limits[:]
+    del workers.limits[:]
     scorer.score_exactly(groups_of((2,)))
     with scorer.resting():
         pass
-    assert crew.limits == [None, 7.0, 7.0]
+    assert workers.limits == [None, 7.0, 7.0]

@@ -12,8 +12,8 @@ import scoring_groups
 from foreign_servers import foreign_server
 from laurel.errors import ConfigError
 from laurel.rewards.remote.http import HttpScorer, endpoint
-from laurel.rewards.remote.replica import reason_of
-from laurel.rewards.remote.router import Canary, RouterOptions
+from laurel.rewards.remote.replica import failure_reason
+from laurel.rewards.remote.router import CanaryGroup, RouterOptions
 from reward_servers import FAULTS, Answer, RewardServer, misbehaving
 from scripted_replicas import question, right_scores
 
@@ -113,7 +113,7 @@ def test_alone_with_it_there_are_failures_and_never_numbers(fault, reason):
     with RewardServer(misbehaving(fault, share=1.0, seconds=0.0)) as server:
         scores, _ = scored(server.url, GROUPS[:1], options=options)
     assert all(one.value is None for one in scores[0])
-    reasons = {reason_of(one.failure) for one in scores[0]}
+    reasons = {failure_reason(one.failure) for one in scores[0]}
     # On a busy machine the last try of one may be cut off by the deadline.
     assert reason in reasons <= {reason, "timeout"}
 
@@ -129,7 +129,7 @@ def test_what_is_too_long_for_a_server_fails_alone():
     for row, right_row, group in zip(scores, right, GROUPS, strict=True):
         for one, expected, completion in zip(row, right_row, group.completions_G, strict=True):
             if completion.messages[0].content == "wwww":
-                assert reason_of(one.failure) == "4xx"
+                assert failure_reason(one.failure) == "4xx"
                 assert "too long" in one.failure
             else:
                 assert one == expected
@@ -142,7 +142,7 @@ def test_odd_texts_are_scored_and_half_characters_fail_alone():
         (row,), scorer = scored(server.url, [question("Q", *odd)])
     (right,) = right_scores([question("Q", *odd)])
     assert [one.failure is None for one in row] == [True, True, True, False, True, True]
-    assert reason_of(row[3].failure) == "text"
+    assert failure_reason(row[3].failure) == "text"
     assert [one.value for i, one in enumerate(row) if i != 3] == pytest.approx(
         [one.value for i, one in enumerate(right) if i != 3]
     )
@@ -150,7 +150,7 @@ def test_odd_texts_are_scored_and_half_characters_fail_alone():
     with RewardServer() as server:
         ((one,),), _ = scored(server.url, [question("\udfff", "x")])
         assert server.asked == []
-    assert reason_of(one.failure) == "text"
+    assert failure_reason(one.failure) == "text"
 
 
 def test_the_version_that_is_wanted_is_said():
@@ -163,7 +163,7 @@ def test_the_version_that_is_wanted_is_said():
 
 def test_a_server_with_other_scores_for_the_canary_gets_nothing():
     """Protocols of others say no version; the canary tells all the same."""
-    canary = Canary()
+    canary = CanaryGroup()
     with (
         foreign_server("vllm", contract()) as good,
         foreign_server("vllm", contract(), weight=-1.0) as other,
@@ -173,7 +173,7 @@ def test_a_server_with_other_scores_for_the_canary_gets_nothing():
             good.url, [canary.group], protocol="vllm", contract=contract()
         )
         good.asked.clear()
-        known = Canary(values_G=(first.value, second.value), tolerance=1e-6)
+        known = CanaryGroup(values_G=(first.value, second.value), tolerance=1e-6)
         scores, scorer = scored(
             [other.url, good.url],
             protocol="vllm",
@@ -208,7 +208,7 @@ def test_a_wrong_key_is_said_at_once_and_never_repeated():
         scores, _ = scored(server.url, GROUPS[:1], api_key="hush-hush")
         assert len(server.asked) == 1
     for one in scores[0]:
-        assert reason_of(one.failure) == "4xx"
+        assert failure_reason(one.failure) == "4xx"
         assert "who are you" in one.failure
         assert "hush" not in one.failure
 

@@ -19,7 +19,7 @@ from laurel.rewards.open import (
     check_not_missing,
     find_model,
     load_scorer,
-    open_scorer,
+    open_model_scorer,
 )
 from laurel.types import Message, group_of
 from model_directories import edit_weights
@@ -109,7 +109,7 @@ def test_a_language_model_with_a_weight_of_another_name_is_left_to_loading(tmp_p
 def test_open_scorer_says_what_it_found(tmp_path):
     said = []
     run = write_run(tmp_path / "run", {1: 0.6, 2: 0.9})
-    scorer = open_scorer(str(run), say=said.append)
+    scorer = open_model_scorer(str(run), say=said.append)
     assert "the best is step_2" in said[0]
     assert any(line.startswith("checked golden scores agree") for line in said)
     assert values(scorer) == values(load(run / "step_2"))

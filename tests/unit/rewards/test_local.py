@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 import tiny_tokenizers as made
-from laurel.data.forest import plant
+from laurel.data.forest import to_forest
 from laurel.errors import ScoringContractError
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.models.forest.reward_model import RewardModel
@@ -21,9 +21,9 @@ from laurel.rewards.scorer import (
     LocalScorer,
     check_golden,
     conversation_group,
-    divide,
+    divide_into_micro_batches,
     golden_scores,
-    lay_out,
+    model_batch,
     score_tokens,
 )
 from laurel.types import Completion, Group, Message, Score, group_of
@@ -31,7 +31,7 @@ from laurel.types import Completion, Group, Message, Score, group_of
 
 def contract_of(tokenizer=None, **changes):
     options = {"max_length": 256, "truncation_side": "left", "append_eos": True, **changes}
-    return ScoringContract.draw_up(tokenizer or made.chatml(), **options)
+    return ScoringContract.create(tokenizer or made.chatml(), **options)
 
 
 def scorer_of(
@@ -254,7 +254,7 @@ def test_training_goes_on_after_scoring():
     model = tiny.tiny_reward_model("gemma3").train()
     scorer = LocalScorer(model, contract_of())
     scorer.score_now(groups_of(2))
-    model(plant(scorer.contract.encode(groups_of(2)))).sum().backward()
+    model(to_forest(scorer.contract.encode(groups_of(2)))).sum().backward()
     assert model.classifier.score.weight.grad.abs().sum() > 0
 
 
@@ -278,11 +278,11 @@ def test_micro_batches_are_what_the_path_reads():
         ("padded", lambda batch: batch.ids_NL.numel()),
     ):
         model.path = path
-        parts = divide(model.path, groups, 300)
+        parts = divide_into_micro_batches(model.path, groups, 300)
         assert sorted(i for part in parts for i in part) == list(range(6))
         assert len(parts) > 1
         for part in parts:
-            batch = lay_out(model, [groups[i] for i in part], pad_id=0)
+            batch = model_batch(model, [groups[i] for i in part], pad_id=0)
             assert size(batch) <= 300 or len(part) == 1
             assert batch.num_completions == sum(len(groups[i].branches_ids_G) for i in part)
 

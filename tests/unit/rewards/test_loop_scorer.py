@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from laurel.rewards.batching import BatcherLimits, BatchingScorer
-from laurel.rewards.loop_scorer import limits_of
+from laurel.rewards.loop_scorer import batcher_limits
 from laurel.types import Message, group_of
 from scripted_backend import ScriptedBackend, null_scores
 
@@ -22,7 +22,7 @@ def test_a_run_is_never_refused_for_the_length_of_its_texts() -> None:
         group_of((Message("user", letter * (most // 2)),), ("a",), group_id=letter)
         for letter in "xyz"
     ]
-    batcher = BatchingScorer(ScriptedBackend(), model_version="", limits=limits_of(scorer))
+    batcher = BatchingScorer(ScriptedBackend(), model_version="", limits=batcher_limits(scorer))
 
     async def ask() -> list[Any]:
         return await asyncio.gather(*(batcher.score([group]) for group in groups))

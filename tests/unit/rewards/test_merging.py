@@ -3,7 +3,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.rewards.batching import ScoreCache, Unit, halves, joined, keys_of, planned, units_of
+from laurel.rewards.batching import (
+    ScoreCache,
+    Unit,
+    halve_trees,
+    join_single_branches,
+    keys_of,
+    planned,
+    units_of,
+)
 from laurel.rewards.preparing import rendered_group, rendered_rows
 from laurel.rewards.server.service import NullScorer
 from laurel.types import Completion, Group, Message, Score, SentTurn, TokenGroup, group_of
@@ -70,7 +78,7 @@ def test_joining_changes_no_sequence(rows):
     expected = {one.keys[0]: tuple(row) for one, row in zip(units, rows, strict=True)}
     assert sequences(trees) == expected
     assert all(len(branch) > 0 for one in trees for branch in one.tokens.branches_ids_G)
-    assert joined([]) == []
+    assert join_single_branches([]) == []
 
 
 def test_halves_come_down_to_single_branches():
@@ -78,7 +86,7 @@ def test_halves_come_down_to_single_branches():
     wanted = sequences(trees).keys()
     found, left = set(), [trees]
     while left:
-        parts = halves(left[-1])
+        parts = halve_trees(left[-1])
         if parts is None:
             found |= set(left.pop()[0].keys)
         else:

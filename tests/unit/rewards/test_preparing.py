@@ -16,10 +16,10 @@ from foreign_servers import foreign_server
 from laurel.config.environments import UrlProtocol
 from laurel.errors import WorkerError
 from laurel.rewards import preparing
-from laurel.rewards.loop_scorer import LoopScorer, OneModelDesk
+from laurel.rewards.loop_scorer import LoopScorer, SingleModelBackend
 from laurel.rewards.preparing import WORKER, Prepared, Preparers
 from laurel.rewards.remote.http import HttpScorer
-from laurel.rewards.remote.router import Canary, RouterOptions
+from laurel.rewards.remote.router import CanaryGroup, RouterOptions
 from laurel.types import Completion, Group, Message, Score, group_of
 from laurel.workers.spawned import SpawnedGroup
 
@@ -137,7 +137,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[Preparers]:
 def test_when_they_are_lost_too_often_it_is_no_failure_of_a_completion(lost: Preparers) -> None:
     scorer = scoring_groups.local(True)
     scorer.preparers = lost
-    loop = LoopScorer(OneModelDesk(scorer))
+    loop = LoopScorer(SingleModelBackend(scorer))
     try:
         for _ in range(2):
             with pytest.raises(WorkerError, match="reward_worker 0 was lost") as end:
@@ -153,7 +153,7 @@ def test_when_they_are_lost_too_often_it_is_no_failure_of_a_completion(lost: Pre
 
 @pytest.mark.parametrize("has_canary", [False, True])
 def test_servers_are_not_to_blame_for_them(lost: Preparers, has_canary: bool) -> None:
-    options = RouterOptions(canary=Canary() if has_canary else None)
+    options = RouterOptions(canary=CanaryGroup() if has_canary else None)
     with (
         foreign_server("vllm", scoring_groups.local(True).contract) as server,
         pytest.raises(WorkerError, match="reward_worker 0 was lost"),

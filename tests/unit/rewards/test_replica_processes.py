@@ -46,8 +46,8 @@ def test_they_score_sleep_wake_and_end():
         replicas.sleep()
         replicas.wake()
         assert scorer.score_now(groups[:1]) == [null_scores(groups[0])]
-        for standing in replicas.scorer.standings.values():
-            assert standing.seconds, "one of them was never asked"
+        for health in replicas.scorer.replica_health.values():
+            assert health.seconds, "one of them was never asked"
     assert replicas.pids == []
     assert not any(one.is_running() and one.status() != "zombie" for one in processes)
     replicas.close()

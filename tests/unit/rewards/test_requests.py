@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.rewards.remote.replica import REASONS, ReplicaFault, failed, reason_of
+from laurel.rewards.remote.replica import REASONS, ReplicaFault, failed, failure_reason
 from laurel.rewards.remote.router import (
     ANSWERS_TO_CONDEMN,
     DEATHS_TO_CONDEMN,
     FAULTS_TO_SPLIT,
-    Job,
-    divide,
-    halves,
-    spread,
+    RouterJob,
+    divide_into_jobs,
+    halve_job,
+    scatter_scores,
 )
 from laurel.types import Score
 from scripted_replicas import broken, busy, dead, no_entry, question, unreachable
@@ -23,7 +23,7 @@ BEGAN = 10.0
 
 
 def job(*answers):
-    (made,) = divide([question("Q", *answers)], 64, deadline=100.0, began=BEGAN)
+    (made,) = divide_into_jobs([question("Q", *answers)], 64, deadline=100.0, began=BEGAN)
     return made
 
 
@@ -36,7 +36,7 @@ def blamed(made, fault, times):
 @given(sizes=st.lists(st.integers(0, 9), max_size=5), most=st.integers(1, 4))
 def test_the_parts_of_groups_are_the_groups(sizes, most):
     groups = [question(str(i), *map(str, range(n))) for i, n in enumerate(sizes)]
-    jobs = divide(groups, most, deadline=1.0, began=0.0)
+    jobs = divide_into_jobs(groups, most, deadline=1.0, began=0.0)
     found = [[None] * n for n in sizes]
     for one in jobs:
         assert 0 < one.num_completions <= most
@@ -50,11 +50,11 @@ def test_the_parts_of_groups_are_the_groups(sizes, most):
 
 @given(size=st.integers(2, 9), first=st.integers(0, 5))
 def test_halves_are_the_whole(size, first):
-    whole = Job(
+    whole = RouterJob(
         group=question("Q", *map(str, range(size))), row=3, first=first, deadline=5.0, began=0.0
     )
     whole.failed_at("a", no_entry())
-    one, other = halves(whole, began=2.0)
+    one, other = halve_job(whole, began=2.0)
     assert one.group.completions_G + other.group.completions_G == whole.group.completions_G
     assert abs(one.num_completions - other.num_completions) <= 1
     assert (one.first, other.first) == (first, first + one.num_completions)
@@ -68,9 +68,9 @@ def test_equal_completions_get_the_verdict_of_the_one_that_was_asked():
     group = question("Q", "a", "b", "a")
     distinct = tuple(dict.fromkeys(group.completions_G))
     first, second = Score(value=1.0), failed("4xx: no")
-    assert spread(group, distinct, [first, second]) == (first, second, first)
+    assert scatter_scores(group, distinct, [first, second]) == (first, second, first)
     with pytest.raises(AssertionError, match="without a verdict"):
-        spread(group, distinct, [first, None])
+        scatter_scores(group, distinct, [first, None])
 
 
 def test_a_second_verdict_is_an_error_of_ours():
@@ -105,7 +105,7 @@ def test_nothing_is_condemned_for_deaths_that_another_may_have_caused():
     assert blamed(asked, dead(), 1).is_suspect(last_success=BEGAN + 1)
 
     several = blamed(job("a", "b"), dead(), FAULTS_TO_SPLIT)
-    for half in halves(several, began=BEGAN):
+    for half in halve_job(several, began=BEGAN):
         assert half.is_dangerous
         assert not blamed(half, dead(), DEATHS_TO_CONDEMN - 1).is_suspect(last_success=BEGAN + 1)
         assert blamed(half, dead(), 1).is_suspect(last_success=BEGAN + 1)
@@ -120,11 +120,11 @@ def test_one_completion_is_condemned_by_wrong_answers_but_not_by_an_outage():
     assert not wrong.is_suspect(last_success=BEGAN + 1)
     wrong.blame(ReplicaFault("nan", "NaN"))
     assert wrong.is_suspect(last_success=0.0)
-    assert reason_of(wrong.verdict_of_suspect) == "nan"
+    assert failure_reason(wrong.verdict_of_suspect) == "nan"
     errors = blamed(job("a"), broken(), 10 * ANSWERS_TO_CONDEMN)
     assert not errors.is_suspect(last_success=BEGAN - 1)
     assert errors.is_suspect(last_success=BEGAN + 1)
-    assert reason_of(errors.verdict_of_suspect) == "5xx"
+    assert failure_reason(errors.verdict_of_suspect) == "5xx"
 
 
 @pytest.mark.parametrize("fault", [unreachable(), busy(), no_entry()])
@@ -135,6 +135,6 @@ def test_what_never_reached_a_model_says_nothing_of_a_request(fault):
 
 def test_failures_are_counted_by_their_first_word():
     for reason in REASONS:
-        assert reason_of(f"{reason}: and why") == reason
-    assert reason_of("not finite") == "other"
-    assert reason_of("") == "other"
+        assert failure_reason(f"{reason}: and why") == reason
+    assert failure_reason("not finite") == "other"
+    assert failure_reason("") == "other"

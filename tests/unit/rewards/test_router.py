@@ -157,7 +157,7 @@ def test_what_is_refused_is_never_asked_again():
     scores, router = routed(replicas)
     assert reasons(scores) == ["4xx"] * 4
     assert router.counts["attempts"] == 1
-    assert all(standing.is_usable for standing in router.standings.values())
+    assert all(health.is_usable for health in router.replica_health.values())
 
 
 def test_who_wants_nothing_from_us_is_asked_once_and_at_once_told():
@@ -295,7 +295,9 @@ def test_the_deadline_is_for_everything():
         began = now()
         scores = await router.score([question(str(i), "x") for i in range(40)])
         assert now() - began == pytest.approx(10, abs=0.01)
-        assert router.standings["a"].is_usable, "who was cut short by the deadline is not to blame"
+        assert router.replica_health["a"].is_usable, (
+            "who was cut short by the deadline is not to blame"
+        )
         return scores, replica
 
     scores, replica = in_virtual_time(main())

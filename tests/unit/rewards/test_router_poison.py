@@ -8,7 +8,7 @@ import random
 import pytest
 
 from fakes import WordScorer
-from laurel.rewards.remote.replica import Reply, reason_of
+from laurel.rewards.remote.replica import ReplicaReply, failure_reason
 from laurel.rewards.remote.router import Router, RouterOptions
 from scripted_replicas import dead, question, right_scores, unreachable
 from virtual_time import in_virtual_time, now
@@ -36,7 +36,7 @@ class Mortal:
                 await end.wait()
         except TimeoutError:
             if not is_poison:
-                return Reply(scores=await WordScorer().score(groups))
+                return ReplicaReply(scores=await WordScorer().score(groups))
             self.deaths += 1
             self._back_at = now() + self._away
             self._end = asyncio.Event()
@@ -83,7 +83,7 @@ def test_what_dies_with_it_is_scored_all_the_same(seed, num_replicas, answers):
     groups = asked(poisoned, seed)
     scores, deaths = scored(groups, num_replicas)
     failed = [
-        (group.id, completion.messages[-1].content, reason_of(score.failure))
+        (group.id, completion.messages[-1].content, failure_reason(score.failure))
         for group, row in zip(groups, scores, strict=True)
         for completion, score in zip(group.completions_G, row, strict=True)
         if score.failure is not None
@@ -105,6 +105,6 @@ def test_several_of_them_are_found(seed):
     for group, row, wanted in zip(groups, scores, right_scores(groups), strict=True):
         for completion, score, right in zip(group.completions_G, row, wanted, strict=True):
             if completion.messages[-1].content == "poison":
-                assert reason_of(score.failure) == "poison"
+                assert failure_reason(score.failure) == "poison"
             else:
                 assert score == right

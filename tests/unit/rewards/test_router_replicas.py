@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from laurel.rewards.remote.replica import FAULTS_TO_TRIP, REASONS, ReplicaFault
-from laurel.rewards.remote.router import Canary, Router, RouterOptions
+from laurel.rewards.remote.router import CanaryGroup, Router, RouterOptions
 from scripted_replicas import (
     FOUR,
     ScriptedReplica,
@@ -169,7 +169,7 @@ def test_the_version_of_the_first_answer_is_that_of_all():
 def test_a_replica_with_other_scores_for_the_canary_gets_nothing():
     """It says nothing of its version, so nothing else would tell."""
     other = ScriptedReplica("b", weight=-1.0)
-    canary = Canary(values_G=tuple(s.value for s in right_scores([Canary().group])[0]))
+    canary = CanaryGroup(values_G=tuple(s.value for s in right_scores([CanaryGroup().group])[0]))
     groups = [question(str(i), "x") for i in range(20)]
     scores, router = routed([other, ScriptedReplica("a")], groups, canary=canary)
     assert scores == right_scores(groups)
@@ -183,7 +183,7 @@ def test_a_replica_that_becomes_another_is_found_out_by_the_next_canary():
     async def main():
         router = Router(
             [ScriptedReplica("a"), other],
-            RouterOptions(canary=Canary(), probe_seconds=5),
+            RouterOptions(canary=CanaryGroup(), probe_seconds=5),
             clock=now,
         )
         assert await router.score(FOUR) == right_scores(FOUR)
@@ -201,14 +201,14 @@ def test_a_replica_that_becomes_another_is_found_out_by_the_next_canary():
 def test_the_canary_is_asked_in_parts_and_never_under_an_id_twice():
     replica = ScriptedReplica()
     replica.max_completions = 1
-    scores, _ = routed([replica], canary=Canary())
+    scores, _ = routed([replica], canary=CanaryGroup())
     assert scores == right_scores(FOUR)
     assert len(set(replica.request_ids)) == len(replica.request_ids) == 4 + 2
 
 
 def test_a_canary_that_finds_a_full_queue_ends_no_trust():
     replica = ScriptedReplica("a", [None, None, busy(0.5)])
-    scores, router = routed([replica], canary=Canary(), probe_seconds=0.0)
+    scores, router = routed([replica], canary=CanaryGroup(), probe_seconds=0.0)
     assert scores == right_scores(FOUR)
     assert router.counts["fault_canary"] == 0
 
@@ -248,8 +248,8 @@ def test_cancelling_a_call_ends_what_it_asked():
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        standing = router.standings["a"]
-        assert (replica.at_once, standing.in_flight, standing.tokens) == (0, 0, 0)
+        health = router.replica_health["a"]
+        assert (replica.at_once, health.in_flight, health.tokens) == (0, 0, 0)
         replica.script = None
         return await router.score(FOUR)
 

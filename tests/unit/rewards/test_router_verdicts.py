@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.rewards.remote.replica import REASONS, ReplicaFault, reason_of
+from laurel.rewards.remote.replica import REASONS, ReplicaFault, failure_reason
 from laurel.rewards.remote.router import Router, RouterOptions
 from scripted_replicas import (
     ScriptedReplica,
@@ -77,7 +77,7 @@ def played(replicas, groups, **options):
         began = now()
         scores = await router.score(groups)
         took = now() - began
-        in_flight = [s.in_flight for s in router.standings.values()]
+        in_flight = [s.in_flight for s in router.replica_health.values()]
         await router.aclose()
         return scores, took, in_flight
 
@@ -116,7 +116,7 @@ def test_every_completion_gets_one_verdict_and_never_a_wrong_number(
                 assert one == right_one
             else:
                 assert one.value is None
-                assert reason_of(one.failure) in REASONS
+                assert failure_reason(one.failure) in REASONS
     assert seconds <= TIMEOUT + 0.1
     assert not any(in_flight)
     assert all(one.at_once == 0 for one in replicas)

@@ -14,9 +14,9 @@ from laurel.rewards.preparing import rendered_group
 from laurel.rewards.remote.foreign import PAIR_KEYS, sigmoid
 from laurel.rewards.server import run as server_run
 from laurel.rewards.server.app import RequestLimits
-from laurel.rewards.server.openapi import describe, docs_page
-from laurel.rewards.server.service import Answer as Told
+from laurel.rewards.server.openapi import docs_page, openapi_document
 from laurel.rewards.server.service import AnswerMemory, RefusedRequestError
+from laurel.rewards.server.service import ScoringAnswer as Told
 from laurel.types import Message, group_of
 from reward_servers import wait_until
 from scripted_backend import ScriptedBackend, holds, null_scores
@@ -231,12 +231,12 @@ def test_the_page_of_the_description_needs_neither_a_key_nor_another_server(plai
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     for told in ("<script", "<link", "<img", "src=", "http://", "https://", "model 1"):
         assert told not in page.text
-    for path, operations in describe(needs_key=True)["paths"].items():
+    for path, operations in openapi_document(needs_key=True)["paths"].items():
         for method in operations:
             assert f"<code>{method.upper()} {path}</code>" in page.text
     assert "[{&quot;id&quot;: text, &quot;prompt&quot;: text or [{" in page.text
     assert "Bearer" in page.text
-    assert "Bearer" not in docs_page(describe(needs_key=False)).decode()
+    assert "Bearer" not in docs_page(openapi_document(needs_key=False)).decode()
 
 
 # ----------------------------------------------------------------------- failures of single items

@@ -7,12 +7,14 @@ import pytest
 
 from laurel.rewards.server import keys as server_keys
 from laurel.rewards.server.keys import private_network
-from laurel.rewards.server.openapi import describe
+from laurel.rewards.server.openapi import openapi_document
 from served_scores import KEY, Running
 
 OPEN = ("/health", "/docs")
 ADMIN_KEY = "another-key-" + "k" * 32
-ADMIN_PATHS = [path for path in describe(needs_key=True)["paths"] if path.startswith("/admin/")]
+ADMIN_PATHS = [
+    path for path in openapi_document(needs_key=True)["paths"] if path.startswith("/admin/")
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def bearer(key):
 
 
 def test_every_route_but_two_needs_the_key(plain):
-    routes = [(p, m) for p, o in describe(needs_key=True)["paths"].items() for m in o]
+    routes = [(p, m) for p, o in openapi_document(needs_key=True)["paths"].items() for m in o]
     routes += [("/docs", "get"), ("/openapi.json", "get"), ("/nowhere", "get")]
     assert len(routes) > 12
     for path, method in routes:

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from laurel.errors import CheckpointError, ConfigError, MissingDependencyError, ModelError
 from laurel.generation.vllm import settings as vllm_settings
-from laurel.rewards.server.service import ModelSettings, check_settings, open_batcher, version_of
+from laurel.rewards.server.service import ModelSettings, check_settings, model_version, open_batcher
 from reward_models import small_model, write_model
 
 
@@ -22,15 +22,15 @@ def test_equal_files_have_equal_versions_wherever_they_lie(model, tmp_path):
     copied = tmp_path / model.name
     shutil.copytree(model, copied)
     (copied / "training.log").write_text("not of the model")
-    version = version_of(str(copied))
-    assert version == version_of(str(model))
+    version = model_version(str(copied))
+    assert version == model_version(str(model))
     assert version.startswith("rm_1-")
     weights = copied / "model.safetensors"
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1
     weights.write_bytes(changed)
-    assert version_of(str(copied)) != version
-    assert version_of("name/on-the-hub") == "name/on-the-hub"
+    assert model_version(str(copied)) != version
+    assert model_version("name/on-the-hub") == "name/on-the-hub"
 
 
 def test_pickled_weights_are_refused(model, tmp_path):

@@ -19,10 +19,10 @@ from laurel.run import train
 from laurel.run.context import RunContext
 from laurel.run.model import describe_model
 from laurel.run.train import conclude
-from laurel.training.loop import Outcome
+from laurel.training.loop import RunOutcome
 
 
-def last_words(outcome: Outcome, limit: str | None = None) -> str:
+def last_words(outcome: RunOutcome, limit: str | None = None) -> str:
     stream = io.StringIO()
     conclude(outcome, Console(file=stream, width=200), use="{}", limit=limit)
     return stream.getvalue().splitlines()[0]
@@ -43,13 +43,13 @@ def last_words(outcome: Outcome, limit: str | None = None) -> str:
     ],
 )
 def test_how_long_it_took_is_not_when_to_go_on(how: dict[str, Any], words: str) -> None:
-    assert last_words(Outcome(step=29, seconds=6.2, latest=Path("s/29"), **how)) == words
+    assert last_words(RunOutcome(step=29, seconds=6.2, latest=Path("s/29"), **how)) == words
 
 
 def test_a_run_that_saved_nothing_says_so_first() -> None:
-    stopped = last_words(Outcome(step=0, ended="signal", signal="SIGTERM"))
+    stopped = last_words(RunOutcome(step=0, ended="signal", signal="SIGTERM"))
     assert stopped.endswith("nothing was saved, so it will start over")
-    assert last_words(Outcome(step=9, ended="finished")) == (
+    assert last_words(RunOutcome(step=9, ended="finished")) == (
         "finished after step 9, in 0 s; nothing was saved (checkpointing.enabled=false)"
     )
 
@@ -71,7 +71,7 @@ def test_epochs_that_end_a_run_before_its_steps_are_named(
     settings: list[str], is_early: bool, expected: str | None
 ) -> None:
     config = load_config(GRPORun, None, settings).config
-    outcome = Outcome(step=22, ended="finished", is_early=is_early, latest=Path("s/22"))
+    outcome = RunOutcome(step=22, ended="finished", is_early=is_early, latest=Path("s/22"))
     limit = train._limit("grpo", config, outcome)
     assert limit == expected
     assert (expected is None) == last_words(outcome, limit).endswith("in 0 s")
@@ -107,7 +107,7 @@ def ended(tmp_path: Path, records: list[dict[str, float]], *, width: int, **othe
     lines = "".join(json.dumps(one) + "\n" for one in records)
     (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
     stream = io.StringIO()
-    outcome = Outcome(step=20, ended="finished", run_dir=tmp_path, latest=Path("s/20"), **others)
+    outcome = RunOutcome(step=20, ended="finished", run_dir=tmp_path, latest=Path("s/20"), **others)
     conclude(outcome, Console(file=stream, width=width), use="laurel serve --model {}")
     return stream.getvalue()
 
@@ -147,7 +147,7 @@ def test_the_end_of_a_run_whose_log_is_broken_says_so_and_goes_on(tmp_path: Path
     told = ended(tmp_path, [], width=100)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     stream = io.StringIO()
-    outcome = Outcome(step=1, ended="finished", run_dir=tmp_path, latest=Path("s/1"))
+    outcome = RunOutcome(step=1, ended="finished", run_dir=tmp_path, latest=Path("s/1"))
     conclude(outcome, Console(file=stream, width=100), use="{}")
     assert "cannot be read" not in told
     assert "warning: what the run logged cannot be read" in stream.getvalue()

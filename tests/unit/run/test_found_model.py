@@ -11,7 +11,7 @@ from laurel.config.load import load_config
 from laurel.config.sft import SFTRun
 from laurel.errors import ModelError
 from laurel.models.checkpoint.store import CheckpointStore
-from laurel.run.model import found_name, with_found_model
+from laurel.run.model import found_name, resolve_model
 
 
 def write_run(root: Path, metrics: dict[int, float | None]) -> Path:
@@ -41,7 +41,7 @@ def test_a_run_means_its_best_checkpoint_and_says_so(
     assert notes == ["results/sft holds checkpoints; the best is step_1"]
     assert found_name("results/plain", say=notes.append) == "results/plain/step_2"
     config = settings("policy.model_name=results/sft")
-    found = with_found_model(config, Console(quiet=True))
+    found = resolve_model(config, Console(quiet=True))
     assert found.policy.model_name == "results/sft/step_1"
     assert found.sft == config.sft
 
@@ -67,14 +67,14 @@ def test_every_other_name_stays_as_it_is_written(
 def test_what_holds_no_model_is_refused_with_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     with pytest.raises(ModelError, match=r"neither a model .* nor checkpoints .*holds: logs"):
-        with_found_model(settings(f"policy.model_name={tmp_path}"), Console(quiet=True))
+        resolve_model(settings(f"policy.model_name={tmp_path}"), Console(quiet=True))
     with pytest.raises(ModelError, match=r"nowhere: there is no such directory"):
-        with_found_model(settings(f"policy.model_name={tmp_path}/nowhere"), Console(quiet=True))
+        resolve_model(settings(f"policy.model_name={tmp_path}/nowhere"), Console(quiet=True))
     made_here = settings(f"policy.model_name={tmp_path}/nowhere", "policy.scratch={}")
-    assert with_found_model(made_here, Console(quiet=True)) is made_here
+    assert resolve_model(made_here, Console(quiet=True)) is made_here
 
 
 def test_a_run_that_goes_on_needs_no_model_but_its_checkpoint(tmp_path: Path) -> None:
     saved = write_run(tmp_path / "saved", {1: 0.5})
     config = settings(f"policy.model_name={tmp_path}/gone", f"checkpointing.checkpoint_dir={saved}")
-    assert with_found_model(config, Console(quiet=True)) is config
+    assert resolve_model(config, Console(quiet=True)) is config

@@ -8,7 +8,7 @@ import pytest
 
 from laurel.config.environments import CodeEnvironmentConfig, RewardModelEnvironmentConfig
 from laurel.config.grpo import GRPORun
-from laurel.run.grpo import settings_of
+from laurel.run.grpo import grpo_identity
 from laurel.training.state import leaves
 
 URL, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:9000"
@@ -23,7 +23,7 @@ def identity(settings: dict[str, Any]) -> dict[str, object]:
     reward_model = RewardModelEnvironmentConfig(**settings)
     config = GRPORun()
     env = config.env.model_copy(update={"reward_model": reward_model})
-    return dict(leaves("", settings_of(config.model_copy(update={"env": env}))))
+    return dict(leaves("", grpo_identity(config.model_copy(update={"env": env}))))
 
 
 def changed(settings: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_a_run_with_one_model_is_what_it_was_before_there_was_anything_else():
 
 def of_code(**settings: Any) -> dict[str, object]:
     env = GRPORun().env.model_copy(update={"code": CodeEnvironmentConfig(**settings)})
-    return dict(leaves("", settings_of(GRPORun().model_copy(update={"env": env}))))
+    return dict(leaves("", grpo_identity(GRPORun().model_copy(update={"env": env}))))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
+from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
-from laurel.run.places import Places
 from laurel.run.tasks import environments_of, nodes_of
 from laurel.types import Message, Task
 
@@ -29,8 +29,8 @@ def config_of(*overrides: str) -> GRPORun:
 
 
 def elsewhere(config: GRPORun, stack: ExitStack) -> RunContext[GRPORun]:
-    places = Places(reservations=ELSEWHERE)
-    return RunContext(config=config, console=Console(), stack=stack, allocation=places)
+    allocation = Allocation(reservations=ELSEWHERE)
+    return RunContext(config=config, console=Console(), stack=stack, allocation=allocation)
 
 
 def test_a_function_is_called_here_though_the_run_is_on_a_cluster() -> None:
@@ -49,5 +49,5 @@ def test_a_model_goes_into_its_slots(tmp_path: Any) -> None:
 
 
 def test_programs_run_here_unless_roles_are_in_processes_of_their_own() -> None:
-    assert nodes_of(Places.of_this_process()) is None
-    assert nodes_of(Places(reservations=ELSEWHERE)) is not None
+    assert nodes_of(Allocation.of_this_process()) is None
+    assert nodes_of(Allocation(reservations=ELSEWHERE)) is not None

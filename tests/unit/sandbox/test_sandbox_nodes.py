@@ -18,7 +18,7 @@ from laurel.config.environments import SandboxConfig
 from laurel.environments.code import nodes as node_runner
 from laurel.environments.code.nodes import (
     MAX_RESTARTS,
-    NodeCrew,
+    NodeSet,
     NodeWorker,
     as_plain,
     of_plain,
@@ -30,9 +30,9 @@ from laurel.sandbox.detection import detect
 from laurel.sandbox.inside.monitor import RUNNING
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, Status, StdioTest
 from laurel.sandbox.pool import SandboxPool
-from laurel.sandbox.runner import Outcome, SandboxLostError, SandboxStartError
+from laurel.sandbox.runner import ProcessOutcome, SandboxLostError, SandboxStartError
 from laurel.sandbox.tiers import Tier
-from laurel.workers.rendezvous import Place
+from laurel.workers.rendezvous import RankPlace
 from sandbox_nodes import PretendedNodes
 from sandbox_processes import END, below, is_gone, wait_until
 
@@ -69,8 +69,8 @@ def opened(tier: Tier) -> Iterator[Opening]:
         pool.close()
 
 
-def crew_of(nodes: PretendedNodes, tier: Tier, *, each: int) -> NodeCrew:
-    return NodeCrew(nodes.cluster, num_workers=each, limits_mb=64, accept=lambda found: tier)
+def node_set_of(nodes: PretendedNodes, tier: Tier, *, each: int) -> NodeSet:
+    return NodeSet(nodes.cluster, num_workers=each, limits_mb=64, accept=lambda found: tier)
 
 
 def jobs(count: int, seconds: float = 0.0) -> list[SandboxJob]:
@@ -106,11 +106,11 @@ def test_every_node_runs_programs_as_many_at_a_time_as_each_is_given(opened: Ope
 
 
 def test_few_programs_are_spread_too(tier: Tier) -> None:
-    crew = crew_of(PretendedNodes("1", "2", found={"1": tier, "2": tier}), tier, each=2)
-    runners = [crew.make_runner() for _ in range(4)]
+    node_set = node_set_of(PretendedNodes("1", "2", found={"1": tier, "2": tier}), tier, each=2)
+    runners = [node_set.make_runner() for _ in range(4)]
     found = [(runner._node.id, runner._index) for runner in runners]  # type: ignore[attr-defined]
     assert found == [("1", 0), ("2", 0), ("1", 1), ("2", 1)]
-    crew.close()
+    node_set.close()
 
 
 def test_no_expected_value_leaves_this_process(opened: Opening) -> None:
@@ -137,7 +137,7 @@ def test_no_expected_value_leaves_this_process(opened: Opening) -> None:
 
 
 def test_an_outcome_travels_whole() -> None:
-    outcome = Outcome(
+    outcome = ProcessOutcome(
         ended_by="stdout",
         signal=9,
         cpu_s=0.5,
@@ -227,7 +227,7 @@ def test_a_node_that_lost_a_layer_runs_nothing(tier: Tier) -> None:
 
 
 def test_a_zygote_that_comes_back_with_less_runs_nothing(tier: Tier) -> None:
-    worker = NodeWorker(Place(role="sandbox"))
+    worker = NodeWorker(RankPlace(role="sandbox"))
     worker.prepare(tier.value, 1, "auto")
     program = (0, {"kind": "script"}, (b"print(1)",), LONG.message(), b"")
     kind, (said,) = worker.one(*program)
@@ -245,7 +245,7 @@ def test_a_zygote_that_comes_back_with_less_runs_nothing(tier: Tier) -> None:
 def test_a_program_that_leaves_its_tests_is_waited_for_where_it_runs(tier: Tier) -> None:
     code = "import os, time\ndef f():\n    os.closerange(3, 64)\n    time.sleep(1)\n    os._exit(7)"
     header = {"kind": "tests", "entry": "f", "reply_kb": 64}
-    worker = NodeWorker(Place(role="sandbox"))
+    worker = NodeWorker(RankPlace(role="sandbox"))
     worker.prepare(tier.value, 1, "auto")
     kind, ended = worker.pair(
         0, code.encode(), header, (b"assert f() == 1", b""), Limits(wall_s=30).message()
@@ -375,8 +375,8 @@ def test_a_pool_that_ran_nothing_ends_its_nodes(opened: Opening) -> None:
 @pytest.mark.slow
 def test_one_runner_can_be_closed_alone(tier: Tier) -> None:
     nodes = PretendedNodes("1", found={"1": tier})
-    crew = crew_of(nodes, tier, each=2)
-    first, second = crew.make_runner(), crew.make_runner()
+    node_set = node_set_of(nodes, tier, each=2)
+    first, second = node_set.make_runner(), node_set.make_runner()
     ended: list[str] = []
 
     def run() -> None:
@@ -395,7 +395,7 @@ def test_one_runner_can_be_closed_alone(tier: Tier) -> None:
     with pytest.raises(SandboxStartError, match="shut down"):
         first.start()
     assert second.one({"kind": "script"}, b"print(1)", limits=LONG).stdout == b"1\n"
-    crew.close()
+    node_set.close()
 
 
 @pytest.mark.slow

@@ -13,14 +13,14 @@ from laurel.sandbox.jobs import (
     StdioTest,
     TestResult,
 )
-from laurel.sandbox.runner import Outcome
+from laurel.sandbox.runner import ProcessOutcome
 from laurel.sandbox.tiers import LAYERS, Tier
 
 LIMITS = Limits(cpu_s=2)
 
 
 def ended(by="exit", **fields):
-    return status_of(Outcome(ended_by=by, **fields), LIMITS)
+    return status_of(ProcessOutcome(ended_by=by, **fields), LIMITS)
 
 
 def test_an_end_by_us():

@@ -5,20 +5,20 @@ import logging
 
 import pytest
 
-from laurel.cli.doctor import as_facts, lines, run_check
+from laurel.cli.doctor import detection_facts, lines, run_check
 from laurel.config.environments import SandboxConfig
 from laurel.environments.code import nodes
-from laurel.environments.code.sandbox import accepted_tier, limits_of, open_pool
+from laurel.environments.code.sandbox import accepted_tier, open_pool, program_limits
 from laurel.errors import ConfigError
 from laurel.sandbox import detection as detection_module
 from laurel.sandbox import limits
 from laurel.sandbox import pool as pool_module
-from laurel.sandbox.canaries import CANARIES, Canary, claims_of
+from laurel.sandbox.canaries import CANARIES, EscapeAttempt, claims_of
 from laurel.sandbox.detection import Detection, detect
 from laurel.sandbox.jobs import SandboxJob, Status
 from laurel.sandbox.limits import available_cores
 from laurel.sandbox.tiers import LAYERS, Tier
-from laurel.workers.rendezvous import Place
+from laurel.workers.rendezvous import RankPlace
 
 
 def found(tier, **reasons):
@@ -73,7 +73,7 @@ def test_a_pool_and_a_node_have_no_more_workers_than_the_container_pays_for(monk
     monkeypatch.setattr(nodes, "detect", lambda: found(Tier.FULL))
     with open_pool(SandboxConfig(num_workers=8), detection=found(Tier.FULL)) as pool:
         assert pool.num_workers == 5
-    node = nodes.NodeWorker(Place(role="sandbox"))
+    node = nodes.NodeWorker(RankPlace(role="sandbox"))
     assert node.find(8, limits_mb=1)["num_workers"] == 5
     monkeypatch.setattr(pool_module, "available_memory", lambda: 1000 << 20)
     settings = SandboxConfig(num_workers=8, memory_mb=250, disk_mb=50)
@@ -83,7 +83,7 @@ def test_a_pool_and_a_node_have_no_more_workers_than_the_container_pays_for(monk
 
 
 def test_limits_are_those_of_the_configuration():
-    limits = limits_of(SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=64, result_kb=3))
+    limits = program_limits(SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=64, result_kb=3))
     assert (limits.cpu_s, limits.wall_s, limits.mem_mb, limits.result_kb) == (1, 2, 64, 3)
     with pytest.raises(ValueError, match="could then never be used up"):
         SandboxConfig(cpu_seconds=3, wall_seconds=2)
@@ -101,7 +101,7 @@ def test_layers_that_do_not_hold_are_not_believed(monkeypatch):
     """A canary that gets out: it reads what every program may read."""
     if detect().tier in (None, Tier.LIMITS_ONLY):
         pytest.skip("no layers here")
-    escapes = Canary(name="get out", claim="processes", code="print('ESCAPED')")
+    escapes = EscapeAttempt(name="get out", claim="processes", code="print('ESCAPED')")
     monkeypatch.setattr(detection_module, "CANARIES", (escapes,))
     seen = detect()
     assert seen.tier is Tier.LIMITS_ONLY
@@ -111,7 +111,7 @@ def test_layers_that_do_not_hold_are_not_believed(monkeypatch):
 
 
 def test_a_machine_on_which_limits_do_not_hold_runs_nothing(monkeypatch):
-    endless = Canary(name="never end", claim="time", code="print('ESCAPED')")
+    endless = EscapeAttempt(name="never end", claim="time", code="print('ESCAPED')")
     monkeypatch.setattr(detection_module, "CANARIES", (endless,))
     seen = detect()
     assert seen.tier is None
@@ -156,7 +156,7 @@ def test_lines_for_people():
     assert "landlock       no: the kernel is too old" in said
     assert "control group  no: not delegated" in said
     assert [line.split()[0] for line in said[2:5]] == list(LAYERS)
-    assert as_facts(found(None))["tier"] is None
+    assert detection_facts(found(None))["tier"] is None
 
 
 def test_an_unknown_layer_is_an_error():

@@ -13,7 +13,7 @@ import learner_work as work
 from laurel.config.policy import NamedCall
 from laurel.errors import WorkerError
 from laurel.training.learner import NOTHING_TO_LEARN
-from laurel.training.learner_group import imbalance, share_out
+from laurel.training.learner_group import divide_micro_batches, imbalance
 from laurel.workers.calls import LocalGroup
 from laurel.workers.reservations import Resources
 from process_group import ProcessGroup
@@ -28,10 +28,10 @@ SIZES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 
 
 def test_a_division_by_hand():
     # Largest first: 9 and 8; the next pair goes the other way round, as the first has more.
-    assert share_out([5, 9, 8, 7], 2) == [[0, 1], [3, 2]]
-    assert share_out([5, 9, 8], 2) == [[None, 1], [0, 2]]
-    assert share_out([4], 3) == [[0], [None], [None]]
-    assert share_out([3, 1, 2], 1) == [[0, 1, 2]]
+    assert divide_micro_batches([5, 9, 8, 7], 2) == [[0, 1], [3, 2]]
+    assert divide_micro_batches([5, 9, 8], 2) == [[None, 1], [0, 2]]
+    assert divide_micro_batches([4], 3) == [[0], [None], [None]]
+    assert divide_micro_batches([3, 1, 2], 1) == [[0, 1, 2]]
 
 
 sizes_of_batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=40)
@@ -40,17 +40,20 @@ sizes_of_batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=40)
 @given(sizes_of_batches, st.integers(1, 9))
 @settings(deadline=None)
 def test_every_micro_batch_comes_once_and_places_have_as_many(sizes, places):
-    shares = share_out(sizes, places)
+    shares = divide_micro_batches(sizes, places)
     assert len(shares) == places
     assert {len(share) for share in shares} == {math.ceil(len(sizes) / places)}
     assert sorted(i for share in shares for i in share if i is not None) == list(range(len(sizes)))
-    assert shares == share_out(list(sizes), places), "it depends on the sizes alone"
+    assert shares == divide_micro_batches(list(sizes), places), "it depends on the sizes alone"
 
 
 @given(sizes_of_batches, st.integers(2, 9))
 @settings(deadline=None)
 def test_no_place_has_more_than_another_by_more_than_the_largest_micro_batch(sizes, places):
-    totals = [sum(sizes[i] for i in share if i is not None) for share in share_out(sizes, places)]
+    totals = [
+        sum(sizes[i] for i in share if i is not None)
+        for share in divide_micro_batches(sizes, places)
+    ]
     assert max(totals) - min(totals) <= max(sizes)
 
 
@@ -58,7 +61,7 @@ def test_no_place_has_more_than_another_by_more_than_the_largest_micro_batch(siz
 @settings(deadline=None)
 def test_what_is_computed_side_by_side_is_of_neighbouring_sizes(sizes, places):
     """Places wait for each other, so a step takes as long as the largest of each row together."""
-    rows = list(zip(*share_out(sizes, places), strict=True))
+    rows = list(zip(*divide_micro_batches(sizes, places), strict=True))
     waited = sum(max(sizes[i] for i in row if i is not None) for row in rows)
     assert waited == sum(sorted(sizes, reverse=True)[::places])
 

@@ -37,8 +37,8 @@ def scorers() -> dict[int, LearnerScorer]:
     made = {}
     for budget in (40, 4096):
         limits = BatchLimits(forest_tokens=budget)
-        places = 3 if budget == 40 else 1
-        batcher = Batcher(loaded.model.path, limits, pad_id=0, places=places)
+        dp_size = 3 if budget == 40 else 1
+        batcher = Batcher(loaded.model.path, limits, pad_id=0, dp_size=dp_size)
         made[budget] = LearnerScorer(learner, loaded.contract, batcher, micro_batch_size=1)
     return made
 

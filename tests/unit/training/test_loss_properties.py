@@ -16,8 +16,8 @@ from laurel.training.losses import (
     bradley_terry,
     centering,
     davidson,
-    pairs_of,
     plackett_luce,
+    ranked_pairs,
     rao_kupper,
     regression,
 )
@@ -41,7 +41,7 @@ def flags(*values: bool) -> Tensor:
 
 
 def list_loss(scores_N: Tensor, *ranks_per_group: tuple[int, ...]) -> Tensor:
-    return plackett_luce(scores_N, pairs_of(ranks_per_group, with_ties=False).to(scores_N))
+    return plackett_luce(scores_N, ranked_pairs(ranks_per_group, with_ties=False).to(scores_N))
 
 
 PairLoss = Callable[[Tensor, Tensor], Tensor]

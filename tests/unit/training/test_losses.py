@@ -16,8 +16,8 @@ from laurel.training.losses import (
     bradley_terry,
     centering,
     davidson,
-    pairs_of,
     plackett_luce,
+    ranked_pairs,
     rao_kupper,
     regression,
 )
@@ -237,7 +237,7 @@ def test_a_tie_has_no_sides(i: float, j: float, parameter: float) -> None:
 
 
 def list_loss(scores_N: Tensor, *ranks_per_group: tuple[int, ...]) -> Tensor:
-    return plackett_luce(scores_N, pairs_of(ranks_per_group, with_ties=False).to(scores_N))
+    return plackett_luce(scores_N, ranked_pairs(ranks_per_group, with_ties=False).to(scores_N))
 
 
 def test_plackett_luce_of_a_strict_ranking() -> None:
@@ -284,7 +284,7 @@ def test_a_list_of_two_is_bradley_terry_to_the_last_bit(i: float, j: float) -> N
 
 def test_plackett_luce_refuses_ties() -> None:
     with pytest.raises(AssertionError, match="a tie says nothing"):
-        plackett_luce(exact(0.0, 0.0), pairs_of([(0, 1)], with_ties=True))
+        plackett_luce(exact(0.0, 0.0), ranked_pairs([(0, 1)], with_ties=True))
 
 
 @given(

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.training.losses import pairs_of
+from laurel.training.losses import ranked_pairs
 
 
 def test_a_pair_is_its_lower_rank_against_its_higher() -> None:
-    pairs = pairs_of([(0, 1), (1, 0)], with_ties=False)
+    pairs = ranked_pairs([(0, 1), (1, 0)], with_ties=False)
 
     # Completions in a row: 0, 1 | 2, 3. In the second group the later one won.
     assert pairs.better_P.tolist() == [0, 3]
@@ -25,13 +25,13 @@ def test_a_pair_is_its_lower_rank_against_its_higher() -> None:
 def test_ties_are_pairs_only_where_asked_for() -> None:
     ranks = [(0, 0), (2, 0, 2)]
 
-    without = pairs_of(ranks, with_ties=False)
+    without = ranked_pairs(ranks, with_ties=False)
     assert without.better_P.tolist() == [3, 3]  # completions 0, 1 | 2, 3, 4
     assert without.worse_P.tolist() == [2, 4]
     assert without.group_P.tolist() == [1, 1]
     assert without.weight_P.tolist() == [0.5, 0.5]
 
-    with_ties = pairs_of(ranks, with_ties=True)
+    with_ties = ranked_pairs(ranks, with_ties=True)
     assert with_ties.better_P.tolist() == [0, 2, 3, 3]
     assert with_ties.worse_P.tolist() == [1, 4, 2, 4]
     assert with_ties.is_tie_P.tolist() == [True, True, False, False]
@@ -40,7 +40,7 @@ def test_ties_are_pairs_only_where_asked_for() -> None:
 
 
 def test_the_gap_counts_levels_not_rank_numbers() -> None:
-    pairs = pairs_of([(0, 7, 100, 7)], with_ties=True)
+    pairs = ranked_pairs([(0, 7, 100, 7)], with_ties=True)
 
     # Three levels: 0 | 7, 7 | 100. One level is half of the way from best to worst.
     found = zip(pairs.better_P.tolist(), pairs.worse_P.tolist(), pairs.gap_P.tolist(), strict=True)
@@ -55,19 +55,19 @@ def test_the_gap_counts_levels_not_rank_numbers() -> None:
 
 
 def test_groups_without_a_pair_are_counted_and_take_no_part() -> None:
-    pairs = pairs_of([(), (0,), (3, 3), (1, 0)], with_ties=False)
+    pairs = ranked_pairs([(), (0,), (3, 3), (1, 0)], with_ties=False)
 
     assert pairs.num_groups == 4
     assert pairs.group_P.tolist() == [3]
     assert (pairs.better_P.tolist(), pairs.worse_P.tolist()) == ([4], [3])
-    empty = pairs_of([], with_ties=True)
+    empty = ranked_pairs([], with_ties=True)
     assert empty.num_groups == 0
     assert len(empty.better_P) == 0
     assert empty.better_P.dtype == torch.int64
 
 
 def test_moving_to_scores_takes_their_type_and_keeps_the_indices() -> None:
-    pairs = pairs_of([(0, 1, 2)], with_ties=True).to(torch.zeros(3, dtype=torch.float32))
+    pairs = ranked_pairs([(0, 1, 2)], with_ties=True).to(torch.zeros(3, dtype=torch.float32))
 
     assert pairs.weight_P.dtype == pairs.gap_P.dtype == torch.float32
     assert pairs.better_P.dtype == torch.int64
@@ -82,7 +82,7 @@ def test_moving_to_scores_takes_their_type_and_keeps_the_indices() -> None:
 def test_every_usable_pair_appears_once_and_groups_weigh_one(
     ranks_per_group: list[list[int]], with_ties: bool
 ) -> None:
-    pairs = pairs_of(ranks_per_group, with_ties=with_ties)
+    pairs = ranked_pairs(ranks_per_group, with_ties=with_ties)
 
     flat = [(group, rank) for group, ranks in enumerate(ranks_per_group) for rank in ranks]
     expected = {

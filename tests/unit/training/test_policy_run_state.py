@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.grpo.rollouts import Clock
+from laurel.grpo.rollouts import RolloutStats
 from laurel.grpo.source import Batch
 from laurel.grpo.state import (
     batch_from_dict,
@@ -61,7 +61,7 @@ def test_a_batch_comes_back_from_a_checkpoint_as_it_was(
                 id=f"0-{number}", task=asked, prompt_ids=ids_of("q>"), rollouts_G=tuple(rollouts)
             ),
         ],
-        clock=Clock(generation=1.5, environment=0.25, exposed=0.125),
+        stats=RolloutStats(generation=1.5, environment=0.25, exposed=0.125),
         num_batches=number + 1,
         num_discarded=number,
         num_without_signal=2,
@@ -69,8 +69,10 @@ def test_a_batch_comes_back_from_a_checkpoint_as_it_was(
     tensors: dict[str, torch.Tensor] = {}
     tree = json.loads(json.dumps(encode(batch_to_dict(batch), "batch", tensors)))
     again = batch_from_dict(decode(tree, tensors), {asked.id: asked})
-    assert replace(again, groups=[], clock=Clock()) == replace(batch, groups=[], clock=Clock())
-    assert again.clock == batch.clock
+    assert replace(again, groups=[], stats=RolloutStats()) == replace(
+        batch, groups=[], stats=RolloutStats()
+    )
+    assert again.stats == batch.stats
     (group,) = again.groups
     assert group.task is asked
     assert group.id == f"0-{number}"

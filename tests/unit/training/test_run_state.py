@@ -13,13 +13,13 @@ import pytest
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import CheckpointError
-from laurel.run.reward_model import settings_of
+from laurel.run.reward_model import reward_model_identity
 from laurel.training.state import (
     TRAINING_DATA,
     Position,
     check_same_run,
-    fingerprint,
     read_run_dir,
+    samples_fingerprint,
     write_bad_step,
 )
 from laurel.types import Message, Preference, PreferenceSample, TokenGroup, group_of
@@ -70,21 +70,21 @@ def sample(**changes: Any) -> PreferenceSample:
     ],
 )
 def test_a_fingerprint_changes_with_all_that_is_learned_from(change: dict[str, Any]) -> None:
-    assert fingerprint([sample(**change)]) != fingerprint([sample()])
+    assert samples_fingerprint([sample(**change)]) != samples_fingerprint([sample()])
 
 
 def test_a_fingerprint_knows_the_order_and_not_the_place() -> None:
     one, other = sample(), sample(margin=1.0)
-    assert fingerprint([one, other]) != fingerprint([other, one])
-    assert fingerprint([one]) != fingerprint([one, one])
-    assert fingerprint([sample(source="elsewhere:1")]) == fingerprint([one])
+    assert samples_fingerprint([one, other]) != samples_fingerprint([other, one])
+    assert samples_fingerprint([one]) != samples_fingerprint([one, one])
+    assert samples_fingerprint([sample(source="elsewhere:1")]) == samples_fingerprint([one])
 
 
 # --------------------------------------------------------------------------------------- same run
 
 
 def settings(*overrides: str) -> dict[str, object]:
-    return settings_of(load_config(RewardTrainingRun, None, list(overrides)).config)
+    return reward_model_identity(load_config(RewardTrainingRun, None, list(overrides)).config)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ ENTRIES = {
     "the command": "import laurel.cli.main, laurel.run.train, torch",
     "the api": "import laurel.api, torch",
     "a spawned worker": "import laurel.workers.spawned, torch",
-    "a Ray actor": "import laurel.workers.seat, torch",
+    "a Ray actor": "import laurel.workers.worker_actor, torch",
 }
 
 

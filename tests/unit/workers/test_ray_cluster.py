@@ -295,7 +295,7 @@ def test_what_the_ranks_of_one_place_share_is_sent_once(monkeypatch):
     group = object.__new__(ray_group.RayGroup)
     run = SimpleNamespace(remote=lambda *sent: store.given.append(sent))
     group.role, group.size, group._failure, group._is_open = "policy", 4, None, True
-    group._seats = [SimpleNamespace(run=run)] * 4
+    group._actors = [SimpleNamespace(run=run)] * 4
     monkeypatch.setattr(ray_group, "_RayPending", lambda *_: None)
     of_places = [(["first"],), (["second"],)]  # two places of two tensor-parallel ranks each
     group.start_each("learn", [arguments for arguments in of_places for _ in range(2)])

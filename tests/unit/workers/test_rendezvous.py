@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from laurel.errors import ConfigError
-from laurel.workers.rendezvous import Place, bind_master, join, leave
+from laurel.workers.rendezvous import RankPlace, bind_master, join, leave
 
 
 def test_a_bound_port_is_nobody_elses():
@@ -27,7 +27,7 @@ def test_an_address_of_another_machine():
 
 
 def test_the_variables_of_torchrun():
-    place = Place(role="policy", rank=3, world_size=4, local_rank=1, master_port=5)
+    place = RankPlace(role="policy", rank=3, world_size=4, local_rank=1, master_port=5)
     assert place.environment() == {
         "RANK": "3",
         "WORLD_SIZE": "4",
@@ -42,7 +42,7 @@ def test_a_world_of_one_meets_nobody():
     import torch.distributed as dist
 
     leave()  # harmless where nobody has joined
-    join(Place(role="policy"))
+    join(RankPlace(role="policy"))
     try:
         tensor_K = torch.ones(2)
         dist.all_reduce(tensor_K)

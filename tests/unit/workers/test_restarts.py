@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laurel.workers.seat import Restarts
+from laurel.workers.worker_actor import Restarts
 
 
 @dataclass

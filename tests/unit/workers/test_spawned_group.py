@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from laurel.errors import WorkerError
-from laurel.workers.rendezvous import Place
+from laurel.workers.rendezvous import RankPlace
 from laurel.workers.spawned import SpawnedGroup
 
 
@@ -19,7 +19,7 @@ class OneWay:
 
 
 class Worker:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankPlace) -> None:
         self.place = place
 
     def one_way(self):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from laurel.config.tree import plain, read_text
+from laurel.config.yaml_tree import plain_values, read_text
 from laurel.errors import ConfigError
 
 _TRL = r"(?:trl[./]scripts[./])(?P<run>\w+?)(?:\.py)?$"
@@ -345,7 +345,7 @@ def scalar(text: str, *, lists: bool = False) -> Any:
         return float(digits) if re.search(r"[.eE]", digits) else int(digits)
     if lists and text[:1] in ("[", "{"):
         try:
-            return plain(read_text(text, "an override"))
+            return plain_values(read_text(text, "an override"))
         except ConfigError:
             return text
     return text

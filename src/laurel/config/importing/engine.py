@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from laurel.config.importing.commands import LAUNCHER_FILE
-from laurel.config.importing.rules import Entry, Table, Work
+from laurel.config.importing.rules import KeyOutcome, MappingTable, Work
 from laurel.config.load import check_tree
 from laurel.config.schemas import SCHEMAS, Kind
-from laurel.config.tree import Node, Section, nearest, plain
+from laurel.config.yaml_tree import Section, YamlNode, nearest, plain_values
 from laurel.errors import ConfigError
 
 WHOLE = ("policy.optimizer", "policy.scheduler")
@@ -28,17 +28,17 @@ class Imported:
     from ours."""
     origins: Mapping[str, str]
     """Where each is from, for people."""
-    entries: tuple[Entry, ...]
+    entries: tuple[KeyOutcome, ...]
     """Every key that the source says, and the defaults that matter, in the order of the table."""
     config: Section
     """The same, checked by the schema."""
 
-    def with_fate(self, fate: str) -> list[Entry]:
+    def with_fate(self, fate: str) -> list[KeyOutcome]:
         """The entries of one of the lists: carried, default, not needed, not carried."""
         return [entry for entry in self.entries if entry.fate == fate]
 
 
-def import_said(table: Table, work: Work, run: Kind) -> Imported:
+def import_said(table: MappingTable, work: Work, run: Kind) -> Imported:
     """Give every key of the source its fate, and check what comes out.
 
     Raises:
@@ -58,13 +58,13 @@ def import_said(table: Table, work: Work, run: Kind) -> Imported:
         system=work.system,
         run=run,
         config=config,
-        values={key: plain(node) for key, node in work.values.items()},
+        values={key: plain_values(node) for key, node in work.values.items()},
         origins={key: work.origins[key] for key in work.values},
         entries=tuple(entries),
     )
 
 
-def _without_rule(table: Table, work: Work, key: str) -> None:
+def _without_rule(table: MappingTable, work: Work, key: str) -> None:
     if table.rule_of(key) is not None:
         work.unneeded(key, "it has no effect beside the other keys of this file")
         return
@@ -86,7 +86,7 @@ def _drop_our_defaults(work: Work, schema: type[Section]) -> None:
     units = {to: next((w for w in WHOLE if to.startswith(w)), to) for to in work.values}
     needed: set[str] = set()
     for to, unit in units.items():
-        is_ours = default_at(ours, to) == plain(work.values[to])
+        is_ours = default_at(ours, to) == plain_values(work.values[to])
         if work.came_from[to] or not is_ours:
             needed.add(unit)
     for to, unit in units.items():
@@ -97,7 +97,7 @@ def _drop_our_defaults(work: Work, schema: type[Section]) -> None:
             entry.to = {
                 to: value
                 for to, value in entry.to.items()
-                if to in work.values and default_at(ours, to) != plain(work.values[to])
+                if to in work.values and default_at(ours, to) != plain_values(work.values[to])
             }
             if not entry.to:
                 del work.entries[key]
@@ -110,15 +110,15 @@ def default_at(ours: Any, dotted: str) -> Any:
     return ours
 
 
-def _nested(values: Mapping[str, Node], place: str) -> Node:
-    tree: dict[str, Node] = {}
+def _nested(values: Mapping[str, YamlNode], place: str) -> YamlNode:
+    tree: dict[str, YamlNode] = {}
     for dotted, node in values.items():
         *blocks, last = dotted.split(".")
         level = tree
         for block in blocks:
-            below = level.setdefault(block, Node(value={}, place=place))
+            below = level.setdefault(block, YamlNode(value={}, place=place))
             if not isinstance(below.value, dict):
                 raise ConfigError(f"{place}: {dotted} and a key above it are both set; keep one")
             level = below.value
         level[last] = node
-    return Node(value=tree, place=place)
+    return YamlNode(value=tree, place=place)

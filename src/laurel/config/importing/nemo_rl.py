@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from laurel.config.importing.engine import Imported
-from laurel.config.importing.rules import Entry
+from laurel.config.importing.rules import KeyOutcome
 from laurel.config.load import load_config
 from laurel.config.nemo_rl import fates_of
 from laurel.config.schemas import SCHEMAS, Kind
-from laurel.config.tree import DEFAULT, Node, plain
+from laurel.config.yaml_tree import DEFAULT, YamlNode, plain_values
 
 SYSTEM = "NeMo RL"
 
@@ -26,7 +26,7 @@ def import_file(path: Path, run: Kind) -> Imported:
     moved = {move.key for move in loaded.moves}
     put = {key for move in loaded.moves for key in move.to}
     entries = [
-        Entry(
+        KeyOutcome(
             key=move.key,
             fate="carried",
             value=move.value,
@@ -39,9 +39,9 @@ def import_file(path: Path, run: Kind) -> Imported:
     for key, value in _leaves(loaded.said, loaded.ignored, put):
         values[key] = value
         if key not in put:
-            entries.append(Entry(key=key, fate="carried", value=value, to={key: value}))
+            entries.append(KeyOutcome(key=key, fate="carried", value=value, to={key: value}))
     entries += [
-        Entry(
+        KeyOutcome(
             key=one.key,
             value=one.value,
             why=one.why,
@@ -64,7 +64,7 @@ _TAKEN_WHOLE = ("kwargs", "chat_template_kwargs", "hf_config_overrides", "labels
 
 
 def _leaves(
-    tree: Node, ignored: tuple[str, ...], whole: set[str], path: tuple[str, ...] = ()
+    tree: YamlNode, ignored: tuple[str, ...], whole: set[str], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Every key that is read, with its value; a block that is taken as a whole is one."""
     for name, child in tree.value.items():
@@ -75,4 +75,4 @@ def _leaves(
         if is_block and name not in _TAKEN_WHOLE and here not in whole:
             yield from _leaves(child, ignored, whole, (*path, name))
         else:
-            yield here, plain(child)
+            yield here, plain_values(child)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from laurel.config.tree import Node, graft
+from laurel.config.yaml_tree import YamlNode, graft
 from laurel.errors import ConfigError
 
 # --------------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ def is_secret(key: str) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class Entry:
+class KeyOutcome:
     """What became of one key."""
 
     key: str
@@ -71,8 +71,8 @@ class Work:
         self.defaults = defaults
         self.devices = devices
         self.total_steps = total_steps
-        self.entries: dict[str, Entry] = {}
-        self.values: dict[str, Node] = {}
+        self.entries: dict[str, KeyOutcome] = {}
+        self.values: dict[str, YamlNode] = {}
         """By key of ours."""
         self.came_from: dict[str, tuple[str, ...]] = {}
         self.origins: dict[str, str] = {}
@@ -206,9 +206,11 @@ class Work:
         if entry is not None:
             entry.why = f"{entry.why}; {text}" if entry.why else text
 
-    def _entry(self, key: str, fate: Fate) -> Entry:
+    def _entry(self, key: str, fate: Fate) -> KeyOutcome:
         if key not in self.entries:
-            self.entries[key] = Entry(key=key, fate=fate, value=self[key], is_said=key in self.said)
+            self.entries[key] = KeyOutcome(
+                key=key, fate=fate, value=self[key], is_said=key in self.said
+            )
         entry = self.entries[key]
         if fate == "carried" and entry.fate == "not needed":
             entry.fate = fate
@@ -240,7 +242,7 @@ Convert = Callable[[Work], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class KeyRule:
     """What becomes of some keys that are read together."""
 
     keys: tuple[str, ...]
@@ -256,10 +258,10 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class MappingTable:
     """One kind of run of another system."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[KeyRule, ...]
     defaults: Mapping[str, Any]
     """What the other system takes where a file says nothing."""
     told_by: frozenset[str] = frozenset()
@@ -267,7 +269,7 @@ class Table:
     other_names: Mapping[str, str] | None = None
     """Keys of older versions, and their names in this table."""
 
-    def rule_of(self, key: str) -> Rule | None:
+    def rule_of(self, key: str) -> KeyRule | None:
         """The rule of a key: its own, else that of its longest beginning."""
         exact = {k: rule for rule in self.rules for k in rule.keys}
         if key in exact:
@@ -285,27 +287,27 @@ class Table:
             yield from rule.keys
 
 
-def same(key: str, to: str, how: str = "as it is") -> Rule:
+def same(key: str, to: str, how: str = "as it is") -> KeyRule:
     """A key that has another name here, and the same meaning."""
 
     def convert(work: Work) -> None:
         if work.is_said(key) or key in work.defaults:
             work.put(to, work[key], by=(key,))
 
-    return Rule(keys=(key,), to=(to,), how=how, convert=convert)
+    return KeyRule(keys=(key,), to=(to,), how=how, convert=convert)
 
 
-def unneeded(how: str, *keys: str) -> Rule:
+def unneeded(how: str, *keys: str) -> KeyRule:
     """Keys that change nothing about what is learned, or that Laurel settles itself."""
 
     def convert(work: Work) -> None:
         for key in work.said_of(keys):
             work.unneeded(key, how)
 
-    return Rule(keys=keys, how=how, convert=convert, fate="not needed")
+    return KeyRule(keys=keys, how=how, convert=convert, fate="not needed")
 
 
-def absent(how: str, *keys: str, off: Sequence[Any] = (None, False, 0, "")) -> Rule:
+def absent(how: str, *keys: str, off: Sequence[Any] = (None, False, 0, "")) -> KeyRule:
     """Keys for which there is nothing here. At one of the values of `off` nothing is missing."""
 
     def convert(work: Work) -> None:
@@ -318,4 +320,4 @@ def absent(how: str, *keys: str, off: Sequence[Any] = (None, False, 0, "")) -> R
             else:
                 work.refuse(key, how)
 
-    return Rule(keys=keys, how=how, convert=convert, fate="not carried")
+    return KeyRule(keys=keys, how=how, convert=convert, fate="not carried")

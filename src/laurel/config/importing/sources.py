@@ -12,10 +12,10 @@ from typing import Any, Literal
 from laurel.config.importing import nemo_rl
 from laurel.config.importing.commands import PROGRAMS, Command, find_command
 from laurel.config.importing.engine import Imported, import_said
-from laurel.config.importing.rules import Table, Work
+from laurel.config.importing.rules import MappingTable, Work
 from laurel.config.importing.tables import read_tables
 from laurel.config.schemas import Kind
-from laurel.config.tree import MISSING, plain, read_document, read_file
+from laurel.config.yaml_tree import MISSING, plain_values, read_document, read_file
 from laurel.errors import ConfigError
 
 System = Literal["trl", "openrlhf", "verl", "nemo-rl"]
@@ -26,7 +26,7 @@ TITLES: Mapping[System, str] = {
     "verl": "verl",
     "nemo-rl": nemo_rl.SYSTEM,
 }
-TABLES: Mapping[System, Mapping[Kind, Table]] = {
+TABLES: Mapping[System, Mapping[Kind, MappingTable]] = {
     "trl": read_tables("trl"),
     "openrlhf": read_tables("openrlhf"),
     "verl": read_tables("verl"),
@@ -38,7 +38,7 @@ _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,([^{}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ImportRequest:
     """What is to be imported, and what the source does not say itself."""
 
     path: Path
@@ -51,7 +51,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ImportReport:
     """An import, and how its source was recognised."""
 
     imported: Imported
@@ -69,7 +69,7 @@ class _Read:
     command: Command | None = None
 
 
-def import_configuration(request: Request) -> Told:
+def import_configuration(request: ImportRequest) -> ImportReport:
     """Turn a configuration of another system into ours.
 
     Raises:
@@ -84,7 +84,7 @@ def import_configuration(request: Request) -> Told:
             f"--devices is for TRL, whose files do not say it; {TITLES[system]}'s do: leave it out"
         )
     if system == "nemo-rl":
-        return Told(imported=_nemo_rl(request, read, name), system=system, by=by)
+        return ImportReport(imported=_nemo_rl(request, read, name), system=system, by=by)
     run, run_by = _run(request, read, system, name)
     table = TABLES[system][run]
     said, lost = _said(table, read)
@@ -100,7 +100,7 @@ def import_configuration(request: Request) -> Told:
     for key, why in lost.items():
         work.refuse(key, why)
     imported = import_said(table, work, run)
-    return Told(
+    return ImportReport(
         imported=imported, system=system, by="; ".join(part for part in (by, run_by) if part)
     )
 
@@ -108,7 +108,7 @@ def import_configuration(request: Request) -> Told:
 # ------------------------------------------------------------------------------------------ reading
 
 
-def _read(request: Request, name: str) -> _Read:
+def _read(request: ImportRequest, name: str) -> _Read:
     text = request.text if request.text is not None else _text(request.path)
     suffix = request.path.suffix.lower()
     if suffix == ".json":
@@ -122,7 +122,7 @@ def _read(request: Request, name: str) -> _Read:
         if command is not None:
             return _Read(values=command.values, command=command)
     try:
-        values = plain(read_document(text, name))
+        values = plain_values(read_document(text, name))
     except ConfigError as error:
         if suffix in (".yaml", ".yml"):
             raise
@@ -133,12 +133,12 @@ def _read(request: Request, name: str) -> _Read:
     return _Read(values=_with_inherited(_mapping(values, name), request))
 
 
-def _with_inherited(values: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+def _with_inherited(values: Mapping[str, Any], request: ImportRequest) -> Mapping[str, Any]:
     """What a file of NeMo RL says with those it names; Hydra's `defaults` are not followed."""
     if "defaults" not in values or request.text is not None:
         return values
     try:
-        whole = plain(read_file(request.path))
+        whole = plain_values(read_file(request.path))
     except ConfigError:
         return values
     return whole if "policy" in whole else values
@@ -172,7 +172,7 @@ def _mapping(values: Any, name: str) -> Mapping[str, Any]:
 # ------------------------------------------------------------------------------------- which system
 
 
-def _system(request: Request, read: _Read, name: str) -> tuple[System, str]:
+def _system(request: ImportRequest, read: _Read, name: str) -> tuple[System, str]:
     said = request.system
     if read.command is not None:
         found: System | None = read.command.system  # type: ignore[assignment]
@@ -226,7 +226,7 @@ _SECTIONS = ("policy", "rm", "sft", "grpo", "loss_fn", "env", "checkpointing", "
 """Of a file of NeMo RL; no other system has a section `policy`."""
 
 
-def _run(request: Request, read: _Read, system: System, name: str) -> tuple[Kind, str]:
+def _run(request: ImportRequest, read: _Read, system: System, name: str) -> tuple[Kind, str]:
     tables = TABLES[system]
     if read.command is not None:
         run: Kind = read.command.run  # type: ignore[assignment]
@@ -257,7 +257,7 @@ def _run(request: Request, read: _Read, system: System, name: str) -> tuple[Kind
     return found[0], f"told to be for laurel {found[0]} by {told[found[0]][0]}"
 
 
-def _telling(table: Table, values: Mapping[str, Any]) -> list[str]:
+def _telling(table: MappingTable, values: Mapping[str, Any]) -> list[str]:
     names = table.other_names or {}
     return [key for key in _flat(values, table) if names.get(key, key) in table.told_by]
 
@@ -265,7 +265,7 @@ def _telling(table: Table, values: Mapping[str, Any]) -> list[str]:
 # ------------------------------------------------------------------------------------- what is said
 
 
-def _said(table: Table, read: _Read) -> tuple[dict[str, Any], dict[str, str]]:
+def _said(table: MappingTable, read: _Read) -> tuple[dict[str, Any], dict[str, str]]:
     """The keys by this table's names, and those whose values cannot be known."""
     names = table.other_names or {}
     said: dict[str, Any] = {}
@@ -290,7 +290,7 @@ def _said(table: Table, read: _Read) -> tuple[dict[str, Any], dict[str, str]]:
     return said, lost
 
 
-def _resolve(said: dict[str, Any], table: Table, key: str, lost: dict[str, str]) -> None:
+def _resolve(said: dict[str, Any], table: MappingTable, key: str, lost: dict[str, str]) -> None:
     """Replace references to other keys; a key is dropped where one leads nowhere."""
 
     def value_of(found: re.Match[str]) -> Any:
@@ -314,7 +314,9 @@ def _resolve(said: dict[str, Any], table: Table, key: str, lost: dict[str, str])
         said[key] = value
 
 
-def _flat(values: Mapping[str, Any], table: Table, prefix: tuple[str, ...] = ()) -> dict[str, Any]:
+def _flat(
+    values: Mapping[str, Any], table: MappingTable, prefix: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Nested keys with dots, down to those that the table knows as they are."""
     exact = set(table.known())
     found: dict[str, Any] = {}
@@ -329,7 +331,7 @@ def _flat(values: Mapping[str, Any], table: Table, prefix: tuple[str, ...] = ())
     return found
 
 
-def _nemo_rl(request: Request, read: _Read, name: str) -> Imported:
+def _nemo_rl(request: ImportRequest, read: _Read, name: str) -> Imported:
     if str(request.path) == STDIN:
         raise ConfigError("a file of NeMo RL may name others (defaults), and is read by its name")
     kinds = [kind for kind in ("grpo", "sft", "rm") if kind in read.values]

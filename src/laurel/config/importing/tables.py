@@ -45,7 +45,7 @@ from typing import Any
 import yaml
 
 from laurel.config.importing import optimizing
-from laurel.config.importing.rules import Rule, Table, Work, absent, same, unneeded
+from laurel.config.importing.rules import KeyRule, MappingTable, Work, absent, same, unneeded
 from laurel.config.schemas import Kind
 from laurel.errors import ConfigError
 
@@ -211,7 +211,7 @@ class _Reader:
         self.let: dict[str, tuple[str, ...]] = {}
         self.targets: list[str] = []
 
-    def rules(self, rows: Sequence[Any], short: Mapping[str, str]) -> Iterator[Rule]:
+    def rules(self, rows: Sequence[Any], short: Mapping[str, str]) -> Iterator[KeyRule]:
         names = Names(short=short, keys=self.keys)
         for row in rows:
             if "use" in row:
@@ -227,7 +227,7 @@ class _Reader:
             else:
                 self.targets = []
                 do = self.steps(row["do"], names)
-                yield Rule(
+                yield KeyRule(
                     keys=names.all(row["keys"]),
                     to=tuple(dict.fromkeys(self.targets)),
                     how=row["how"],
@@ -359,7 +359,7 @@ def _keys_of(rows: Sequence[Any], spec: Mapping[str, Any], names: Names) -> Iter
 
 
 @cache
-def read_tables(system: str) -> Mapping[Kind, Table]:
+def read_tables(system: str) -> Mapping[Kind, MappingTable]:
     """The tables of a system.
 
     Raises:
@@ -370,7 +370,7 @@ def read_tables(system: str) -> Mapping[Kind, Table]:
     return {run: _table(spec, program) for run, program in spec["programs"].items()}
 
 
-def _table(spec: Mapping[str, Any], program: Mapping[str, Any]) -> Table:
+def _table(spec: Mapping[str, Any], program: Mapping[str, Any]) -> MappingTable:
     short = {**spec.get("short", {}), **program.get("short", {})}
     names = Names(short=short)
     keys = frozenset(_keys_of(program["rows"], spec, names))
@@ -382,7 +382,7 @@ def _table(spec: Mapping[str, Any], program: Mapping[str, Any]) -> Table:
         return found
 
     others = whole(program.get("other_names", {}))
-    return Table(
+    return MappingTable(
         rules=tuple(_Reader(spec, keys).rules(program["rows"], short)),
         defaults=whole(program["defaults"]),
         told_by=frozenset(names.all(program["told_by"])),

@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from laurel.config.dump import entry, literal
 from laurel.config.importing import nemo_rl
 from laurel.config.importing.engine import Imported
-from laurel.config.importing.rules import Entry, shown
-from laurel.config.written import entry, literal
+from laurel.config.importing.rules import KeyOutcome, shown
 
 _WIDTH = 100
 
@@ -37,7 +37,7 @@ def _header(imported: Imported, source: str, output: str) -> Iterator[str]:
         yield from _wrapped(f"{said(one)}: {one.why}")
 
 
-def said(one: Entry) -> str:
+def said(one: KeyOutcome) -> str:
     """`key=value` as the source has it, or that it leaves the key out."""
     if not one.is_said:
         return (

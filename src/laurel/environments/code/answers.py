@@ -98,13 +98,13 @@ def program_of(text: str, *, entry: str = "", prefix: str = "") -> str | None:
     if not code.strip():
         return None
     if prefix:
-        return joined(code, entry=entry, prefix=prefix)
+        return join_code(code, entry=entry, prefix=prefix)
     if not is_block and entry and not re.search(rf"\b{re.escape(_first(entry))}\b", code):
         return None  # words, not a program: it could not have the function
     return code
 
 
-def joined(code: str, *, entry: str, prefix: str) -> str:
+def join_code(code: str, *, entry: str, prefix: str) -> str:
     """A program and what comes before it; see `program_of`."""
     if not prefix:
         return code
@@ -231,7 +231,7 @@ class Session:
             ),
         )
 
-    def after(self, code: str, result: SandboxResult, limits: Limits) -> tuple[Session, Reply]:
+    def after(self, code: str, result: SandboxResult, limits: Limits) -> tuple[Session, BlockReply]:
         """What a turn came to.
 
         Args:
@@ -263,7 +263,7 @@ class Session:
         # The tokenizer takes no halves of surrogate pairs.
         shown = "\n".join(part for part in (printed.rstrip("\n"), text) if part)
         shown = shown.encode("utf-8", "replace").decode()
-        return session, Reply(text=shown, value=text if kind == "value" else None)
+        return session, BlockReply(text=shown, value=text if kind == "value" else None)
 
     def _mark(self, code: str) -> str:
         """What no output holds by chance; the same each time."""
@@ -272,7 +272,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class BlockReply:
     """What the policy is told of a block."""
 
     text: str
@@ -281,7 +281,7 @@ class Reply:
     """That value, where the last statement is an expression and was evaluated; may be empty."""
 
 
-def observation(reply: Reply, code: str, after: str, *, most: int) -> str:
+def observation(reply: BlockReply, code: str, after: str, *, most: int) -> str:
     """A result as the policy sees it; empty where there is nothing to be seen.
 
     Args:
@@ -292,13 +292,13 @@ def observation(reply: Reply, code: str, after: str, *, most: int) -> str:
     """
     if not reply.text:
         return ""
-    shown = shortened(reply.text, most)
+    shown = cut_middle(reply.text, most)
     has_lines = "\n" in shown or "\n" in code
     said = f"\n\n<result>\n{shown}\n</result>" if has_lines else f"<result>{shown}</result>"
     return said.removeprefix(after)
 
 
-def shortened(text: str, most: int) -> str:
+def cut_middle(text: str, most: int) -> str:
     """The text, without its middle where it is longer than that."""
     if len(text) <= most:
         return text

@@ -21,14 +21,19 @@ from laurel.sandbox.group_trial import chosen_place
 from laurel.sandbox.jobs import Limits
 from laurel.sandbox.limits import available_cores
 from laurel.sandbox.pool import SandboxPool, affordable_workers
-from laurel.sandbox.runner import Outcome, SandboxGoneError, SandboxLostError, SandboxStartError
+from laurel.sandbox.runner import (
+    ProcessOutcome,
+    SandboxGoneError,
+    SandboxLostError,
+    SandboxStartError,
+)
 from laurel.sandbox.tiers import Tier
 from laurel.sandbox.zygote_process import END_SECONDS, GRACE_SECONDS, START_SECONDS, ZygoteProcess
 from laurel.workers.reservations import NodeState
-from laurel.workers.seat import Restarts
+from laurel.workers.worker_actor import Restarts
 
 if TYPE_CHECKING:
-    from laurel.workers.rendezvous import Place
+    from laurel.workers.rendezvous import RankPlace
 
 
 _log = logging.getLogger(__name__)
@@ -48,7 +53,7 @@ def open_pool_on(config: SandboxConfig, nodes: ClusterNodes) -> SandboxPool:
         ConfigError: A node gives no tier that the configuration accepts.
         WorkerError: A node could not start its process.
     """
-    crew = NodeCrew(
+    node_set = NodeSet(
         nodes,
         num_workers=config.num_workers,
         limits_mb=config.memory_mb + config.disk_mb,
@@ -56,19 +61,19 @@ def open_pool_on(config: SandboxConfig, nodes: ClusterNodes) -> SandboxPool:
         cgroup=config.cgroup,
     )
     alike: dict[str, list[str]] = {}
-    for node in crew.nodes:
+    for node in node_set.nodes:
         alike.setdefault(node.detection.sentence(), []).append(node.address)
-    for node in crew.nodes:
+    for node in node_set.nodes:
         addresses = alike.pop(node.detection.sentence(), None)
         if addresses is not None:
             say_tier(node.detection, node.tier, where=f"{', '.join(addresses)}: ")
-    _log.info("%d sandbox workers on %d nodes", crew.size, len(crew.nodes))
+    _log.info("%d sandbox workers on %d nodes", node_set.size, len(node_set.nodes))
     return SandboxPool(
-        tier=crew.tier,
-        num_workers=crew.size,
+        tier=node_set.tier,
+        num_workers=node_set.size,
         backlog=config.backlog,
-        make_runner=crew.make_runner,
-        end_runners=crew.close,
+        make_runner=node_set.make_runner,
+        end_runners=node_set.close,
     )
 
 
@@ -97,7 +102,7 @@ class ClusterNodes:
     quicker."""
 
 
-class NodeCrew:
+class NodeSet:
     """The nodes that run programs for one pool."""
 
     def __init__(
@@ -135,7 +140,7 @@ class NodeCrew:
         self.say = say
         self.restarts = Restarts(max_restarts, say)
         self.is_closed = False
-        self.nodes = [CrewNode(self, state) for state in nodes.alive()]
+        self.nodes = [SandboxNode(self, state) for state in nodes.alive()]
         self._lock = threading.Lock()
         try:
             self._open()
@@ -193,14 +198,14 @@ class NodeCrew:
             node.close()
 
 
-class CrewNode:
+class SandboxNode:
     """A node, seen from the process of the run. Safe to use from several threads."""
 
-    def __init__(self, crew: NodeCrew, state: NodeState) -> None:
+    def __init__(self, node_set: NodeSet, state: NodeState) -> None:
         """Start nothing yet.
 
         Args:
-            crew: That it belongs to.
+            node_set: That it belongs to.
             state: What the cluster says of it.
         """
         self.id = state.id
@@ -212,7 +217,7 @@ class CrewNode:
         self.num_workers = 0
         self.gone: str | None = None
         """Why it is given up."""
-        self._crew = crew
+        self._node_set = node_set
         self._lock = threading.Lock()
         self._group: WorkerGroup | None = None
         self._loss: Exception = SandboxLostError("it was never started")
@@ -224,15 +229,15 @@ class CrewNode:
             ConfigError: Not well enough.
             WorkerError: Its process could not be started.
         """
-        crew = self._crew
+        node_set = self._node_set
         with self._lock:
             self._group = self._made()
-            found = self._group.call_one(0, "find", crew.num_workers, crew.limits_mb)
+            found = self._group.call_one(0, "find", node_set.num_workers, node_set.limits_mb)
             letter = found["tier"]
             self.detection = Detection(
                 tier=None if letter is None else Tier(letter), reasons=found["reasons"]
             )
-            self.tier = crew.accept(self.detection)
+            self.tier = node_set.accept(self.detection)
             self.num_workers = found["num_workers"]
             self._prepare(self._group)
 
@@ -244,7 +249,7 @@ class CrewNode:
             SandboxStartError: All have been shut down.
         """
         with self._lock:
-            if self._crew.is_closed:
+            if self._node_set.is_closed:
                 raise SandboxStartError(CLOSED)
             if self._group is None and self.gone is None:
                 self._group = self._restarted()
@@ -268,7 +273,7 @@ class CrewNode:
         try:
             return group.call_one(0, method, *args, timeout=limit)
         except WorkerError as error:
-            if self._crew.is_closed:
+            if self._node_set.is_closed:
                 raise SandboxLostError(CLOSED) from error
             if not error.is_lost and self._group is group:
                 raise
@@ -302,29 +307,29 @@ class CrewNode:
     # ------------------------------------------------------------------------- under the lock
 
     def _made(self) -> WorkerGroup:
-        crew = self._crew
-        return crew.nodes_of_cluster.make(
+        node_set = self._node_set
+        return node_set.nodes_of_cluster.make(
             self.name,
             self.id,
             NodeWorker,
-            at_a_time=crew.num_workers + _SPARE_CALLS,
+            at_a_time=node_set.num_workers + _SPARE_CALLS,
             limit=OPENING_SECONDS,
         )
 
     def _prepare(self, group: WorkerGroup) -> None:
-        group.call_one(0, "prepare", self.tier.value, self.num_workers, self._crew.cgroup)
+        group.call_one(0, "prepare", self.tier.value, self.num_workers, self._node_set.cgroup)
 
     def _restarted(self) -> WorkerGroup | None:
         """Another process; None where there is to be none."""
         while True:
-            if self._crew.is_closed:
+            if self._node_set.is_closed:
                 raise SandboxStartError(CLOSED)
             refused = self._refusal()
             if refused is not None:
                 self.gone = refused
-                self._crew.say(
+                self._node_set.say(
                     f"{refused}. Its {self.num_workers} sandbox workers are given up; there are "
-                    f"{self._crew.num_left()} on other nodes"
+                    f"{self._node_set.num_left()} on other nodes"
                 )
                 return None
             group = None
@@ -340,9 +345,9 @@ class CrewNode:
 
     def _refusal(self) -> str | None:
         """Why its process is not started again; None: it is, and that has been said."""
-        if self.id not in {state.id for state in self._crew.nodes_of_cluster.alive()}:
+        if self.id not in {state.id for state in self._node_set.nodes_of_cluster.alive()}:
             return f"{self.name} was lost: the node has left the cluster"
-        loss = self._crew.restarts.after(self._loss, self)
+        loss = self._node_set.restarts.after(self._loss, self)
         return None if loss.refused is None else str(loss)
 
 
@@ -354,7 +359,7 @@ MARGIN_SECONDS = 20.0
 """What a call to a node may take beyond what is waited for there."""
 
 
-class Node(Protocol):
+class RunnerNode(Protocol):
     """What a runner knows of its node."""
 
     tier: Tier
@@ -379,7 +384,7 @@ class NodeRunner:
 
     pid: int | None = None
 
-    def __init__(self, node: Node, index: int) -> None:
+    def __init__(self, node: RunnerNode, index: int) -> None:
         """Ask for nothing yet.
 
         Args:
@@ -415,7 +420,7 @@ class NodeRunner:
 
     def one(
         self, header: Mapping[str, Any], *parts: bytes, limits: Limits, stdin: bytes = b""
-    ) -> Outcome:
+    ) -> ProcessOutcome:
         """See `Runner`."""
         return self._run("one", dict(header), parts, limits.message(), stdin, limits=limits)[0]
 
@@ -425,8 +430,8 @@ class NodeRunner:
         header: Mapping[str, Any],
         *parts: bytes,
         limits: Limits,
-        is_waiting: Callable[[Outcome], bool],
-    ) -> tuple[Outcome, Outcome]:
+        is_waiting: Callable[[ProcessOutcome], bool],
+    ) -> tuple[ProcessOutcome, ProcessOutcome]:
         """See `Runner`. Whether the program is waited for is decided where it runs: functions do
         not travel, and what they hold might be an answer."""
         verdict, outcome = self._run(
@@ -450,7 +455,7 @@ class NodeRunner:
         with self._asking:
             pass
 
-    def _run(self, method: str, *args: Any, limits: Limits) -> list[Outcome]:
+    def _run(self, method: str, *args: Any, limits: Limits) -> list[ProcessOutcome]:
         with self._asking:
             self.start()
             assert self._group is not None
@@ -483,7 +488,7 @@ class NodeWorker:
     Each zygote is used by one thread at a time; `discard` and `shutdown` may come from another.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankPlace) -> None:
         """Have no zygote yet.
 
         Args:
@@ -599,15 +604,15 @@ class NodeWorker:
         return zygote
 
 
-def as_plain(outcome: Outcome) -> dict[str, Any]:
+def as_plain(outcome: ProcessOutcome) -> dict[str, Any]:
     """An outcome as plain data."""
-    plain = {field.name: getattr(outcome, field.name) for field in fields(Outcome)}
+    plain = {field.name: getattr(outcome, field.name) for field in fields(ProcessOutcome)}
     return plain | {"truncated": sorted(outcome.truncated)}
 
 
-def of_plain(said: Mapping[str, Any]) -> Outcome:
+def of_plain(said: Mapping[str, Any]) -> ProcessOutcome:
     """The outcome that plain data is."""
-    return Outcome(**{**said, "truncated": frozenset(said["truncated"])})
+    return ProcessOutcome(**{**said, "truncated": frozenset(said["truncated"])})
 
 
 def _answer(work: Callable[[], Any]) -> Answer:

@@ -79,7 +79,7 @@ def accepted_tier(config: SandboxConfig, found: Detection) -> Tier:
     return found.tier
 
 
-def limits_of(config: SandboxConfig) -> Limits:
+def program_limits(config: SandboxConfig) -> Limits:
     """The limits of a program."""
     return Limits(
         cpu_s=config.cpu_seconds,

@@ -113,7 +113,9 @@ class CodeVerdict:
         return self.failure is None and self.status == Status.OK.value
 
 
-def verdict_of(tests: TaskTests, result: SandboxResult, reward: str, *, most: int) -> CodeVerdict:
+def program_verdict(
+    tests: TaskTests, result: SandboxResult, reward: str, *, most: int
+) -> CodeVerdict:
     """The verdict on a program.
 
     Args:

@@ -23,7 +23,7 @@ from typing import Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from laurel.environments.math.answers import Candidate, Checked, is_unevaluated, solved_as_interval
-from laurel.environments.math.pool import receive, send
+from laurel.environments.math.pool import receive_message, send_message
 
 SELF_TEST: tuple[tuple[str, str, bool], ...] = (
     ("4", "4", True),
@@ -46,7 +46,7 @@ SELF_TEST: tuple[tuple[str, str, bool], ...] = (
 that always says no is the worst failure there is, for nobody sees it."""
 
 
-def compare(gold: str, candidate: Candidate, *, forbid_unevaluated: bool) -> Checked:
+def answers_match(gold: str, candidate: Candidate, *, forbid_unevaluated: bool) -> Checked:
     """Whether math-verify takes the candidate for the known answer. May take for ever."""
     known = _known_answer(gold)
     if not known:
@@ -81,7 +81,7 @@ def failed_self_test() -> list[str]:
     """The known pairs that do not come out as they must."""
     failed = []
     for gold, text, expected in SELF_TEST:
-        checked = compare(gold, Candidate(text=text), forbid_unevaluated=True)
+        checked = answers_match(gold, Candidate(text=text), forbid_unevaluated=True)
         if checked.verdict != ("correct" if expected else "incorrect"):
             failed.append(f"{text} for {gold}: {checked.verdict}")
     return failed
@@ -113,7 +113,7 @@ def main(control_fd: int) -> None:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
 
-    send(control, {"failed": failed_self_test()})
+    send_message(control, {"failed": failed_self_test()})
     with open(os.devnull, "wb") as nowhere:  # what a parser says of each bad answer
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
     gc.collect()
@@ -130,10 +130,10 @@ def main(control_fd: int) -> None:
             if request["do"] == "start":
                 pid = _start_worker(control, descriptors[0])
                 workers.add(pid)
-                send(control, {"pid": pid})
+                send_message(control, {"pid": pid})
             else:
                 _end_worker(request["pid"], workers)
-                send(control, {})
+                send_message(control, {})
     finally:
         for pid in list(workers):
             _end_worker(pid, workers)
@@ -176,19 +176,19 @@ def _confine(zygote: int) -> None:
 def _work(link: socket.socket) -> None:
     """Answer one question after the other."""
 
-    send(link, {"failed": failed_self_test()})
+    send_message(link, {"failed": failed_self_test()})
     while True:
-        item = receive(link)
+        item = receive_message(link)
         candidate = Candidate(text=item["text"], boxed=item["boxed"])
         forbid = item["forbid_unevaluated"]
         try:
-            checked = compare(item["gold"], candidate, forbid_unevaluated=forbid)
+            checked = answers_match(item["gold"], candidate, forbid_unevaluated=forbid)
         except MemoryError:
             checked = Checked(verdict="timeout", answer=item["text"] if item["boxed"] else None)
         except Exception as error:
             checked = Checked(verdict="error", reason=f"{type(error).__name__}: {error}"[:500])
         swollen = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MEMORY_LIMIT // 2 // 1024
-        send(
+        send_message(
             link,
             {
                 "verdict": checked.verdict,

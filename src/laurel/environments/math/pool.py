@@ -119,7 +119,9 @@ class AnswerChecker:
 
     def _ask(self, gold: str, candidate: Candidate) -> Future[Checked]:
         return self.pool.submit(
-            Question(gold=gold, candidate=candidate, forbid_unevaluated=self._forbid_unevaluated)
+            CheckRequest(
+                gold=gold, candidate=candidate, forbid_unevaluated=self._forbid_unevaluated
+            )
         )
 
     def _finish(self, pending: _Pending) -> Checked:
@@ -162,7 +164,7 @@ _SECONDS_TO_CLOSE = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class CheckRequest:
     """An answer to be checked by a parser."""
 
     gold: str
@@ -202,7 +204,7 @@ class CheckingPool:
         self._threads: list[threading.Thread] = []
         self._finalizer = weakref.finalize(self, _close, self._state, self._threads)
 
-    def submit(self, question: Question) -> Future[Checked]:
+    def submit(self, question: CheckRequest) -> Future[Checked]:
         """The verdict to come. Raises `EnvironmentFailedError`, from here or from the future, where
         the processes do not start or the pool is closed."""
         with self._starting:
@@ -239,7 +241,7 @@ class _State:
     def __init__(self, timeout_seconds: float, items_of_a_life: int) -> None:
         self.timeout_seconds = timeout_seconds
         self.items_of_a_life = items_of_a_life
-        self.questions: queue.SimpleQueue[tuple[Question, Future[Checked]] | None]
+        self.questions: queue.SimpleQueue[tuple[CheckRequest, Future[Checked]] | None]
         self.questions = queue.SimpleQueue()
         self.zygote = Zygote()
         self.closed = False
@@ -269,7 +271,7 @@ def _serve(state: _State) -> None:
 
 
 def _check(
-    state: _State, question: Question, worker: Worker | None
+    state: _State, question: CheckRequest, worker: Worker | None
 ) -> tuple[Checked, Worker | None]:
     """The verdict, and the worker for the next question, if it still lives."""
     message = question.message()
@@ -362,12 +364,12 @@ class Worker:
         """
         self.items += 1
         self._link.settimeout(max(deadline - time.monotonic(), 1e-3))
-        send(self._link, message)
+        send_message(self._link, message)
         return self.reply(deadline)
 
     def reply(self, deadline: float) -> dict[str, Any]:
         """What the process says next; see `ask` for the errors."""
-        return receive(self._link, deadline)
+        return receive_message(self._link, deadline)
 
     def close(self) -> None:
         """Close this end of the connection."""
@@ -402,7 +404,7 @@ class Zygote:
                 here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
                 try:
                     socket.send_fds(control, [b'{"do": "start"}'], [there.fileno()])
-                    pid = receive(control, time.monotonic() + START_SECONDS)["pid"]
+                    pid = receive_message(control, time.monotonic() + START_SECONDS)["pid"]
                 except OSError:
                     here.close()
                     self._stop()
@@ -429,8 +431,8 @@ class Zygote:
                 return  # it went with its zygote
             del self._workers[worker.pid]
             try:
-                send(self._control, {"do": "end", "pid": worker.pid})
-                receive(self._control, time.monotonic() + _END_SECONDS)
+                send_message(self._control, {"do": "end", "pid": worker.pid})
+                receive_message(self._control, time.monotonic() + _END_SECONDS)
             except OSError:
                 self._stop()
 
@@ -474,7 +476,7 @@ class Zygote:
             )
             there.close()
             try:
-                _refuse_liar(receive(here, time.monotonic() + START_SECONDS))
+                _refuse_liar(receive_message(here, time.monotonic() + START_SECONDS))
             except (OSError, EnvironmentFailedError) as error:
                 here.close()
                 self._stop()
@@ -524,12 +526,12 @@ def _refuse_liar(said: dict[str, Any]) -> None:
 _AT_ONCE = 1 << 16
 
 
-def send(link: socket.socket, message: object) -> None:
+def send_message(link: socket.socket, message: object) -> None:
     """Send a message; OSError where the other end is gone."""
     link.sendall(json.dumps(message).encode() + b"\n")
 
 
-def receive(link: socket.socket, deadline: float | None = None) -> dict[str, Any]:
+def receive_message(link: socket.socket, deadline: float | None = None) -> dict[str, Any]:
     """The next message.
 
     Args:

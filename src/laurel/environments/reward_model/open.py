@@ -41,7 +41,7 @@ from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.function import FunctionScorer
 from laurel.rewards.judge import JudgeScorer
-from laurel.rewards.loop_scorer import LoopScorer, OneModelDesk
+from laurel.rewards.loop_scorer import LoopScorer, SingleModelBackend
 from laurel.rewards.open import (
     ModelPlace,
     Say,
@@ -56,20 +56,20 @@ from laurel.rewards.open import (
 from laurel.rewards.preparing import WORKER, Preparers, Preparing
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.replica import close_scorer
-from laurel.rewards.remote.router import Canary, Router, RouterOptions
+from laurel.rewards.remote.router import CanaryGroup, Router, RouterOptions
 from laurel.rewards.remote.server_check import ServerCheck
-from laurel.rewards.replicas import ROLE, GroupScorer, ScoringCrew, ScoringWorker
+from laurel.rewards.replicas import ROLE, GroupScorer, ScoringReplicaSet, ScoringWorker
 from laurel.rewards.scorer import ContractScorer, LocalScorer
 from laurel.sandbox.limits import available_cores
 from laurel.workers.spawned import SpawnedGroup
 
 
-def open_scorer(
+def open_environment_scorer(
     config: RewardModelEnvironmentConfig,
     *,
     device: Device,
     say: Say,
-    opening: Opening | None = None,
+    opening: ScorerFactory | None = None,
 ) -> Scorer:
     """What the settings say gives the scores: one model, servers, a judge, a function, or several.
 
@@ -85,7 +85,7 @@ def open_scorer(
         UserError: A setting, a model, a server or a function that cannot be used. What can be told
             without loading or asking is told before.
     """
-    opening = opening or opening_here(device=device, say=say)
+    opening = opening or local_scorer_factory(device=device, say=say)
     if config.models is None:
         check_keys(config, where=WHERE)
         return _open(config, where=WHERE, opening=opening, say=say)
@@ -143,7 +143,12 @@ def _key(config: AskingConfig, where: str) -> str | None:
 
 
 def _open(
-    config: RewardModelEnvironmentConfig, *, where: str, opening: Opening, say: Say, name: str = ""
+    config: RewardModelEnvironmentConfig,
+    *,
+    where: str,
+    opening: ScorerFactory,
+    say: Say,
+    name: str = "",
 ) -> Scorer:
     if config.urls is not None:
         return _open_servers(
@@ -188,7 +193,7 @@ def _open_servers(
             attempt_timeout=config.attempt_timeout,
             hedge=config.hedge,
             version=config.model_version,
-            canary=Canary(),
+            canary=CanaryGroup(),
         ),
     )
     try:
@@ -217,7 +222,7 @@ def _checked(
         has_canary=scorer.options.canary is not None,
         version=scorer.options.version,
     )
-    replicas = [standing.replica for standing in scorer.standings.values()]
+    replicas = [health.replica for health in scorer.replica_health.values()]
     _run(lambda: check.check_all(replicas))
     return scorer
 
@@ -233,7 +238,11 @@ def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _open_ensemble(
-    config: RewardModelEnvironmentConfig, parts: list[EnsemblePart], *, opening: Opening, say: Say
+    config: RewardModelEnvironmentConfig,
+    parts: list[EnsemblePart],
+    *,
+    opening: ScorerFactory,
+    say: Say,
 ) -> Scorer:
     named = [(part, f"{WHERE}.models[{index}]") for index, part in enumerate(parts)]
     for part, where in named:
@@ -406,7 +415,7 @@ def open_reward_model_group(
 
 def found_reward_model(
     config: RewardModelEnvironmentConfig, *, tp: int, device: Device, say: Say
-) -> FoundRewardModel:
+) -> ResolvedModel:
     """The model that the settings mean now, its files checked; nothing is loaded.
 
     Raises:
@@ -414,11 +423,11 @@ def found_reward_model(
     """
     with _in_its_words(config):
         place, spec = _found(config, tp=tp, device=device, say=say)
-    return FoundRewardModel(config, place, spec)
+    return ResolvedModel(config, place, spec)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundRewardModel:
+class ResolvedModel:
     """A model that can be opened any number of times, and is the same each time."""
 
     config: RewardModelEnvironmentConfig
@@ -612,7 +621,7 @@ RENDERING_LIMIT = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class ScorerFactory:
     """How what scores is opened: beside this process, or on a cluster."""
 
     open_model: Callable[[RewardModelEnvironmentConfig, str], ContractScorer]
@@ -621,10 +630,10 @@ class Opening:
     """Makes a group of one, for a process that renders and tokenises."""
 
 
-def opening_here(*, device: Device, say: Say) -> Opening:
+def local_scorer_factory(*, device: Device, say: Say) -> ScorerFactory:
     """Models in this process or in processes of this machine."""
-    return Opening(
-        open_model=lambda config, _: open_to_judge(config, device=device, say=say),
+    return ScorerFactory(
+        open_model=lambda config, _: build_scorer(config, device=device, say=say),
         make_worker=make_worker_here,
     )
 
@@ -634,7 +643,7 @@ def make_worker_here(*made: Any) -> WorkerGroup:
     return SpawnedGroup(WORKER, *made, cpu_threads=1, limit=RENDERING_LIMIT)
 
 
-def open_to_judge(
+def build_scorer(
     config: RewardModelEnvironmentConfig, *, device: Device, say: Say
 ) -> ContractScorer:
     """The scorer that the settings describe, on this machine, as a run wants it.
@@ -657,7 +666,7 @@ def open_to_judge(
     is_on_gpu = isinstance(scorer, LocalScorer) and scorer.model.device.type != "cpu"
     shares = scorer.path == "forest" and config.sequence_packing.share_prompts
     if config.use_reward_loop and is_on_gpu and shares:
-        loop = LoopScorer(OneModelDesk(scorer))
+        loop = LoopScorer(SingleModelBackend(scorer))
         loop.preparers = scorer.preparers
         return loop
     return scorer
@@ -689,7 +698,7 @@ def _open_processes(
 
 
 def open_crew(
-    found: FoundRewardModel,
+    found: ResolvedModel,
     group_of: Callable[[int], MakeGroup],
     num_replicas: int,
     *,
@@ -705,7 +714,7 @@ def open_crew(
         group_of: What makes the group of the replica with this number.
         num_replicas: At least one.
         tp: Ranks of each.
-        make_worker: See `Opening`.
+        make_worker: See `ScorerFactory`.
         say: Told what the first one found and decided.
         role: What the replicas are, for messages.
 
@@ -721,8 +730,8 @@ def open_crew(
         scorer.preparers = workers[0] if workers else None
         return scorer
 
-    crew = ScoringCrew(make, num_replicas, role=role)
-    loop = LoopScorer(crew)
+    replica_set = ScoringReplicaSet(make, num_replicas, role=role)
+    loop = LoopScorer(replica_set)
     try:
         with_workers(loop, found.config, make_worker)
     except BaseException:
@@ -730,7 +739,7 @@ def open_crew(
         raise
     if loop.preparers is not None:
         workers.append(loop.preparers)
-        for replica in crew.replicas:
+        for replica in replica_set.replicas:
             replica.scorer.preparers = loop.preparers
     return loop
 

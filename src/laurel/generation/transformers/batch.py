@@ -18,8 +18,8 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from laurel.errors import EngineError
-from laurel.generation.transformers.cpu_products import quick_products as quick_products_of
-from laurel.generation.transformers.sampling import SamplingRows, draw
+from laurel.generation.transformers.cpu_matmul import fast_matmul as fast_matmul_of
+from laurel.generation.transformers.sampling import SamplingRows, draw_tokens
 from laurel.models.forest.decoding import KeyValueStore
 from laurel.models.forest.policy import PolicyModel
 from laurel.models.tokenizer import plain_text
@@ -75,13 +75,13 @@ class ContinuousBatch:
         *,
         end_ids: Sequence[int],
         max_concurrent: int,
-        quick_products: bool = True,
+        fast_matmul: bool = True,
     ) -> None:
         """Make an empty batch; see `TransformersEngine`."""
         self.model = model
         self.weight_version = 0
         self._tokenizer = tokenizer
-        self._products = quick_products_of if quick_products else nullcontext
+        self._products = fast_matmul_of if fast_matmul else nullcontext
         self._table = RowTable(max_concurrent, model.vocab_size, end_ids)
         self._store = KeyValueStore(model.device)
         self._rows: dict[int, _Row] = {}
@@ -207,7 +207,7 @@ class ContinuousBatch:
         """Draw the next token of each row; the completions that it ends, in order."""
         logits_NV = self.model.logits(hidden_ND).float()
         uniform_N = torch.from_numpy(self._table.next_uniforms(slots_N)).to(logits_NV.device)
-        draws = draw(logits_NV, sampling, uniform_N)
+        draws = draw_tokens(logits_NV, sampling, uniform_N)
         tokens, logprobs = torch.stack((draws.tokens_N.double(), draws.logprobs_N.double())).cpu()
         tokens_N, logprobs_N = tokens.numpy().astype(np.int64), logprobs.numpy()
         if not np.isfinite(logprobs_N).all():

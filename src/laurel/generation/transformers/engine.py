@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from laurel.errors import EngineError, ModelError
-from laurel.generation.requests import check_request
+from laurel.generation.requests import check_generation_request
 from laurel.generation.transformers.batch import ContinuousBatch, Finished, Ticket
 from laurel.generation.weights.probe import (
     ProbeAnswer,
@@ -53,7 +53,7 @@ class TransformersEngine:
         shares_weights: bool = True,
         owns_model: bool = False,
         weight_version: int = 0,
-        quick_products: bool = True,
+        fast_matmul: bool = True,
     ) -> None:
         """Draw from a model.
 
@@ -68,8 +68,8 @@ class TransformersEngine:
             owns_model: Without shared weights: nobody else has the model, so that it need not be
                 copied.
             weight_version: Of the weights as they are now.
-            quick_products: Multiply with the quicker of torch's two CPU libraries, where they
-                differ (`cpu_products`); otherwise with the one that the learner uses.
+            fast_matmul: Multiply with the quicker of torch's two CPU libraries, where they
+                differ (`cpu_matmul`); otherwise with the one that the learner uses.
 
         Raises:
             ModelError: The model cannot be served.
@@ -85,7 +85,7 @@ class TransformersEngine:
             copy.deepcopy(tokenizer),
             end_ids=end_ids,
             max_concurrent=max_concurrent,
-            quick_products=quick_products,
+            fast_matmul=fast_matmul,
         )
         self._batch.weight_version = weight_version
         self._vocab_size = model.vocab_size
@@ -104,7 +104,7 @@ class TransformersEngine:
             DataError: The prompt has no tokens, or tokens that the model does not know.
             ConfigError: The sampling parameters or seeds are out of range.
         """
-        check_request(request, vocab_size=self._vocab_size)
+        check_generation_request(request, vocab_size=self._vocab_size)
         return self._completions(request)
 
     async def _completions(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
@@ -166,7 +166,7 @@ class TransformersEngine:
     async def _do(self, work: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        self._worker.submit(Job(work, lambda error: _tell(loop, _settle, done, error)))
+        self._worker.submit(IdleTask(work, lambda error: _tell(loop, _settle, done, error)))
         await done
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ def _settle(future: asyncio.Future[None], error: BaseException | None = None) ->
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class IdleTask:
     """Work for a moment when no request is under way."""
 
     work: Callable[[], None]
@@ -215,7 +215,7 @@ class GenerationWorker:
         # All below is guarded by `_changed`.
         self._arriving: list[Ticket] = []
         self._waiting: deque[Ticket] = deque()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[IdleTask] = deque()
         self._aborts: deque[tuple[Ticket, Callable[[], None]]] = deque()
         self._open: set[Ticket] = set()
         self._is_asleep = False
@@ -250,7 +250,7 @@ class GenerationWorker:
                 return
         gone()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: IdleTask) -> None:
         """Have a job done."""
         with self._changed:
             self._check_alive()

@@ -44,7 +44,7 @@ class Draws(NamedTuple):
     """float32: under `softmax(logits / temperature)`; not a number where the logits are not."""
 
 
-def draw(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> Draws:
+def draw_tokens(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> Draws:
     """The next token of every row.
 
     Args:

@@ -31,15 +31,15 @@ from typing import Any
 import numpy as np
 
 from laurel.errors import ConfigError, DataError, EngineError, LaurelError
-from laurel.generation.requests import GeneratorSpec, check_request
+from laurel.generation.requests import GeneratorSpec, check_generation_request
 from laurel.generation.transformers.batch import StopStringWatch
 from laurel.generation.vllm.settings import (
     ENVIRONMENT,
     cpu_environment,
     engine_arguments,
+    engine_dtype,
     environment,
     importing_vllm,
-    precision_of,
 )
 from laurel.generation.waiting import BackgroundLoop, Lifeline, PauseGate
 from laurel.generation.weights.buckets import shapes_in, written
@@ -78,7 +78,7 @@ class VllmEngine:
         self._max_length = generation.vllm_cfg.max_model_len or spec.max_length
         self._end_ids = spec.end_ids
         self._probe = probe
-        learner, precision = precision, precision_of(generation, precision)
+        learner, precision = precision, engine_dtype(generation, precision)
         self._tolerance = generation.weight_probe_tolerance or default_tolerance(precision, learner)
         self._weight_version = spec.weight_version
         self._shapes, self._num_bytes = shapes_in(Path(model_dir))
@@ -183,7 +183,7 @@ class VllmEngine:
             DataError: The prompt is empty, fills the context, or is of another vocabulary.
             ConfigError: vLLM cannot sample like that.
         """
-        check_request(request, vocab_size=self._vocab_size)
+        check_generation_request(request, vocab_size=self._vocab_size)
         check_limits(
             request,
             max_length=self._max_length,

@@ -88,7 +88,7 @@ def importing_vllm(purpose: str) -> Iterator[None]:
         raise MissingDependencyError.of("vllm", extra="vllm", purpose=purpose) from error
 
 
-def precision_of(generation: GenerationConfig, policy_precision: str) -> str:
+def engine_dtype(generation: GenerationConfig, policy_precision: str) -> str:
     """Dtype of the engine's weights."""
     chosen = generation.vllm_cfg.precision
     return policy_precision if chosen == "auto" else chosen

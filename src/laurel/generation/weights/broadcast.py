@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from laurel.errors import BroadcastError
-from laurel.generation.weights.buckets import Bucket, Entry, bytes_of, part_of
-from laurel.workers.process import Broadcast, BroadcastGroup, reason_of
-from laurel.workers.rendezvous import Place, bind_master, store_of
+from laurel.generation.weights.buckets import Bucket, TensorEntry, bytes_of, unpack_tensor
+from laurel.workers.process import BroadcastGroup, PendingBroadcast, torch_error_text
+from laurel.workers.rendezvous import RankPlace, bind_master, store_of
 
 ALIGNMENT = 16
 """Bytes: a tensor in a bucket begins at a multiple, so that it can be read where it lies."""
@@ -46,7 +46,7 @@ class Meeting:
 class WeightLink:
     """How one process is linked with the others between which weights travel."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankPlace) -> None:
         """Link nothing yet."""
         self._place = place
         self._group: BroadcastGroup | None = None
@@ -55,7 +55,7 @@ class WeightLink:
 
     @property
     def host(self) -> str:
-        """See `Place.host`."""
+        """See `RankPlace.host`."""
         return self._place.host
 
     def invite(self, address: str, size: int, patience: float) -> int:
@@ -98,7 +98,7 @@ class WeightLink:
         self._number = meeting.number
         return self._group
 
-    def _at(self, address: str, port: int, *, rank: int, size: int) -> Place:
+    def _at(self, address: str, port: int, *, rank: int, size: int) -> RankPlace:
         return replace(
             self._place,
             rank=rank,
@@ -115,14 +115,16 @@ class WeightLink:
         self._group = None
 
 
-def _store_of(place: Place, patience: float) -> Any:
+def _store_of(place: RankPlace, patience: float) -> Any:
     try:
         return store_of(place, timeout=timedelta(seconds=patience))
     except RuntimeError as error:
-        raise BroadcastError(f"no place to meet: {reason_of(error)}") from error
+        raise BroadcastError(f"no place to meet: {torch_error_text(error)}") from error
 
 
-def send(group: BroadcastGroup, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> None:
+def broadcast_tensors(
+    group: BroadcastGroup, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int
+) -> None:
     """Tell everybody named tensors, in order.
 
     Args:
@@ -165,7 +167,7 @@ def received(group: BroadcastGroup) -> Iterator[Bucket]:
         for piece in coming:
             piece.wait()
         table = json.loads(words.cpu().numpy().tobytes())
-        yield [part_of(values, Entry(*entry)) for entry in table]
+        yield [unpack_tensor(values, TensorEntry(*entry)) for entry in table]
 
 
 def _lengths(group: BroadcastGroup, words: int = 0, values: int = 0) -> Tensor:
@@ -180,8 +182,8 @@ class _Parcel:
         self._max_bytes = max_bytes
         self._memory = torch.empty(0, dtype=torch.uint8, device=group.device)
         self._filled = 0
-        self._table: list[Entry] = []
-        self._on_its_way: list[tuple[Broadcast, Tensor]] = []
+        self._table: list[TensorEntry] = []
+        self._on_its_way: list[tuple[PendingBroadcast, Tensor]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -200,7 +202,7 @@ class _Parcel:
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._group.device)
         self._memory[first:end].copy_(bytes_of(tensor))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._table.append(Entry(name, dtype, tuple(tensor.shape), first, tensor.nbytes))
+        self._table.append(TensorEntry(name, dtype, tuple(tensor.shape), first, tensor.nbytes))
         self._filled = -(-end // ALIGNMENT) * ALIGNMENT
 
     def clear(self) -> None:

@@ -38,7 +38,7 @@ class PackedTensor(NamedTuple):
 Bucket = list[PackedTensor]
 
 
-def pack(name: str, tensor: Tensor) -> PackedTensor:
+def pack_tensor(name: str, tensor: Tensor) -> PackedTensor:
     """The tensor's values; those of a contiguous tensor on the CPU are not copied."""
     values = bytes_of(tensor.detach().to("cpu")).numpy()
     return PackedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), values)
@@ -69,13 +69,13 @@ def buckets_of(tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iter
         if bucket and size + tensor.nbytes > max_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append(pack(name, tensor))
+        bucket.append(pack_tensor(name, tensor))
         size += tensor.nbytes
     if bucket:
         yield bucket
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where a tensor lies among the bytes of a bucket."""
 
     name: str
@@ -85,7 +85,7 @@ class Entry(NamedTuple):
     num_bytes: int
 
 
-def part_of(values: Tensor, entry: Entry) -> PackedTensor:
+def unpack_tensor(values: Tensor, entry: TensorEntry) -> PackedTensor:
     """A tensor of a bucket, on the bucket's bytes.
 
     Raises:

@@ -59,18 +59,18 @@ class ProbeAnswer(NamedTuple):
         )
 
 
-def batch_of(ids_L: Sequence[int], path: Path) -> TokenForest | PaddedRows:
+def probe_batch(ids_L: Sequence[int], path: Path) -> TokenForest | PaddedRows:
     """The probe's tokens as a model reads them, all but the first as a completion."""
-    from laurel.data.forest import pad, plant
+    from laurel.data.forest import to_forest, to_padded
 
     tokens_L = np.asarray(ids_L, dtype=np.int32)
     group = TokenGroup(id="probe", trunk_ids=tokens_L[:1], branches_ids_G=(tokens_L[1:],))
-    return plant([group]) if path == "forest" else pad([group], pad_id=0)
+    return to_forest([group]) if path == "forest" else to_padded([group], pad_id=0)
 
 
 def model_logprobs(model: PolicyModel, ids_L: Sequence[int]) -> LogProbs:
     """What a model makes of tokens: a `Probe`, once its model is given."""
-    batch = batch_of(ids_L, model.path)
+    batch = probe_batch(ids_L, model.path)
     temperature, model.temperature = model.temperature, 1.0
     try:
         return np.asarray(model.logprobs(batch).cpu().numpy())

@@ -1,7 +1,8 @@
 """The ways on which weights reach engines in other processes, behind one call.
 
 `ObjectStore`: they come to this process and go on through Ray's object store, once for all engines.
-`Broadcast`: the learner's first rank gives them to all engines itself; this process only says when.
+`BroadcastTransfer`: the learner's first rank gives them to all engines itself; this process only
+says when.
 Where the broadcast breaks it ends on the first way, and engines go on where they were.
 """
 
@@ -65,15 +66,17 @@ def route_of(
     bucket_bytes = bucket_bytes or BUCKET_BYTES[transfer.name]
     if transfer.name == "object_store":
         return ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
-    return Broadcast(bucket_bytes=bucket_bytes, patience=patience, say=say, device=transfer.device)
+    return BroadcastTransfer(
+        bucket_bytes=bucket_bytes, patience=patience, say=say, device=transfer.device
+    )
 
 
-def name_of(group: WorkerGroup, index: int) -> str:
+def replica_name(group: WorkerGroup, index: int) -> str:
     """A replica in messages."""
     return f"{group.role} replica {index}"
 
 
-class Round:
+class Fanout:
     """Calls to several groups side by side. Whose process is gone takes no part any more."""
 
     def __init__(self, groups: Mapping[int, WorkerGroup]) -> None:
@@ -88,7 +91,7 @@ class Round:
 
     def name(self, index: int) -> str:
         """One of them, in messages."""
-        return name_of(self._groups[index], index)
+        return replica_name(self._groups[index], index)
 
     def start(self, method: str, *args: Any) -> dict[int, Pending]:
         """Ask everybody who is left for the same."""
@@ -151,7 +154,7 @@ class WeightRoute(ABC):
         self.patience = patience
 
     @abstractmethod
-    def carry(self, weights: Weights, to: Round, *, changing_only: bool) -> None:
+    def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
         """Bring all buckets of a version to engines that have begun with it (`begin_weights`).
 
         Args:
@@ -168,7 +171,7 @@ class WeightRoute(ABC):
 class ObjectStore(WeightRoute):
     """While the engines take one bucket the next is made, so two are in this process at a time."""
 
-    def carry(self, weights: Weights, to: Round, *, changing_only: bool) -> None:
+    def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
         """See `WeightRoute`."""
         tensors = weights.changing if changing_only else None
         under_way: dict[int, Pending] = {}
@@ -178,7 +181,7 @@ class ObjectStore(WeightRoute):
         to.wait(under_way, timeout=self.patience)
 
 
-class Broadcast(WeightRoute):
+class BroadcastTransfer(WeightRoute):
     """Learner and engines meet, and stay linked as long as they are the same ones.
 
     Between GPUs no two processes have the same one. Where a broadcast breaks, the rest goes through
@@ -211,7 +214,7 @@ class Broadcast(WeightRoute):
         """The learner and the engines that are linked."""
         self._meeting: tuple[int, str, int] = (0, "", 0)
 
-    def carry(self, weights: Weights, to: Round, *, changing_only: bool) -> None:
+    def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
         """See `WeightRoute`.
 
         Raises:
@@ -228,7 +231,7 @@ class Broadcast(WeightRoute):
             to.call("repeat_weights")
         self._other.carry(weights, to, changing_only=changing_only)
 
-    def _tell(self, version: int, reason: str, lost: Iterable[int], to: Round) -> None:
+    def _tell(self, version: int, reason: str, lost: Iterable[int], to: Fanout) -> None:
         self.num_fallbacks += 1
         losses = [f"{to.name(index)} was lost" for index in lost]
         why = ", ".join(losses) or reason
@@ -240,7 +243,7 @@ class Broadcast(WeightRoute):
             + (", and all later ones too" if self._is_given_up else "")
         )
 
-    def _send(self, learner: WorkerGroup, to: Round, *, changing_only: bool) -> str | None:
+    def _send(self, learner: WorkerGroup, to: Fanout, *, changing_only: bool) -> str | None:
         """Why they have not all come to all who are left, where they have not."""
         reason = self._meet(learner, to)
         if reason is not None:
@@ -260,7 +263,7 @@ class Broadcast(WeightRoute):
             self._met = ()
         return reason
 
-    def _meet(self, learner: WorkerGroup, to: Round) -> str | None:
+    def _meet(self, learner: WorkerGroup, to: Fanout) -> str | None:
         """Have everybody told where to meet, unless they have met. Why that cannot be."""
         hosts = {*to.call("host", timeout=self.patience).values()}
         members = (learner, *to.left.values())
@@ -325,7 +328,7 @@ def send_weights(
     Raises:
         EngineError: An engine refuses the weights, or computes something else than the learner.
     """
-    round_of = Round(groups)
+    round_of = Fanout(groups)
     if has_same:
         kept = ("keep_weights", weights.version, weights.same_as)
         versions = round_of.call(*kept, timeout=route.patience)
@@ -337,7 +340,7 @@ def send_weights(
     for index, version in versions.items():
         if version != weights.version:
             raise EngineError(
-                f"{name_of(groups[index], index)} has the weights of step {version}, "
+                f"{replica_name(groups[index], index)} has the weights of step {version}, "
                 f"not those of step {weights.version} that it was given"
             )
     if probe is not None and not has_same:
@@ -350,25 +353,25 @@ def require_proof(
     probe: Probe,
     *,
     version: int,
-    round_of: Round | None = None,
+    round_of: Fanout | None = None,
 ) -> Lost:
     """Compare what the engines make of the probe's tokens with what the learner makes of them.
 
     Raises:
         EngineError: They differ.
     """
-    round_of = round_of or Round(groups)
+    round_of = round_of or Fanout(groups)
     for index, answer in round_of.call("answer_probe").items():
         if answer is None:
             continue
         try:
             answer.require_agreement(probe, version=version)
         except EngineError as error:
-            raise EngineError(f"{name_of(groups[index], index)}: {error}") from error
+            raise EngineError(f"{replica_name(groups[index], index)}: {error}") from error
     return round_of.lost
 
 
-def version_of(groups: Sequence[WorkerGroup]) -> int:
+def common_version(groups: Sequence[WorkerGroup]) -> int:
     """The version of the weights that all engines have.
 
     Raises:

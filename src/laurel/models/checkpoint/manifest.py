@@ -260,7 +260,7 @@ def verify(path: str | os.PathLike[str], *, hashes: bool = True) -> Manifest:
     """
     directory = Path(os.path.realpath(path))
     try:
-        return check_directory(directory, hashes=hashes)
+        return verify_directory(directory, hashes=hashes)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_hint(directory, hashes=hashes)}") from None
 
@@ -299,7 +299,7 @@ def steps_to_keep(
     return kept if len(kept) > 1 else {*kept, *latest_first[:2]}
 
 
-def check_directory(directory: Path, *, hashes: bool) -> Manifest:
+def verify_directory(directory: Path, *, hashes: bool) -> Manifest:
     """`verify` without the look at the neighbours."""
     try:
         os.scandir(directory).close()
@@ -321,7 +321,7 @@ def check_directory(directory: Path, *, hashes: bool) -> Manifest:
 def is_whole(directory: Path) -> bool:
     """Whether every byte is as it was saved."""
     try:
-        check_directory(directory, hashes=True)
+        verify_directory(directory, hashes=True)
     except CheckpointError:
         return False
     return True
@@ -333,7 +333,7 @@ def find_newest(root: Path, steps: Iterable[int], *, hashes: bool) -> NewestChec
     for step in sorted(steps, reverse=True):
         path = root / f"step_{step}"
         try:
-            manifest = check_directory(path, hashes=hashes)
+            manifest = verify_directory(path, hashes=hashes)
         except CheckpointError as error:
             skipped.append(str(error))
         else:

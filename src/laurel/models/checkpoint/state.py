@@ -199,7 +199,7 @@ def _read(
                 "from the checkpoint's weights."
             )
         if optimizer is not None:
-            check_optimizer(file, state["optimizer"], optimizer, groups)
+            check_optimizer_state(file, state["optimizer"], optimizer, groups)
         tensors = _read_tensors(directory, version, groups, mesh)
         state["random"] = _random_of_rank(directory, state, mesh)
         kept = ("scheduler", "random", "extra", *(["optimizer"] if optimizer is not None else []))
@@ -384,7 +384,7 @@ def _refuse_undivided(packed: Mapping[str, Any], names: Mapping[int, str], group
                 )
 
 
-def check_optimizer(file: Path, saved: Any, optimizer: Optimizer, groups: Groups) -> None:
+def check_optimizer_state(file: Path, saved: Any, optimizer: Optimizer, groups: Groups) -> None:
     """Refuse the state of another optimizer or model.
 
     Args:
@@ -416,7 +416,7 @@ def check_optimizer(file: Path, saved: Any, optimizer: Optimizer, groups: Groups
 
 
 def load_optimizer(saved: Any, optimizer: Optimizer, groups: Groups) -> None:
-    """Put decoded state, which `check_optimizer` has let pass, into an optimizer."""
+    """Put decoded state, which `check_optimizer_state` has let pass, into an optimizer."""
     packed = optimizer.state_dict()
     names = _names_by_index(packed, groups)
     settings = []

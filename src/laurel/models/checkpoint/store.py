@@ -40,7 +40,6 @@ from laurel.models.checkpoint.manifest import (
     Manifest,
     NewestCheckpoint,
     best_first,
-    check_directory,
     find_newest,
     is_whole,
     read_training_info,
@@ -50,6 +49,7 @@ from laurel.models.checkpoint.manifest import (
     steps_to_keep,
     sync_directory,
     verify,
+    verify_directory,
     write_manifest,
 )
 from laurel.observe.json_output import json_text
@@ -412,7 +412,7 @@ class CheckpointStore:
         sound = {}
         for step in self.steps():
             try:
-                sound[step] = check_directory(self.path_of(step), hashes=False)
+                sound[step] = verify_directory(self.path_of(step), hashes=False)
             except CheckpointError:
                 continue
         return sound

@@ -24,7 +24,7 @@ from laurel.types import Span, Tree
 # Memory for keys and values: sequences of about the same length side by side in one tensor.
 
 
-class Shelf:
+class KVBlock:
     """Keys and values of sequences of at most `length` tokens, slot by slot without gaps."""
 
     def __init__(self, length: int) -> None:
@@ -87,8 +87,8 @@ class Shelf:
         """Where a sequence lies."""
         return self._slots[owner]
 
-    def take(self, other: Shelf, owners: Sequence[int]) -> None:
-        """Copy what another, shorter shelf holds of sequences that have slots on both."""
+    def take(self, other: KVBlock, owners: Sequence[int]) -> None:
+        """Copy what another, shorter block holds of sequences that have slots on both."""
         theirs = torch.tensor([other.slot(owner) for owner in owners])
         mine = torch.tensor([self.slot(owner) for owner in owners])
         for index, (keys, values) in other._layers.items():
@@ -111,9 +111,9 @@ class Shelf:
 
 
 class Branches(NamedTuple):
-    """Completions of one shelf: rows `start` to `end` of the step, in the order of its slots."""
+    """Completions of one block: rows `start` to `end` of the step, in the order of its slots."""
 
-    shelf: Shelf
+    block: KVBlock
     start: int
     end: int
     oldest: int
@@ -123,9 +123,9 @@ class Branches(NamedTuple):
 
 
 class Trunks(NamedTuple):
-    """Prompts of one shelf, and the rows of their completions."""
+    """Prompts of one block, and the rows of their completions."""
 
-    shelf: Shelf
+    block: KVBlock
     rows_SC: Tensor
     """int64 [prompts, most completions of one]: filled up with row 0."""
     lengths_S: Tensor
@@ -151,7 +151,7 @@ class Layout:
 class PrefillPlan(ForestPlan):
     """Prompts in one row, each causal; their keys and values are kept."""
 
-    def __init__(self, prompts: Sequence[tuple[int, Shelf, int]]) -> None:
+    def __init__(self, prompts: Sequence[tuple[int, KVBlock, int]]) -> None:
         trees, end = [], 0
         for _, _, length in prompts:
             trees.append(Tree(Span(end, end + length), ()))
@@ -180,10 +180,10 @@ class PrefillPlan(ForestPlan):
         """See `AttentionPlan`."""
         query, key, value = _as_computed(query, key, value)
         layer = _layer_of(module)
-        for tree, (owner, shelf, length) in zip(self.trees, self._prompts, strict=True):
+        for tree, (owner, block, length) in zip(self.trees, self._prompts, strict=True):
             span = slice(*tree.trunk)
-            keys, values = shelf.layer(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-            slot = shelf.slot(owner)
+            keys, values = block.layer(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+            slot = block.slot(owner)
             keys[slot, :, :length] = key[0, :, span]
             values[slot, :, :length] = value[0, :, span]
         return super().attend(module, query, key, value, options)
@@ -259,7 +259,7 @@ class DecodePlan:
         halves = []
         for number, part in enumerate(self._layout.branches):
             rows = slice(part.start, part.end)
-            keys, values = part.shelf.layer(layer, key, value)
+            keys, values = part.block.layer(layer, key, value)
             longest = self._clock - part.oldest
             if part.is_even:
                 keys[:, :, longest], values[:, :, longest] = key[rows], value[rows]
@@ -283,7 +283,7 @@ class DecodePlan:
                 mine = query.view(num_prompts, width, *query.shape[1:])
             else:
                 mine = query[part.rows_SC]
-            keys, values = part.shelf.layer(layer, key, value)
+            keys, values = part.block.layer(layer, key, value)
             hidden = self._hidden_of_trunks(number, part, options.sliding_window)
             keys, values = keys[:, :, : part.longest], values[:, :, : part.longest]
             halves.append(_attend(mine.transpose(1, 2), keys, values, hidden, options.softcap))
@@ -404,18 +404,18 @@ def _join(own: _Half, shared: _Half, sinks: Tensor | None) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # Keys and values while completions are drawn: those of each prompt once for all its completions.
 #
-# Sequences of about the same length share a shelf. A completion that outgrows its shelf moves to
+# Sequences of about the same length share a block. A completion that outgrows its block moves to
 # one
 # twice as long, so memory follows what has been written.
 
 SHORTEST = 64
-"""Tokens of the shortest shelf."""
+"""Tokens of the shortest block."""
 
 
 @dataclass(slots=True)
 class _Prompt:
     length: int
-    shelf: Shelf
+    block: KVBlock
 
 
 @dataclass(slots=True)
@@ -423,7 +423,7 @@ class _Completion:
     prompt: int
     born: int
     """What the clock said when it had no token: its length is the time since then."""
-    shelf: Shelf
+    block: KVBlock
 
 
 class KeyValueStore:
@@ -431,8 +431,8 @@ class KeyValueStore:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._trunk_shelves: dict[int, Shelf] = {}
-        self._branch_shelves: dict[int, Shelf] = {}
+        self._trunk_blocks: dict[int, KVBlock] = {}
+        self._branch_blocks: dict[int, KVBlock] = {}
         self._prompts: dict[int, _Prompt] = {}
         self._completions: dict[int, _Completion] = {}
         self._clock = 0
@@ -441,8 +441,8 @@ class KeyValueStore:
     @property
     def num_bytes(self) -> int:
         """Memory in use."""
-        shelves = [*self._trunk_shelves.values(), *self._branch_shelves.values()]
-        return sum(shelf.num_bytes for shelf in shelves)
+        blocks = [*self._trunk_blocks.values(), *self._branch_blocks.values()]
+        return sum(block.num_bytes for block in blocks)
 
     def add_prompts(self, lengths: dict[int, int]) -> PrefillPlan:
         """Make room for prompts.
@@ -455,27 +455,27 @@ class KeyValueStore:
         """
         for prompt, length in lengths.items():
             size = _trunk_size(length)
-            shelf = self._trunk_shelves.setdefault(size, Shelf(size))
-            shelf.add([prompt])
-            self._prompts[prompt] = _Prompt(length, shelf)
-        return PrefillPlan([(p, self._prompts[p].shelf, length) for p, length in lengths.items()])
+            block = self._trunk_blocks.setdefault(size, KVBlock(size))
+            block.add([prompt])
+            self._prompts[prompt] = _Prompt(length, block)
+        return PrefillPlan([(p, self._prompts[p].block, length) for p, length in lengths.items()])
 
     def remove_prompt(self, prompt: int) -> None:
         """Forget a prompt that has no completion any more."""
-        self._prompts.pop(prompt).shelf.remove(prompt)
+        self._prompts.pop(prompt).block.remove(prompt)
         self._layout = None
 
     def add_completions(self, prompt: int, completions: Sequence[int]) -> None:
         """Begin completions of a prompt that has been read; ids are of the caller's choice."""
-        shelf = self._branch_shelves.setdefault(SHORTEST, Shelf(SHORTEST))
-        shelf.add(completions)
+        block = self._branch_blocks.setdefault(SHORTEST, KVBlock(SHORTEST))
+        block.add(completions)
         for completion in completions:
-            self._completions[completion] = _Completion(prompt, self._clock, shelf)
+            self._completions[completion] = _Completion(prompt, self._clock, block)
         self._layout = None
 
     def remove_completion(self, completion: int) -> None:
         """Forget a completion."""
-        self._completions.pop(completion).shelf.remove(completion)
+        self._completions.pop(completion).block.remove(completion)
         self._layout = None
 
     def next_step(self) -> DecodePlan:
@@ -491,30 +491,30 @@ class KeyValueStore:
         return plan
 
     def _make_room(self) -> None:
-        """Move completions that fill their shelf to a longer one."""
-        for size in sorted(self._branch_shelves, reverse=True):
-            shelf = self._branch_shelves[size]
+        """Move completions that fill their block to a longer one."""
+        for size in sorted(self._branch_blocks, reverse=True):
+            block = self._branch_blocks[size]
             born = self._clock - size
-            full = [owner for owner in shelf.owners if self._completions[owner].born == born]
+            full = [owner for owner in block.owners if self._completions[owner].born == born]
             if not full:
                 continue
-            longer = self._branch_shelves.setdefault(2 * size, Shelf(2 * size))
+            longer = self._branch_blocks.setdefault(2 * size, KVBlock(2 * size))
             longer.add(full)
-            longer.take(shelf, full)
+            longer.take(block, full)
             for owner in full:
-                shelf.remove(owner)
-                self._completions[owner].shelf = longer
+                block.remove(owner)
+                self._completions[owner].block = longer
             self._layout = None
 
     def _lay_out(self) -> Layout:
         ids: list[int] = []
         branches = []
-        for _, shelf in sorted(self._branch_shelves.items()):
-            if shelf.owners:
-                born = {self._completions[owner].born for owner in shelf.owners}
-                start, end = len(ids), len(ids) + len(shelf.owners)
-                branches.append(Branches(shelf, start, end, min(born), len(born) == 1))
-                ids.extend(shelf.owners)
+        for _, block in sorted(self._branch_blocks.items()):
+            if block.owners:
+                born = {self._completions[owner].born for owner in block.owners}
+                start, end = len(ids), len(ids) + len(block.owners)
+                branches.append(Branches(block, start, end, min(born), len(born) == 1))
+                ids.extend(block.owners)
         rows_of: dict[int, list[int]] = {}
         for row, completion in enumerate(ids):
             rows_of.setdefault(self._completions[completion].prompt, []).append(row)
@@ -537,22 +537,22 @@ class KeyValueStore:
     def _lay_trunks(
         self, rows_of: dict[int, list[int]]
     ) -> tuple[tuple[Trunks, ...], list[int | None]]:
-        """The prompts of each shelf, and the row of each of their entries (None: filled up)."""
+        """The prompts of each block, and the row of each of their entries (None: filled up)."""
         trunks = []
         order: list[int | None] = []
-        for _, shelf in sorted(self._trunk_shelves.items()):
-            rows = [rows_of.get(owner, []) for owner in shelf.owners]
+        for _, block in sorted(self._trunk_blocks.items()):
+            rows = [rows_of.get(owner, []) for owner in block.owners]
             width = max(map(len, rows), default=0)
             if not width:
                 continue
-            lengths = [self._prompts[owner].length for owner in shelf.owners]
+            lengths = [self._prompts[owner].length for owner in block.owners]
             entries: list[int | None] = []
             for mine in rows:
                 entries += [*mine, *([None] * (width - len(mine)))]
             order += entries
             trunks.append(
                 Trunks(
-                    shelf,
+                    block,
                     self._numbers([row or 0 for row in entries]).view(-1, width),
                     self._numbers(lengths),
                     max(lengths),

@@ -22,16 +22,16 @@ from laurel.models.loading.adapters import with_adapters
 from laurel.models.loading.pretrained import (
     REWARD_HEADS,
     agree_on_padding,
+    compute_dtype,
+    finalize_model,
     find_tokenizer,
     make_network,
     num_positions,
-    precision_of,
     read_config,
     read_weights,
     refuse_large_tokenizer,
     refuse_missing,
     refuse_other_sizes,
-    settle,
     start_of,
     take_path,
 )
@@ -99,11 +99,11 @@ def load_policy(
     model = PolicyModel(
         causal_lm,
         path=path,
-        precision=precision_of(spec, weights_dtype),
+        precision=compute_dtype(spec, weights_dtype),
         temperature=temperature,
         logprob_chunk_size=spec.logprob_chunk_size,
     )
-    settle(model, spec, device, mesh)
+    finalize_model(model, spec, device, mesh)
     if is_random:
         notes.append("the weights are new and random: the policy writes noise before training")
     return LoadedPolicy(

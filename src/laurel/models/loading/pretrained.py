@@ -22,7 +22,7 @@ from laurel.models.parallel.tensor import (
     token_styles,
     vocabulary_layers,
 )
-from laurel.models.parallel.weights import empty_network, is_empty, spread
+from laurel.models.parallel.weights import empty_network, is_empty, shard_model
 from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import CHATML, first_line, load_tokenizer, settle_template
 from laurel.observe.hub import check_fetchable
@@ -252,12 +252,14 @@ def agree_on_padding(network: Any, tokenizer: Any, *, teaches_padding: bool) -> 
     embeddings.padding_idx = None if teaches_padding else tokenizer.pad_token_id
 
 
-def precision_of(spec: ModelSpec, weights_dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(spec: ModelSpec, weights_dtype: torch.dtype) -> torch.dtype:
     """What a model computes in: as the configuration says, unless its weights are lower."""
     return DTYPES[spec.precision] if weights_dtype == torch.float32 else weights_dtype
 
 
-def settle(model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None) -> None:
+def finalize_model(
+    model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None
+) -> None:
     """Bring a model to where it computes, spread over a mesh if there is one, and set how."""
     network = model.network
     if spec.activation_checkpointing:
@@ -265,7 +267,7 @@ def settle(model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMe
     if mesh is not None:
         if not is_empty(network):
             _leave_file(network)
-        spread(model, spec, mesh, device)
+        shard_model(model, spec, mesh, device)
         return
     network.to(device=device)
     if device.type == "cpu":

@@ -20,16 +20,16 @@ from laurel.models.loading.adapters import with_adapters
 from laurel.models.loading.pretrained import (
     REWARD_HEADS,
     agree_on_padding,
+    compute_dtype,
+    finalize_model,
     find_tokenizer,
     make_network,
     num_positions,
-    precision_of,
     read_config,
     read_weights,
     refuse_large_tokenizer,
     refuse_missing,
     refuse_other_sizes,
-    settle,
     start_of,
     take_path,
 )
@@ -392,9 +392,9 @@ def load_reward_model(
         classifier = read.classifier
         if spec.lora is not None:
             classifier = with_adapters(classifier, spec.lora, resume_from, trains_head=True)
-    precision = precision_of(spec, weights_dtype)
+    precision = compute_dtype(spec, weights_dtype)
     model = RewardModel(classifier, head_name=head_name, path=path, precision=precision)
-    settle(model, spec, device, mesh)
+    finalize_model(model, spec, device, mesh)
     if read.has_new_head and resume_from is None:
         notes.append("the reward head is new and random: its scores mean nothing before training")
     return LoadedRewardModel(
@@ -639,7 +639,7 @@ def _contract(
         max_length = positions
     if foreign is not None:
         truncation_side = foreign.truncation_side or truncation_side
-    contract = ScoringContract.draw_up(
+    contract = ScoringContract.create(
         tokenizer,
         max_length=max_length,
         truncation_side=truncation_side,

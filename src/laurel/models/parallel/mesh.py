@@ -366,7 +366,7 @@ class AcrossRanks:
         return (ranks[0] * self.mesh[SHARD].size() + ranks[1]) // self._cp
 
     @property
-    def num_places(self) -> int:
+    def dp_size(self) -> int:
         """Parts that the data is divided into."""
         return self.mesh[REPLICATE].size() * self.mesh[SHARD].size() // self._cp
 

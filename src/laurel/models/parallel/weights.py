@@ -335,7 +335,7 @@ def is_empty(network: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in network.parameters())
 
 
-def spread(model: Decoder, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
+def shard_model(model: Decoder, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
     """Spread a loaded model over a mesh, and read what it lacks straight into its shares.
 
     Args:

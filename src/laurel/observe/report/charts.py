@@ -82,7 +82,7 @@ class Chart:
         return f"{self.title}: {'; '.join(parts)}"
 
 
-def draw(chart: Chart, *, name: str) -> str:
+def draw_chart(chart: Chart, *, name: str) -> str:
     """The chart as an `<svg>` element.
 
     Args:
@@ -450,7 +450,7 @@ def _how_it_went(record: RunRecord) -> Iterator[Chart]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ChartedRuns:
     """Runs in one chart: a run, or several that differ in nothing but their seeds."""
 
     mark: str
@@ -459,7 +459,7 @@ class Compared:
     records: Sequence[RunRecord]
 
 
-def overlays(several: Sequence[Compared]) -> list[Chart]:
+def overlays(several: Sequence[ChartedRuns]) -> list[Chart]:
     """The same curve of every run over one another, a chart for each curve that several have."""
     curves: dict[str, tuple[Chart, Line, list[Line]]] = {}
     for compared in several:
@@ -489,7 +489,7 @@ def _curves(record: RunRecord) -> Iterator[tuple[str, Chart, Line]]:
                 yield chart.title if is_alone else f"{chart.title}: {line.label}", chart, line
 
 
-def _one_line(compared: Compared, title: str, line: Line) -> Line | None:
+def _one_line(compared: ChartedRuns, title: str, line: Line) -> Line | None:
     if len(compared.records) == 1:
         return Line(
             label=compared.label,

@@ -24,7 +24,7 @@ MIN_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class RunFinding:
     """One sentence or two about a run."""
 
     weight: Weight
@@ -59,7 +59,7 @@ _IN_WORDS = {"other": "for reasons of the environment's own, which stand in comp
 """Reasons that do not say themselves what they are."""
 
 
-def failed_rewards(record: RunRecord) -> Iterator[Finding]:
+def failed_rewards(record: RunRecord) -> Iterator[RunFinding]:
     """Completions that nobody could judge."""
     left_out = record.total("train/num_failures_left_out")
     num_failures = record.total("train/num_failures") + left_out
@@ -82,14 +82,14 @@ def failed_rewards(record: RunRecord) -> Iterator[Finding]:
     most = ", ".join(
         f"{count:,.0f} {_IN_WORDS.get(reason, reason)}" for count, reason in reasons[:3] if count
     )
-    yield Finding(
+    yield RunFinding(
         weight="bad" if share > 0.05 else "look",
         text=f"{num_failures:,.0f} of {total:,.0f} completions got no reward ({100 * share:.2g}%"
         f"{': ' + most if most else ''}). They were masked, not counted as 0.",
     )
 
 
-def groups_without_spread(record: RunRecord) -> Iterator[Finding]:
+def groups_without_spread(record: RunRecord) -> Iterator[RunFinding]:
     """Groups whose completions all got the same reward teach nothing."""
     share = record.series("train/frac_reward_zero_std")
     if not share:
@@ -106,7 +106,7 @@ def groups_without_spread(record: RunRecord) -> Iterator[Finding]:
         which = ""
         if solved:
             which = f", and {fmean(ending(solved)):.0f}% of all groups were all right"
-        yield Finding(
+        yield RunFinding(
             weight="good" if is_solved else "look",
             text=f"In {last:.0%} of the groups of the last steps all completions got the same "
             f"reward{which}: nothing is learned from such a group. "
@@ -118,18 +118,18 @@ def groups_without_spread(record: RunRecord) -> Iterator[Finding]:
         )
 
 
-def cut_off(record: RunRecord) -> Iterator[Finding]:
+def cut_off(record: RunRecord) -> Iterator[RunFinding]:
     """Completions that hit the limit."""
     share = record.series("train/truncation_rate")
     if share and (last := fmean(ending(share))) > 0.2:
-        yield Finding(
+        yield RunFinding(
             weight="look",
             text=f"{last:.0%} of the completions of the last steps were cut off. A larger "
             "policy.generation.max_new_tokens, or overlong filtering.",
         )
 
 
-def entropy_collapse(record: RunRecord) -> Iterator[Finding]:
+def entropy_collapse(record: RunRecord) -> Iterator[RunFinding]:
     """A policy that says the same over and over."""
     for name in ("train/entropy", "train/approx_entropy"):
         entropy = record.series(name)
@@ -137,7 +137,7 @@ def entropy_collapse(record: RunRecord) -> Iterator[Finding]:
             continue
         first, last = fmean(beginning(entropy)), fmean(ending(entropy))
         if first > 0 and last < 0.2 * first:
-            yield Finding(
+            yield RunFinding(
                 weight="look",
                 text=f"Entropy fell to {last / first:.0%} of what it was ({format_number(first)} "
                 f"to {format_number(last)} nats per token): the policy hardly explores any more. "
@@ -146,7 +146,7 @@ def entropy_collapse(record: RunRecord) -> Iterator[Finding]:
         return
 
 
-def gold_fell(record: RunRecord) -> Iterator[Finding]:
+def gold_fell(record: RunRecord) -> Iterator[RunFinding]:
     """What is really wanted, which the policy is not rewarded by: the first thing to know."""
     gold = gold_course(record)
     if gold is None:
@@ -160,7 +160,7 @@ def gold_fell(record: RunRecord) -> Iterator[Finding]:
             f"to {format_number(last)}"
         )
     if gold.fell:
-        yield Finding(
+        yield RunFinding(
             weight="bad",
             text=f"The gold metric {gold.name} fell from {format_number(gold.peak)} at step "
             f"{gold.peak_step:,.0f} to {format_number(gold.last)} at the end{beside}: the policy "
@@ -168,20 +168,20 @@ def gold_fell(record: RunRecord) -> Iterator[Finding]:
             f"checkpoint nearest to step {gold.peak_step:,.0f} is likely the better model.",
         )
     elif gold.is_lower:
-        yield Finding(
+        yield RunFinding(
             weight="look",
             text=f"The gold metric {gold.name} did not rise: {format_number(gold.first)} at first, "
             f"{format_number(gold.last)} at the end{beside}.",
         )
     else:
-        yield Finding(
+        yield RunFinding(
             weight="good",
             text=f"The gold metric {gold.name} went from {format_number(gold.first)} to "
             f"{format_number(gold.last)}, and has not fallen{beside}.",
         )
 
 
-def reward_without_success(record: RunRecord) -> Iterator[Finding]:
+def reward_without_success(record: RunRecord) -> Iterator[RunFinding]:
     """Reward that rises while the truth falls, and reward that does not rise at all."""
     reward = record.series("train/reward")
     if record.kind != "grpo" or len(reward.values) < MIN_STEPS:
@@ -192,7 +192,7 @@ def reward_without_success(record: RunRecord) -> Iterator[Finding]:
     said = f"from {format_number(fmean(first))} to {format_number(fmean(last))}"
     truth = record.series("validation/accuracy")
     if change > noise and len(truth.values) > 1 and truth.values[-1] < truth.values[0] - 0.02:
-        yield Finding(
+        yield RunFinding(
             weight="bad",
             text=f"The reward rose ({said}) while success in validation fell from "
             f"{truth.values[0]:.1%} to {truth.values[-1]:.1%}: the policy has learned to please "
@@ -201,18 +201,18 @@ def reward_without_success(record: RunRecord) -> Iterator[Finding]:
     elif (gold := gold_course(record)) is not None and gold.is_lower:
         return  # which `gold_fell` has told, with the reward beside it
     elif change > noise:
-        yield Finding(
+        yield RunFinding(
             weight="good",
             text=f"The reward rose {said} (means of the first and the last tenth of the steps).",
         )
     elif standing(record) == "top":
-        yield Finding(
+        yield RunFinding(
             weight="good",
             text=f"The reward is at the top of what was seen and was so from the beginning ({said}"
             "): these tasks were solved before.",
         )
     else:
-        yield Finding(
+        yield RunFinding(
             weight="bad",
             text=f"The reward did not rise beyond its noise: {said} (means of the first and the "
             "last tenth of the steps; two standard errors of the difference are "
@@ -220,25 +220,25 @@ def reward_without_success(record: RunRecord) -> Iterator[Finding]:
         )
 
 
-def lengths_grew(record: RunRecord) -> Iterator[Finding]:
+def lengths_grew(record: RunRecord) -> Iterator[RunFinding]:
     """Answers that get longer and longer."""
     lengths = record.series("train/mean_gen_tokens_per_sample")
     if len(lengths.values) < MIN_STEPS:
         return
     first, last = fmean(beginning(lengths)), fmean(ending(lengths))
     if first > 0 and not 0.5 <= last / first <= 2:
-        yield Finding(
+        yield RunFinding(
             weight="look",
             text=f"Completions went from {first:,.0f} to {last:,.0f} tokens. Is that what the "
             "task needs, or what the reward likes?",
         )
 
 
-def sampler_mismatch(record: RunRecord) -> Iterator[Finding]:
+def sampler_mismatch(record: RunRecord) -> Iterator[RunFinding]:
     """The generator's probabilities beside the learner's."""
     error = record.series("train/gen_kl_error")
     if error and (last := fmean(ending(error))) > 0.01:
-        yield Finding(
+        yield RunFinding(
             weight="look",
             text=f"The generator and the learner differ by {format_number(last)} nats per token "
             "over the last steps (train/gen_kl_error): they should compute the same model. Look "
@@ -250,7 +250,7 @@ def sampler_mismatch(record: RunRecord) -> Iterator[Finding]:
 # Rules for reward models: what they know besides length, and what their scores can be used for.
 
 
-def against_length(record: RunRecord) -> Iterator[Finding]:
+def against_length(record: RunRecord) -> Iterator[RunFinding]:
     """Whether a reward model knows more than which answer is longer."""
     for name in record.names():
         if not name.startswith("validation") or not name.endswith("/longer_wins_baseline"):
@@ -271,20 +271,20 @@ def against_length(record: RunRecord) -> Iterator[Finding]:
         error = 0.02 if not count else 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.01) / count)
         said = f"{section}: accuracy is {accuracy:.1%}{pairs}, and {rule} {rival:.1%}"
         if accuracy <= rival + error:
-            yield Finding(
+            yield RunFinding(
                 weight="bad",
                 text=f"{said}: no better than length alone, within two standard errors. Look at "
                 "the accuracy where the shorter answer is chosen (laurel eval pairs "
                 "--diagnostics), and balance the data by length.",
             )
         else:
-            yield Finding(
+            yield RunFinding(
                 weight="good",
                 text=f"{said}: {100 * (accuracy - rival):.1f} points better than length.",
             )
 
 
-def scores_follow_length(record: RunRecord) -> Iterator[Finding]:
+def scores_follow_length(record: RunRecord) -> Iterator[RunFinding]:
     """Scores that go with length, ties, and confidence that is not earned."""
     for name in record.names():
         section, _, figure = name.rpartition("/")
@@ -292,20 +292,20 @@ def scores_follow_length(record: RunRecord) -> Iterator[Finding]:
         if value is None:
             continue
         if figure == "score_length_correlation" and abs(value) > 0.6:
-            yield Finding(
+            yield RunFinding(
                 weight="look",
                 text=f"{section}: scores go with length (Spearman's correlation {value:.2f}). A "
                 "policy that learns from them will write "
                 f"{'longer' if value > 0 else 'shorter'} answers.",
             )
         elif figure == "score_ties" and value > 0.05:
-            yield Finding(
+            yield RunFinding(
                 weight="look",
                 text=f"{section}: {value:.1%} of the pairs have the same score on both sides. "
                 "Are answers cut off (policy.max_total_sequence_length), or the same?",
             )
         elif figure == "ece" and value > 0.1:
-            yield Finding(
+            yield RunFinding(
                 weight="look",
                 text=f"{section}: confidence and accuracy are {value:.1%} apart on average "
                 "(calibration error). Scores can be ranked, but margins are no probabilities.",
@@ -323,13 +323,13 @@ JUMP = 10.0
 """A gradient norm so many times the median is a jump."""
 
 
-def alarms_going_on(record: RunRecord) -> Iterator[Finding]:
+def alarms_going_on(record: RunRecord) -> Iterator[RunFinding]:
     """Alarms of the run itself come before anything computed afterwards."""
     alarms = alarms_of(record.health)
     for alarm in alarms:
         if alarm.until is None and is_success(alarm, record):
             reward = format_number(fmean(ending(record.series("train/reward"))))
-            yield Finding(
+            yield RunFinding(
                 weight="good",
                 text=f"Since step {alarm.since:,} nearly all groups have equal rewards, and the "
                 f"reward ({reward}) is at the top of what was seen: these tasks are solved, and "
@@ -340,11 +340,11 @@ def alarms_going_on(record: RunRecord) -> Iterator[Finding]:
             advice = alarm.advice and alarm.advice[0].upper() + alarm.advice[1:]
             parts = [alarm.name, alarm.text, advice]
             said = " ".join(f"{part.rstrip('.')}." for part in parts if part)
-            yield Finding(
+            yield RunFinding(
                 weight="bad", text=f"An alarm is still on since step {alarm.since:,}: {said}"
             )
     if over := sum(alarm.until is not None for alarm in alarms):
-        yield Finding(
+        yield RunFinding(
             weight="look",
             text=f"Raised in the course of the run, and over by now: {over:,} "
             f"alarm{'' if over == 1 else 's'}.",
@@ -359,7 +359,7 @@ def is_success(alarm: Alarm, record: RunRecord) -> bool:
     return gold is None or not gold.is_lower
 
 
-def not_finite(record: RunRecord) -> Iterator[Finding]:
+def not_finite(record: RunRecord) -> Iterator[RunFinding]:
     """NaN and infinity, which no curve can show."""
     lost = {
         name: found
@@ -369,7 +369,7 @@ def not_finite(record: RunRecord) -> Iterator[Finding]:
     if lost:
         worst = max(lost, key=lambda name: len(lost[name]))
         others = f"; {len(lost) - 1} other figures too" if len(lost) > 1 else ""
-        yield Finding(
+        yield RunFinding(
             weight="bad",
             text=f"{worst} was NaN or infinite at {steps(len(lost[worst]))}, first at step "
             f"{lost[worst][0]:,.0f}{others}. The curves leave such values out. Look at the data "
@@ -377,7 +377,7 @@ def not_finite(record: RunRecord) -> Iterator[Finding]:
         )
 
 
-def gradient_jumps(record: RunRecord) -> Iterator[Finding]:
+def gradient_jumps(record: RunRecord) -> Iterator[RunFinding]:
     """Steps at which the gradient was many times as large as usual.
 
     Those of the first tenth do not count: what begins from nothing begins with large ones.
@@ -393,7 +393,7 @@ def gradient_jumps(record: RunRecord) -> Iterator[Finding]:
     ]
     if jumps:
         value, step = max(jumps)
-        yield Finding(
+        yield RunFinding(
             weight="look",
             text=f"The norm of the gradient jumped: {format_number(value)} at step {step:,.0f}, "
             f"{value / usual:,.0f} times its median of {format_number(usual)}; {steps(len(jumps))} "
@@ -402,7 +402,7 @@ def gradient_jumps(record: RunRecord) -> Iterator[Finding]:
         )
 
 
-def steps_lost(record: RunRecord) -> Iterator[Finding]:
+def steps_lost(record: RunRecord) -> Iterator[RunFinding]:
     """Optimizer steps that were not taken."""
     lost = [
         (
@@ -416,7 +416,7 @@ def steps_lost(record: RunRecord) -> Iterator[Finding]:
     ]
     for what, count in lost:
         if count:
-            yield Finding(
+            yield RunFinding(
                 weight="look",
                 text=f"There were {count:,} {what}, of {record.num_steps:,}. Nothing was learned "
                 "from their data.",
@@ -424,7 +424,7 @@ def steps_lost(record: RunRecord) -> Iterator[Finding]:
             return
 
 
-def validation_got_worse(record: RunRecord) -> Iterator[Finding]:
+def validation_got_worse(record: RunRecord) -> Iterator[RunFinding]:
     """A best validation that is not the last one, by more than chance explains.
 
     A figure that equals another at every step, as the mean of rewards of 0 and 1 equals the
@@ -449,7 +449,7 @@ def validation_got_worse(record: RunRecord) -> Iterator[Finding]:
         step = f"step {series.steps[best]:,.0f}"
         worse_by = sign * (series.values[best] - series.values[-1])
         if worse_by > _chance(record, name, series.values[best]):
-            yield Finding(
+            yield RunFinding(
                 weight="bad",
                 text=f"Validation got worse: {name} was {format_number(series.values[best])} at "
                 f"{step} and is {format_number(series.values[-1])} at step "
@@ -473,7 +473,7 @@ def _chance(record: RunRecord, name: str, value: float) -> float:
     return 0.1 * spread[-1] if spread else 0.1 * abs(value)
 
 
-def overfitting(record: RunRecord) -> Iterator[Finding]:
+def overfitting(record: RunRecord) -> Iterator[RunFinding]:
     """Training much better than validation."""
     training = record.series("train/accuracy")
     held = record.series("validation-default/accuracy")
@@ -481,7 +481,7 @@ def overfitting(record: RunRecord) -> Iterator[Finding]:
         return
     seen = fmean(ending(training))
     if seen - held.values[-1] > 0.1:
-        yield Finding(
+        yield RunFinding(
             weight="look",
             text=f"Training is ahead of validation: accuracy {seen:.1%} over the last steps, "
             f"{held.values[-1]:.1%} in validation. Fewer epochs, a lower learning rate or more "
@@ -489,14 +489,14 @@ def overfitting(record: RunRecord) -> Iterator[Finding]:
         )
 
 
-def loss_did_not_fall(record: RunRecord) -> Iterator[Finding]:
+def loss_did_not_fall(record: RunRecord) -> Iterator[RunFinding]:
     """Of training by gradient on a fixed loss; GRPO's loss says nothing of the kind."""
     loss = record.series("train/loss")
     if record.kind not in ("rm", "sft") or len(loss.values) < MIN_STEPS:
         return
     first, last = fmean(beginning(loss)), fmean(ending(loss))
     if last > 0.98 * first:
-        yield Finding(
+        yield RunFinding(
             weight="bad",
             text=f"The loss did not fall: {format_number(first)} over the first steps, "
             f"{format_number(last)} over the last. Look at the learning rate, and at whether the "
@@ -504,7 +504,7 @@ def loss_did_not_fall(record: RunRecord) -> Iterator[Finding]:
         )
 
 
-def data_left_out(record: RunRecord) -> Iterator[Finding]:
+def data_left_out(record: RunRecord) -> Iterator[RunFinding]:
     """Rows that were read and not used, and what the data report noted."""
     for name, report in record.data.items():
         read, kept = report.get("rows_read"), report.get("rows_kept")
@@ -519,14 +519,14 @@ def data_left_out(record: RunRecord) -> Iterator[Finding]:
             if lost > 0.1 * read:
                 most = sorted(reasons.items(), key=lambda item: -item[1])[:3]
                 said = ", ".join(f"{count:,} {reason}" for reason, count in most)
-                yield Finding(
+                yield RunFinding(
                     weight="look",
                     text=f"Data '{name}': {lost:,} of {counted(read, 'row')} "
                     f"{'was' if lost == 1 else 'were'} left out ({said}).",
                 )
         for note in report.get("notes") or ():
             weight: Weight = "look" if _OF_ROWS.search(str(note)) else "note"
-            yield Finding(weight=weight, text=f"Data '{name}': {note}.")
+            yield RunFinding(weight=weight, text=f"Data '{name}': {note}.")
 
 
 def _count(found: Any) -> int:
@@ -540,7 +540,7 @@ def _count(found: Any) -> int:
 # A rule says nothing where its figures are missing, and never more than its figures show: it points
 # to where a person should look, and what usually helps.
 
-Rule = Callable[[RunRecord], Iterator[Finding]]
+Rule = Callable[[RunRecord], Iterator[RunFinding]]
 
 RULES: tuple[Rule, ...] = (
     gold_fell,
@@ -567,7 +567,7 @@ RULES: tuple[Rule, ...] = (
 _WEIGHTS: tuple[Weight, ...] = ("bad", "look", "good", "note")
 
 
-def findings(record: RunRecord) -> list[Finding]:
+def findings(record: RunRecord) -> list[RunFinding]:
     """What the figures of a run say, the worst first and what is only to be known last."""
     found = [finding for rule in RULES for finding in rule(record)]
     return sorted(found, key=lambda finding: _WEIGHTS.index(finding.weight))

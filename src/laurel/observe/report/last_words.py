@@ -8,7 +8,7 @@ from itertools import islice
 from laurel.errors import counted
 from laurel.observe.console import format_number
 from laurel.observe.health import gold_metric
-from laurel.observe.report.findings import Finding, findings
+from laurel.observe.report.findings import RunFinding, findings
 from laurel.observe.run_record import RunRecord
 
 MAX_RESULTS = 3
@@ -96,7 +96,7 @@ def first_findings(record: RunRecord) -> list[str]:
     return [_sentence(one) for one in found[:MAX_FINDINGS]]
 
 
-def _sentence(finding: Finding) -> str:
+def _sentence(finding: RunFinding) -> str:
     text = finding.text
     for end in (". ", ": look", " (means of"):  # what to do about it is in the report
         text = text.split(end)[0]

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from laurel.errors import ConfigError, DataError
 from laurel.observe.report.page import Live, content_policy, page_of, page_script
 from laurel.observe.report.samples import RunSamples
-from laurel.observe.run_record import COMPLETIONS_DIRECTORY, EVALUATIONS, RunRecord, read_run
+from laurel.observe.run_record import COMPLETIONS_DIRECTORY, EVALUATIONS, RunRecord, read_run_record
 
 HOST = "127.0.0.1"
 MIN_SECONDS = 2.0
@@ -84,7 +84,7 @@ class FollowedRuns:
         seen = [_stamps(run) for run in self._runs]
         try:
             if seen != self._seen:
-                self._records = [read_run(run) for run in self._runs]
+                self._records = [read_run_record(run) for run in self._runs]
                 version = self.served.version + 1
                 live = Live(version=version, seconds=MIN_SECONDS)
                 page = page_of(self._records, self._samples, title=self._title, live=live)
@@ -225,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing: the terminal is for what a person should know."""
 
 
-def _said(record: RunRecord, state: RunState) -> str:
+def _said(record: RunRecord, state: RunActivity) -> str:
     name = record.path.name
     if state.ended:
         return f"{name} has ended at step {record.num_steps:,} ({state.reason})"
@@ -261,14 +261,14 @@ QUIET = 900.0
 """Seconds without a write after which a run of which nothing else is known counts as ended."""
 
 
-class RunState(NamedTuple):
+class RunActivity(NamedTuple):
     """Whether a run goes on, and how that is known."""
 
     ended: bool
     reason: str = ""
 
 
-def state_of(record: RunRecord, *, seconds_quiet: float) -> RunState:
+def state_of(record: RunRecord, *, seconds_quiet: float) -> RunActivity:
     """Whether the run goes on.
 
     The process that holds its checkpoint directory tells for certain, where it runs on this
@@ -280,19 +280,19 @@ def state_of(record: RunRecord, *, seconds_quiet: float) -> RunState:
     """
     process = _process(record.settings)
     if process == "runs":
-        return RunState(ended=False)
+        return RunActivity(ended=False)
     if process == "gone":
-        return RunState(ended=True, reason="its process has ended")
+        return RunActivity(ended=True, reason="its process has ended")
     planned = _planned_steps(record)
     if planned is not None and record.num_steps >= planned:
         if seconds_quiet >= QUIET_AFTER_LAST_STEP:
-            return RunState(ended=True, reason=f"it has reached its last step, {planned:,}")
+            return RunActivity(ended=True, reason=f"it has reached its last step, {planned:,}")
     elif seconds_quiet >= QUIET:
         minutes = round(seconds_quiet / 60)
-        return RunState(
+        return RunActivity(
             ended=True, reason=f"it has written nothing for {minutes:,} minutes: ended, or stuck"
         )
-    return RunState(ended=False)
+    return RunActivity(ended=False)
 
 
 def _planned_steps(record: RunRecord) -> int | None:

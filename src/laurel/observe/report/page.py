@@ -22,13 +22,13 @@ from laurel import __version__
 from laurel.config.grpo import GRPORun
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
-from laurel.config.tree import Section as ConfigSection
+from laurel.config.yaml_tree import Section as ConfigSection
 from laurel.errors import counted
 from laurel.observe.console import format_number
 from laurel.observe.health import gold_metric
 from laurel.observe.report import charts as curves
-from laurel.observe.report.charts import Chart, Compared, charts_of, draw, overlays
-from laurel.observe.report.findings import RULES, Alarm, Finding, alarms_of, findings, is_success
+from laurel.observe.report.charts import Chart, ChartedRuns, charts_of, draw_chart, overlays
+from laurel.observe.report.findings import RULES, Alarm, RunFinding, alarms_of, findings, is_success
 from laurel.observe.report.samples import (
     Comparison,
     RunSamples,
@@ -38,7 +38,7 @@ from laurel.observe.report.samples import (
     visible_lines,
     within,
 )
-from laurel.observe.run_record import RunRecord, read_run
+from laurel.observe.run_record import RunRecord, read_run_record
 
 # --------------------------------------------------------------------------------------------------
 # What a run was told: its settings beside the defaults, and beside those of other runs.
@@ -53,7 +53,7 @@ _SAYS_NOTHING = re.compile(r"(^|\.)seed$|^logger\.|^checkpointing\.checkpoint_di
 MISSING = "–"
 
 
-class Setting(NamedTuple):
+class ChangedSetting(NamedTuple):
     """A key whose value is not the default."""
 
     key: str
@@ -70,7 +70,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
-def changed_settings(kind: str, config: Mapping[str, Any]) -> list[Setting] | None:
+def changed_settings(kind: str, config: Mapping[str, Any]) -> list[ChangedSetting] | None:
     """The settings that differ from the defaults of this version of Laurel, in their order.
 
     None where it is not known what they are the settings of.
@@ -86,7 +86,9 @@ def changed_settings(kind: str, config: Mapping[str, Any]) -> list[Setting] | No
         known = key in defaults or any(key.startswith(f"{block}.") for block in blocks)
         default = defaults.get(key)
         if value != default:
-            settings.append(Setting(key, as_text(value), as_text(default) if known else "unknown"))
+            settings.append(
+                ChangedSetting(key, yaml_text(value), yaml_text(default) if known else "unknown")
+            )
     return settings
 
 
@@ -98,7 +100,7 @@ def differing_settings(
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = []
     for key in keys:
-        values = [as_text(table[key]) if key in table else MISSING for table in tables]
+        values = [yaml_text(table[key]) if key in table else MISSING for table in tables]
         if len(set(values)) > 1:
             rows.append((key, values))
     return rows
@@ -111,21 +113,21 @@ def same_but_for_seeds(configs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """
     groups: dict[str, list[int]] = {}
     for index, config in enumerate(configs):
-        told = {key: as_text(v) for key, v in flat(config) if not _SAYS_NOTHING.search(key)}
+        told = {key: yaml_text(v) for key, v in flat(config) if not _SAYS_NOTHING.search(key)}
         groups.setdefault(repr(sorted(told.items())) if told else f"run {index}", []).append(index)
     return list(groups.values())
 
 
-def as_text(value: object) -> str:
+def yaml_text(value: object) -> str:
     """A value as it is written in YAML, in short."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {as_text(part)}" for key, part in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {yaml_text(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(as_text, value)) + "]"
+        return "[" + ", ".join(map(yaml_text, value)) + "]"
     return str(value)
 
 
@@ -137,7 +139,7 @@ _MAX_LIST = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class PageTable:
     """A small table of texts; the first column names the rows."""
 
     title: str
@@ -152,7 +154,7 @@ class EvaluationShown:
     title: str
     line: str
     notes: Sequence[str]
-    tables: Sequence[Table]
+    tables: Sequence[PageTable]
 
 
 def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
@@ -194,7 +196,7 @@ def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
         "diagnostics",
     }
     others = list(lines_of({key: value for key, value in report.items() if key not in known}))
-    tables.append(Table(title="More", columns=("", ""), rows=others))
+    tables.append(PageTable(title="More", columns=("", ""), rows=others))
     return EvaluationShown(
         title=f"{report.get('benchmark', name)}{said}",
         line=", ".join(map(str, parts)),
@@ -203,9 +205,9 @@ def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
     )
 
 
-def _figures(report: Mapping[str, Any], final: Mapping[str, Any]) -> Table:
+def _figures(report: Mapping[str, Any], final: Mapping[str, Any]) -> PageTable:
     entries = [*(report.get("subsets") or ()), *(report.get("sections") or ()), final]
-    return Table(
+    return PageTable(
         title="Figures",
         columns=("", "value", "longer wins", "rows", "failures"),
         rows=[
@@ -230,7 +232,7 @@ _SLICES = {
 }
 
 
-def diagnostic_tables(report: Mapping[str, Any]) -> list[Table]:
+def diagnostic_tables(report: Mapping[str, Any]) -> list[PageTable]:
     """The diagnostics: accuracies in slices, calibration, and everything else by its name."""
     whole = report.get("accuracy") or {}
     names = list(whole.get("baselines") or {})
@@ -273,15 +275,15 @@ def diagnostic_tables(report: Mapping[str, Any]) -> list[Table]:
         others["calibration"] = {key: value for key, value in found.items() if key != "rows"}
     interval = f"{report.get('confidence', 0.95):.0%} interval"
     return [
-        Table(
+        PageTable(
             title="Accuracy", columns=("", "pairs", "accuracy", interval, *names), rows=accuracies
         ),
-        Table(
+        PageTable(
             title="Reliability",
             columns=("confidence", "pairs", "mean confidence", "accuracy"),
             rows=bins,
         ),
-        Table(title="Diagnostics", columns=("", ""), rows=list(lines_of(others))),
+        PageTable(title="Diagnostics", columns=("", ""), rows=list(lines_of(others))),
     ]
 
 
@@ -292,16 +294,16 @@ def lines_of(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping):
             yield from lines_of(value, f"{label}: ")
         elif value not in (None, "", []):
-            yield label, plain(value)
+            yield label, readable_value(value)
 
 
-def plain(value: object) -> str:
+def readable_value(value: object) -> str:
     """A value as people read it."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {plain(inner)}" for key, inner in value.items())
+        return ", ".join(f"{key} {readable_value(inner)}" for key, inner in value.items())
     if isinstance(value, list | tuple):
         more = f", and {len(value) - _MAX_LIST:,} more" if len(value) > _MAX_LIST else ""
-        return ", ".join(map(plain, value[:_MAX_LIST])) + more
+        return ", ".join(map(readable_value, value[:_MAX_LIST])) + more
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -344,7 +346,7 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class RunSection:
     """What the page says of one run."""
 
     name: str
@@ -363,7 +365,7 @@ class Section:
     """Part of a step, seconds, share of the whole."""
     samples: Sequence[SampleTable]
     evaluations: Sequence[EvaluationShown]
-    changed: Sequence[Setting] | None
+    changed: Sequence[ChangedSetting] | None
     """Settings that are not the defaults; None where nobody knows the defaults."""
     config: str
     data: Sequence[tuple[str, Sequence[tuple[str, str]]]]
@@ -389,7 +391,7 @@ def write_report(
     Raises:
         DataError: A directory holds no run, or a file of it is broken.
     """
-    records = [read_run(run) for run in runs]
+    records = [read_run_record(run) for run in runs]
     text = page_of(
         records, [RunSamples() for _ in runs], title=title, facts=facts, comparisons=comparisons
     )
@@ -416,7 +418,7 @@ def page_of(
         comparisons: Answers before and after training.
         live: The page asks its server for newer ones.
     """
-    compared = side_by_side(records)
+    compared = compare_runs(records)
     tables = [reader.tables(record) for reader, record in zip(samples, records, strict=True)]
     kept = iter(within([table for of_run in tables for table in of_run], MAX_SAMPLE_BYTES))
     sections = [
@@ -435,7 +437,7 @@ def page_of(
             num_rules=len(RULES),
             compared=compared,
             compared_charts=[
-                (chart, draw(chart, name=f"compared-chart{i}"))
+                (chart, draw_chart(chart, name=f"compared-chart{i}"))
                 for i, chart in enumerate(compared.charts, start=1)
             ],
             comparisons=comparisons,
@@ -558,8 +560,8 @@ def findings_of(runs: Sequence[Path]) -> list[dict[str, Any]]:
     Raises:
         DataError: A directory holds no run, or a file of it is broken.
     """
-    records = [read_run(run) for run in runs]
-    found = _findings(records, side_by_side(records))
+    records = [read_run_record(run) for run in runs]
+    found = _findings(records, compare_runs(records))
     return [
         {"name": name, "directory": run, "findings": [asdict(one) for one in of_run]}
         for run, (name, of_run) in zip(runs, found, strict=True)
@@ -568,7 +570,7 @@ def findings_of(runs: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _findings(
     records: Sequence[RunRecord], compared: SideBySide
-) -> list[tuple[str, Sequence[Finding]]]:
+) -> list[tuple[str, Sequence[RunFinding]]]:
     """Of each run, what to look at first."""
     return [(compared.name_of(record), findings(record)) for record in records]
 
@@ -578,17 +580,18 @@ def _findings(
 
 def _section(
     record: RunRecord, name: str, compared: SideBySide, samples: Sequence[SampleTable]
-) -> Section:
+) -> RunSection:
     took = "" if record.seconds is None else f", {duration(record.seconds)}"
     is_compared = compared.draws(record)
     charts = [] if is_compared else charts_of(record)
     alarms = alarms_of(record.health)
-    return Section(
+    return RunSection(
         name=name,
         title=compared.name_of(record),
         line=f"{counted(record.num_steps, 'step')}{took}; logged in {record.path}",
         charts=[
-            (chart, draw(chart, name=f"{name}-chart{i}")) for i, chart in enumerate(charts, start=1)
+            (chart, draw_chart(chart, name=f"{name}-chart{i}"))
+            for i, chart in enumerate(charts, start=1)
         ],
         is_compared=is_compared,
         alarms=alarms,
@@ -657,7 +660,7 @@ class SideBySide:
         return any(one is record for one in self.compared)
 
 
-def side_by_side(records: Sequence[RunRecord]) -> SideBySide:
+def compare_runs(records: Sequence[RunRecord]) -> SideBySide:
     """The comparison of the runs that are of the kind that most of them are."""
     marks = [_letter(index) for index in range(len(records))]
     if len(records) < 2:
@@ -699,12 +702,12 @@ def side_by_side(records: Sequence[RunRecord]) -> SideBySide:
 
 def _compared(
     group: Sequence[int], several: Sequence[RunRecord], marks: Sequence[str], places: Sequence[str]
-) -> Compared:
+) -> ChartedRuns:
     letters = [marks[index] for index in group]
     runs = [several[index] for index in group]
     # A letter and the name of the directory tell more than the kind, which all have in common.
     label = f"{letters[0]} {places[group[0]]}" if len(runs) == 1 else f"mean of {_joined(letters)}"
-    return Compared(mark="".join(letters), label=label, records=runs)
+    return ChartedRuns(mark="".join(letters), label=label, records=runs)
 
 
 def _compared_figures(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:

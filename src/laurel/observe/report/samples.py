@@ -181,7 +181,7 @@ def _finite(value: object) -> float | None:
 # ------------------------------------------------------------------------------------------ tables
 
 
-def table_of(title: str, chooser: Chooser, *, where: str) -> SampleTable:
+def sample_table(title: str, chooser: Chooser, *, where: str) -> SampleTable:
     """The chosen rows as a page shows them.
 
     Args:
@@ -344,7 +344,7 @@ def _cell(name: str, value: object) -> str | float | None:
 
 
 def _text(value: object) -> str:
-    return "" if value is None else shortened(str(value), _TEXT_LENGTH)
+    return "" if value is None else shorten_text(str(value), _TEXT_LENGTH)
 
 
 def within(tables: Sequence[SampleTable], num_bytes: int) -> list[SampleTable]:
@@ -430,7 +430,7 @@ class RunSamples:
             chooser = Chooser()
             for row in rows:
                 chooser.add(row)
-            tables.append(table_of(name, chooser, where=SAMPLES_FILE))
+            tables.append(sample_table(name, chooser, where=SAMPLES_FILE))
         training = self._training(record)
         if training is not None:
             tables.append(training)
@@ -449,7 +449,7 @@ class RunSamples:
         if not self._completions.num_rows:
             return None
         where = f"{COMPLETIONS_DIRECTORY}/*.parquet"
-        table = table_of("Completions of the training", self._completions, where=where)
+        table = sample_table("Completions of the training", self._completions, where=where)
         if not self._unreadable:
             return table
         names = ", ".join(sorted(file.name for file in self._unreadable)[:3])
@@ -521,7 +521,7 @@ def visible_lines(text: str) -> str:
     return "\n".join(_shown(line) for line in text.split("\n"))
 
 
-def shortened(text: str, length: int) -> str:
+def shorten_text(text: str, length: int) -> str:
     """The same of a text that may be long: its start and its end, in its lines."""
     if len(text) <= length:
         return visible_lines(text)
@@ -565,7 +565,7 @@ _ANSWER_LENGTH = 320
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ScoredAnswer:
     """One answer, what a reward model thinks of it, and whether it is right."""
 
     text: str
@@ -587,8 +587,8 @@ class Comparison:
     prompt: str
     expected: str
     """The known answer; empty where there is none."""
-    before: Answer
-    after: Answer
+    before: ScoredAnswer
+    after: ScoredAnswer
 
 
 def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> None:

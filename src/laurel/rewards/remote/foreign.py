@@ -44,7 +44,7 @@ from laurel.config.environments import UrlProtocol
 from laurel.errors import ConfigError, DataError, ProtocolError
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Prepared, Preparing, Rendered, prepared_by, rendered_group
-from laurel.rewards.remote.replica import Reply, failed
+from laurel.rewards.remote.replica import ReplicaReply, failed
 from laurel.rewards.remote.wire import (
     MISSING,
     SCORE_PATH,
@@ -560,12 +560,12 @@ def _usage(num_tokens: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class ForeignQuery:
     """A request, and how its answer is to be read."""
 
     value: Any
     """JSON; None where nothing is left to be asked."""
-    read: Callable[[Any], Reply]
+    read: Callable[[Any], ReplicaReply]
     """Raises `ProtocolError`."""
 
 
@@ -580,7 +580,7 @@ class Dialect(ABC):
     """Whether making a request would hold up an event loop: then it is made in a thread."""
 
     @abstractmethod
-    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> Question:
+    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ForeignQuery:
         """The request for the scores of groups."""
 
 
@@ -589,15 +589,15 @@ class LaurelDialect(Dialect):
 
     path = SCORE_PATH
 
-    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> Question:
+    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ForeignQuery:
         """See `Dialect`."""
         request = ScoreRequest(groups=tuple(groups), request_id=request_id, model_version=version)
 
-        def read(value: Any) -> Reply:
+        def read(value: Any) -> ReplicaReply:
             reply = read_score_reply(value, request)
-            return Reply(scores=list(reply.scores), version=reply.model_version)
+            return ReplicaReply(scores=list(reply.scores), version=reply.model_version)
 
-        return Question(value=score_request(request), read=read)
+        return ForeignQuery(value=score_request(request), read=read)
 
 
 class RenderedDialect(Dialect):
@@ -633,7 +633,7 @@ class RenderedDialect(Dialect):
         self._read = read
         self._preparers = preparers
 
-    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> Question:
+    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ForeignQuery:
         """See `Dialect`. A conversation that cannot be rendered has failed, and is not sent.
 
         Raises:
@@ -642,9 +642,9 @@ class RenderedDialect(Dialect):
         lines = list(map(self._line, groups, self._prepared(groups)))
         rows = [row for line in lines for row, _ in line if row is not None]
 
-        def read(value: Any) -> Reply:
+        def read(value: Any) -> ReplicaReply:
             values = iter(self._read(value, count=len(rows)) if rows else ())
-            return Reply(
+            return ReplicaReply(
                 scores=[
                     tuple(
                         _filled(about, values) if row is not None else about for row, about in line
@@ -653,7 +653,7 @@ class RenderedDialect(Dialect):
                 ]
             )
 
-        return Question(value=self._make(rows) if rows else None, read=read)
+        return ForeignQuery(value=self._make(rows) if rows else None, read=read)
 
     def _prepared(self, groups: Sequence[Group]) -> list[Prepared]:
         if self._preparers is not None:
@@ -698,20 +698,20 @@ class SingleDialect(Dialect):
         self._make = make
         self._read = read
 
-    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> Question:
+    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ForeignQuery:
         """See `Dialect`."""
         (group,) = groups
         try:
             request = self._make(group.conversation(0))
         except DataError as error:
-            verdict = Reply(scores=[(failed(str(error)),)])
-            return Question(value=None, read=lambda _: verdict)
+            verdict = ReplicaReply(scores=[(failed(str(error)),)])
+            return ForeignQuery(value=None, read=lambda _: verdict)
 
-        def read(value: Any) -> Reply:
+        def read(value: Any) -> ReplicaReply:
             score = self._read(value)
-            return Reply(scores=[(Score(value=score, values_K=(score,)),)])
+            return ReplicaReply(scores=[(Score(value=score, values_K=(score,)),)])
 
-        return Question(value=request, read=read)
+        return ForeignQuery(value=request, read=read)
 
 
 def _rows(tokens: TokenGroup) -> list[tuple[int, ...]]:

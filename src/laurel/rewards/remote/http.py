@@ -16,8 +16,8 @@ from laurel.config.environments import UrlProtocol
 from laurel.errors import ConfigError, ProtocolError, key_of
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Preparing
-from laurel.rewards.remote.foreign import Dialect, Question, dialect_of
-from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, Reply, failed
+from laurel.rewards.remote.foreign import Dialect, ForeignQuery, dialect_of
+from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, ReplicaReply, failed
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.remote.wire import VERSION_HEADER, dump, parse, read_error
 from laurel.types import Completion, Conversation, Group, Score
@@ -65,7 +65,9 @@ class HttpReplica:
         """See `Replica`."""
         return self._dialect.max_completions
 
-    async def attempt(self, groups: Sequence[Group], *, request_id: str, timeout: float) -> Reply:
+    async def attempt(
+        self, groups: Sequence[Group], *, request_id: str, timeout: float
+    ) -> ReplicaReply:
         """See `Replica`."""
         sound = [_sound(group) for group in groups]
         question = await self._question([one for one in sound if one.completions_G], request_id)
@@ -74,7 +76,7 @@ class HttpReplica:
             answer = await self._http.post(question.value, request_id=request_id, timeout=timeout)
             version, value = answer.version, answer.value
         try:
-            reply = question.read(value) if question is not None else Reply(scores=[])
+            reply = question.read(value) if question is not None else ReplicaReply(scores=[])
         except ProtocolError as error:
             raise self._http.fault(error) from error
         rows = iter(reply.scores)
@@ -82,9 +84,9 @@ class HttpReplica:
             _with_unsound(group, one, next(rows) if one.completions_G else ())
             for group, one in zip(groups, sound, strict=True)
         ]
-        return Reply(scores=scores, version=reply.version or version)
+        return ReplicaReply(scores=scores, version=reply.version or version)
 
-    async def _question(self, groups: Sequence[Group], request_id: str) -> Question | None:
+    async def _question(self, groups: Sequence[Group], request_id: str) -> ForeignQuery | None:
         if not groups:
             return None
         ask = partial(self._dialect.ask, groups, request_id=request_id, version=self.version)
@@ -216,7 +218,7 @@ _SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HttpAnswer:
     """What a server said with status 200."""
 
     value: Any
@@ -253,7 +255,7 @@ class HttpExchange:
         """The address without its query, which may hold a secret; for messages."""
         return str(self.url.copy_with(query=None, fragment=None))
 
-    async def post(self, value: Any, *, request_id: str = "", timeout: float) -> Answer:
+    async def post(self, value: Any, *, request_id: str = "", timeout: float) -> HttpAnswer:
         """Ask, once.
 
         Raises:
@@ -269,7 +271,7 @@ class HttpExchange:
         if status != 200:
             raise self._error(status, found, body)
         try:
-            return Answer(value=parse(body), version=found.get(VERSION_HEADER, ""))
+            return HttpAnswer(value=parse(body), version=found.get(VERSION_HEADER, ""))
         except ProtocolError as error:
             raise self.fault(error, body) from error
 

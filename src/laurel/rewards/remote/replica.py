@@ -1,7 +1,7 @@
 """One place that scores, one try at it, and the ways in which a try fails.
 
 Every failure of a `Score` that comes from a replica begins with a word of `REASONS` and a colon,
-so that failures can be counted by their reason (`reason_of`).
+so that failures can be counted by their reason (`failure_reason`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class ReplicaReply:
     """What a replica said to one try."""
 
     scores: list[tuple[Score, ...]]
@@ -86,7 +86,9 @@ class Replica(Protocol):
     def max_completions(self) -> int | None:
         """Of one request; None: as many as anybody wants."""
 
-    async def attempt(self, groups: Sequence[Group], *, request_id: str, timeout: float) -> Reply:
+    async def attempt(
+        self, groups: Sequence[Group], *, request_id: str, timeout: float
+    ) -> ReplicaReply:
         """One try. A score with a failure is the verdict on that completion.
 
         Args:
@@ -128,7 +130,9 @@ class ScorerReplica:
         """See `Replica`."""
         return None
 
-    async def attempt(self, groups: Sequence[Group], *, request_id: str, timeout: float) -> Reply:
+    async def attempt(
+        self, groups: Sequence[Group], *, request_id: str, timeout: float
+    ) -> ReplicaReply:
         """See `Replica`."""
         try:
             async with asyncio.timeout(timeout):
@@ -142,7 +146,7 @@ class ScorerReplica:
             message = f"{self.name}: {type(error).__name__}: {error}"
             raise ReplicaFault("error", message, in_mid_request=True) from error
         check_scores(groups, scores, name=self.name)
-        return Reply(scores=scores)
+        return ReplicaReply(scores=scores)
 
     async def probe(self, *, timeout: float) -> None:
         """See `Replica`. Only its scores can tell."""
@@ -185,7 +189,7 @@ def failed(reason: str) -> Score:
     return Score(value=None, failure=reason)
 
 
-def reason_of(failure: str) -> str:
+def failure_reason(failure: str) -> str:
     """The word that a failure is counted under; `other` for what a model says of its own."""
     word = failure.partition(":")[0]
     return word if word in REASONS else "other"
@@ -214,7 +218,7 @@ _LEAST_PATIENCE = 0.05
 _ENOUGH_TO_TELL = 20
 
 
-class Standing:
+class ReplicaHealth:
     """The record of one replica. Times are of a monotonic clock."""
 
     def __init__(
@@ -388,12 +392,12 @@ class Standing:
         self._rests = min(self._rests + 1, 16)
 
 
-def patience(standings: Collection[Standing]) -> float | None:
+def patience(replica_health: Collection[ReplicaHealth]) -> float | None:
     """Seconds after which an answer is slow: twice what 95 % of the latest took.
 
     None: there is only one replica, or too few answers are known to tell.
     """
-    known = sorted(seconds for standing in standings for seconds in standing.seconds)
-    if len(standings) < 2 or len(known) < _ENOUGH_TO_TELL:
+    known = sorted(seconds for health in replica_health for seconds in health.seconds)
+    if len(replica_health) < 2 or len(known) < _ENOUGH_TO_TELL:
         return None
     return max(_LEAST_PATIENCE, 2 * known[int(0.95 * (len(known) - 1))])

@@ -23,8 +23,8 @@ from laurel.rewards.remote.replica import (
     RefusedError,
     Replica,
     ReplicaFault,
-    Reply,
-    Standing,
+    ReplicaHealth,
+    ReplicaReply,
     check_scores,
     failed,
     patience,
@@ -70,7 +70,7 @@ class Router:
         self._checks = ReplyChecks(version=self.options.version, canary=self.options.canary)
         self._clock = clock
         self._random = random.Random(seed)
-        self._standings: dict[str, Standing] = {}
+        self._replica_health: dict[str, ReplicaHealth] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._probes: set[asyncio.Task[None]] = set()
         self._gate_of: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
@@ -88,9 +88,9 @@ class Router:
         Raises:
             ValueError: There is one of that name.
         """
-        if replica.name in self._standings:
+        if replica.name in self._replica_health:
             raise ValueError(f"there is a replica called {replica.name} already")
-        self._standings[replica.name] = Standing(
+        self._replica_health[replica.name] = ReplicaHealth(
             replica,
             window=self.options.window,
             has_canary=self.options.canary is not None,
@@ -107,9 +107,9 @@ class Router:
                 loop.call_soon_threadsafe(self._came_back, name)
 
     def _came_back(self, name: str) -> None:
-        standing = self._standings.get(name)
-        if standing is not None:
-            standing.came_back()
+        health = self._replica_health.get(name)
+        if health is not None:
+            health.came_back()
             self._begin_probes()
 
     @property
@@ -118,18 +118,18 @@ class Router:
         return self._checks.version
 
     @property
-    def standings(self) -> Mapping[str, Standing]:
+    def replica_health(self) -> Mapping[str, ReplicaHealth]:
         """What is known of each replica."""
-        return self._standings
+        return self._replica_health
 
     async def aclose(self) -> None:
         """End the replicas. Idempotent."""
         for probe in self._probes:
             probe.cancel()
         await asyncio.gather(*self._probes, return_exceptions=True)
-        standings, self._standings = self._standings, {}
-        for standing in standings.values():
-            await standing.replica.aclose()
+        replica_health, self._replica_health = self._replica_health, {}
+        for health in replica_health.values():
+            await health.replica.aclose()
 
     # --------------------------------------------------------------------------------- scoring
 
@@ -146,10 +146,10 @@ class Router:
             for group in groups
         ]
         verdicts: list[list[Score | None]] = [[None] * len(g.completions_G) for g in distinct]
-        limits = (s.replica.max_completions for s in self._standings.values())
+        limits = (s.replica.max_completions for s in self._replica_health.values())
         most = min([self.options.completions_per_request, *(m for m in limits if m is not None)])
         deadline = self._clock() + self.options.timeout
-        jobs = divide(distinct, most, deadline=deadline, began=self._clock())
+        jobs = divide_into_jobs(distinct, most, deadline=deadline, began=self._clock())
         self.counts["requests"] += len(jobs)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -160,11 +160,11 @@ class Router:
                 raise lost from lost.__cause__
             raise
         return [
-            spread(group, one.completions_G, row)
+            scatter_scores(group, one.completions_G, row)
             for group, one, row in zip(groups, distinct, verdicts, strict=True)
         ]
 
-    async def _settle_in_turn(self, job: Job, verdicts: list[list[Score | None]]) -> None:
+    async def _settle_in_turn(self, job: RouterJob, verdicts: list[list[Score | None]]) -> None:
         """No more at a time than replicas can take, or waking all who wait would take for ever."""
         async with self._gate():
             await self._settle(job, verdicts)
@@ -178,12 +178,12 @@ class Router:
 
     def _open_gate(self) -> None:
         """As wide as the replicas need."""
-        wanted = self.options.window * (len(self._standings) + 1)
+        wanted = self.options.window * (len(self._replica_health) + 1)
         while self._gate_of is not None and self._places < wanted:
             self._gate_of[1].release()
             self._places += 1
 
-    async def _settle(self, job: Job, verdicts: list[list[Score | None]]) -> None:
+    async def _settle(self, job: RouterJob, verdicts: list[list[Score | None]]) -> None:
         """Ask until there is a verdict on every completion of a request."""
         while True:
             try:
@@ -204,56 +204,56 @@ class Router:
             else:
                 return job.put_all(verdicts, reply.scores)
 
-    async def _settle_parts(self, job: Job, verdicts: list[list[Score | None]]) -> None:
+    async def _settle_parts(self, job: RouterJob, verdicts: list[list[Score | None]]) -> None:
         """Half by half, to find the one that spoils the rest."""
         self.counts["splits"] += 1
         async with asyncio.TaskGroup() as tasks:
-            for half in halves(job, began=self._clock()):
+            for half in halve_job(job, began=self._clock()):
                 tasks.create_task(self._settle(half, verdicts))
 
-    async def _pause(self, job: Job) -> None:
+    async def _pause(self, job: RouterJob) -> None:
         self._begin_probes()  # who comes back meanwhile is the better one to ask
         longest = ALIVE_PAUSE if job.got_an_answer else LONGEST_PAUSE
         bound = min(longest, FIRST_PAUSE * 2 ** min(job.tries, 16))
         elsewhere = any(
-            standing.is_usable and name not in job.avoided
-            for name, standing in self._standings.items()
+            health.is_usable and name not in job.avoided
+            for name, health in self._replica_health.items()
         )
         left = max(0.0, job.deadline - self._clock())
         await asyncio.sleep(0 if elsewhere else min(left, self._random.uniform(0, bound)))
 
     # ------------------------------------------------------------------------------- one try
 
-    async def _ask(self, job: Job) -> Reply:
-        standing = await self._take(job)
+    async def _ask(self, job: RouterJob) -> ReplicaReply:
+        health = await self._take(job)
         began = self._clock()
-        first = self._begin(standing, job)
+        first = self._begin(health, job)
         running = [first]
         try:
             if self.options.hedge:
                 await self._until_slow(first, began)
-                if (other := await self._another(job, standing, first)) is not None:
+                if (other := await self._another(job, health, first)) is not None:
                     self.counts["hedges"] += 1
                     running.append(self._begin(other, job))
             return await first_good(running)
         finally:
             if not first.done() and succeeded(running[-1]):
-                message = f"{standing.replica.name} is far slower than others"
-                standing.failed(ReplicaFault("timeout", message), began=began)
+                message = f"{health.replica.name} is far slower than others"
+                health.failed(ReplicaFault("timeout", message), began=began)
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _until_slow(self, attempt: asyncio.Task[Reply], began: float) -> None:
+    async def _until_slow(self, attempt: asyncio.Task[ReplicaReply], began: float) -> None:
         """Wait until an attempt has ended, or is slow, as soon as enough is known to tell."""
-        while (seconds := patience(self._standings.values())) is None and not attempt.done():
+        while (seconds := patience(self._replica_health.values())) is None and not attempt.done():
             await asyncio.wait((attempt,), timeout=LOOKING)
         if seconds is not None and not attempt.done():
             await asyncio.wait((attempt,), timeout=max(0.0, began + seconds - self._clock()))
 
     async def _another(
-        self, job: Job, first: Standing, attempt: asyncio.Task[Reply]
-    ) -> Standing | None:
+        self, job: RouterJob, first: ReplicaHealth, attempt: asyncio.Task[ReplicaReply]
+    ) -> ReplicaHealth | None:
         """A second replica, as soon as there is one; None where the first has answered by then."""
         while not attempt.done():
             if (other := self._best(job, besides=first)) is not None:
@@ -261,36 +261,36 @@ class Router:
             await self._news(attempt, timeout=1.0)
         return None
 
-    def _begin(self, standing: Standing, job: Job) -> asyncio.Task[Reply]:
-        ending = standing.begin(job.tokens, is_dangerous=job.is_dangerous)
-        task = asyncio.create_task(self._attempt(standing, job))
+    def _begin(self, health: ReplicaHealth, job: RouterJob) -> asyncio.Task[ReplicaReply]:
+        ending = health.begin(job.tokens, is_dangerous=job.is_dangerous)
+        task = asyncio.create_task(self._attempt(health, job))
         task.add_done_callback(partial(self._end, ending))
         return task
 
-    def _end(self, ending: Callable[[], None], _: asyncio.Task[Reply]) -> None:
+    def _end(self, ending: Callable[[], None], _: asyncio.Task[ReplicaReply]) -> None:
         ending()  # in a callback: a task that is cancelled early runs nothing else
         self._wake_waiting()
 
-    async def _attempt(self, standing: Standing, job: Job) -> Reply:
+    async def _attempt(self, health: ReplicaHealth, job: RouterJob) -> ReplicaReply:
         """One try at one replica."""
         began = self._clock()
         limit = max(0.001, min(self.options.attempt_timeout, job.deadline - began))
         self.counts["attempts"] += 1
         try:
             reply = await self._checks.ask(
-                standing.replica, [job.group], request_id=job.request_id, limit=limit
+                health.replica, [job.group], request_id=job.request_id, limit=limit
             )
         except ReplicaFault as fault:
             self.counts[f"fault_{fault.kind}"] += 1
-            job.failed_at(standing.replica.name, fault)
+            job.failed_at(health.replica.name, fault)
             if not job.is_to_blame_for(fault) and self._was_fair(fault, limit):
-                standing.failed(fault, began=began)
+                health.failed(fault, began=began)
             raise
         except RefusedError:
-            standing.succeeded(self._clock() - began)
+            health.succeeded(self._clock() - began)
             raise
         else:
-            standing.succeeded(self._clock() - began)
+            health.succeeded(self._clock() - began)
             self._last_success = self._clock()
             return reply
 
@@ -301,7 +301,7 @@ class Router:
 
     # ------------------------------------------------------------------------------- choosing
 
-    async def _take(self, job: Job) -> Standing:
+    async def _take(self, job: RouterJob) -> ReplicaHealth:
         """A replica for the next try.
 
         Raises:
@@ -314,18 +314,20 @@ class Router:
             if now >= job.deadline or self._all_refuse(job):
                 raise _NobodyError(self._why_nobody())
             self._begin_probes()
-            joins = [s.joins_until for s in self._standings.values()]
+            joins = [s.joins_until for s in self._replica_health.values()]
             ends = [until for until in joins if until is not None]
             if not ends and (best := self._best(job)) is not None:
                 return best
-            ends += [s.rests_until for s in self._standings.values() if s.rests_until > now]
+            ends += [s.rests_until for s in self._replica_health.values() if s.rests_until > now]
             await self._news(timeout=max(0.001, min([job.deadline, *ends]) - now))
 
-    def _best(self, job: Job, *, besides: Standing | None = None) -> Standing | None:
+    def _best(
+        self, job: RouterJob, *, besides: ReplicaHealth | None = None
+    ) -> ReplicaHealth | None:
         usable = [
-            standing
-            for name, standing in self._standings.items()
-            if standing.is_usable and standing is not besides and name not in job.refused_by
+            health
+            for name, health in self._replica_health.items()
+            if health.is_usable and health is not besides and name not in job.refused_by
         ]
         others = [s for s in usable if s.replica.name not in job.avoided]
         with_room = [s for s in others or usable if s.has_room]
@@ -334,21 +336,21 @@ class Router:
         # Of equals the one with the fewest answers so far, or the first would get everything.
         return min(with_room, key=lambda s: (s.tokens, len(s.seconds)), default=None)
 
-    def _all_refuse(self, job: Job) -> bool:
+    def _all_refuse(self, job: RouterJob) -> bool:
         """Whether there are replicas, and none of them will ever want what is asked."""
-        return bool(self._standings) and all(
-            standing.refuses_us or name in job.refused_by
-            for name, standing in self._standings.items()
+        return bool(self._replica_health) and all(
+            health.refuses_us or name in job.refused_by
+            for name, health in self._replica_health.items()
         )
 
     def _why_nobody(self) -> str:
-        faults = [standing.last_fault for standing in self._standings.values()]
+        faults = [health.last_fault for health in self._replica_health.values()]
         kinds = {fault.partition(":")[0] for fault in faults if fault}
         kind = kinds.pop() if len(kinds) == 1 else "timeout"
         found = "; ".join(filter(None, faults)) or "all were busy" if faults else "there is none"
         return f"{kind}: no replica could be asked ({found})"
 
-    async def _news(self, *attempts: asyncio.Task[Reply], timeout: float) -> None:
+    async def _news(self, *attempts: asyncio.Task[ReplicaReply], timeout: float) -> None:
         """Wait until a replica is free or changes its mind, an attempt ends, or for so long."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
@@ -367,31 +369,31 @@ class Router:
     # -------------------------------------------------------------------------------- probing
 
     def _begin_probes(self) -> None:
-        for standing in self._standings.values():
-            is_old = standing.probed_at + self.options.probe_seconds <= self._clock()
-            again = self.options.canary is not None and is_old and standing.is_usable
-            if standing.wants_probe or (again and standing.probing_since is None):
-                standing.probing_since = self._clock()
-                task = asyncio.create_task(self._probe(standing))
+        for health in self._replica_health.values():
+            is_old = health.probed_at + self.options.probe_seconds <= self._clock()
+            again = self.options.canary is not None and is_old and health.is_usable
+            if health.wants_probe or (again and health.probing_since is None):
+                health.probing_since = self._clock()
+                task = asyncio.create_task(self._probe(health))
                 self._probes.add(task)
                 task.add_done_callback(self._probes.discard)
 
-    async def _probe(self, standing: Standing) -> None:
+    async def _probe(self, health: ReplicaHealth) -> None:
         limit = self.options.attempt_timeout
         if self.options.canary is None:
             limit = min(_PROBE_SECONDS, limit)
         began = self._clock()
         try:
-            await self._checks.prove(standing.replica, limit=limit)
+            await self._checks.prove(health.replica, limit=limit)
         except ReplicaFault as fault:
             self.counts[f"fault_{fault.kind}"] += 1
-            standing.failed_probe(fault, began=began)
+            health.failed_probe(fault, began=began)
         except WorkerError as error:
             self._lost = error
         else:
-            standing.proved()
+            health.proved()
         finally:
-            standing.probing_since = None
+            health.probing_since = None
             self._wake_waiting()
 
 
@@ -412,7 +414,7 @@ def _worker_error_in(group: BaseExceptionGroup[BaseException]) -> WorkerError | 
 # Several attempts at the same request: which of them counts.
 
 
-async def first_good(running: Sequence[asyncio.Task[Reply]]) -> Reply:
+async def first_good(running: Sequence[asyncio.Task[ReplicaReply]]) -> ReplicaReply:
     """The first reply, or the first refusal; where there is neither, the error of the last.
 
     Raises:
@@ -427,13 +429,13 @@ async def first_good(running: Sequence[asyncio.Task[Reply]]) -> Reply:
             return best.result()
 
 
-def _rank(task: asyncio.Task[Reply]) -> int:
+def _rank(task: asyncio.Task[ReplicaReply]) -> int:
     if succeeded(task):
         return 0
     return 1 if isinstance(task.exception(), RefusedError) else 2
 
 
-def succeeded(task: asyncio.Task[Reply]) -> bool:
+def succeeded(task: asyncio.Task[ReplicaReply]) -> bool:
     """Whether an attempt has ended with a reply."""
     return task.done() and not task.cancelled() and task.exception() is None
 
@@ -447,7 +449,7 @@ T = TypeVar("T")
 class ReplyChecks:
     """Asks replicas, and lets through what can be believed."""
 
-    def __init__(self, *, version: str, canary: Canary | None) -> None:
+    def __init__(self, *, version: str, canary: CanaryGroup | None) -> None:
         """Begin.
 
         Args:
@@ -461,7 +463,7 @@ class ReplyChecks:
 
     async def ask(
         self, replica: Replica, groups: Sequence[Group], *, request_id: str, limit: float
-    ) -> Reply:
+    ) -> ReplicaReply:
         """A reply that can be believed.
 
         Raises:
@@ -495,7 +497,7 @@ class ReplyChecks:
                 "canary", f"{replica.name} refused a known conversation: {refusal}"
             ) from refusal
 
-    async def _prove_scores(self, replica: Replica, canary: Canary, limit: float) -> None:
+    async def _prove_scores(self, replica: Replica, canary: CanaryGroup, limit: float) -> None:
         most = replica.max_completions or len(canary.group.completions_G)
         found: list[float] = []
         for _, part in parts(canary.group, most):
@@ -518,7 +520,7 @@ class ReplyChecks:
                 )
 
 
-def _has_a_score(reply: Reply) -> bool:
+def _has_a_score(reply: ReplicaReply) -> bool:
     """Whether any model is behind it: who finds that there is nothing to ask asks none."""
     return any(score.value is not None for scores_G in reply.scores for score in scores_G)
 
@@ -557,7 +559,7 @@ _DEATHS = ("timeout",)
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class RouterJob:
     """A request: completions of one group, and what has become of it so far."""
 
     group: Group
@@ -670,10 +672,12 @@ class Job:
             verdicts[self.row][index] = score
 
 
-def divide(groups: Sequence[Group], most: int, *, deadline: float, began: float) -> list[Job]:
+def divide_into_jobs(
+    groups: Sequence[Group], most: int, *, deadline: float, began: float
+) -> list[RouterJob]:
     """The requests that groups make, of so many completions at most."""
     return [
-        Job(group=part, row=row, first=first, deadline=deadline, began=began)
+        RouterJob(group=part, row=row, first=first, deadline=deadline, began=began)
         for row, group in enumerate(groups)
         for first, part in parts(group, most)
     ]
@@ -690,12 +694,12 @@ def parts(group: Group, most: int) -> list[tuple[int, Group]]:
     ]
 
 
-def halves(job: Job, *, began: float) -> list[Job]:
+def halve_job(job: RouterJob, *, began: float) -> list[RouterJob]:
     """A request that may hold something bad as two, with the same deadline."""
     middle = job.num_completions // 2
     completions = job.group.completions_G
     return [
-        Job(
+        RouterJob(
             group=replace(job.group, completions_G=part),
             row=job.row,
             first=first,
@@ -713,7 +717,7 @@ def halves(job: Job, *, began: float) -> list[Job]:
     ]
 
 
-def spread(
+def scatter_scores(
     group: Group, distinct: Sequence[Completion], verdicts: Sequence[Score | None]
 ) -> tuple[Score, ...]:
     """The verdicts on all completions of a group, from those on its different ones."""
@@ -732,7 +736,7 @@ CANARY = group_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
+class CanaryGroup:
     """A group whose scores tell whether a replica computes what it should."""
 
     group: Group = CANARY
@@ -756,7 +760,7 @@ class RouterOptions:
     """Requests that one replica may have at once."""
     hedge: bool = False
     """Ask another replica as well where an answer takes twice as long as 95 % of them."""
-    canary: Canary | None = None
+    canary: CanaryGroup | None = None
     """What replicas are probed with, besides whether they live. None: their scores may vary."""
     probe_seconds: float = 5.0
     """How often a replica with a canary is probed while there is work."""

@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 from laurel.errors import ConfigError, ScoringContractError, about, setting_of
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.remote.foreign import sigmoid
-from laurel.rewards.remote.replica import RefusedError, Replica, ReplicaFault, Reply, check_scores
+from laurel.rewards.remote.replica import (
+    RefusedError,
+    Replica,
+    ReplicaFault,
+    ReplicaReply,
+    check_scores,
+)
 from laurel.rewards.remote.router import CANARY
 from laurel.rewards.scorer import LOW_PRECISION_TOLERANCE, conversation_group
 from laurel.types import Group
@@ -104,7 +110,7 @@ class ServerCheck:
                 f"note    no golden scores that those of {replica.name} could be compared with"
             )
 
-    async def _ask(self, replica: Replica, group: Group) -> Reply:
+    async def _ask(self, replica: Replica, group: Group) -> ReplicaReply:
         async with asyncio.timeout(self.limit):
             reply = await replica.attempt([group], request_id=uuid.uuid4().hex, timeout=self.limit)
         check_scores([group], reply.scores, name=replica.name)
@@ -162,7 +168,7 @@ class ServerCheck:
         return ConfigError(f"{about(self.where)}{replica.name} refuses to score: {said}")
 
 
-def _compare(name: str, contract: ScoringContract, replies: Sequence[Reply]) -> float:
+def _compare(name: str, contract: ScoringContract, replies: Sequence[ReplicaReply]) -> float:
     """The largest difference from a golden score, in units of max(1, |score|)."""
     expected = [contract.scalar(entry.values_K) for entry in contract.rules.golden]
     found: list[float] = []

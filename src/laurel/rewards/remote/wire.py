@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from laurel.data.sources import kind_of
+from laurel.data.sources import json_kind
 from laurel.errors import ProtocolError
 from laurel.types import Completion, Conversation, Group, Message, Score
 
@@ -431,4 +431,4 @@ def expect_number(value: Any, what: str) -> float:
 def _other(value: Any, what: str, must_be: str) -> ProtocolError:
     if value is MISSING:
         return ProtocolError(f"{what} is missing; it must be {must_be}")
-    return ProtocolError(f"{what} must be {must_be}, and is {kind_of(value)}")
+    return ProtocolError(f"{what} must be {must_be}, and is {json_kind(value)}")

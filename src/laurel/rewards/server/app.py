@@ -35,7 +35,7 @@ from starlette.routing import Route
 
 from laurel.errors import ProtocolError, UserError
 from laurel.rewards.remote import foreign
-from laurel.rewards.remote.replica import failed, reason_of
+from laurel.rewards.remote.replica import failed, failure_reason
 from laurel.rewards.remote.wire import (
     MISSING,
     SCORE_PATH,
@@ -60,14 +60,14 @@ from laurel.rewards.server.keys import (
     is_loopback,
     names_a_key,
 )
-from laurel.rewards.server.openapi import describe, docs_page
+from laurel.rewards.server.openapi import docs_page, openapi_document
 from laurel.rewards.server.service import (
     AccessLog,
-    Answer,
     AnswerMemory,
     RefusedRequestError,
     RewardService,
-    Scored,
+    ScoredRequest,
+    ScoringAnswer,
 )
 from laurel.types import Group, Score
 
@@ -82,7 +82,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CALL = "laurel.call"
-"""Key of the scope that has the `Call`."""
+"""Key of the scope that has the `HttpCall`."""
 ADMIN_PATHS = "/admin/"
 """They need a key from every address."""
 HEALTH_PATH, DOCS_PATH = "/health", "/docs"
@@ -115,7 +115,7 @@ class GateOptions:
 
 
 @dataclass(slots=True)
-class Call:
+class HttpCall:
     """One request on its way, and what is written about it in the end."""
 
     method: str
@@ -186,14 +186,14 @@ class Gate:
             watch.forgive()
             call.status = 499
         except Exception as error:
-            told = failure_of(call, error)
+            told = answer_of_error(call, error)
             if not call.status:
                 await respond_error(counting, told)
         finally:
             watch.end()
             self._note(call)
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: HttpCall) -> None:
         """Whether anybody may ask that here at all."""
         if not self._is_known_host(call.headers.get(b"host", b"")):
             raise RefusedRequestError(403, "host", "this server is not called by that name")
@@ -214,7 +214,7 @@ class Gate:
         name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
         return name in self._options.hosts
 
-    async def _body(self, call: Call, receive: Receive) -> bytes:
+    async def _body(self, call: HttpCall, receive: Receive) -> bytes:
         """All of the body, if it is no more than allowed and comes in time."""
         most = self._options.body_bytes
         too_large = RefusedRequestError(413, "size", f"a request has {most:,} bytes at most")
@@ -246,7 +246,7 @@ class Gate:
             raise RefusedRequestError(415, "type", "Content-Type must be application/json")
         return body
 
-    def _note(self, call: Call) -> None:
+    def _note(self, call: HttpCall) -> None:
         seconds = time.perf_counter() - call.started
         self._metrics.note(call.path, call.status, seconds, call.completions, call.failures)
         if self._access_log is None:
@@ -273,7 +273,7 @@ class Gate:
 class _Watch:
     """Cancels a request whose client has gone."""
 
-    def __init__(self, call: Call, receive: Receive) -> None:
+    def __init__(self, call: HttpCall, receive: Receive) -> None:
         self._call = call
         self._receive = receive
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
@@ -306,11 +306,11 @@ class _Watch:
             self._watching.cancel()
 
 
-def _call_of(scope: Scope) -> Call:
+def _call_of(scope: Scope) -> HttpCall:
     headers = dict(scope["headers"])
     client = scope.get("client")
     wanted = headers.get(b"x-request-id", b"").decode("latin-1")
-    return Call(
+    return HttpCall(
         method=scope["method"],
         path=scope["path"],
         query=scope["query_string"].decode("latin-1"),
@@ -343,7 +343,7 @@ _ORIGIN = secrets.token_hex(8)
 _NUMBERS = itertools.count(1)
 
 
-def _headers_of(call: Call) -> list[tuple[bytes, bytes]]:
+def _headers_of(call: HttpCall) -> list[tuple[bytes, bytes]]:
     found = [
         (b"x-request-id", call.request_id.encode("latin-1")),
         (b"x-content-type-options", b"nosniff"),
@@ -356,14 +356,14 @@ def _headers_of(call: Call) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def failure_of(call: Call, error: Exception) -> RefusedRequestError:
+def answer_of_error(call: HttpCall, error: Exception) -> RefusedRequestError:
     """What a client is told of an error that is ours; the log is told all of it."""
     _log.error("request %s failed", call.request_id, exc_info=error)
     message = f"the server failed; its log says why under {call.request_id}"
     return RefusedRequestError(500, "failed", message)
 
 
-async def respond(send: Send, answer: Answer, *headers: tuple[bytes, bytes]) -> None:
+async def respond(send: Send, answer: ScoringAnswer, *headers: tuple[bytes, bytes]) -> None:
     """Send an answer."""
     length = str(len(answer.body)).encode()
     found = [(b"content-type", answer.content_type), (b"content-length", length), *headers]
@@ -382,10 +382,10 @@ async def respond_error(send: Send, refusal: RefusedRequestError) -> None:
     if refusal.code == "draining":  # another connection may lead to another server
         headers.append((b"connection", b"close"))
     body = dump(error_json(refusal.code, str(refusal)))
-    await respond(send, Answer(body, status=refusal.status), *headers)
+    await respond(send, ScoringAnswer(body, status=refusal.status), *headers)
 
 
-Handler = Callable[[Call], Awaitable[Answer]]
+Handler = Callable[[HttpCall], Awaitable[ScoringAnswer]]
 _HTML = b"text/html; charset=utf-8"
 _MOST_OF_A_PATH = 80
 """Characters of a path that there is not, in a message."""
@@ -431,9 +431,9 @@ def make_app(
     }
     needs_key = options.api_key is not None or options.admin_key is not None
     app = FastAPI(title="Laurel reward server", docs_url=None, redoc_url=None)
-    page = Answer(docs_page(describe(needs_key=needs_key)), content_type=_HTML)
+    page = ScoringAnswer(docs_page(openapi_document(needs_key=needs_key)), content_type=_HTML)
 
-    async def docs(_: Call) -> Answer:
+    async def docs(_: HttpCall) -> ScoringAnswer:
         return page
 
     looks[DOCS_PATH] = docs
@@ -442,7 +442,7 @@ def make_app(
         *_routes(looks, "GET"),
         *_routes(admin, "POST", is_admin=True),
     ]
-    setattr(app, "openapi", partial(describe, needs_key=needs_key))  # noqa: B010  (a method)
+    setattr(app, "openapi", partial(openapi_document, needs_key=needs_key))  # noqa: B010  (a method)
     methods = {**dict.fromkeys(scores, "POST"), **dict.fromkeys(looks, "GET")}
     methods |= dict.fromkeys(admin, "POST")
     app.add_exception_handler(HTTPException, partial(_not_served, methods))
@@ -469,7 +469,7 @@ class _Endpoint:
         self._is_admin = is_admin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call: Call = scope[CALL]
+        call: HttpCall = scope[CALL]
         try:
             if self._is_admin:
                 _check_admin(call)
@@ -479,7 +479,7 @@ class _Endpoint:
         except RefusedRequestError as refusal:
             await respond_error(send, refusal)
         except Exception as error:
-            await respond_error(send, failure_of(call, error))
+            await respond_error(send, answer_of_error(call, error))
         else:
             call.version = answer.version
             await respond(send, answer)
@@ -509,7 +509,7 @@ def _shown(request: StarletteRequest) -> str:
     return ascii(request.url.path[:_MOST_OF_A_PATH])[1:-1]
 
 
-def _check_admin(call: Call) -> None:
+def _check_admin(call: HttpCall) -> None:
     """Whether who asks may change the server."""
     if not is_loopback(call.client):
         raise RefusedRequestError(403, "admin", "only this machine may ask that")
@@ -668,13 +668,13 @@ class Endpoints:
 
     # -------------------------------------------------------------------------------- scores
 
-    async def score(self, call: Call) -> Answer:
+    async def score(self, call: HttpCall) -> ScoringAnswer:
         """Our own: whole groups; or vLLM's, which is known by its keys."""
         request = await self._read(call, _read_either_score_request)
         if isinstance(request, foreign.ForeignRequest):
             return await self._pairs(call, request)
 
-        async def answer() -> Answer:
+        async def answer() -> ScoringAnswer:
             scored = await self._scored(call, request.groups, version=request.model_version)
             reply = ScoreReply(
                 scores=tuple(scored.scores),
@@ -686,11 +686,11 @@ class Endpoints:
 
         return await self._once(call, request.request_id, answer)
 
-    async def classify(self, call: Call) -> Answer:
+    async def classify(self, call: HttpCall) -> ScoringAnswer:
         """vLLM's, and SGLang's of the same name."""
         request = await self._read(call, foreign.read_classify_request)
 
-        async def answer() -> Answer:
+        async def answer() -> ScoringAnswer:
             scores, scored = await self._values(call, request)
             counts = [score.num_tokens for score in scores]
             values = _maybe_squashed(scores, request)
@@ -709,11 +709,11 @@ class Endpoints:
 
         return await self._once(call, "", answer)
 
-    async def pooling(self, call: Call) -> Answer:
+    async def pooling(self, call: HttpCall) -> ScoringAnswer:
         """vLLM's; of a reward model it gives what `/classify` gives."""
         request = await self._read(call, foreign.read_pooling_request)
 
-        async def answer() -> Answer:
+        async def answer() -> ScoringAnswer:
             scores, scored = await self._values(call, request)
             with _in_float32():
                 reply = foreign.pooling_reply(
@@ -728,12 +728,12 @@ class Endpoints:
 
         return await self._once(call, "", answer)
 
-    async def pairs(self, call: Call) -> Answer:
+    async def pairs(self, call: HttpCall) -> ScoringAnswer:
         """vLLM's `/score`: queries, which the user says, and documents, which are the answers."""
         return await self._pairs(call, await self._read(call, _read_pairs_request))
 
-    async def _pairs(self, call: Call, request: foreign.ForeignRequest) -> Answer:
-        async def answer() -> Answer:
+    async def _pairs(self, call: HttpCall, request: foreign.ForeignRequest) -> ScoringAnswer:
+        async def answer() -> ScoringAnswer:
             scores, scored = await self._values(call, request)
             reply = foreign.pairs_reply(
                 _maybe_squashed(scores, request),
@@ -746,11 +746,11 @@ class Endpoints:
 
         return await self._once(call, "", answer)
 
-    async def embeddings(self, call: Call) -> Answer:
+    async def embeddings(self, call: HttpCall) -> ScoringAnswer:
         """SGLang's form of OpenAI's."""
         request = await self._read(call, foreign.read_embeddings_request)
 
-        async def answer() -> Answer:
+        async def answer() -> ScoringAnswer:
             scores, scored = await self._values(call, request)
             with _in_float32():
                 reply = foreign.embeddings_reply(
@@ -763,18 +763,18 @@ class Endpoints:
 
         return await self._once(call, "", answer)
 
-    async def get_reward(self, call: Call) -> Answer:
+    async def get_reward(self, call: HttpCall) -> ScoringAnswer:
         """OpenRLHF's."""
         request = await self._read(call, foreign.read_get_reward_request)
 
-        async def answer() -> Answer:
+        async def answer() -> ScoringAnswer:
             scores, scored = await self._values(call, request)
             values = [_number(score) for score in scores]
             return _answer(foreign.get_reward_reply(values), scored)
 
         return await self._once(call, "", answer)
 
-    async def remote_rm(self, call: Call) -> Answer:
+    async def remote_rm(self, call: HttpCall) -> ScoringAnswer:
         """slime's; `?rendered=1` or `0` says whether a prompt that is a text has been rendered."""
         said = parse_qs(call.query).get("rendered")
         is_rendered = None if said is None else said[-1] in ("1", "true")
@@ -782,13 +782,13 @@ class Endpoints:
             call, partial(foreign.read_remote_rm_request, rendered=is_rendered)
         )
 
-        async def answer() -> Answer:
+        async def answer() -> ScoringAnswer:
             scores, scored = await self._values(call, request)
             return _answer(_number(scores[0]), scored)
 
         return await self._once(call, "", answer)
 
-    async def _read(self, call: Call, read: Callable[[Any], Request]) -> Request:
+    async def _read(self, call: HttpCall, read: Callable[[Any], Request]) -> Request:
         """The request in a body. A large one is read beside the event loop, for others wait there.
 
         Raises:
@@ -837,8 +837,8 @@ class Endpoints:
         return RefusedRequestError(413, "size", message)
 
     async def _once(
-        self, call: Call, request_id: str, answer: Callable[[], Awaitable[Answer]]
-    ) -> Answer:
+        self, call: HttpCall, request_id: str, answer: Callable[[], Awaitable[ScoringAnswer]]
+    ) -> ScoringAnswer:
         """An answer; the same one where the client has named its request and asks again."""
         request_id = request_id or call.headers.get(b"x-request-id", b"").decode("latin-1")
         if not request_id:
@@ -848,20 +848,22 @@ class Endpoints:
         return await self._answers.once(request_id, digest, answer)
 
     async def _values(
-        self, call: Call, request: foreign.ForeignRequest
-    ) -> tuple[Sequence[Score], Scored]:
+        self, call: HttpCall, request: foreign.ForeignRequest
+    ) -> tuple[Sequence[Score], ScoredRequest]:
         """The scores of a request that has no place for a failure: all, or an error."""
         scored = await self._scored(call, request.groups or [request.rendered])
         scores = [score for scores_G in scored.scores for score in scores_G]
         for index, score in enumerate(scores):
             if score.failure is not None:
                 message = f"conversation {index}: {score.failure}"
-                if reason_of(score.failure) in _OF_THE_REQUEST:
+                if failure_reason(score.failure) in _OF_THE_REQUEST:
                     raise RefusedRequestError(422, "failed", message)
                 raise RefusedRequestError(503, "failed", message, retry_after=1.0)
         return scores, scored
 
-    async def _scored(self, call: Call, groups: Sequence[Group], *, version: str = "") -> Scored:
+    async def _scored(
+        self, call: HttpCall, groups: Sequence[Group], *, version: str = ""
+    ) -> ScoredRequest:
         call.completions = sum(len(group.completions_G) for group in groups)
         if call.completions > self._limits.completions:
             raise self._too_many_completions()
@@ -879,24 +881,24 @@ class Endpoints:
         ]
         if failures:
             call.failures = len(failures)
-            self.figures.note_failures(map(reason_of, failures))
+            self.figures.note_failures(map(failure_reason, failures))
         return scored
 
     # --------------------------------------------------------------------------------- looks
 
-    async def health(self, call: Call) -> Answer:
+    async def health(self, call: HttpCall) -> ScoringAnswer:
         """That it lives, and can still become ready."""
-        return Answer(b"{}", status=503 if self._service.is_lost else 200)
+        return ScoringAnswer(b"{}", status=503 if self._service.is_lost else 200)
 
-    async def ready(self, call: Call) -> Answer:
+    async def ready(self, call: HttpCall) -> ScoringAnswer:
         """Whether it takes requests."""
         state, body = self._state()
         served = self._service.served
-        return Answer(
+        return ScoringAnswer(
             body, status=200 if state == "ready" else 503, version=served.version if served else ""
         )
 
-    async def models(self, call: Call) -> Answer:
+    async def models(self, call: HttpCall) -> ScoringAnswer:
         """The model, in OpenAI's form."""
         served = self._service.served
         about = (
@@ -911,11 +913,13 @@ class Endpoints:
                 }
             ]
         )
-        return Answer(dump({"object": "list", "data": about}))
+        return ScoringAnswer(dump({"object": "list", "data": about}))
 
-    async def metrics(self, call: Call) -> Answer:
+    async def metrics(self, call: HttpCall) -> ScoringAnswer:
         """Figures for Prometheus."""
-        return Answer(self.figures.text(), content_type=b"text/plain; version=0.0.4; charset=utf-8")
+        return ScoringAnswer(
+            self.figures.text(), content_type=b"text/plain; version=0.0.4; charset=utf-8"
+        )
 
     def _state(self) -> tuple[str, bytes]:
         state, served = self._service.state, self._service.served
@@ -924,17 +928,17 @@ class Endpoints:
 
     # ---------------------------------------------------------------------------------- admin
 
-    async def sleep(self, call: Call) -> Answer:
+    async def sleep(self, call: HttpCall) -> ScoringAnswer:
         """Give memory back."""
         await self._service.sleep()
-        return Answer(self._state()[1])
+        return ScoringAnswer(self._state()[1])
 
-    async def wake(self, call: Call) -> Answer:
+    async def wake(self, call: HttpCall) -> ScoringAnswer:
         """Take requests again."""
         await self._service.wake()
-        return Answer(self._state()[1])
+        return ScoringAnswer(self._state()[1])
 
-    async def load(self, call: Call) -> Answer:
+    async def load(self, call: HttpCall) -> ScoringAnswer:
         """Serve another model."""
         asked = expect_object(parse(call.body), "the request")
         name = expect_text(asked.get("model", MISSING), "'model', the directory,")
@@ -942,11 +946,11 @@ class Endpoints:
             await self._service.load(name)
         except (UserError, OSError) as error:
             raise RefusedRequestError(422, "model", str(error)) from error
-        return Answer(self._state()[1])
+        return ScoringAnswer(self._state()[1])
 
 
-def _answer(value: Any, scored: Scored) -> Answer:
-    return Answer(dump(value), version=scored.model.version)
+def _answer(value: Any, scored: ScoredRequest) -> ScoringAnswer:
+    return ScoringAnswer(dump(value), version=scored.model.version)
 
 
 def _read_either_score_request(value: Any) -> ScoreRequest | foreign.ForeignRequest:

@@ -316,7 +316,7 @@ _ALWAYS = ("401", "403")
 _OF_BODIES = ("400", "408", "413", "415", "422")
 
 
-def describe(*, needs_key: bool) -> dict[str, Any]:
+def openapi_document(*, needs_key: bool) -> dict[str, Any]:
     """The description of version 3.1, as JSON."""
     paths: dict[str, Any] = {}
     for path, (title, text, asked, answered) in _SCORING.items():
@@ -396,7 +396,7 @@ def docs_page(description: Mapping[str, Any]) -> bytes:
     """HTML that says what an OpenAPI description says.
 
     Args:
-        description: See `description.describe`.
+        description: See `openapi_document`.
     """
     needs_key = "security" in description
     header = ' -H "Authorization: Bearer $KEY"' if needs_key else ""

@@ -37,7 +37,7 @@ from laurel.errors import (
 from laurel.rewards.open import Say
 from laurel.rewards.remote.foreign import LaurelDialect
 from laurel.rewards.remote.http import HttpReplica
-from laurel.rewards.remote.replica import ReplicaFault, Reply
+from laurel.rewards.remote.replica import ReplicaFault, ReplicaReply
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.server.service import (
     ModelSettings,
@@ -228,7 +228,9 @@ class _Process:
 
     # ------------------------------------------------------------------------ for the router
 
-    async def attempt(self, groups: Sequence[Group], *, request_id: str, timeout: float) -> Reply:
+    async def attempt(
+        self, groups: Sequence[Group], *, request_id: str, timeout: float
+    ) -> ReplicaReply:
         """See `Replica`."""
         http = await self._current()
         return await http.attempt(groups, request_id=request_id, timeout=timeout)

@@ -106,7 +106,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class ScoredRequest:
     """Scores, and the model that gave every one of them."""
 
     scores: list[tuple[Score, ...]]
@@ -168,7 +168,7 @@ class RewardService:
         """Serve a first model."""
         self._served = model
 
-    async def score(self, groups: Sequence[Group], *, version: str = "") -> Scored:
+    async def score(self, groups: Sequence[Group], *, version: str = "") -> ScoredRequest:
         """Scores by the model that is served now.
 
         Args:
@@ -205,7 +205,7 @@ class RewardService:
             served.in_flight -= 1
             if not served.in_flight:
                 served.quiet.set()
-        return Scored(scores=scores, model=served)
+        return ScoredRequest(scores=scores, model=served)
 
     @property
     def is_lost(self) -> bool:
@@ -337,7 +337,7 @@ async def _until_quiet(served: ServedModel, seconds: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScoringAnswer:
     """What a request is answered with."""
 
     body: bytes
@@ -351,7 +351,7 @@ class Answer:
 class _Answering:
     """An answer that is being made, and how many wait for it."""
 
-    def __init__(self, digest: bytes, making: asyncio.Task[Answer]) -> None:
+    def __init__(self, digest: bytes, making: asyncio.Task[ScoringAnswer]) -> None:
         self.digest = digest
         self.making = making
         self.waiting = 0
@@ -365,12 +365,12 @@ class AnswerMemory:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._known: OrderedDict[str, tuple[bytes, Answer]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[bytes, ScoringAnswer]] = OrderedDict()
         self._under_way: dict[str, _Answering] = {}
 
     async def once(
-        self, request_id: str, digest: bytes, make: Callable[[], Awaitable[Answer]]
-    ) -> Answer:
+        self, request_id: str, digest: bytes, make: Callable[[], Awaitable[ScoringAnswer]]
+    ) -> ScoringAnswer:
         """The answer to a request; made unless it is known or being made.
 
         Args:
@@ -409,7 +409,7 @@ class AnswerMemory:
                 422, "request_id", f"another request had the id {request_id[:80]!r}"
             )
 
-    def _remember(self, request_id: str, digest: bytes, answer: Answer) -> None:
+    def _remember(self, request_id: str, digest: bytes, answer: ScoringAnswer) -> None:
         if request_id in self._known:
             return
         self._known[request_id] = digest, answer
@@ -419,7 +419,7 @@ class AnswerMemory:
             self._bytes -= len(dropped.body)
 
 
-async def _made(make: Callable[[], Awaitable[Answer]]) -> Answer:
+async def _made(make: Callable[[], Awaitable[ScoringAnswer]]) -> ScoringAnswer:
     return await make()
 
 
@@ -504,7 +504,7 @@ def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, Batchi
         scorer: Backend = load_vllm_scorer(place, spec, say=say)
     else:
         scorer = load_scorer(place, spec, say=say)
-    version = version_of(place.name)
+    version = model_version(place.name)
     return settings.model, version, batcher(scorer, version)
 
 
@@ -514,7 +514,7 @@ def open_served(settings: ModelSettings, *, say: Say) -> ServedModel:
     return ServedModel(name=name, version=version, scorer=scorer)
 
 
-def version_of(name: str) -> str:
+def model_version(name: str) -> str:
     """What the weights, the tokenizer and the contract of a directory are known by.
 
     Equal files have equal versions, wherever they lie. Of a name on the hub it is the name.

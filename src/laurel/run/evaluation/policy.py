@@ -22,10 +22,10 @@ from laurel.observe.console import make_console, message_console, print_metrics
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_text, write_json
 from laurel.observe.progress import TrainingProgress
+from laurel.run.allocation import plan_allocation
 from laurel.run.context import RunContext
-from laurel.run.grpo import check_early, playable
-from laurel.run.model import found_name, with_found_model
-from laurel.run.places import plan_places
+from laurel.run.grpo import check_grpo_run, load_policy_bundle
+from laurel.run.model import found_name, resolve_model
 from laurel.run.scorer import OPTIONS, say_on
 from laurel.run.tasks import check_answers, environments_of, needs_of
 
@@ -152,9 +152,9 @@ def _played(
     config: GRPORun, options: EvalOptions, stack: ExitStack, console: Console
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """The answers, and the figures of them."""
-    config = with_found_model(config, console)
-    check_early(config)
-    planned = plan_places(config)
+    config = resolve_model(config, console)
+    check_grpo_run(config)
+    planned = plan_allocation(config)
     tasks, report = load_tasks(
         _sets(config, options),
         name="evaluation",
@@ -171,7 +171,7 @@ def _played(
     context = RunContext(config=everything, console=console, stack=stack).with_slots(planned)
     environments = environments_of(data, context)
     check_answers(data, environments, console)
-    found = playable(context, data, environments)
+    found = load_policy_bundle(context, data, environments)
     from laurel.grpo.validation import validation_metrics
 
     parts = found.parts

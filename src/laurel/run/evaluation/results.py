@@ -90,7 +90,7 @@ def _value_in(measured: Measured, figure: Figure) -> float | None:
     return next((one.value for one in every if one.name == figure.name), None)
 
 
-def check_directory(path: Path) -> None:
+def check_output_directory(path: Path) -> None:
     """Refuse a directory that could not be made or written, before any work is done.
 
     Raises:
@@ -166,7 +166,7 @@ def _columns(evaluation: Evaluation) -> dict[str, list[Any]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class StoredResult:
     """What was written of one evaluation, as far as it is there."""
 
     path: Path
@@ -182,7 +182,7 @@ class Result:
     """By the id of a row."""
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path) -> StoredResult:
     """Any of the three files, and those beside it; also accuracies that another program wrote.
 
     Raises:
@@ -204,7 +204,7 @@ def read_result(path: Path) -> Result:
         if scores is not None:
             credits = dict(zip(scores["id"], scores["results"], strict=True))
             subset_of = dict(zip(scores["id"], scores["subset"], strict=True))
-        return Result(
+        return StoredResult(
             path=path,
             model=str(report["model"]),
             benchmark=str(report["benchmark"]),
@@ -220,7 +220,7 @@ def read_result(path: Path) -> Result:
         ) from error
 
 
-def _of_accuracies(path: Path, given: Mapping[str, Any]) -> Result:
+def _of_accuracies(path: Path, given: Mapping[str, Any]) -> StoredResult:
     """A file of RewardBench's form that stands alone."""
     accuracies = {
         name: float(value)
@@ -235,7 +235,7 @@ def _of_accuracies(path: Path, given: Mapping[str, Any]) -> Result:
             '{"model": ..., "hep-python": 0.9, ...}'
         )
     sections = reward_bench.section_scores(accuracies)
-    return Result(
+    return StoredResult(
         path=path,
         model=str(given.get("model", path.stem)),
         benchmark=None,

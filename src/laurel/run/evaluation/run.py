@@ -32,7 +32,7 @@ from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import RowProgress
 from laurel.rewards.open import Say, ScorerSpec
-from laurel.run.evaluation.results import Evaluation, check_directory, write_results
+from laurel.run.evaluation.results import Evaluation, check_output_directory, write_results
 from laurel.run.evaluation.tables import (
     diagnostics_report,
     new_table,
@@ -58,7 +58,7 @@ _WITNESSES = 8
 """Rows that the noise of scores is measured on."""
 
 
-def run_benchmark(name: BenchmarkName, request: Request) -> int:
+def run_benchmark(name: BenchmarkName, request: EvaluationRequest) -> int:
     """Score the rows of a benchmark, and show and write what came of it; see `evaluated`.
 
     Returns:
@@ -77,7 +77,7 @@ def run_benchmark(name: BenchmarkName, request: Request) -> int:
     return 1 if evaluation.failures else 0
 
 
-def evaluated(name: BenchmarkName, request: Request, console: Console) -> Evaluation:
+def evaluated(name: BenchmarkName, request: EvaluationRequest, console: Console) -> Evaluation:
     """Score the rows of a benchmark, and write what came of it where files are asked for.
 
     What needs no model is checked first.
@@ -90,7 +90,7 @@ def evaluated(name: BenchmarkName, request: Request, console: Console) -> Evalua
     Raises:
         UserError: A model, a row, a file or a setting that cannot be used.
     """
-    check_request(request)
+    check_evaluation_request(request)
     told: list[str] = []
     with console.status("reading the rows"):
         rows = BENCHMARKS[name].read(request, told.append)
@@ -101,13 +101,13 @@ def evaluated(name: BenchmarkName, request: Request, console: Console) -> Evalua
         for note in training.notes:
             console.print(f"note    {visible(note)}", soft_wrap=True)
     started = time.monotonic()
-    with open_scorer(request.scorer, console) as scorer:
-        evaluation = evaluate(name, rows, request, scorer, started=started, training=training)
+    with open_evaluation_scorer(request.scorer, console) as scorer:
+        evaluation = evaluate_rows(name, rows, request, scorer, started=started, training=training)
     write_evaluation(evaluation, request, console)
     return evaluation
 
 
-def check_request(request: Request) -> None:
+def check_evaluation_request(request: EvaluationRequest) -> None:
     """What can be told before any row is read.
 
     Raises:
@@ -123,13 +123,13 @@ def check_request(request: Request) -> None:
                 f"{setting_of('--member', name)}: it is named twice, and agrees with itself"
             )
     if request.output is not None:
-        check_directory(request.output)
+        check_output_directory(request.output)
 
 
-def evaluate(
+def evaluate_rows(
     name: BenchmarkName,
     rows: Sequence[BenchmarkRow],
-    request: Request,
+    request: EvaluationRequest,
     scorer: OpenScorer,
     *,
     started: float,
@@ -187,7 +187,7 @@ def _beside_contract(
     name: BenchmarkName,
     rows: Sequence[BenchmarkRow],
     scores: Sequence[tuple[Score, ...]],
-    request: Request,
+    request: EvaluationRequest,
     scorer: OpenScorer,
     reference: RewardBenchContract,
 ) -> tuple[Measured, dict[str, Any]]:
@@ -221,7 +221,7 @@ def _beside_contract(
 def _diagnosed(
     rows: Sequence[BenchmarkRow],
     scored: Sequence[Any],
-    request: Request,
+    request: EvaluationRequest,
     scorer: OpenScorer,
     training: TrainingPairs | None,
 ) -> dict[str, dict[str, Any]]:
@@ -235,7 +235,7 @@ def _diagnosed(
         translated = _pairs_scored(others, request, scorer)
     members = {request.scorer.model: _column(scored)} if request.members else {}
     for name in request.members:
-        with open_scorer(replace(request.scorer, model=name), scorer.console) as member:
+        with open_evaluation_scorer(replace(request.scorer, model=name), scorer.console) as member:
             members[name] = _column(_pairs_scored(rows, request, member))
     from laurel.environments.reward_model_environment import measure_noise
 
@@ -256,7 +256,7 @@ def _diagnosed(
     return {"diagnostics": report}
 
 
-def _training(request: Request) -> TrainingPairs | None:
+def _training(request: EvaluationRequest) -> TrainingPairs | None:
     """What the model was trained on, read before anything is scored."""
     if not request.train_data:
         return None
@@ -266,7 +266,7 @@ def _training(request: Request) -> TrainingPairs | None:
 
 
 def _pairs_scored(
-    rows: Sequence[BenchmarkRow], request: Request, scorer: OpenScorer
+    rows: Sequence[BenchmarkRow], request: EvaluationRequest, scorer: OpenScorer
 ) -> Sequence[Any]:
     scores = scorer.score([row.group for row in rows])
     return reduce_scores(BENCHMARKS["pairs"], rows, scores, request).rows
@@ -279,7 +279,7 @@ def _column(pairs: Sequence[Any]) -> list[tuple[float | None, float | None]]:
 # ---------------------------------------------------------------------------------------- showing
 
 
-def write_evaluation(evaluation: Evaluation, request: Request, console: Console) -> None:
+def write_evaluation(evaluation: Evaluation, request: EvaluationRequest, console: Console) -> None:
     """Write the files of an evaluation, if any are asked for.
 
     Raises:
@@ -402,7 +402,7 @@ class OpenScorer:
 
 
 @contextmanager
-def open_scorer(scorer: EvalScorer, console: Console) -> Iterator[OpenScorer]:
+def open_evaluation_scorer(scorer: EvalScorer, console: Console) -> Iterator[OpenScorer]:
     """Load a model, or find its server.
 
     Raises:
@@ -448,7 +448,7 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
 @contextmanager
 def _server(scorer: EvalScorer, say: Say, console: Console) -> Iterator[ScoreNow]:
     from laurel.config.environments import RewardModelEnvironmentConfig
-    from laurel.environments.reward_model.open import open_scorer as open_server
+    from laurel.environments.reward_model.open import open_environment_scorer as open_server
     from laurel.rewards.blocking import BlockingScorer
 
     if scorer.settings:
@@ -488,7 +488,7 @@ _ADDRESS = Terms(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class EvaluationRequest:
     """What the command line says."""
 
     scorer: EvalScorer
@@ -537,7 +537,7 @@ class Request:
 FILE_NAME = "all-report.json"
 
 
-def run_all(request: Request, *, hub: bool) -> int:
+def run_all(request: EvaluationRequest, *, hub: bool) -> int:
     """Evaluate a model on every benchmark whose rows are named, and on the hub's where asked.
 
     All rows are read before the model is loaded, which is done once.
@@ -553,7 +553,7 @@ def run_all(request: Request, *, hub: bool) -> int:
         UserError: A model, a row, a file or a setting that cannot be used.
     """
     console = message_console()
-    check_request(request)
+    check_evaluation_request(request)
     if not request.data and not hub:
         raise DataError(
             f"no rows are named; add {key_of('--data')} with files of any of the benchmarks "
@@ -582,7 +582,7 @@ def run_all(request: Request, *, hub: bool) -> int:
     return 1 if any(evaluation.failures for evaluation in evaluations) else 0
 
 
-def _asked(request: Request, *, hub: bool) -> dict[BenchmarkName, Request]:
+def _asked(request: EvaluationRequest, *, hub: bool) -> dict[BenchmarkName, EvaluationRequest]:
     """What is asked of each benchmark that there are rows of, in the order of benchmarks."""
     paths: dict[BenchmarkName, list[str]] = {}
     for path in request.data:
@@ -597,17 +597,17 @@ def _asked(request: Request, *, hub: bool) -> dict[BenchmarkName, Request]:
 
 
 def _evaluated(
-    asked: dict[BenchmarkName, Request],
+    asked: dict[BenchmarkName, EvaluationRequest],
     rows: dict[BenchmarkName, list[BenchmarkRow]],
-    request: Request,
+    request: EvaluationRequest,
     console: Console,
 ) -> list[Evaluation]:
     evaluations = []
     started = time.monotonic()
-    with open_scorer(request.scorer, console) as scorer:
+    with open_evaluation_scorer(request.scorer, console) as scorer:
         for name, one in asked.items():
             console.print(f"scoring {BENCHMARKS[name].title}: {counted(len(rows[name]), 'row')}")
-            evaluation = evaluate(name, rows[name], one, scorer, started=started)
+            evaluation = evaluate_rows(name, rows[name], one, scorer, started=started)
             write_evaluation(evaluation, one, console)
             evaluations.append(evaluation)
             started = time.monotonic()
@@ -636,7 +636,7 @@ def _print_summary(evaluations: Sequence[Evaluation], absent: Sequence[Benchmark
 
 
 def _report(
-    evaluations: Sequence[Evaluation], request: Request, absent: Sequence[BenchmarkName]
+    evaluations: Sequence[Evaluation], request: EvaluationRequest, absent: Sequence[BenchmarkName]
 ) -> dict[str, Any]:
     return {
         "model": request.scorer.model,

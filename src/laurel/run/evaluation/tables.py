@@ -40,15 +40,15 @@ from laurel.evaluation.statistics import (
     accuracy,
     accuracy_by_name,
     accuracy_by_value,
-    compare,
-    failures,
+    failure_reasons,
     length_difference,
     longer_wins,
+    paired_test,
     scored,
 )
 from laurel.observe.console import format_number, make_console, shorten_middle, visible
 from laurel.observe.json_output import write_json
-from laurel.run.evaluation.results import Result, read_result
+from laurel.run.evaluation.results import StoredResult, read_result
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -206,7 +206,7 @@ def diagnostics_report(
     report: dict[str, Any] = {
         "num_pairs": len(pairs),
         "num_failures": len(pairs) - len(scored(pairs)),
-        "failures": failures(pairs),
+        "failures": failure_reasons(pairs),
         "confidence": confidence,
         **_accuracy_of_kinds(pairs, leaks, num_bins=num_bins, **sure),
         "score_length_correlation": score_length_correlation(pairs),
@@ -541,7 +541,7 @@ def run_compare(benchmark: str, first_path: Path, second_path: Path, *, as_json:
     return 0
 
 
-def _tests(first: Result, second: Result) -> Mapping[str, PairedTest]:
+def _tests(first: StoredResult, second: StoredResult) -> Mapping[str, PairedTest]:
     """Of each subset and of all rows; nothing where the rows of one are not there."""
     if first.credits is None or second.credits is None:
         return {}
@@ -550,14 +550,15 @@ def _tests(first: Result, second: Result) -> Mapping[str, PairedTest]:
         if subset is not None:
             by_subset.setdefault(subset, []).append(row_id)
     tests = {
-        subset: compare(first.credits, second.credits, ids=ids) for subset, ids in by_subset.items()
+        subset: paired_test(first.credits, second.credits, ids=ids)
+        for subset, ids in by_subset.items()
     }
-    return {**tests, ALL: compare(first.credits, second.credits)}
+    return {**tests, ALL: paired_test(first.credits, second.credits)}
 
 
 def _print(
-    first: Result,
-    second: Result,
+    first: StoredResult,
+    second: StoredResult,
     names: list[str],
     sections: list[str],
     tests: Mapping[str, PairedTest],
@@ -607,7 +608,7 @@ def _print(
         )
 
 
-def _num_unpaired(first: Result, second: Result) -> int:
+def _num_unpaired(first: StoredResult, second: StoredResult) -> int:
     ids = [set(result.credits or ()) for result in (first, second)]
     return len(ids[0] ^ ids[1])
 
@@ -623,8 +624,8 @@ def _test_cells(test: PairedTest | None) -> tuple[str, str, str]:
 
 
 def _as_json(
-    first: Result,
-    second: Result,
+    first: StoredResult,
+    second: StoredResult,
     names: list[str],
     sections: list[str],
     tests: Mapping[str, PairedTest],

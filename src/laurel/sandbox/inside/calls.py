@@ -38,7 +38,7 @@ def answer_calls(job: dict[str, Any], parts: list[bytes]) -> None:
         _write(RESULT_FD, json.dumps(reply).encode() + b"\n")
 
 
-def serve(job: dict[str, Any], parts: list[bytes]) -> None:
+def serve_program(job: dict[str, Any], parts: list[bytes]) -> None:
     """Run the program, then do what is asked over the channel, until it is closed.
 
     A request is a line: a number, what to do, a name, args and kwargs. `call`: a function of that
@@ -71,7 +71,7 @@ def _serve(
         return _call(lambda owner, value: setattr(owner, name, value), args, {}, kept.number_of)[0]
     if name:
         try:
-            function = find(namespace, name)
+            function = find_entry_point(namespace, name)
         except AttributeError as error:
             return {"error": "NameError", "text": str(error), "kind": ""}
     else:
@@ -107,7 +107,7 @@ class _Kept:
         return self._numbers[id(one)]
 
 
-def find(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
+def find_entry_point(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
     """The function of that name; `Class.name` is a method of a new object.
 
     Raises:
@@ -134,7 +134,7 @@ def find_solution(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
     solution = namespace.get("Solution")
     if isinstance(solution, type) and "." not in entry and hasattr(solution, entry):
         entry = f"Solution.{entry}"
-    return find(namespace, entry)
+    return find_entry_point(namespace, entry)
 
 
 def _call(
@@ -229,10 +229,10 @@ def execute(source: str, namespace: dict[str, Any], name: str = FILE_NAME) -> No
     """
     lines = source.splitlines(keepends=True)
     linecache.cache[name] = (len(source), None, lines, name)
-    exec(compiled(source, name), namespace)
+    exec(compile_source(source, name), namespace)
 
 
-def compiled(source: str, name: str) -> CodeType:
+def compile_source(source: str, name: str) -> CodeType:
     """The code of a source; `SourceError` where it has none."""
     try:
         # Features that are on in this file are not for the program.

@@ -33,7 +33,7 @@ _IN_SOCKETS = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Confinement:
     """How this zygote confines.
 
     Args:
@@ -57,7 +57,7 @@ class Setting:
         return self.metered or "namespaces" in self.layers
 
 
-def confine(setting: Setting, box: str, give: Callable[[int], None]) -> None:
+def confine(setting: Confinement, box: str, give: Callable[[int], None]) -> None:
     """Give up everything; only descriptors up to `WORK_FD` are kept. What is left to be done is
     `limit`.
 
@@ -112,14 +112,14 @@ def affordable_descriptors() -> int:
     return min(_MOST_DESCRIPTORS, max(_FEWEST_DESCRIPTORS, _IN_SOCKETS // each))
 
 
-def refused_calls(setting: Setting) -> frozenset[str]:
+def refused_calls(setting: Confinement) -> frozenset[str]:
     """System calls that are refused besides."""
     if "namespaces" in setting.layers:
         return frozenset()
     return meter.REFUSED if setting.metered else seccomp.ON_FOREIGN_FILES
 
 
-def limit(setting: Setting, limits: dict[str, Any]) -> None:
+def limit(setting: Confinement, limits: dict[str, Any]) -> None:
     """Give up what a job in particular may not have. Can be done when all else is given up.
 
     Raises:

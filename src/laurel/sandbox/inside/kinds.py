@@ -19,7 +19,7 @@ from laurel.sandbox.inside.calls import (
     classify,
     execute,
     names_of,
-    serve,
+    serve_program,
 )
 from laurel.sandbox.inside.proxy import run_tests
 
@@ -68,7 +68,7 @@ def _run_script(job: dict[str, Any], parts: list[bytes]) -> None:
 _KINDS: Mapping[str, Callable[[dict[str, Any], list[bytes]], None]] = {
     "script": _run_script,
     "call": answer_calls,
-    "serve": serve,
+    "serve": serve_program,
     "tests": run_tests,
 }
 

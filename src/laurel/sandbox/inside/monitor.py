@@ -20,7 +20,7 @@ from typing import Any
 
 from laurel.sandbox.inside import jail, kernel, kinds
 from laurel.sandbox.inside.boxes import make_box, remove_box
-from laurel.sandbox.inside.confinement import CHANNEL_FD, WORK_FD, Setting, confine, limit
+from laurel.sandbox.inside.confinement import CHANNEL_FD, WORK_FD, Confinement, confine, limit
 from laurel.sandbox.inside.messages import receive, send
 from laurel.sandbox.inside.meter import Meter
 
@@ -38,7 +38,7 @@ _REPLACEMENTS = 3
 """Of a program that is killed while it waits for its order."""
 
 
-def monitor(setting: Setting, scratch: str, orders: socket.socket) -> None:
+def monitor(setting: Confinement, scratch: str, orders: socket.socket) -> None:
     """Make everything ready for a job, and run the one that comes.
 
     Args:
@@ -114,7 +114,7 @@ def _take_order(orders: socket.socket) -> tuple[socket.socket, int | None] | Non
     return link, descriptors[1] if len(descriptors) > 1 else None
 
 
-def _do(watched: _Watched, setting: Setting, link: socket.socket, channel: int | None) -> None:
+def _do(watched: _Watched, setting: Confinement, link: socket.socket, channel: int | None) -> None:
     """Run the job that comes over a connection, and reply."""
     job, parts = receive(link)
     stdin = parts.pop()
@@ -136,7 +136,7 @@ def _do(watched: _Watched, setting: Setting, link: socket.socket, channel: int |
 class _Watched:
     """The process of the program, its pipes, and what has come through them."""
 
-    def __init__(self, setting: Setting, box: str) -> None:
+    def __init__(self, setting: Confinement, box: str) -> None:
         self.outputs = {name: bytearray() for name in _OUTPUTS}
         self.truncated: list[str] = []
         self.said = b""
@@ -170,7 +170,7 @@ class _Watched:
         self.hear()
         return not self.said.removeprefix(_METERED)
 
-    def again(self, setting: Setting, box: str) -> _Watched:
+    def again(self, setting: Confinement, box: str) -> _Watched:
         """Another in its place, of which no job notices anything."""
         os.waitpid(self.pid, 0)
         self.work.close()
@@ -328,7 +328,9 @@ class _Watched:
         }
 
 
-def _run(setting: Setting, box: str, given: dict[int, int], work_fd: int, monitor_id: int) -> None:
+def _run(
+    setting: Confinement, box: str, given: dict[int, int], work_fd: int, monitor_id: int
+) -> None:
     """The process of the program: gives up everything, waits for the program, runs it."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != monitor_id:

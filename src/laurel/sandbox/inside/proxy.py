@@ -80,7 +80,7 @@ class _Channel:
         self._remote: dict[int, _Remote] = {}
 
     def ask(self, verb: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the program gives, and does to these arguments; see `calls.serve`."""
+        """What the program gives, and does to these arguments; see `calls.serve_program`."""
         self._count += 1
         try:
             request = plain_data.dumps((self._count, verb, name, args, kwargs), _number_of) + b"\n"

@@ -22,7 +22,7 @@ from typing import Any
 
 from laurel.sandbox.inside import confinement, jail, kernel, kinds, monitor, seccomp
 from laurel.sandbox.inside.confinement import (
-    Setting,
+    Confinement,
     affordable_descriptors,
     refused_calls,
     settle_environment,
@@ -104,7 +104,7 @@ def main(control_fd: int) -> None:
     _serve(control, setting, request["scratch"], parent)
 
 
-def _serve(control: socket.socket, setting: Setting, scratch: str, parent: int) -> None:
+def _serve(control: socket.socket, setting: Confinement, scratch: str, parent: int) -> None:
     armed: deque[socket.socket] = deque()
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -125,7 +125,7 @@ def _serve(control: socket.socket, setting: Setting, scratch: str, parent: int) 
                 pass
 
 
-def _arm(setting: Setting, scratch: str) -> socket.socket:
+def _arm(setting: Confinement, scratch: str) -> socket.socket:
     """Start the monitor of a job to come; where it takes its order."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     pid = kernel.fork_apart(jail.OF_A_JOB) if "namespaces" in setting.layers else os.fork()
@@ -142,7 +142,7 @@ def _arm(setting: Setting, scratch: str) -> socket.socket:
 
 
 def _hand_over(
-    descriptors: list[int], armed: deque[socket.socket], setting: Setting, scratch: str
+    descriptors: list[int], armed: deque[socket.socket], setting: Confinement, scratch: str
 ) -> None:
     """Give a job to a monitor that is armed. One that has died meanwhile is no job's loss."""
     try:
@@ -161,7 +161,7 @@ def _hand_over(
 # -------------------------------------------------------------------------------------- the layers
 
 
-def _settle(wanted: frozenset[str], scratch: str) -> tuple[Setting, dict[str, str]]:
+def _settle(wanted: frozenset[str], scratch: str) -> tuple[Confinement, dict[str, str]]:
     """Take up the layers that are wanted and can be had; why the others cannot."""
     # A user that nobody else is: programs of one sandbox cannot reach those of another.
     descriptors = affordable_descriptors()  # while /proc is there
@@ -206,7 +206,7 @@ def _settle(wanted: frozenset[str], scratch: str) -> tuple[Setting, dict[str, st
             "nothing here can limit all files of a program together, so programs can write none "
             f"(seccomp: {os.strerror(number)})"
         )
-    setting = Setting(
+    setting = Confinement(
         layers=frozenset(have),
         readable=readable,
         counts_processes=counts,

@@ -23,7 +23,7 @@ from laurel.config.policy import (
     TokenizerConfig,
 )
 from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
-from laurel.config.tree import Section
+from laurel.config.yaml_tree import Section
 
 texts = st.text(max_size=20) | st.sampled_from(
     [

@@ -11,18 +11,18 @@ from contextlib import suppress
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol
 
-from laurel.workers.calls import Call, Outcome, Success, attempt, failure_of, with_shared
-from laurel.workers.rendezvous import Place, bind_master, leave
+from laurel.workers.calls import Outcome, Success, WorkerCall, attempt, failure_of, with_shared
+from laurel.workers.rendezvous import RankPlace, bind_master, leave
 
 COMPARED = ("laurel-rl", "torch", "transformers")
 """Packages whose versions must be the same on all nodes."""
 
 
-class Seat:
+class WorkerActor:
     """The actor of one rank. It holds the worker, which knows nothing of it."""
 
     def __init__(self, rank: int, paths: list[str]) -> None:
-        """Take the seat.
+        """Start the actor.
 
         Args:
             rank: Of the worker.
@@ -34,13 +34,13 @@ class Seat:
 
     def about(self) -> tuple[int, dict[str, str]]:
         """This process, and the versions of what must be the same everywhere."""
-        return os.getpid(), versions()
+        return os.getpid(), package_versions()
 
     def bind(self, address: str) -> tuple[int, int]:
         """See `bind_master`."""
         return bind_master(address)
 
-    def build(self, payload: bytes, place: Place, environment: dict[str, str]) -> bytes:
+    def build(self, payload: bytes, place: RankPlace, environment: dict[str, str]) -> bytes:
         """Make the worker."""
         os.environ.update(environment)
         outcome = self._attempt(None, payload, (place,))
@@ -62,7 +62,7 @@ class Seat:
         worker, self._worker = self._worker, None
         outcome: Outcome = Success(None)
         if hasattr(worker, "shutdown"):
-            outcome = attempt(worker, Call("shutdown"), rank=self._rank)
+            outcome = attempt(worker, WorkerCall("shutdown"), rank=self._rank)
         leave()
         if isinstance(outcome, Success):
             outcome = Success(None)
@@ -81,11 +81,11 @@ class Seat:
             return failure_of(error, rank=self._rank)
         if shared:
             call = with_shared(call, shared)
-        call = Call(call.method, (*first, *call.args), call.kwargs)
+        call = WorkerCall(call.method, (*first, *call.args), call.kwargs)
         return attempt(made if target is None else target, call, rank=self._rank)
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Of the packages that are compared, where they are installed."""
     found = {}
     for package in COMPARED:
@@ -98,7 +98,7 @@ def versions() -> dict[str, str]:
 # How often replicas that are lost may be started again.
 
 
-class Loss(NamedTuple):
+class ReplicaLoss(NamedTuple):
     """What has become of a replica, and what is done about it."""
 
     told: str
@@ -142,7 +142,7 @@ class Restarts:
         """How many there have been."""
         return self._number
 
-    def after(self, failure: BaseException, of: Restartable) -> Loss:
+    def after(self, failure: BaseException, of: Restartable) -> ReplicaLoss:
         """Count a loss, and say so where the replica may be started again."""
         # What follows the first line is about the end of a run, or a traceback.
         reason = str(failure).partition("\n")[0]
@@ -150,11 +150,11 @@ class Restarts:
         with self._lock:
             if of.last_failure == reason:
                 again = "it failed in the same way when it had just been started again"
-                return Loss(told, again)
+                return ReplicaLoss(told, again)
             if self._number == self.most:
-                return Loss(told, f"{self.most} restarts are the limit of a run")
+                return ReplicaLoss(told, f"{self.most} restarts are the limit of a run")
             self._number += 1
             of.last_failure = reason
             count = f"restart {self._number} of {self.most} at most"
         self._say(f"{told}; it is started again, {count}")
-        return Loss(told, None)
+        return ReplicaLoss(told, None)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from laurel.config.tree import DEFAULT, Node, Section, dotted, graft, nearest
+from laurel.config.yaml_tree import DEFAULT, Section, YamlNode, dotted, graft, nearest
 
 Kinds = tuple[Any, ...]
 """The alternatives of an annotation: `int | list[str] | None` is `(int, list[str], NoneType)`."""
@@ -63,7 +63,7 @@ def _holds_sections(kind: Any) -> bool:
     return bool(sections_of(inside)) or any(_holds_sections(kind) for kind in inside)
 
 
-def kind_that_fits(kinds: Kinds, node: Node) -> Any | None:
+def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
     """Which alternative a list or a mapping is meant for; None where none fits.
 
     A mapping of mappings is several named sections, where the schema allows for that.
@@ -78,7 +78,7 @@ def kind_that_fits(kinds: Kinds, node: Node) -> Any | None:
     return max(sections, key=lambda section: _known_keys(section, node))
 
 
-def _known_keys(section: type[Section], node: Node) -> int:
+def _known_keys(section: type[Section], node: YamlNode) -> int:
     return sum(key in section.model_fields or key in section.foreign_keys for key in node.value)
 
 
@@ -86,7 +86,7 @@ def _known_keys(section: type[Section], node: Node) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class KeyInfo:
     """What a key is in the block that holds it."""
 
     standing: Literal["field", "foreign", "name", "unknown"]
@@ -95,25 +95,25 @@ class Step:
     field: FieldInfo | None = None
 
 
-def step_into(kinds: Kinds, key: str | int) -> Step:
+def step_into(kinds: Kinds, key: str | int) -> KeyInfo:
     """What `key` is inside a value of these kinds; no kinds at all are a part that is ignored."""
     sections = sections_of(kinds)
     for section in sections:
         if key in section.model_fields:
             field = section.model_fields[str(key)]
-            return Step(standing="field", kinds=kinds_of(field.annotation), field=field)
+            return KeyInfo(standing="field", kinds=kinds_of(field.annotation), field=field)
     if not kinds or any(key in section.foreign_keys for section in sections):
-        return Step(standing="foreign", kinds=())
+        return KeyInfo(standing="foreign", kinds=())
     for kind in kinds:
         if kind is Any or kind is dict:
-            return Step(standing="name")
+            return KeyInfo(standing="name")
         inside = item_kinds(kind)
         if inside is not None and is_mapping(kind) == isinstance(key, str):
-            return Step(standing="name", kinds=inside)
-    return Step(standing="unknown")
+            return KeyInfo(standing="name", kinds=inside)
+    return KeyInfo(standing="unknown")
 
 
-def default_node(field: FieldInfo, place: str) -> Node | None:
+def default_node(field: FieldInfo, place: str) -> YamlNode | None:
     """What the schema itself writes at a key: a section only what it sets on purpose."""
     if field.is_required():
         return None
@@ -128,8 +128,12 @@ def _as_plain(value: Any, *, everything: bool) -> Any:
 
 
 def with_defaults(
-    schema: type[Section], node: Node, *, default: Section | None = None, everything: bool = False
-) -> Node:
+    schema: type[Section],
+    node: YamlNode,
+    *,
+    default: Section | None = None,
+    everything: bool = False,
+) -> YamlNode:
     """A section's keys, with the sections it leaves out as `default` has them.
 
     So a file that sets one key of `policy` keeps the sections that the run's schema put there on
@@ -149,12 +153,12 @@ def with_defaults(
         if child is None or section is None:
             continue
         if child.value is None and isinstance(value, Section):
-            child = Node(value={}, place=child.place)
+            child = YamlNode(value={}, place=child.place)
         if isinstance(child.value, dict):
             inner = value if isinstance(value, Section) else None
             child = with_defaults(section, child, default=inner, everything=everything)
         children[name] = child
-    return Node(value=children, place=node.place)
+    return YamlNode(value=children, place=node.place)
 
 
 # ------------------------------------------------------------------------------------------- words
@@ -171,7 +175,7 @@ _WORDS: dict[Any, tuple[str, str]] = {
 _LIMITS = (("ge", "of at least"), ("gt", "greater than"), ("le", "of at most"), ("lt", "below"))
 
 
-def describe(kinds: Kinds, metadata: list[Any] | None = None) -> str:
+def describe_kinds(kinds: Kinds, metadata: list[Any] | None = None) -> str:
     """What a value must be, in words: `a whole number of at least 1, or null`."""
     words = [_describe_one(kind) for kind in kinds]
     limits = [

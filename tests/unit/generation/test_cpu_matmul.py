@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from laurel.generation.transformers import cpu_products
-from laurel.generation.transformers.cpu_products import _OneDnnLinear, quick_products
+from laurel.generation.transformers import cpu_matmul
+from laurel.generation.transformers.cpu_matmul import _OneDnnLinear, fast_matmul
 
 if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     pytest.skip("this torch has no oneDNN", allow_module_level=True)
@@ -63,7 +63,7 @@ def test_layers_are_what_they_were_afterwards():
 
     model = nn.Sequential(nn.Linear(4, 4), Own(4, 4), nn.LayerNorm(4))
     before = [type(module) for module in model]
-    inside = [_OneDnnLinear if cpu_products.prefers_onednn() else nn.Linear, *before[1:]]
-    with quick_products(model):
+    inside = [_OneDnnLinear if cpu_matmul.prefers_onednn() else nn.Linear, *before[1:]]
+    with fast_matmul(model):
         assert [type(module) for module in model] == inside
     assert [type(module) for module in model] == before

@@ -32,10 +32,10 @@ MISSING = _Marker()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Node:
+class YamlNode:
     """One value of a configuration and where it was written.
 
-    `value` is `dict[str, Node]`, `list[Node]`, or a plain scalar.
+    `value` is `dict[str, YamlNode]`, `list[YamlNode]`, or a plain scalar.
     """
 
     value: Any
@@ -52,36 +52,36 @@ class Node:
         return isinstance(self.value, str) and not self.literal and "${" in self.value
 
 
-def graft(value: Any, place: str) -> Node:
+def graft(value: Any, place: str) -> YamlNode:
     """Plain values as nodes that all have one place and are taken literally."""
     if isinstance(value, dict):
         children = {str(key): graft(child, place) for key, child in value.items()}
-        return Node(value=children, place=place)
+        return YamlNode(value=children, place=place)
     if isinstance(value, list | tuple):
-        return Node(value=[graft(child, place) for child in value], place=place)
-    return Node(value=value, place=place, literal=True)
+        return YamlNode(value=[graft(child, place) for child in value], place=place)
+    return YamlNode(value=value, place=place, literal=True)
 
 
-def plain(node: Node) -> Any:
+def plain_values(node: YamlNode) -> Any:
     """The values without their places."""
     if isinstance(node.value, dict):
-        return {key: plain(child) for key, child in node.value.items()}
+        return {key: plain_values(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
-        return [plain(child) for child in node.value]
+        return [plain_values(child) for child in node.value]
     return node.value
 
 
-def overlay(parent: Node, child: Node) -> Node:
+def overlay(parent: YamlNode, child: YamlNode) -> YamlNode:
     """`child` laid over `parent`: mappings are merged key by key, all else is replaced."""
     if not isinstance(parent.value, dict) or not isinstance(child.value, dict):
         return child
     merged = dict(parent.value)
     for key, value in child.value.items():
         merged[key] = overlay(merged[key], value) if key in merged else value
-    return Node(value=merged, place=child.place)
+    return YamlNode(value=merged, place=child.place)
 
 
-def find(node: Node, path: Iterable[str | int]) -> Node | None:
+def find_node(node: YamlNode, path: Iterable[str | int]) -> YamlNode | None:
     """The node at `path`, or None where there is none."""
     for key in path:
         in_mapping = isinstance(node.value, dict) and key in node.value
@@ -92,16 +92,16 @@ def find(node: Node, path: Iterable[str | int]) -> Node | None:
     return node
 
 
-def with_key(block: Node, path: Sequence[str], child: Node) -> Node:
+def with_key(block: YamlNode, path: Sequence[str], child: YamlNode) -> YamlNode:
     """A block with `child` at `path`; what is in the way there gives way."""
     key, *rest = path
     children = dict(block.value) if isinstance(block.value, dict) else {}
     if rest:
-        child = with_key(children.get(key, Node(value={}, place=DEFAULT)), rest, child)
-    return Node(value={**children, key: child}, place=block.place)
+        child = with_key(children.get(key, YamlNode(value={}, place=DEFAULT)), rest, child)
+    return YamlNode(value={**children, key: child}, place=block.place)
 
 
-def without_key(block: Node, path: Sequence[str]) -> Node:
+def without_key(block: YamlNode, path: Sequence[str]) -> YamlNode:
     """A block without the key at `path`, and without what is then empty on the way to it."""
     key, *rest = path
     children = dict(block.value)
@@ -109,7 +109,7 @@ def without_key(block: Node, path: Sequence[str]) -> Node:
         children[key] = without_key(children[key], rest)
     if not rest or not children[key].value:
         del children[key]
-    return Node(value=children, place=block.place)
+    return YamlNode(value=children, place=block.place)
 
 
 def dotted(path: KeyPath) -> str:
@@ -120,7 +120,7 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
-def parts_of(key: str) -> list[str | int]:
+def split_key(key: str) -> list[str | int]:
     """The way that `dotted` wrote: `data.train[0].split` is data, train, 0, split."""
     found = re.findall(r"\[(\d+)\]|([^.\[\]]+)", key)
     return [int(index) if index else name for index, name in found]
@@ -173,7 +173,7 @@ class _Loader(yaml.SafeLoader):
 read_scalars_our_way(_Loader)
 
 
-def read_file(path: Path) -> Node:
+def read_file(path: Path) -> YamlNode:
     """The tree of a file, laid over those of the files its `defaults` name.
 
     Raises ConfigError for a file that is missing or not YAML, for a key given twice, and for
@@ -182,12 +182,12 @@ def read_file(path: Path) -> Node:
     return _with_parents(path, ())
 
 
-def read_text(text: str, place: str) -> Node:
+def read_text(text: str, place: str) -> YamlNode:
     """The tree of one value, every part of which gets `place`."""
     return _Reader(text, place, lines=False).tree()
 
 
-def read_document(text: str, name: str) -> Node:
+def read_document(text: str, name: str) -> YamlNode:
     """The tree of a document as it stands: its `defaults` are a key like any other.
 
     Raises:
@@ -196,32 +196,32 @@ def read_document(text: str, name: str) -> Node:
     return _Reader(text, name, lines=True).tree()
 
 
-def _with_parents(path: Path, children: tuple[Path, ...], named_by: str = "") -> Node:
+def _with_parents(path: Path, children: tuple[Path, ...], named_by: str = "") -> YamlNode:
     path = path.expanduser()
     if path.resolve() in [child.resolve() for child in children]:
         chain = " -> ".join(str(step) for step in (*children, path))
         raise ConfigError(f"{named_by}the files inherit in a circle: {chain}")
     tree = _Reader(_read_bytes(path, named_by), str(path), lines=True).tree()
     if tree.value is None:
-        tree = Node(value={}, place=str(path))
+        tree = YamlNode(value={}, place=str(path))
     if not isinstance(tree.value, dict):
         raise ConfigError(f"{tree.place}: a configuration is a mapping of keys, this file is not")
     defaults = tree.value.pop("defaults", None)
-    merged = Node(value={}, place=str(path))
+    merged = YamlNode(value={}, place=str(path))
     for name in _parent_names(defaults) if defaults is not None else []:
         parent = Path(os.path.normpath(path.parent / Path(name.value).expanduser()))
         merged = _laid_over(
             merged, _with_parents(parent, (*children, path), f"{name.place}: defaults: ")
         )
-    return _laid_over(merged, Node(value=tree.value, place=str(path)))
+    return _laid_over(merged, YamlNode(value=tree.value, place=str(path)))
 
 
-def _laid_over(parent: Node, child: Node) -> Node:
+def _laid_over(parent: YamlNode, child: YamlNode) -> YamlNode:
     """`overlay`; a section of the child that says `_override_: true` replaces the parent's."""
     whole = [key for key, section in child.value.items() if _replaces(section)]
     kept = {key: section for key, section in parent.value.items() if key not in whole}
     without_marks = {
-        key: Node(
+        key: YamlNode(
             value={name: inner for name, inner in section.value.items() if name != _OVERRIDE},
             place=section.place,
         )
@@ -230,14 +230,14 @@ def _laid_over(parent: Node, child: Node) -> Node:
         for key, section in child.value.items()
     }
     return overlay(
-        Node(value=kept, place=parent.place), Node(value=without_marks, place=child.place)
+        YamlNode(value=kept, place=parent.place), YamlNode(value=without_marks, place=child.place)
     )
 
 
 _OVERRIDE = "_override_"
 
 
-def _replaces(section: Node) -> bool:
+def _replaces(section: YamlNode) -> bool:
     mark = section.value.get(_OVERRIDE) if isinstance(section.value, dict) else None
     if mark is None:
         return False
@@ -246,7 +246,7 @@ def _replaces(section: Node) -> bool:
     return mark.value
 
 
-def _parent_names(defaults: Node) -> list[Node]:
+def _parent_names(defaults: YamlNode) -> list[YamlNode]:
     names = defaults.value if isinstance(defaults.value, list) else [defaults]
     for name in names:
         if not isinstance(name.value, str) or name.value == "_self_":
@@ -283,7 +283,7 @@ class _Reader:
         self.problems: list[str] = []
         self.open: list[yaml.Node] = []
 
-    def tree(self) -> Node:
+    def tree(self) -> YamlNode:
         loader = None
         try:
             loader = _Loader(self.stream)
@@ -296,7 +296,7 @@ class _Reader:
             if loader is not None:
                 loader.dispose()
         if top is None:
-            return Node(value=None, place=self.name)
+            return YamlNode(value=None, place=self.name)
         tree = self._node(top, self._place(top))
         if self.problems:
             raise ConfigError("\n".join(self.problems))
@@ -323,25 +323,25 @@ class _Reader:
     def _place(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name
 
-    def _node(self, node: yaml.Node, place: str) -> Node:
+    def _node(self, node: yaml.Node, place: str) -> YamlNode:
         if any(node is parent for parent in self.open):
             self.problems.append(f"{place}: an anchor that contains itself")
-            return Node(value=None, place=place)
+            return YamlNode(value=None, place=place)
         self.open.append(node)
         try:
             if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-                return Node(value=self._mapping(node), place=place)
+                return YamlNode(value=self._mapping(node), place=place)
             if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
                 items = [self._node(item, self._place(item)) for item in node.value]
-                return Node(value=items, place=place)
+                return YamlNode(value=items, place=place)
             return self._scalar(node, place)
         finally:
             self.open.pop()
 
-    def _mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, YamlNode]:
         """The entries; those merged in by `<<` come first and give way to the mapping's own."""
-        merged: dict[str, Node] = {}
-        own: dict[str, Node] = {}
+        merged: dict[str, YamlNode] = {}
+        own: dict[str, YamlNode] = {}
         places: dict[str, str] = {}
         for key, value in node.value:
             place = self._place(key)
@@ -361,22 +361,24 @@ class _Reader:
                 own[key.value], places[key.value] = self._node(value, place), place
         return {**merged, **own}
 
-    def _scalar(self, node: yaml.Node, place: str) -> Node:
+    def _scalar(self, node: yaml.Node, place: str) -> YamlNode:
         known = {_TAG + name for name in ("str", "bool", "null", "int", "float")}
         if node.tag == _MISSING_TAG:
-            return Node(value=MISSING, place=place, text=node.value)
+            return YamlNode(value=MISSING, place=place, text=node.value)
         if node.tag == _TAG + "merge":
-            return Node(value=node.value, place=place)
+            return YamlNode(value=node.value, place=place)
         if not isinstance(node, yaml.ScalarNode) or node.tag not in known:
             self.problems.append(f"{place}: the tag '{node.tag}' means nothing in a configuration")
-            return Node(value=None, place=place)
+            return YamlNode(value=None, place=place)
         try:
             value = yaml.constructor.SafeConstructor().construct_object(node)
         except (yaml.YAMLError, ValueError):
             kind = node.tag.removeprefix(_TAG)
             self.problems.append(f"{place}: '{node.value}' is not of the type '{kind}'")
-            return Node(value=None, place=place)
-        return Node(value=value, place=place, text=None if isinstance(value, str) else node.value)
+            return YamlNode(value=None, place=place)
+        return YamlNode(
+            value=value, place=place, text=None if isinstance(value, str) else node.value
+        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ LARGE = 2**22
 
 
 @contextmanager
-def quick_products(model: nn.Module) -> Iterator[None]:
+def fast_matmul(model: nn.Module) -> Iterator[None]:
     """Let a model multiply with the quicker library for a while, where there is a choice.
 
     Only plain linear layers in float32 on the CPU; with their gradients where a product is large.

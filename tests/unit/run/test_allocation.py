@@ -7,14 +7,14 @@ from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import Run
 from laurel.errors import ConfigError
-from laurel.run.places import PlannedPlaces, plan_places
+from laurel.run.allocation import PlannedAllocation, plan_allocation
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
 ONE_FOR_JUDGING = (*JUDGED, "env.reward_model.resources.gpus_per_node=1")
 
 
-def planned(*overrides: str, schema: type[Run] = GRPORun) -> PlannedPlaces:
-    return plan_places(load_config(schema, None, overrides).config)
+def planned(*overrides: str, schema: type[Run] = GRPORun) -> PlannedAllocation:
+    return plan_allocation(load_config(schema, None, overrides).config)
 
 
 def test_one_slot_is_this_process() -> None:

@@ -39,7 +39,7 @@ BESIDE_CPUS = Resources(cpus=0, others={"memory": 2**28})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannedPlaces:
+class PlannedAllocation:
     """A run whose roles all have their slots, on paper."""
 
     config: Run
@@ -48,7 +48,7 @@ class PlannedPlaces:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Places:
+class Allocation:
     """Slots that the roles of a run have."""
 
     plan: Plan | None = None
@@ -58,7 +58,7 @@ class Places:
     """Ends the groups."""
 
     @classmethod
-    def of_this_process(cls) -> Places:
+    def of_this_process(cls) -> Allocation:
         """Everything here."""
         return cls()
 
@@ -160,7 +160,7 @@ class Places:
         ]
 
 
-def plan_places(config: Run) -> PlannedPlaces:
+def plan_allocation(config: Run) -> PlannedAllocation:
     """Where everything will go; nothing is started.
 
     Raises:
@@ -168,12 +168,12 @@ def plan_places(config: Run) -> PlannedPlaces:
     """
     plan = plan_to_run(request_of(config))
     _refuse_unbuilt(config, plan)
-    return PlannedPlaces(
+    return PlannedAllocation(
         config=config, plan=plan, are_remote=backend_of(plan, config.cluster) == "ray"
     )
 
 
-def open_places(planned: PlannedPlaces, stack: ExitStack, console: Console) -> Places:
+def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Console) -> Allocation:
     """Start or join the cluster, and reserve every slot before anything is loaded.
 
     Raises:
@@ -181,7 +181,7 @@ def open_places(planned: PlannedPlaces, stack: ExitStack, console: Console) -> P
         MissingDependencyError: Ray is not installed.
     """
     if not planned.are_remote:
-        return Places.of_this_process()
+        return Allocation.of_this_process()
     plan, settings = planned.plan, planned.config.cluster
     with console.status("reserving slots"):
         cluster = stack.enter_context(open_cluster(plan, settings))
@@ -189,7 +189,7 @@ def open_places(planned: PlannedPlaces, stack: ExitStack, console: Console) -> P
         reservations = reserve_roles(
             plan, cluster, device_of(settings, cluster), patience=settings.patience_seconds
         )
-    return Places(plan=plan, reservations=reservations, stack=stack)
+    return Allocation(plan=plan, reservations=reservations, stack=stack)
 
 
 def _refuse_unbuilt(config: Run, plan: Plan) -> None:

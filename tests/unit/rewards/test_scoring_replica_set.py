@@ -21,9 +21,9 @@ from event_loops import in_loop
 from laurel.errors import EnvironmentFailedError, WorkerError
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.rewards import preparing
-from laurel.rewards.loop_scorer import LoopScorer, OneModelDesk
+from laurel.rewards.loop_scorer import LoopScorer, SingleModelBackend
 from laurel.rewards.preparing import WORKER, Preparers
-from laurel.rewards.replicas import ScoringCrew
+from laurel.rewards.replicas import ScoringReplicaSet
 from laurel.rewards.scorer import ContractScorer, LocalScorer
 from laurel.types import Group, Message, Score, TokenGroup, group_of
 from laurel.workers.spawned import SpawnedGroup
@@ -45,7 +45,7 @@ def values(scorer: ContractScorer, asked: Sequence[Group]) -> list[float | None]
 
 
 class Made:
-    """A crew of real processes, and what became of it."""
+    """A replica set of real processes, and what became of it."""
 
     def __init__(
         self, num_replicas: int, *, batch_timeout: float | None = None, **options: Any
@@ -55,8 +55,10 @@ class Made:
         self.of: dict[int, ProcessGroup] = {}
         self.said: list[str] = []
         self.before_making: Callable[[], None] = lambda: None
-        self.crew = ScoringCrew(self.make, num_replicas, say=self.said.append, **options)
-        self.scorer = LoopScorer(self.crew)
+        self.replica_set = ScoringReplicaSet(
+            self.make, num_replicas, say=self.said.append, **options
+        )
+        self.scorer = LoopScorer(self.replica_set)
 
     def make(self, index: int) -> ContractScorer:
         if len(self.of) > index:
@@ -83,7 +85,7 @@ class Made:
 
 
 @pytest.fixture
-def crew() -> Iterator[Callable[..., Made]]:
+def replica_set() -> Iterator[Callable[..., Made]]:
     made: list[Made] = []
 
     def make(*args: Any, **kwargs: Any) -> Made:
@@ -95,20 +97,20 @@ def crew() -> Iterator[Callable[..., Made]]:
         one.close()
 
 
-def test_two_replicas_score_as_one_model_and_both_work(crew: Callable[..., Made]) -> None:
-    made, asked = crew(2), groups(12)
+def test_two_replicas_score_as_one_model_and_both_work(replica_set: Callable[..., Made]) -> None:
+    made, asked = replica_set(2), groups(12)
     expected = values(scoring_groups.local(True), asked)
     with ThreadPoolExecutor(12) as threads:
         found = list(threads.map(lambda g: values(made.scorer, [g]), asked))
     assert [v for one in found for v in one] == pytest.approx(expected, abs=NEAR)
-    standings = made.crew._router.standings.values()
-    assert all(len(standing.seconds) > 0 for standing in standings), "one had nothing to do"
+    replica_health = made.replica_set._router.replica_health.values()
+    assert all(len(health.seconds) > 0 for health in replica_health), "one had nothing to do"
 
 
 def test_a_killed_replica_is_started_again_and_nothing_is_lost_or_doubled(
-    crew: Callable[..., Made],
+    replica_set: Callable[..., Made],
 ) -> None:
-    made, asked = crew(2), groups(60)
+    made, asked = replica_set(2), groups(60)
     expected = values(scoring_groups.local(True), asked)
     verdicts: Counter[int] = Counter()
     killed = threading.Event()
@@ -127,16 +129,16 @@ def test_a_killed_replica_is_started_again_and_nothing_is_lost_or_doubled(
     assert set(verdicts.values()) == {1}
     assert len(verdicts) == 60
     assert [v for one in found for v in one] == pytest.approx(expected, abs=NEAR)
-    made.crew.replicas[0].is_up.wait(60)
+    made.replica_set.replicas[0].is_up.wait(60)
     made.kill(1)  # only the one that was started again is there now
     for first in range(100, 400, 3):  # until it is asked for some that nobody remembers
         some = groups(3, first=first)
         assert values(made.scorer, some) == pytest.approx(
             values(scoring_groups.local(True), some), abs=NEAR
         )
-        if made.crew.restarts.number == 2:
+        if made.replica_set.restarts.number == 2:
             break
-    assert made.crew.restarts.number == 2
+    assert made.replica_set.restarts.number == 2
     assert made.said[0].startswith(
         "reward_model replica 0 was lost (reward_model rank 0 of 1 died in score"
     )
@@ -146,9 +148,9 @@ def test_a_killed_replica_is_started_again_and_nothing_is_lost_or_doubled(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_replica_that_hangs_is_started_again_in_its_time(
-    crew: Callable[..., Made], num_replicas: int
+    replica_set: Callable[..., Made], num_replicas: int
 ) -> None:
-    made, asked = crew(num_replicas, batch_timeout=10.0), groups(20)
+    made, asked = replica_set(num_replicas, batch_timeout=10.0), groups(20)
     expected = values(scoring_groups.local(True), asked)
     (stopped,) = made.of[0]._processes
     assert stopped.pid is not None
@@ -156,22 +158,22 @@ def test_a_replica_that_hangs_is_started_again_in_its_time(
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda g: values(made.scorer, [g]), asked))
     assert [v for one in found for v in one] == pytest.approx(expected, abs=NEAR)
-    assert made.crew.restarts.number == 1
+    assert made.replica_set.restarts.number == 1
     assert "no answer from rank 0 of 1 in score within 10 s" in made.said[0]
     assert not stopped.is_alive()
 
 
 @pytest.mark.slow
-def test_the_only_replica_is_waited_for(crew: Callable[..., Made]) -> None:
-    made, asked = crew(1), groups(2)
+def test_the_only_replica_is_waited_for(replica_set: Callable[..., Made]) -> None:
+    made, asked = replica_set(1), groups(2)
     made.kill(0)
     expected = values(scoring_groups.local(True), asked)
     assert values(made.scorer, asked) == pytest.approx(expected, abs=NEAR)
-    assert made.crew.restarts.number == 1
+    assert made.replica_set.restarts.number == 1
 
 
-def test_when_none_is_left_it_is_an_error_that_says_so(crew: Callable[..., Made]) -> None:
-    made = crew(2, max_restarts=0)
+def test_when_none_is_left_it_is_an_error_that_says_so(replica_set: Callable[..., Made]) -> None:
+    made = replica_set(2, max_restarts=0)
     made.kill(0)
     assert None not in values(made.scorer, groups(8)), "the other one did it"
     made.kill(1)
@@ -184,9 +186,9 @@ def test_when_none_is_left_it_is_an_error_that_says_so(crew: Callable[..., Made]
 
 
 def test_a_replica_that_fails_in_the_same_way_at_once_is_given_up(
-    crew: Callable[..., Made],
+    replica_set: Callable[..., Made],
 ) -> None:
-    made = crew(1)
+    made = replica_set(1)
 
     def fail() -> None:
         raise WorkerError("no memory", exit_code=75)
@@ -195,30 +197,30 @@ def test_a_replica_that_fails_in_the_same_way_at_once_is_given_up(
     made.kill(0)
     with pytest.raises(WorkerError, match="failed in the same way"):
         made.scorer.score_now(groups(1))
-    assert made.crew.restarts.number == 2
+    assert made.replica_set.restarts.number == 2
 
 
 @pytest.mark.slow
-def test_what_is_asked_directly_outlives_a_replica_too(crew: Callable[..., Made]) -> None:
-    made = crew(2)
+def test_what_is_asked_directly_outlives_a_replica_too(replica_set: Callable[..., Made]) -> None:
+    made = replica_set(2)
     made.kill(0)
     exact = made.scorer.score_exactly(groups(2))
     expected = scoring_groups.local(True).score_exactly(groups(2))
     assert [s.value for row in exact for s in row] == pytest.approx(
         [s.value for row in expected for s in row], abs=NEAR
     )
-    made.crew.replicas[0].is_up.wait(60)
+    made.replica_set.replicas[0].is_up.wait(60)
 
 
 @pytest.mark.slow
 def test_replicas_rest_and_one_that_was_lost_meanwhile_is_there_afterwards(
-    crew: Callable[..., Made],
+    replica_set: Callable[..., Made],
 ) -> None:
-    made = crew(2)
+    made = replica_set(2)
     with made.scorer.resting():
         made.kill(1)
     assert None not in values(made.scorer, groups(6))
-    assert made.crew.restarts.number == 1
+    assert made.replica_set.restarts.number == 1
 
 
 class Sleeper(LocalScorer):
@@ -254,15 +256,15 @@ def test_one_that_is_started_again_while_they_rest_rests_too() -> None:
         made.append(Sleeper(dies=not made))
         return made[-1]
 
-    crew = ScoringCrew(make, 1, say=lambda _: None)
-    scorer = LoopScorer(crew)
+    replica_set = ScoringReplicaSet(make, 1, say=lambda _: None)
+    scorer = LoopScorer(replica_set)
     try:
         with scorer.resting():
             assert made[1].said == ["sleep"]
-            assert crew.replicas[0]._batcher.is_asleep
+            assert replica_set.replicas[0]._batcher.is_asleep
         assert None not in values(scorer, groups(1))
         assert made[1].said == ["sleep", "wake", "score"]
-        assert crew.restarts.number == 1
+        assert replica_set.restarts.number == 1
     finally:
         scorer.close()
 
@@ -270,40 +272,40 @@ def test_one_that_is_started_again_while_they_rest_rests_too() -> None:
 @in_loop
 async def test_nothing_is_under_way_while_they_rest_and_nothing_is_lost() -> None:
     one = Sleeper()
-    crew = ScoringCrew(lambda _: one, 1)
+    replica_set = ScoringReplicaSet(lambda _: one, 1)
     asked = groups(3)
     expected = [row[0].value for row in scoring_groups.local(True).score_now(asked)]
     one.may_go.clear()
-    async with aclosing(crew):
-        first = asyncio.create_task(crew.score(asked[:1]))
+    async with aclosing(replica_set):
+        first = asyncio.create_task(replica_set.score(asked[:1]))
         assert await asyncio.to_thread(one.begun.wait, 20)
-        second = asyncio.create_task(crew.score(asked[1:2]))
-        (standing,) = crew._router.standings.values()
-        while standing.in_flight < 2:
+        second = asyncio.create_task(replica_set.score(asked[1:2]))
+        (health,) = replica_set._router.replica_health.values()
+        while health.in_flight < 2:
             await asyncio.sleep(0)
-        resting = asyncio.create_task(crew.set_asleep(True))
-        while not first.done() and standing.in_flight:  # what is being computed ends all the same
+        resting = asyncio.create_task(replica_set.set_asleep(True))
+        while not first.done() and health.in_flight:  # what is being computed ends all the same
             await asyncio.sleep(0)
         one.may_go.set()
         await resting
-        third = asyncio.create_task(crew.score(asked[2:]))
-        assert (standing.in_flight, one.said) == (0, ["score", "sleep"])
-        await crew.set_asleep(False)
+        third = asyncio.create_task(replica_set.score(asked[2:]))
+        assert (health.in_flight, one.said) == (0, ["score", "sleep"])
+        await replica_set.set_asleep(False)
         found = [(await task)[0][0].value for task in (first, second, third)]
         assert found == pytest.approx(expected, abs=NEAR)
         # What had been computed when they went to rest is not computed again.
-        assert crew.replicas[0]._batcher.stats().computed == 3 * 3
+        assert replica_set.replicas[0]._batcher.stats().computed == 3 * 3
 
 
 def test_who_renders_for_all_is_lost_and_no_replica_is_to_blame(
-    crew: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+    replica_set: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparing, "MAX_RESTARTS", 0)
-    made = crew(2)
+    made = replica_set(2)
     contract = scoring_groups.local(True).contract
     preparers = Preparers(contract, 1, partial(SpawnedGroup, WORKER))
     try:
-        for replica in made.crew.replicas:
+        for replica in made.replica_set.replicas:
             replica.scorer.preparers = preparers
         (group,) = preparers.groups
         assert isinstance(group, SpawnedGroup)
@@ -313,33 +315,33 @@ def test_who_renders_for_all_is_lost_and_no_replica_is_to_blame(
             with pytest.raises(WorkerError, match="reward_worker 0 was lost") as end:
                 ask(groups(1))
             assert end.value.is_lost
-        assert made.crew._router.counts["attempts"] == 1
-        assert made.crew.restarts.number == 0
+        assert made.replica_set._router.counts["attempts"] == 1
+        assert made.replica_set.restarts.number == 0
     finally:
         preparers.close()
 
 
 @pytest.mark.slow
-def test_one_that_is_back_as_all_ends_ends_too(crew: Callable[..., Made]) -> None:
-    made = crew(1)
-    restart = made.crew.restart
+def test_one_that_is_back_as_all_ends_ends_too(replica_set: Callable[..., Made]) -> None:
+    made = replica_set(1)
+    restart = made.replica_set.restart
     closing = threading.Thread(target=made.scorer.close)
 
     def restart_and_close(*lost: Any) -> tuple[ContractScorer, bool] | None:
         scorer = restart(*lost)
         closing.start()
-        while not made.crew.is_closed:
+        while not made.replica_set.is_closed:
             time.sleep(0.001)
         return scorer
 
-    made.crew.restart = restart_and_close  # type: ignore[method-assign]
+    made.replica_set.restart = restart_and_close  # type: ignore[method-assign]
     made.kill(0)
     with pytest.raises(EnvironmentFailedError, match="closed"):
         made.scorer.score_now(groups(1))
     closing.join(60)
     assert not closing.is_alive()
-    assert made.crew.replicas[0]._restarting is not None
-    assert not made.crew.replicas[0]._restarting.is_alive(), "the end waits for it"
+    assert made.replica_set.replicas[0]._restarting is not None
+    assert not made.replica_set.replicas[0]._restarting.is_alive(), "the end waits for it"
     for thread in threading.enumerate():
         if thread.name == "laurel-restart":
             thread.join(60)
@@ -352,7 +354,7 @@ def test_one_that_is_back_as_all_ends_ends_too(crew: Callable[..., Made]) -> Non
 def test_one_model_in_this_process_merges_what_many_threads_ask(packing: bool) -> None:
     asked = groups(16)
     expected = values(scoring_groups.local(packing), asked)
-    scorer = LoopScorer(OneModelDesk(scoring_groups.local(packing)))
+    scorer = LoopScorer(SingleModelBackend(scoring_groups.local(packing)))
     try:
         apart = [
             Group(id=g.id, prompt=g.prompt, completions_G=(c,))

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from laurel.config.interpolation import escaped
-from laurel.config.shape import item_kinds, kinds_of, sections_of
-from laurel.config.tree import Section, read_scalars_our_way
+from laurel.config.schema_info import item_kinds, kinds_of, sections_of
+from laurel.config.yaml_tree import Section, read_scalars_our_way
 
 _WIDTH = 100
 _SAME_KEY = "See the same key of a set"
