@@ -22,13 +22,14 @@ from runs import settings, train
 
 pytestmark = pytest.mark.usefixtures("small_cluster")
 
+# Each kind of parallelism beside data parallelism. By themselves they are in the run that goes on
+# on another mesh, in GRPO below, and in the tests of models/parallel.
 SPREAD = {
-    "dp 2": ("cluster.gpus_per_node=2",),
-    "tp 2": ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2"),
     "dp 2 x tp 2": ("cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=2"),
-    "cp 2": ("cluster.gpus_per_node=2", "policy.dtensor_cfg.context_parallel_size=2"),
     "dp 2 x cp 2": ("cluster.gpus_per_node=4", "policy.dtensor_cfg.context_parallel_size=2"),
 }
+DP_2 = ("cluster.gpus_per_node=2",)
+TP_2 = ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2")
 BOUND = 1e-5
 
 
@@ -82,12 +83,8 @@ def test_a_reward_model_learns_the_same_spread(tmp_path: Path, here: Path, ways:
 
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(tmp_path: Path, here: Path) -> None:
-    train(
-        rm_settings(tmp_path, *SPREAD["dp 2"], "rm.max_num_steps=3", "checkpointing.save_period=3")
-    )
-    train(
-        rm_settings(tmp_path, *SPREAD["tp 2"], "rm.max_num_steps=6", "checkpointing.save_period=3")
-    )
+    train(rm_settings(tmp_path, *DP_2, "rm.max_num_steps=3", "checkpointing.save_period=3"))
+    train(rm_settings(tmp_path, *TP_2, "rm.max_num_steps=6", "checkpointing.save_period=3"))
     last = train(rm_settings(tmp_path))
     assert "going on from" in last.text
     for step in (4, 6, 7, 10):
