@@ -64,7 +64,7 @@ def test_a_page_that_vanished_stays_in_the_navigation_for_mkdocs_to_name(
     )
     found = list(named(hooks.on_config(config).nav))
     assert found[:2] == ["gone.md", "lost.md"]
-    assert "reference/rewards_server.md" in found
+    assert "reference/rewards.md" in found
     assert settings["strict"] is True
     assert settings["validation"]["nav"] == dict.fromkeys(
         ("omitted_files", "not_found", "absolute_links"), "warn"

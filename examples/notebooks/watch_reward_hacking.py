@@ -298,8 +298,9 @@ print("First alarm:", f"{alarms.alarm[0]}, at step {first_alarm}" if raised else
 print("Gold had lost a tenth of its peak:", f"at step {fallen}" if fallen else "never")
 
 # %% [markdown]
-# That alarm, `length_bias`, does not look at the gold metric, which few runs have. It reads what a
-# run logs anyway: within a group the longer answers earn more, and lengths have begun to grow.
+# That alarm reads the gold metric, which few runs have. The next one, `length_bias`, does not. It
+# reads what a run logs anyway: within a group the longer answers earn more, and lengths have begun
+# to grow.
 #
 # ## What it says in the end
 
