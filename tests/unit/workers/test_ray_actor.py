@@ -157,8 +157,8 @@ def test_your_own_environment_is_found_where_ray_does_not_look():
         ([], 1, 1, None),
     ],
 )
-def test_nodes_of_groups_side_by_side(rooms, groups, size, nodes):
-    assert ray_actor.side_by_side(rooms, groups, size) == nodes
+def test_nodes_of_groups_beside_each_other(rooms, groups, size, nodes):
+    assert ray_actor.assign_nodes(rooms, groups, size) == nodes
 
 
 # ---------------------------------------------------------------------------------- what is left
