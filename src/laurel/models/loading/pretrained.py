@@ -43,8 +43,9 @@ def start_of(spec: ModelSpec) -> tuple[str, list[str]]:
     notes = []
     if spec.name is not None:
         notes.append(
-            f"warning: policy.model_name={spec.name} is not loaded: policy.scratch makes a "
-            "new model of random weights. To train the named one, take it out: '~policy.scratch'"
+            f"warning: {setting_of('policy.model_name', spec.name)} is not loaded: "
+            f"{key_of('policy.scratch')} makes a new model of random weights. To train the named "
+            "one, take it out: '~policy.scratch'"
         )
     return f"nothing ({spec.scratch.architecture})", notes
 
