@@ -270,7 +270,7 @@ def judged_by(environment: Environment) -> JudgingUnit:
 
 
 def noise_floor_of(environment: Environment) -> float:
-    """Standard deviation of the own noise of an environment's rewards."""
+    """Standard deviation of the noise in an environment's rewards; 0 where it names none."""
     return float(getattr(environment, "noise_floor", 0.0))
 
 
@@ -365,9 +365,8 @@ class Memory(Generic[T]):
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether what an environment returned is a verdict; who returned what, where it is none.
-#
-# An environment may be anybody's: what it does wrong is told with its own class, file and line.
+# The check of what an environment returned. Users write environments: an error names the class, the
+# file and the line of the one that returned something else.
 
 FIELDS = ("observations", "metadata", "next_stop_strings")
 MAY_MISS = ("answers", "failures")

@@ -57,7 +57,7 @@ def find_tokenizer(
     resume_from: os.PathLike[str] | None = None,
     pad_may_end: bool = False,
 ) -> Any:
-    """The tokenizer of a model, or of the checkpoint of a run; or one learned from the texts.
+    """Load the tokenizer of a model, or of the checkpoint of a run, or train one on texts.
 
     Raises:
         ModelError: See `load_tokenizer`.
@@ -358,11 +358,10 @@ def num_positions(network: Any) -> int | None:
 
 
 def read_shape(spec: ModelSpec, *, has_language_head: bool) -> ModelShape:
-    """The measures of a model.
+    """The sizes of a model, read from its configuration; no weights are read.
 
     Args:
-        spec: Where it lies, whether its own code may run, what is changed in its configuration,
-            and how its layers shall be split over tensor-parallel ranks.
+        spec: The model. Its parallel plan says how its layers are split over tensor-parallel ranks.
         has_language_head: False for a reward model, whose head is one row.
 
     Raises:
