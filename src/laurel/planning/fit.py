@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from laurel.planning.memory import MemoryPhase, ModelShape, Shapes, estimate
 from laurel.planning.plan import Plan, plan_run
 from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
-from laurel.planning.roles import Misfit, RolePlan, divisors
+from laurel.planning.roles import Conflict, RolePlan, divisors
 
 GIB = 2**30
 
@@ -21,27 +21,27 @@ class FittedPlan:
     plan: Plan
     phases: tuple[MemoryPhase, ...]
     """Empty where the shapes of the models are not known."""
-    misfits: tuple[Misfit, ...]
+    conflicts: tuple[Conflict, ...]
     """The plan's own, and those with the models and the devices."""
 
     @property
     def fits(self) -> bool:
         """Whether it can run."""
-        return not any(misfit.is_fatal for misfit in self.misfits)
+        return not any(conflict.is_fatal for conflict in self.conflicts)
 
 
 def fit(request: ClusterRequest, shapes: Shapes, *, device_memory: int | None = None) -> FittedPlan:
     """Plan a run and check it against its models and, where it is said, the devices' memory."""
     plan = plan_run(request)
     phases = estimate(request, plan, shapes, device_memory=device_memory)
-    misfits = [*plan.misfits, *_indivisible(request, plan, shapes)]
+    conflicts = [*plan.conflicts, *_indivisible(request, plan, shapes)]
     if device_memory is not None:
-        misfits += [
+        conflicts += [
             _too_large(request, plan, shapes, device_memory, phase)
             for phase in phases
             if not phase.fits(device_memory)
         ]
-    return FittedPlan(plan=plan, phases=phases, misfits=tuple(misfits))
+    return FittedPlan(plan=plan, phases=phases, conflicts=tuple(conflicts))
 
 
 # ----------------------------------------------------------------------------------------- models
@@ -54,7 +54,7 @@ def _models(shapes: Shapes, name: RoleName) -> tuple[ModelShape, ...]:
     return () if shapes.policy is None else (shapes.policy,)
 
 
-def _indivisible(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[Misfit]:
+def _indivisible(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[Conflict]:
     """Heads and layers that the ranks of a group cannot share evenly."""
     keys = {role.name: role.parallel_key for role in request.roles}
     for role in plan.roles:
@@ -62,12 +62,12 @@ def _indivisible(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterato
             yield from _indivisible_model(keys[role.name], role, shape)
 
 
-def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[Misfit]:
+def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[Conflict]:
     tp, cp, pp = role.mesh.tp, role.mesh.cp, role.mesh.pp
     # vLLM, which alone draws on groups of ranks, splits models in its own way.
     draws = role.name == "generation"
     if tp > 1 and shape.refuses_tensor_parallel and not draws:
-        yield Misfit(
+        yield Conflict(
             problem=f"{key}.tensor_parallel_size={tp} is refused when the model of {role.name} is "
             f"loaded: {shape.refuses_tensor_parallel}",
             fix=f"{key}.tensor_parallel_size=1",
@@ -75,7 +75,7 @@ def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[
     if bad := _undivided(shape, tp, repeats_heads=draws):
         sizes = [size for size in divisors(len(role.slots) // (pp * cp)) if size < tp]
         good = [size for size in sizes if not _undivided(shape, size, repeats_heads=False)]
-        yield Misfit(
+        yield Conflict(
             problem=f"{key}.tensor_parallel_size={tp} does not divide the {' nor the '.join(bad)} "
             f"of the model of {role.name}",
             fix=f"{key}.tensor_parallel_size={good[-1]}",
@@ -83,13 +83,13 @@ def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[
     heads = shape.num_heads // tp
     if cp > 1 and shape.num_heads % tp == 0 and heads % cp:
         good = [size for size in divisors(cp * role.mesh.dp) if size < cp and heads % size == 0]
-        yield Misfit(
+        yield Conflict(
             problem=f"{key}.context_parallel_size={cp} does not divide the {heads} attention heads "
             f"that a rank of {role.name} has",
             fix=f"{key}.context_parallel_size={good[-1]}",
         )
     if pp > shape.num_layers:
-        yield Misfit(
+        yield Conflict(
             problem=f"{key}.pipeline_parallel_size={pp}: there are {shape.num_layers} layers",
             fix=f"{key}.pipeline_parallel_size=1",
         )
@@ -118,7 +118,7 @@ class _Change:
 
 def _too_large(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
-) -> Misfit:
+) -> Conflict:
     """A phase that takes more than a device has: how much, of what, and with what it would fit."""
     parts = sorted(phase.parts.items(), key=lambda part: -part[1])
     said = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
@@ -129,7 +129,7 @@ def _too_large(
         if same.fits(device_memory):
             fix = change.setting
             break
-    return Misfit(
+    return Conflict(
         problem=f"{phase.name} takes {phase.total / GIB:.1f} GiB of each device of "
         f"{phase.slots_of}, which has {device_memory * phase.fraction / GIB:.1f}"
         f"{'' if phase.fraction == 1 else ' for it'} ({said})",

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 from laurel.config.policy import RolePlacement
 from laurel.planning.request import ClusterRequest, RoleName
-from laurel.planning.roles import Misfit, RoleRequirement, Slot, as_ranges, grid, title, where
+from laurel.planning.roles import Conflict, RoleRequirement, Slot, as_ranges, grid, title, where
 
 PLACEMENT = "cluster.placement"
 SLACK = 1e-6
@@ -21,10 +21,10 @@ SLACK = 1e-6
 
 
 def placed_requirements(
-    request: ClusterRequest, placement: Mapping[RoleName, RolePlacement], misfits: list[Misfit]
+    request: ClusterRequest, placement: Mapping[RoleName, RolePlacement], conflicts: list[Conflict]
 ) -> list[RoleRequirement]:
-    """What each role is to have; what cannot be had goes to the misfits."""
-    return _Board(request, placement, misfits).requirements()
+    """What each role is to have; what cannot be had is added to the conflicts."""
+    return _Board(request, placement, conflicts).requirements()
 
 
 class _Board:
@@ -34,9 +34,9 @@ class _Board:
         self,
         request: ClusterRequest,
         placement: Mapping[RoleName, RolePlacement],
-        misfits: list[Misfit],
+        conflicts: list[Conflict],
     ) -> None:
-        self.request, self.misfits = request, misfits
+        self.request, self.conflicts = request, conflicts
         self.num_nodes, self.total = request.num_nodes, request.slots_per_node
         self.free = [[1.0] * self.total for _ in range(self.num_nodes)]
         self.labels = self._labels()
@@ -67,7 +67,7 @@ class _Board:
         return requirements
 
     def _refuse(self, problem: str, fix: str, *, is_fatal: bool = True) -> None:
-        self.misfits.append(Misfit(problem=problem, fix=fix, is_fatal=is_fatal))
+        self.conflicts.append(Conflict(problem=problem, fix=fix, is_fatal=is_fatal))
 
     # ------------------------------------------------------------------------------ what is asked
 
