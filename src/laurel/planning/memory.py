@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from laurel.config.policy import Precision
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan
 from laurel.planning.request import (
     AdapterRequest,
     ClusterRequest,
-    Precision,
     RoleName,
     TrainingRequest,
 )
