@@ -16,13 +16,13 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedPlan:
-    """A plan, and what it takes of each device."""
+    """A plan, and the memory that it needs on each device."""
 
     plan: Plan
     phases: tuple[MemoryPhase, ...]
-    """Empty where the shapes of the models are not known."""
+    """Memory of each phase; empty if the shapes of the models are not known."""
     conflicts: tuple[Conflict, ...]
-    """The plan's own, and those with the models and the devices."""
+    """Conflicts of the plan itself, then those with the models and with the devices' memory."""
 
     @property
     def fits(self) -> bool:
@@ -96,7 +96,10 @@ def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[
 
 
 def _undivided(shape: ModelShape, tp: int, *, repeats_heads: bool) -> list[str]:
-    """vLLM repeats key and value heads where there are fewer than ranks; training does not."""
+    """Name the parts of a model that tp does not divide.
+
+    vLLM repeats key and value heads where there are fewer than ranks; training does not.
+    """
     heads, keys, wide = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
     found = [f"{heads} attention heads"] if heads % tp else []
     if keys % tp and not (repeats_heads and tp % keys == 0):
@@ -109,7 +112,7 @@ def _undivided(shape: ModelShape, tp: int, *, repeats_heads: bool) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """A setting that saves memory, and what is asked for and planned with it, on the same slots."""
+    """A setting that saves memory, with the request and the plan that it leads to."""
 
     setting: str
     request: ClusterRequest
@@ -119,7 +122,7 @@ class _Change:
 def _too_large(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
 ) -> Conflict:
-    """A phase that takes more than a device has: how much, of what, and with what it would fit."""
+    """Say how much memory a phase needs, for what, and with which setting it would fit."""
     parts = sorted(phase.parts.items(), key=lambda part: -part[1])
     said = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
     fix = "more devices or larger ones, a smaller model, or shorter sequences"
@@ -140,7 +143,7 @@ def _too_large(
 def _changes(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
 ) -> Iterator[_Change]:
-    """What could be changed of a phase, the least costly first."""
+    """Changes that lessen the memory of a phase, the least costly first."""
     if phase.name == "training":
         yield from _training_changes(request, plan, shapes)
     elif phase.name == "generation":
@@ -155,7 +158,7 @@ def _changes(
 
 
 def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[_Change]:
-    """Each with those before it."""
+    """Changes of training, each on top of those before it, except for larger groups of ranks."""
     training, role = request.training, request.roles[0]
     said: list[str] = []
 
@@ -182,7 +185,7 @@ def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> It
 def _drawing_changes(
     request: ClusterRequest, plan: Plan, device_memory: int, phase: MemoryPhase
 ) -> Iterator[_Change]:
-    """The share of the device, or the number of completions, for which there is room."""
+    """The share of the device's memory, or the number of completions, for which there is room."""
     role, drawing, batch = request.role("generation"), request.drawing, plan.batch("generation")
     assert role is not None
     assert drawing is not None
@@ -210,7 +213,7 @@ def _drawing_changes(
 def _larger_groups(
     request: ClusterRequest, plan: Plan, shapes: Shapes, name: RoleName
 ) -> Iterator[_Change]:
-    """More tensor-parallel ranks on the same slots, where nodes and models take them."""
+    """More tensor-parallel ranks on the same slots, where nodes and models can be so divided."""
     role, asked = plan.role(name), request.role(name)
     if role is None or asked is None:
         return

@@ -17,7 +17,7 @@ from laurel.planning.roles import Conflict, RoleRequirement, Slot, as_ranges, gr
 
 PLACEMENT = "cluster.placement"
 SLACK = 1e-6
-"""Of fractions that are added up."""
+"""Rounding error that is allowed where fractions of a slot are added up."""
 
 
 def placed_requirements(
@@ -338,7 +338,7 @@ class _Board:
 
 
 def _key(name: RoleName) -> str:
-    """Where a role is placed."""
+    """Key of the section that places a role."""
     return f"{PLACEMENT}.{name}"
 
 

@@ -118,7 +118,7 @@ def plan_run(request: ClusterRequest) -> Plan:
 
 
 def _plan_batches(request: ClusterRequest, roles: tuple[RolePlan, ...]) -> tuple[BatchPlan, ...]:
-    """For each role that was placed those of a step, then those of a validation."""
+    """The batches of every role that was placed: of a training step, then of a validation."""
     dp = {role.name: role.mesh.dp for role in roles}
     batches = [
         _divided(role.name, batch, dp[role.name])
@@ -166,7 +166,7 @@ def _uneven(batch: BatchPlan, step: StepRequest | None) -> Conflict:
 class _Rules:
     request: ClusterRequest
     own: Mapping[RoleName, OwnSlots]
-    """Of the roles that have slots of their own."""
+    """What each role asks for that wants slots of its own."""
     conflicts: list[Conflict]
 
     def requirements(self) -> Iterator[RoleRequirement]:
@@ -335,7 +335,7 @@ def _own_slots(request: ClusterRequest) -> dict[RoleName, OwnSlots]:
 
 
 def _sizes(own: OwnSlots | None, *, nodes: int = 0) -> tuple[int, int]:
-    """Slots of each node, and nodes where it says so; 0 for who has none."""
+    """Slots of each node, and number of nodes (`nodes` if not given); 0 and 0 without own slots."""
     return (own.per_node or 0, own.nodes or nodes) if own else (0, 0)
 
 

@@ -33,7 +33,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.dp * self.group_size
 
     @property
@@ -88,7 +88,7 @@ class RoleRequirement:
 
 
 def grid(nodes: Iterable[int], indices: Iterable[int]) -> tuple[Slot, ...]:
-    """The same slots of several nodes, node by node."""
+    """The slots with these indices on each of these nodes, node by node."""
     indices = tuple(indices)
     return tuple(Slot(node=node, index=index) for node in nodes for index in indices)
 
@@ -155,7 +155,7 @@ def title(name: RoleName) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """All of a positive number, rising."""
+    """All divisors of a positive number, rising."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

@@ -313,7 +313,7 @@ class Reservation:
     group: Any
     """Ray's placement group."""
     node_ids: list[str]
-    """Of each rank."""
+    """The node of each rank."""
     bundles: list[int]
     """Which of the placement group's is each rank's."""
     share: float = 1.0
