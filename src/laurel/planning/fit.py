@@ -74,7 +74,7 @@ def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[
         )
     if bad := _undivided(shape, tp, repeats_heads=draws):
         sizes = [size for size in divisors(len(role.slots) // (pp * cp)) if size < tp]
-        good = [size for size in sizes if not _undivided(shape, size, repeats_heads=False)]
+        good = [size for size in sizes if not _undivided(shape, size, repeats_heads=draws)]
         yield Conflict(
             problem=f"{key}.tensor_parallel_size={tp} does not divide the {' nor the '.join(bad)} "
             f"of the model of {role.name}",

@@ -489,7 +489,10 @@ def test_heads_that_tensor_parallel_ranks_cannot_share() -> None:
     (conflict,) = fit(config, Shapes(policy=shape)).conflicts
     assert "12 attention heads nor the 2 key/value heads" in conflict.problem
     assert conflict.fix == "policy.dtensor_cfg.tensor_parallel_size=2"
-    # vLLM repeats key and value heads: 2 on 4 ranks is no conflict
+    # vLLM repeats key and value heads: 2 on 4 ranks is no conflict, and 4 is nearest to 8
+    key = "policy.generation.vllm_cfg.tensor_parallel_size"
+    (conflict,) = fit(grpo("cluster.gpus_per_node=8", f"{key}=8"), Shapes(policy=shape)).conflicts
+    assert conflict.fix == f"{key}=4"
 
 
 def test_heads_that_context_parallel_ranks_cannot_share() -> None:
