@@ -267,6 +267,9 @@ class _Board:
             settings.append(f"{_key(other)}.shares=policy")
             if self.wishes[other].fraction < 1:
                 settings.append(f"{_key(other)}.fraction=1")
+        slots = self.wishes[name].slots
+        if isinstance(slots, int) and slots > self.total:
+            settings.append(f"{_key(name)}.slots={self.total}")
         return " ".join(settings)
 
     def _find_overlaps(self, owners: Iterable[RoleName]) -> None:

@@ -207,6 +207,11 @@ def test_a_run_of_one_role() -> None:
             "cluster.placement.reward_model.shares=policy",
         ),
         (
+            "{policy: {nodes: 1, slots: 9}, generation: {slots: [0, 1, 2, 3, 4, 5, 6, 7]}}",
+            "cluster.placement.policy.nodes=1: none of the nodes has all 9 slots free",
+            "cluster.placement.generation.shares=policy cluster.placement.policy.slots=8",
+        ),
+        (
             "{reward_model: {labels: [pool=jugde]}}",
             "no node has the label pool=jugde; cluster.labels knows fast=yes, pool=judge",
             "cluster.placement.reward_model.labels=[pool=judge]",
