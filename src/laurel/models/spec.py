@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from laurel.config.policy import LoraConfig, RewardModelConfig, ScratchConfig, TokenizerConfig
-
-Precision = Literal["float32", "bfloat16", "float16"]
+from laurel.config.policy import (
+    LoraConfig,
+    Precision,
+    RewardModelConfig,
+    ScratchConfig,
+    TokenizerConfig,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

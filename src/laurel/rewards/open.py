@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from laurel.config.data import DataConfig
-from laurel.config.policy import PolicyConfig, RewardModelConfig
+from laurel.config.policy import PolicyConfig, Precision, RewardModelConfig
 from laurel.errors import CheckpointError, ModelError, UserError, setting_of
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, Manifest
 from laurel.models.checkpoint.store import BEST_NAME, CheckpointStore, verify
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
-from laurel.models.spec import ModelSpec, Precision
+from laurel.models.spec import ModelSpec
 from laurel.observe.console import quiet_libraries
 from laurel.observe.hub import check_fetchable
 
