@@ -13,7 +13,7 @@ DOCS_STAMP := $(VENV)/.laurel-docs-installed
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
-	@echo "make test-all   all tests (about three quarters of an hour on 2 cores), as CI runs them"
+	@echo "make test-all   all tests (about 35 minutes on 2 cores), as CI runs them"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make check   format, lint and types"
 	@echo "make house   the form of the code in figures: files, circles, modules that a step runs through"
