@@ -68,14 +68,14 @@ def measure(config: GRPORun) -> tuple[float, FittedPlan]:
 
 def main() -> None:
     print(f"target {TARGET_SECONDS} s; load {os.getloadavg()[0]:.1f}")
-    print("nodes  slots   run         fits   seconds  misfits")
+    print("nodes  slots   run         fits   seconds  conflicts")
     for num_nodes in (1, 2, 4, 16, 64, 256, 1024):
         for fits in (True, False):
             seconds, fitted = measure(configuration(num_nodes, fits=fits))
             kind = "recomputed" if fits else "kept, long"
             print(
                 f"{num_nodes:5}  {8 * num_nodes:5}   {kind:10}  {fitted.fits!s:5}  {seconds:7.3f}  "
-                f"{len(fitted.misfits)}"
+                f"{len(fitted.conflicts)}"
             )
 
 

@@ -80,7 +80,7 @@ class Reading:
     problem: str = ""
     """Why no row is left."""
     rows: Sequence[Preference | Dialogue | Task] = ()
-    """Those that it would use."""
+    """The rows that the command would use."""
     environments: Mapping[str, int] = field(default_factory=dict)
     """GRPO: environments of Laurel's that could judge, and how many tasks each."""
 
@@ -120,9 +120,9 @@ class Findings:
     path: str
     num_rows: int
     unreadable: LeftOut
-    """Rows that are no rows: no JSON, no object, a wrong number of cells."""
+    """Rows that cannot be read: no JSON, no object, a wrong number of cells."""
     first: Row
-    """The first row, before anybody makes anything of it."""
+    """The first row, as it stands in the file."""
     known: KnownFormat | None
     readings: list[Reading]
     others: list[OtherUse]
@@ -140,7 +140,7 @@ class Findings:
 
 
 def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -> Findings:
-    """What a file is and who can use it; it is read from end to end.
+    """Read a whole file, find its format, and try it with every command or the one named.
 
     Raises:
         UserError: No file, no rows, or overrides that no command understands.
@@ -181,9 +181,9 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
 def _readings(
     path: str, first: Row, trainer: Trainer | None, overrides: Sequence[str]
 ) -> tuple[KnownFormat | None, list[Reading]]:
-    """The form of a file, and what each command (or one) makes of it.
+    """The format of a file, and what each command, or the one that is named, makes of it.
 
-    A key that a command does not have leaves that command out.
+    A command that lacks an overridden key is left out.
 
     Raises:
         ConfigError: No command understands the overrides.
@@ -203,7 +203,7 @@ def _readings(
 def _configured(
     path: str, first: Row, trainer: Trainer, overrides: Sequence[str]
 ) -> tuple[Reading, KnownFormat | None]:
-    """A command with its configuration and what it has to be told, and the form of the rows."""
+    """How a command would be configured to read the file, and the format of its first row."""
     base = [f"data.train_data_path={json.dumps(path)}"]
     said: Any = load_config(SCHEMAS[trainer], None, [*base, *overrides]).config
     known = recognise(_as_called(first, said.data))
@@ -265,7 +265,7 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
 def _other_uses(
     path: str, known: KnownFormat | None, readings: Sequence[Reading], column_keys: Sequence[str]
 ) -> list[OtherUse]:
-    """`laurel eval` and `laurel score`."""
+    """How many rows `laurel eval` and `laurel score` can read, or why they cannot."""
 
     def counting(command: str, count: Callable[[], int]) -> OtherUse:
         try:
@@ -286,8 +286,8 @@ def _other_uses(
         form = {**ON_HUB, "best-of-n": BEST_OF_N}[benchmark]
         uses.append(counting(f"eval {benchmark}", lambda: len(read_benchmark(form, [path]))))
     columns = column_overrides(column_keys)
-    rows = lambda: sum(1 for _ in read_scoring_rows(path, columns=columns))  # noqa: E731
-    return [*uses, counting("score", rows)]
+    uses.append(counting("score", lambda: sum(1 for _ in read_scoring_rows(path, columns=columns))))
+    return uses
 
 
 def _column_keys(overrides: Sequence[str]) -> list[str]:
@@ -308,7 +308,7 @@ def _run_references(readings: Sequence[Reading]) -> References | None:
 
     try:
         environment = CodeEnvironment(reading.config.env.code)
-    except UserError as problem:  # this machine locks nothing in
+    except UserError as problem:  # this machine has no sandbox
         return References(found=len(tasks), problem=str(problem))
     try:
         rejected = environment.validate(tasks[:_MOST_REFERENCES])
@@ -677,9 +677,10 @@ def _copied(
     conversation: Conversation,
     render: Callable[[Conversation], str],
 ) -> list[str] | None:
-    """The role of each character of the whole; None for a template that does more than copy.
+    """The role of each character of a rendered conversation.
 
-    Marks are rendered in the place of the messages, and the messages put where the marks are.
+    The template is rendered with a mark in place of each message, and each mark is replaced by its
+    message. None where that does not give the same text: the template changes the messages.
     """
     marks = [f"laurelmark{place}end" for place in range(len(conversation))]
     marked = [Message(one.role, mark) for one, mark in zip(conversation, marks, strict=True)]

@@ -146,7 +146,7 @@ def plan(
 ) -> None:
     """Say where everything of a run would go, and whether it fits.
 
-    Nothing is loaded or started. The exit code is 2 where it does not fit; every misfit
+    Nothing is loaded or started. The exit code is 2 where it does not fit; every conflict
     is told, with the nearest setting that fits.
 
     Example: laurel plan -c examples/configs/grpo_rm_1B.yaml --nodes 4 --gpus-per-node 8

@@ -29,7 +29,7 @@ from laurel.planning.memory import (
 )
 from laurel.planning.plan import BatchPlan, Plan
 from laurel.planning.request import ClusterRequest, RoleName
-from laurel.planning.roles import Misfit, RolePlan, Slot, as_ranges, title, where
+from laurel.planning.roles import Conflict, RolePlan, Slot, as_ranges, title, where
 from laurel.run.request import request_of, uses_reward_model
 from laurel.run.specs import model_spec
 
@@ -199,8 +199,8 @@ def plan_facts(
             for p in fitted.phases
         ],
         "misfits": [
-            {"problem": misfit.problem, "mends": [misfit.fix], "is_fatal": misfit.is_fatal}
-            for misfit in fitted.misfits
+            {"problem": conflict.problem, "mends": [conflict.fix], "is_fatal": conflict.is_fatal}
+            for conflict in fitted.conflicts
         ],
         "notes": list(read.notes),
     }
@@ -226,8 +226,8 @@ def plan_text(
     if fitted.phases:
         lines += ["", *_memory(fitted, device_memory), "", *_arithmetic(request, plan, read.shapes)]
     lines += ["", *(f"note    {note}" for note in read.notes)] if read.notes else []
-    for misfit in fitted.misfits:
-        lines += ["", *_misfit(misfit)]
+    for conflict in fitted.conflicts:
+        lines += ["", *_conflict(conflict)]
     return "\n".join([*lines, "", *_verdict(fitted, read)])
 
 
@@ -353,9 +353,9 @@ def _arithmetic(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator
             )
 
 
-def _misfit(misfit: Misfit) -> Iterator[str]:
-    yield f"{'MISFIT' if misfit.is_fatal else 'WASTE':<8}{misfit.problem}"
-    yield f"  mend  {misfit.fix}"
+def _conflict(conflict: Conflict) -> Iterator[str]:
+    yield f"{'MISFIT' if conflict.is_fatal else 'WASTE':<8}{conflict.problem}"
+    yield f"  mend  {conflict.fix}"
 
 
 # ------------------------------------------------------------------------------------------- text

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from laurel.config.policy import Precision
 from laurel.errors import (
     ConfigError,
     MissingDependencyError,
@@ -21,7 +22,6 @@ from laurel.errors import (
     WorkerError,
     speaking,
 )
-from laurel.models.spec import Precision
 from laurel.observe.console import verbosity
 from laurel.observe.json_output import write_json
 from laurel.rewards.server.keys import is_loopback, private_network

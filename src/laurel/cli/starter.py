@@ -24,7 +24,6 @@ from laurel.config.policy import TokenizerConfig
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import nearest
 from laurel.data.preferences import DATASET_CLASSES
-from laurel.data.reading import unknown_class
 from laurel.data.sources import READERS
 from laurel.data.task_formats import TASK_SETS
 from laurel.data.tasks import NOT_WHAT_IS_RIGHT
@@ -57,12 +56,12 @@ class Chosen:
     """A model or rows, looked at so that the configuration fits them."""
 
     settings: Mapping[str, str]
-    """Keys, and their values as overrides write them."""
+    """Keys of the configuration, and their values as overrides write them."""
     notes: Sequence[str]
     misfit: str = ""
     """Why rows do not fit the task."""
     longest: float = math.inf
-    """Tokens that a model can number, where that is known."""
+    """Positions that the model has, in tokens; infinite where that is not known."""
 
 
 def run_init(
@@ -77,9 +76,9 @@ def run_init(
     ask: Ask | None = None,
     num_gpus: int | None = None,
 ) -> None:
-    """Ask what is None, write the file, check it, and say what comes next.
+    """Ask for what is None, write the configuration, check it, and print the next commands.
 
-    `ask` stands in for the terminal, and `num_gpus` for this machine.
+    `ask` stands in for the terminal, and `num_gpus` for the number of GPUs found here.
 
     Raises:
         UserError: An answer that cannot be used, or none where nobody can be asked.
@@ -135,17 +134,21 @@ def run_init(
     say(f"wrote    {output}, made for {device}; it fits the schema")
     for line in (*(f"note     {n}" for n in notes), *(f"warning  {w}" for w in warnings)):
         say(line)
+    name = json.loads(chosen.settings["policy.model_name"])
     if as_json:
         settings = [f"{key}={value}" for key, value in rows.settings.items() if key != _HELD_OUT]
-        name = json.loads(chosen.settings["policy.model_name"])
         facts = {"output": output, "task": task, "model": name, "data": settings, "device": device}
         write_json({**facts, "notes": notes, "misfit": rows.misfit or None})
         return
     config = shlex.join(["--config", str(output)])
     if "data.train_data_path" in rows.settings:
         check = [json.loads(rows.settings["data.train_data_path"]), "--for", table["trainer"]]
-        check += [f"{key}={value}" for key, value in rows.settings.items() if key.endswith("_key")]
-        print(f"laurel data check {shlex.join(check)}   # what the rows are")
+        check += ["--model", name] if name else []
+        told = [*rows.settings.items(), *chosen.settings.items()]
+        is_read = re.compile(r"data\..*_key|policy\.tokenizer\..*").fullmatch
+        check += [f"{key}={value}" for key, value in told if is_read(key)]
+        shown = "the first row, in tokens" if name else "the first row"
+        print(f"laurel data check {shlex.join(check)}   # {shown}")
     print(f"laurel plan {config}   # does it fit the machine?")
     print(f"laurel {table['trainer']} {config}   # train")
 
@@ -232,17 +235,19 @@ def _rows(said: str, *, task: Mapping[str, Any]) -> Chosen:
             settings[_HELD_OUT] = "0.0"
         return Chosen(settings=settings, notes=[note])
     if "/" not in said:
+        near = nearest(said, sets)
+        hint = f" Did you mean {near}?" if near else ""
         raise DataError(
-            f"--data {said}: there is no such file here, and {unknown_class(said, sets)}"
+            f"--data {said}: there is no such file here, and no data set of that name.{hint} "
+            f"Known are {', '.join(sets)}; or give a file, or a hub name (owner/name)"
         )
     note = f"{said} is taken for a name on the hub; laurel data check {said} looks at it"
     return Chosen(settings={"data.train_data_path": json.dumps(said)}, notes=[note])
 
 
 def _rows_in(path: str, task: Mapping[str, Any]) -> Chosen:
-    said = [
-        f"data.env_name={one}" for key, one in task["settings"].items() if key.endswith("_name")
-    ]
+    judge = task["settings"].get("data.env_name")
+    said = [f"data.env_name={judge}"] if judge else []
     findings, told = examine_data(path, task["trainer"], said), []
     if not findings.is_usable:
         near = next((one for one in findings.near if one.trainer == task["trainer"]), None)
@@ -272,7 +277,13 @@ def _rows_in(path: str, task: Mapping[str, Any]) -> Chosen:
         )
     # Of few rows more are held out to validate on, up to a fifth.
     share = min(0.2, max(0.05, math.ceil(2000 / report.num_kept) / 100))
-    settings[_HELD_OUT] = f"{share if report.num_prompts > 1 else 0.0}"
+    share = share if report.num_prompts > 1 else 0.0
+    settings[_HELD_OUT] = f"{share}"
+    if round(share * report.num_kept) < 20:
+        notes.append(
+            f"of so few rows about {share * report.num_kept:.0f} are held out to validate on, "
+            "which tells little: name more under data.val_data_path where you have them"
+        )
     return Chosen(settings=settings, notes=notes)
 
 

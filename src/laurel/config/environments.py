@@ -15,6 +15,7 @@ from laurel.config.policy import (
     DTensorConfig,
     NamedCall,
     PackingConfig,
+    Precision,
     RewardModelConfig,
     TokenizerConfig,
 )
@@ -384,7 +385,7 @@ class ScorerSource(AskingConfig):
     """Directory whose weights are used instead of those of `model_name`."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Null names are those of the model."""
-    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    precision: Precision = "bfloat16"
     """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way.
     Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
     batch_size: int = Field(default=32, ge=1)

@@ -14,6 +14,9 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from laurel.config.yaml_tree import Section
 
+Precision = Literal["float32", "bfloat16", "float16"]
+"""Type of a model's weights, or of its arithmetic."""
+
 # --------------------------------------------------------------------------------------------------
 # The `cluster.placement` section: which slots each role of a run gets, where the rules do not do.
 #

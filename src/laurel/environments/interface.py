@@ -212,7 +212,6 @@ class ConversationMemo(Generic[T]):
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._kept: Memory[T] = Memory(capacity)
-        self._capacity = capacity
 
     def put(self, message_log: MessageLog, value: T, group_id: str | None = None) -> None:
         """Keep `value` for this conversation, in place of what was kept before."""
@@ -232,13 +231,13 @@ class ConversationMemo(Generic[T]):
     def get_all(
         self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None
     ) -> list[T | None]:
-        """What was kept for each of these conversations. More than fit in are told in the log."""
-        if (count := len(message_logs)) > self._capacity:
+        """What was kept for each of these conversations. A batch that does not fit is logged."""
+        if (count := len(message_logs)) > self._kept.capacity:
             logging.getLogger(__name__).warning(
                 "a batch of %s conversations: figures of what was found out about each are of the "
                 "last %s of them",
                 f"{count:,}",
-                f"{self._capacity:,}",
+                f"{self._kept.capacity:,}",
             )
         ids: Sequence[str | None] = group_ids or [None] * len(message_logs)
         return [self.get(one, own) for one, own in zip(message_logs, ids, strict=True)]
@@ -271,7 +270,7 @@ def judged_by(environment: Environment) -> JudgingUnit:
 
 
 def noise_floor_of(environment: Environment) -> float:
-    """Standard deviation of the own noise of an environment's rewards."""
+    """Standard deviation of the noise in an environment's rewards; 0 where it names none."""
     return float(getattr(environment, "noise_floor", 0.0))
 
 
@@ -340,7 +339,7 @@ class Memory(Generic[T]):
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._kept: OrderedDict[bytes, T] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -349,7 +348,7 @@ class Memory(Generic[T]):
         with self._lock:
             self._kept[key] = value
             self._kept.move_to_end(key)
-            if len(self._kept) > self._capacity:
+            if len(self._kept) > self.capacity:
                 self._kept.popitem(last=False)
 
     def forget(self, key: bytes) -> None:
@@ -366,9 +365,8 @@ class Memory(Generic[T]):
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether what an environment returned is a verdict; who returned what, where it is none.
-#
-# An environment may be anybody's: what it does wrong is told with its own class, file and line.
+# The check of what an environment returned. Users write environments: an error names the class, the
+# file and the line of the one that returned something else.
 
 FIELDS = ("observations", "metadata", "next_stop_strings")
 MAY_MISS = ("answers", "failures")

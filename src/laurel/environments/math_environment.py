@@ -65,7 +65,8 @@ class MathEnvironment(EnvironmentInterface):
     ) -> EnvironmentReturn:
         """See `protocols.Environment.step`. Metadata comes back as it was given.
 
-        `return_extracted_answer` is for callers of NeMo RL's environment; False: no `answers`.
+        With `return_extracted_answer=False` (an argument of NeMo RL's environment) the `answers`
+        are None.
         """
         if len(message_log_batch) != len(metadata):
             raise EnvironmentFailedError(

@@ -109,12 +109,12 @@ class RewardBenchContract(ScoringContract):
     def beside(
         cls, contract: ScoringContract, spec: ModelSpec, *, form: ReferenceFormat
     ) -> RewardBenchContract:
-        """For a model with its files as the reference would read them.
+        """The contract of a model whose files are read as the reference program reads them.
 
         Args:
-            contract: Of the model.
-            spec: Where it lies, another place of its tokenizer, trust in its code.
-            form: Which program.
+            contract: The model's own.
+            spec: Where the model and its tokenizer lie, and whether their code may run.
+            form: How the reference program makes tokens of a conversation.
 
         Raises:
             ModelError: See above.

@@ -50,7 +50,7 @@ def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: 
 
     Args:
         directory: Exists and is empty.
-        spec: What is written.
+        spec: The policy that is loaded and written.
         options: What the command line says.
         say: Told what was found.
 
@@ -178,7 +178,7 @@ def probes_for(contract: ScoringContract) -> list[Conversation]:
 
 
 def facts_beside(name: str) -> CardFacts:
-    """What is known of a model by its directory, or by its name on the hub."""
+    """What a model's directory, or its name on the hub, tells for a model card."""
     facts = CardFacts.load(Path(name)) if Path(name).is_dir() else None
     if facts is not None:
         return facts

@@ -25,14 +25,14 @@ class TransformersMaker:
     """Loads the policy and makes a `TransformersEngine` of it, which has the only copy of it."""
 
     model: ModelSpec
-    """As the learner's. To begin with a directory, name it: see `from_directory`."""
+    """The learner's, or the same begun with a directory: see `from_directory`."""
     spec: GeneratorSpec
     device: str = "auto"
-    """As `cluster.device`."""
+    """See `cluster.device`."""
     cpu_threads: int | None = None
-    """As `cluster.cpu_threads`."""
+    """See `cluster.cpu_threads`."""
     texts: tuple[str, ...] = ()
-    """What a tokenizer from scratch learns from, as the learner's."""
+    """Texts that a tokenizer from scratch is trained on; the learner's is trained on the same."""
 
     def __call__(self) -> TransformersEngine:
         """Load and make.
@@ -47,7 +47,7 @@ class TransformersMaker:
 
         seed = self.spec.seed
         loaded = load_policy(
-            # Adapters begin as nothing, and come merged with the weights of later steps.
+            # New adapters change nothing, and weights of later steps come with them merged in.
             replace(self.model, lora=None, activation_checkpointing=False),
             seed=seed,
             max_length=self.spec.max_length,
@@ -70,10 +70,10 @@ class VllmMaker:
     """Makes a `VllmEngine` of a directory. What it computes, `GeneratorReplicas` compares."""
 
     directory: str
-    """With weights and tokenizer; every node must see it."""
+    """A directory with weights and tokenizer that every node can read."""
     spec: GeneratorSpec
     precision: str
-    """Of the learner."""
+    """The learner's `policy.precision`."""
 
     def __call__(self) -> VllmEngine:
         """Start vLLM.

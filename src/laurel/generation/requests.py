@@ -1,4 +1,4 @@
-"""What a generator is made with, and what it accepts."""
+"""The settings of a generator, and the check of the requests that it is given."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from laurel.types import GenerationRequest, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSpec:
-    """An engine that is to be made, whichever it is; which weights it draws from is said beside it.
+    """Settings of a generation engine that hold for every backend.
 
-    Sampling is said by each request.
+    The weights are given beside it, and sampling parameters come with each request.
     """
 
     settings: GenerationConfig = field(default_factory=GenerationConfig)
-    """The section of that name; the keys that hold of an engine are read."""
+    """The section `policy.generation`; its sampling parameters are not read."""
     max_length: int
-    """Longest prompt with its completion."""
+    """Most tokens of a prompt together with its completion."""
     end_ids: tuple[int, ...]
-    """Tokens that end every completion."""
+    """Ids of the tokens each of which ends a completion."""
     seed: int = 0
-    """As the learner's: of a policy from scratch."""
+    """Seeds the engine, and a policy from scratch, which the learner makes with the same seed."""
     weight_version: int = 0
-    """Of the weights that it begins with."""
+    """Version of the weights that the engine begins with."""
 
 
 def check_generation_request(request: GenerationRequest, *, vocab_size: int) -> None:

@@ -1,27 +1,31 @@
-"""What loading a model has to know: where it lies, how it computes, and how it is spread."""
+"""What is needed to load a model: where it lies, how it computes, and how it is spread."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from laurel.config.policy import LoraConfig, RewardModelConfig, ScratchConfig, TokenizerConfig
-
-Precision = Literal["float32", "bfloat16", "float16"]
+from laurel.config.policy import (
+    LoraConfig,
+    Precision,
+    RewardModelConfig,
+    ScratchConfig,
+    TokenizerConfig,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A policy or a reward model that is to be loaded, or made here.
+    """A policy or a reward model that is to be loaded, or made with random weights.
 
-    Errors name the keys of the section `policy`; who has written something else says what they are
-    called there (`errors.speaking`).
+    Errors name keys of the section `policy`, unless the caller has other names for them: see
+    `errors.speaking`.
     """
 
     name: str | None = None
-    """A directory or a name on the hub; of a model that is made here, what is not loaded."""
+    """A directory or a name on the hub. Beside `scratch` it is not loaded, and a note says so."""
     revision: str | None = None
     """Commit or tag of a hub model."""
     trust_remote_code: bool = False
@@ -33,17 +37,17 @@ class ModelSpec:
     scratch: ScratchConfig | None = None
     """A small model with random weights, made instead of loading one."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    """Where its tokenizer lies, and its template and padding."""
+    """The place of the tokenizer, its chat template and its padding."""
     head: RewardModelConfig = field(default_factory=RewardModelConfig)
-    """What a reward model predicts; not read of a policy."""
+    """What a reward model predicts. A policy ignores it."""
     precision: Precision = "bfloat16"
     """Arithmetic of the decoder, where its weights are in float32."""
     reads_forests: bool = True
-    """Whether batches are token forests, for architectures that can read them; else padded rows."""
+    """Batches are token forests where the architecture can read them; False: padded rows."""
     logprob_chunk_size: int | None = None
-    """Tokens of a policy whose log-probabilities are computed together; None: all of a batch."""
+    """A policy computes the log-probabilities of this many tokens at a time; None: of a batch."""
     lora: LoraConfig | None = None
-    """Its adapters; None for a model without."""
+    """The adapters that are trained; None: the model has none."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     tensor_parallel_size: int = 1
@@ -58,9 +62,10 @@ class ModelSpec:
     """Import path or mapping of a tensor-parallel plan; None: that of the architecture."""
 
     def weights_from(self, resume_from: Path | None) -> str | None:
-        """Where weights are read, also of a run that goes on; None where they are drawn.
+        """The directory or hub name whose weights are read; None where they are drawn at random.
 
-        A checkpoint of a run with adapters has them merged; they belong on what was before.
+        A resumed run reads its checkpoint, unless it trains adapters: a checkpoint holds weights
+        with the adapters merged in, and adapters are put on the weights that the run started from.
         """
         if resume_from is not None and self.lora is None:
             return str(resume_from)

@@ -9,39 +9,39 @@ from dataclasses import dataclass, replace
 from laurel.planning.memory import MemoryPhase, ModelShape, Shapes, estimate
 from laurel.planning.plan import Plan, plan_run
 from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
-from laurel.planning.roles import Misfit, RolePlan, divisors
+from laurel.planning.roles import Conflict, RolePlan, divisors
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedPlan:
-    """A plan, and what it takes of each device."""
+    """A plan, and the memory that it needs on each device."""
 
     plan: Plan
     phases: tuple[MemoryPhase, ...]
-    """Empty where the shapes of the models are not known."""
-    misfits: tuple[Misfit, ...]
-    """The plan's own, and those with the models and the devices."""
+    """Memory of each phase; empty if the shapes of the models are not known."""
+    conflicts: tuple[Conflict, ...]
+    """Conflicts of the plan itself, then those with the models and with the devices' memory."""
 
     @property
     def fits(self) -> bool:
         """Whether it can run."""
-        return not any(misfit.is_fatal for misfit in self.misfits)
+        return not any(conflict.is_fatal for conflict in self.conflicts)
 
 
 def fit(request: ClusterRequest, shapes: Shapes, *, device_memory: int | None = None) -> FittedPlan:
     """Plan a run and check it against its models and, where it is said, the devices' memory."""
     plan = plan_run(request)
     phases = estimate(request, plan, shapes, device_memory=device_memory)
-    misfits = [*plan.misfits, *_indivisible(request, plan, shapes)]
+    conflicts = [*plan.conflicts, *_indivisible(request, plan, shapes)]
     if device_memory is not None:
-        misfits += [
+        conflicts += [
             _too_large(request, plan, shapes, device_memory, phase)
             for phase in phases
             if not phase.fits(device_memory)
         ]
-    return FittedPlan(plan=plan, phases=phases, misfits=tuple(misfits))
+    return FittedPlan(plan=plan, phases=phases, conflicts=tuple(conflicts))
 
 
 # ----------------------------------------------------------------------------------------- models
@@ -54,7 +54,7 @@ def _models(shapes: Shapes, name: RoleName) -> tuple[ModelShape, ...]:
     return () if shapes.policy is None else (shapes.policy,)
 
 
-def _indivisible(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[Misfit]:
+def _indivisible(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[Conflict]:
     """Heads and layers that the ranks of a group cannot share evenly."""
     keys = {role.name: role.parallel_key for role in request.roles}
     for role in plan.roles:
@@ -62,20 +62,20 @@ def _indivisible(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterato
             yield from _indivisible_model(keys[role.name], role, shape)
 
 
-def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[Misfit]:
+def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[Conflict]:
     tp, cp, pp = role.mesh.tp, role.mesh.cp, role.mesh.pp
     # vLLM, which alone draws on groups of ranks, splits models in its own way.
     draws = role.name == "generation"
     if tp > 1 and shape.refuses_tensor_parallel and not draws:
-        yield Misfit(
+        yield Conflict(
             problem=f"{key}.tensor_parallel_size={tp} is refused when the model of {role.name} is "
             f"loaded: {shape.refuses_tensor_parallel}",
             fix=f"{key}.tensor_parallel_size=1",
         )
     if bad := _undivided(shape, tp, repeats_heads=draws):
         sizes = [size for size in divisors(len(role.slots) // (pp * cp)) if size < tp]
-        good = [size for size in sizes if not _undivided(shape, size, repeats_heads=False)]
-        yield Misfit(
+        good = [size for size in sizes if not _undivided(shape, size, repeats_heads=draws)]
+        yield Conflict(
             problem=f"{key}.tensor_parallel_size={tp} does not divide the {' nor the '.join(bad)} "
             f"of the model of {role.name}",
             fix=f"{key}.tensor_parallel_size={good[-1]}",
@@ -83,20 +83,23 @@ def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[
     heads = shape.num_heads // tp
     if cp > 1 and shape.num_heads % tp == 0 and heads % cp:
         good = [size for size in divisors(cp * role.mesh.dp) if size < cp and heads % size == 0]
-        yield Misfit(
+        yield Conflict(
             problem=f"{key}.context_parallel_size={cp} does not divide the {heads} attention heads "
             f"that a rank of {role.name} has",
             fix=f"{key}.context_parallel_size={good[-1]}",
         )
     if pp > shape.num_layers:
-        yield Misfit(
+        yield Conflict(
             problem=f"{key}.pipeline_parallel_size={pp}: there are {shape.num_layers} layers",
             fix=f"{key}.pipeline_parallel_size=1",
         )
 
 
 def _undivided(shape: ModelShape, tp: int, *, repeats_heads: bool) -> list[str]:
-    """vLLM repeats key and value heads where there are fewer than ranks; training does not."""
+    """Name the parts of a model that tp does not divide.
+
+    vLLM repeats key and value heads where there are fewer than ranks; training does not.
+    """
     heads, keys, wide = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
     found = [f"{heads} attention heads"] if heads % tp else []
     if keys % tp and not (repeats_heads and tp % keys == 0):
@@ -109,7 +112,7 @@ def _undivided(shape: ModelShape, tp: int, *, repeats_heads: bool) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """A setting that saves memory, and what is asked for and planned with it, on the same slots."""
+    """A setting that saves memory, with the request and the plan that it leads to."""
 
     setting: str
     request: ClusterRequest
@@ -118,8 +121,8 @@ class _Change:
 
 def _too_large(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
-) -> Misfit:
-    """A phase that takes more than a device has: how much, of what, and with what it would fit."""
+) -> Conflict:
+    """Say how much memory a phase needs, for what, and with which setting it would fit."""
     parts = sorted(phase.parts.items(), key=lambda part: -part[1])
     said = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
     fix = "more devices or larger ones, a smaller model, or shorter sequences"
@@ -129,7 +132,7 @@ def _too_large(
         if same.fits(device_memory):
             fix = change.setting
             break
-    return Misfit(
+    return Conflict(
         problem=f"{phase.name} takes {phase.total / GIB:.1f} GiB of each device of "
         f"{phase.slots_of}, which has {device_memory * phase.fraction / GIB:.1f}"
         f"{'' if phase.fraction == 1 else ' for it'} ({said})",
@@ -140,7 +143,7 @@ def _too_large(
 def _changes(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
 ) -> Iterator[_Change]:
-    """What could be changed of a phase, the least costly first."""
+    """Changes that lessen the memory of a phase, the least costly first."""
     if phase.name == "training":
         yield from _training_changes(request, plan, shapes)
     elif phase.name == "generation":
@@ -155,7 +158,7 @@ def _changes(
 
 
 def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[_Change]:
-    """Each with those before it."""
+    """Changes of training, each on top of those before it, except for larger groups of ranks."""
     training, role = request.training, request.roles[0]
     said: list[str] = []
 
@@ -182,7 +185,7 @@ def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> It
 def _drawing_changes(
     request: ClusterRequest, plan: Plan, device_memory: int, phase: MemoryPhase
 ) -> Iterator[_Change]:
-    """The share of the device, or the number of completions, for which there is room."""
+    """The share of the device's memory, or the number of completions, for which there is room."""
     role, drawing, batch = request.role("generation"), request.drawing, plan.batch("generation")
     assert role is not None
     assert drawing is not None
@@ -210,7 +213,7 @@ def _drawing_changes(
 def _larger_groups(
     request: ClusterRequest, plan: Plan, shapes: Shapes, name: RoleName
 ) -> Iterator[_Change]:
-    """More tensor-parallel ranks on the same slots, where nodes and models take them."""
+    """More tensor-parallel ranks on the same slots, where nodes and models can be so divided."""
     role, asked = plan.role(name), request.role(name)
     if role is None or asked is None:
         return

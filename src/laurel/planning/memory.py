@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from laurel.config.policy import Precision
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan
 from laurel.planning.request import (
     AdapterRequest,
     ClusterRequest,
-    Precision,
     RoleName,
     TrainingRequest,
 )
@@ -39,7 +39,7 @@ class ModelShape:
     num_parameters: int
     """All of them, with the head."""
     layer_parameters: int
-    """Of one decoder layer, the largest."""
+    """Parameters of the largest decoder layer."""
     normalises_heads: bool = False
     """Queries and keys have norms of their own, as in Qwen 3."""
     divides_vocabulary: bool = True
@@ -196,14 +196,14 @@ def _product(number: str, unit: int) -> int:
 
 MIB = 2**20
 RUNTIME_BYTES = 1536 * MIB
-"""Of a GPU: the context of CUDA, the libraries' work spaces, NCCL's buffers."""
+"""Memory of a GPU for the context of CUDA, the libraries' work spaces and NCCL's buffers."""
 MASTER_BYTES = 4
 """Weights that are trained, their gradients and each state of the optimizer are float32."""
 ONE_STATE = ("SGD", "Adagrad", "Lion")
-"""Optimizers that keep one number of each weight; all others keep two, as AdamW does."""
+"""Optimizers that keep one number for each weight; all others keep two, as AdamW does."""
 CHUNK_LOGITS = 2**24
 LOGITS_BYTES = 3 * 4
-"""Of each logit of a chunk: itself, its exponential, its gradient."""
+"""Bytes for each logit of a chunk: the logit, its exponential and its gradient."""
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -212,9 +212,9 @@ class MemoryPhase:
     """What lies on each device of some slots at one time of a step."""
 
     name: str
-    """training, generation, judging."""
+    """One of `training`, `generation` and `judging`."""
     slots_of: RoleName
-    """On whose slots."""
+    """The role that owns the slots."""
     parts: Mapping[str, int]
     """Bytes of one device, by what they are."""
     fraction: float = 1.0
@@ -236,7 +236,7 @@ class Shapes:
 
     policy: ModelShape | None = None
     reward_models: tuple[ModelShape, ...] = ()
-    """Of each that is loaded, in order; empty where any of them is not known."""
+    """Shapes of the reward models that are loaded, in order; empty if any of them is not known."""
 
 
 def estimate(
@@ -248,9 +248,9 @@ def estimate(
     through a phase of another is in that phase, too.
 
     Args:
-        request: What the run asks for.
-        plan: What it gets.
-        shapes: Of its models.
+        request: Roles, batches and settings of the run.
+        plan: Slots and meshes that the roles get.
+        shapes: Shapes of its models.
         device_memory: Bytes of a device; vLLM takes a share of it.
     """
     phases = [
@@ -321,10 +321,10 @@ def training_memory(
 
     Args:
         training: Precision, optimizer, adapters, recomputation, offloading.
-        shape: Of the model.
+        shape: Shape of the model.
         mesh: Weights, gradients and optimizer are divided by all its ranks; where the vocabulary
             does not divide by tp, embeddings and head by the others alone.
-        tokens: Of a micro-batch, before context parallelism divides them.
+        tokens: Tokens of a micro-batch, before context parallelism divides them.
     """
     width = COMPUTE_BYTES[training.precision]
     adapters = adapter_parameters(training.adapters, shape)
@@ -432,7 +432,7 @@ def _drawing(
 
 
 def optimizer_states(name: str) -> int:
-    """Numbers that an optimizer keeps of each weight, by its import path."""
+    """Numbers that an optimizer, named by its import path, keeps for each weight."""
     return 1 if name.rsplit(".", 1)[-1] in ONE_STATE else 2
 
 
@@ -519,7 +519,7 @@ def _layer_bytes(
 
 
 def key_value_bytes(shape: ModelShape, mesh: Mesh, *, compute_bytes: int) -> int:
-    """Of one token, on each rank: heads are divided, but no rank has less than one."""
+    """Bytes of one token's keys and values on each rank, which has one of the heads at least."""
     heads = max(1, -(-shape.num_kv_heads // mesh.tp))
     layers = -(-shape.num_layers // mesh.pp)
     return 2 * layers * heads * shape.head_dim * compute_bytes

@@ -13,18 +13,18 @@ from difflib import get_close_matches
 
 from laurel.config.policy import RolePlacement
 from laurel.planning.request import ClusterRequest, RoleName
-from laurel.planning.roles import Misfit, RoleRequirement, Slot, as_ranges, grid, title, where
+from laurel.planning.roles import Conflict, RoleRequirement, Slot, as_ranges, grid, title, where
 
 PLACEMENT = "cluster.placement"
 SLACK = 1e-6
-"""Of fractions that are added up."""
+"""Rounding error that is allowed where fractions of a slot are added up."""
 
 
 def placed_requirements(
-    request: ClusterRequest, placement: Mapping[RoleName, RolePlacement], misfits: list[Misfit]
+    request: ClusterRequest, placement: Mapping[RoleName, RolePlacement], conflicts: list[Conflict]
 ) -> list[RoleRequirement]:
-    """What each role is to have; what cannot be had goes to the misfits."""
-    return _Board(request, placement, misfits).requirements()
+    """What each role is to have; what cannot be had is added to the conflicts."""
+    return _Board(request, placement, conflicts).requirements()
 
 
 class _Board:
@@ -34,9 +34,9 @@ class _Board:
         self,
         request: ClusterRequest,
         placement: Mapping[RoleName, RolePlacement],
-        misfits: list[Misfit],
+        conflicts: list[Conflict],
     ) -> None:
-        self.request, self.misfits = request, misfits
+        self.request, self.conflicts = request, conflicts
         self.num_nodes, self.total = request.num_nodes, request.slots_per_node
         self.free = [[1.0] * self.total for _ in range(self.num_nodes)]
         self.labels = self._labels()
@@ -67,7 +67,7 @@ class _Board:
         return requirements
 
     def _refuse(self, problem: str, fix: str, *, is_fatal: bool = True) -> None:
-        self.misfits.append(Misfit(problem=problem, fix=fix, is_fatal=is_fatal))
+        self.conflicts.append(Conflict(problem=problem, fix=fix, is_fatal=is_fatal))
 
     # ------------------------------------------------------------------------------ what is asked
 
@@ -267,6 +267,9 @@ class _Board:
             settings.append(f"{_key(other)}.shares=policy")
             if self.wishes[other].fraction < 1:
                 settings.append(f"{_key(other)}.fraction=1")
+        slots = self.wishes[name].slots
+        if isinstance(slots, int) and slots > self.total:
+            settings.append(f"{_key(name)}.slots={self.total}")
         return " ".join(settings)
 
     def _find_overlaps(self, owners: Iterable[RoleName]) -> None:
@@ -338,7 +341,7 @@ class _Board:
 
 
 def _key(name: RoleName) -> str:
-    """Where a role is placed."""
+    """Key of the section that places a role."""
     return f"{PLACEMENT}.{name}"
 
 

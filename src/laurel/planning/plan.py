@@ -15,7 +15,7 @@ from laurel.planning.request import (
     StepRequest,
 )
 from laurel.planning.roles import (
-    Misfit,
+    Conflict,
     RolePlan,
     RoleRequirement,
     Slot,
@@ -54,14 +54,14 @@ class Plan:
     """Only those that could be placed: all of them where the plan fits."""
     batches: tuple[BatchPlan, ...]
     """The arithmetic of their batches: those of a step, then those of a validation."""
-    misfits: tuple[Misfit, ...]
+    conflicts: tuple[Conflict, ...]
     labels: Mapping[int, frozenset[str]]
     """Labels that nodes have, `key=value`, where they were said to have any."""
 
     @property
     def fits(self) -> bool:
         """Whether it can run."""
-        return not any(misfit.is_fatal for misfit in self.misfits)
+        return not any(conflict.is_fatal for conflict in self.conflicts)
 
     def role(self, name: RoleName) -> RolePlan | None:
         """One of the roles; None where the run has none, or it could not be placed."""
@@ -83,18 +83,18 @@ def plan_run(request: ClusterRequest) -> Plan:
 
     Everything that does not fit is in the plan; the memory of devices is for `fit` to check.
     """
-    misfits: list[Misfit] = []
+    conflicts: list[Conflict] = []
     if request.placement is not None:
-        requirements = placed_requirements(request, request.placement, misfits)
+        requirements = placed_requirements(request, request.placement, conflicts)
     else:
-        requirements = list(_Rules(request, _own_slots(request), misfits).requirements())
+        requirements = list(_Rules(request, _own_slots(request), conflicts).requirements())
     roles = tuple(
         role
         for requirement in requirements
-        if (role := place_role(requirement, misfits)) is not None
+        if (role := place_role(requirement, conflicts)) is not None
     )
     batches = _plan_batches(request, roles)
-    misfits += [
+    conflicts += [
         _uneven(batch, request.step)
         for batch in batches
         if batch.role == "policy" and not batch.is_validation and batch.size % batch.num_shares
@@ -108,7 +108,7 @@ def plan_run(request: ClusterRequest) -> Plan:
         slots_per_node=request.slots_per_node,
         roles=roles,
         batches=batches,
-        misfits=tuple(misfits),
+        conflicts=tuple(conflicts),
         labels=labels,
     )
 
@@ -118,7 +118,7 @@ def plan_run(request: ClusterRequest) -> Plan:
 
 
 def _plan_batches(request: ClusterRequest, roles: tuple[RolePlan, ...]) -> tuple[BatchPlan, ...]:
-    """For each role that was placed those of a step, then those of a validation."""
+    """The batches of every role that was placed: of a training step, then of a validation."""
     dp = {role.name: role.mesh.dp for role in roles}
     batches = [
         _divided(role.name, batch, dp[role.name])
@@ -136,7 +136,7 @@ def _divided(name: RoleName, batch: BatchRequest, num_shares: int) -> BatchPlan:
     return BatchPlan(role=name, num_shares=num_shares, **asdict(batch))
 
 
-def _uneven(batch: BatchPlan, step: StepRequest | None) -> Misfit:
+def _uneven(batch: BatchPlan, step: StepRequest | None) -> Conflict:
     """Ranks would take unequal numbers of items of an optimizer step."""
     key, size, dp = "policy.train_global_batch_size", batch.size, batch.num_shares
     fitting = [size - size % dp, size - size % dp + dp]
@@ -149,7 +149,7 @@ def _uneven(batch: BatchPlan, step: StepRequest | None) -> Misfit:
         unit = dp // math.gcd(dp, step.per_prompt)
         prompts = max(1, round(step.num_prompts / unit)) * unit
         fix = f"grpo.num_prompts_per_step={prompts} {key}={prompts * step.per_prompt}"
-    return Misfit(
+    return Conflict(
         problem=f"{key}={size} {batch.unit} cannot be split evenly among {dp} data-parallel ranks",
         fix=fix,
     )
@@ -166,11 +166,11 @@ def _uneven(batch: BatchPlan, step: StepRequest | None) -> Misfit:
 class _Rules:
     request: ClusterRequest
     own: Mapping[RoleName, OwnSlots]
-    """Of the roles that have slots of their own."""
-    misfits: list[Misfit]
+    """What each role asks for that wants slots of its own."""
+    conflicts: list[Conflict]
 
     def requirements(self) -> Iterator[RoleRequirement]:
-        """What each role is to have; what cannot be had goes to the misfits."""
+        """What each role is to have; what cannot be had is added to the conflicts."""
         num_nodes, total = self.request.num_nodes, self.request.slots_per_node
         generation, judge = self.own.get("generation"), self.own.get("reward_model")
         if num_nodes == 1:
@@ -181,7 +181,7 @@ class _Rules:
         if judge:
             self._check_judging_nodes(judge, judge_nodes)
         if left <= 0:
-            self.misfits.append(self._too_few_nodes())
+            self.conflicts.append(self._too_few_nodes())
         elif generation is None:
             yield from self._shared(grid(range(left), range(total)))
         elif left == 1:
@@ -205,16 +205,16 @@ class _Rules:
             fix = "policy.generation.colocated.enabled=true"
             if half:
                 fix = f"{generation.key}.gpus_per_node={half}"
-            self.misfits.append(Misfit(problem=problem, fix=fix))
+            self.conflicts.append(Conflict(problem=problem, fix=fix))
         for own in (judge, generation):
             if own and own.nodes not in (None, 1):
                 problem = f"{own.key}.num_nodes={own.nodes}: there is one node to divide"
-                self.misfits.append(Misfit(problem=problem, fix=f"{own.key}.num_nodes=1"))
+                self.conflicts.append(Conflict(problem=problem, fix=f"{own.key}.num_nodes=1"))
         free = total - drawing - judging
         if free > 0:
             yield from self._shared(grid(range(1), range(free)))
         else:
-            self.misfits.append(self._too_few_slots(judging, drawing))
+            self.conflicts.append(self._too_few_slots(judging, drawing))
         apart = grid(range(1), range(free, total))
         yield from self._apart("generation", apart[:drawing], free > 0)
         yield from self._apart("reward_model", apart[drawing:], free > 0)
@@ -227,18 +227,18 @@ class _Rules:
                 f"{key}.gpus_per_node={generation.per_node}: {num_nodes} nodes are there for "
                 f"policy and generation, so that generation gets whole nodes of {total} slots"
             )
-            self.misfits.append(Misfit(problem=problem, fix=f"{key}.gpus_per_node={total}"))
+            self.conflicts.append(Conflict(problem=problem, fix=f"{key}.gpus_per_node={total}"))
         if generation.nodes is None:
             problem = (
                 f"{key}.num_nodes is not said: how many of the {num_nodes} nodes that policy and "
                 "generation have are for generation?"
             )
             fix = f"{key}.num_nodes={max(1, num_nodes // 2)}"
-            self.misfits.append(Misfit(problem=problem, fix=fix))
+            self.conflicts.append(Conflict(problem=problem, fix=fix))
             return
         training = num_nodes - generation.nodes
         if training <= 0:
-            self.misfits.append(self._too_few_nodes())
+            self.conflicts.append(self._too_few_nodes())
             return
         yield from self._shared(grid(range(training), range(total)))
         yield from self._apart("generation", grid(range(training, num_nodes), range(total)))
@@ -271,9 +271,11 @@ class _Rules:
                 f"{key}={asked} of {total}: with several nodes the reward model has whole nodes, "
                 f"and {nodes} x {total - asked} = {nodes * (total - asked)} slots are left idle"
             )
-        self.misfits.append(Misfit(problem=problem, fix=f"{key}={total}", is_fatal=asked > total))
+        self.conflicts.append(
+            Conflict(problem=problem, fix=f"{key}={total}", is_fatal=asked > total)
+        )
 
-    def _too_few_slots(self, judging: int, drawing: int) -> Misfit:
+    def _too_few_slots(self, judging: int, drawing: int) -> Conflict:
         """The roles of one node ask for more slots than it has."""
         total, least = self.request.slots_per_node, self._group("policy")
         asked, said = _sum_of(judging, drawing, least)
@@ -284,13 +286,13 @@ class _Rules:
             fix = f"{self.own['generation'].key}.gpus_per_node={fewer}"
         if fewer := self._fewer("reward_model", judging, total - drawing):
             fix = f"{self.own['reward_model'].key}.gpus_per_node={fewer}"
-        return Misfit(
+        return Conflict(
             problem=f"the roles of a node need {said} slots, and it has "
             f"cluster.gpus_per_node={total}",
             fix=fix,
         )
 
-    def _too_few_nodes(self) -> Misfit:
+    def _too_few_nodes(self) -> Conflict:
         """The roles ask for more whole nodes than there are."""
         total = self.request.num_nodes
         _, judging = _sizes(self.own.get("reward_model"), nodes=1)
@@ -301,7 +303,7 @@ class _Rules:
             fix = f"{self.own['generation'].key}.num_nodes={fewer}"
         if 0 < (fewer := total - drawing - 1) < judging:
             fix = f"{self.own['reward_model'].key}.num_nodes={fewer}"
-        return Misfit(
+        return Conflict(
             problem=f"the roles need {said} nodes, and there are cluster.num_nodes={total}",
             fix=fix,
         )
@@ -333,7 +335,7 @@ def _own_slots(request: ClusterRequest) -> dict[RoleName, OwnSlots]:
 
 
 def _sizes(own: OwnSlots | None, *, nodes: int = 0) -> tuple[int, int]:
-    """Slots of each node, and nodes where it says so; 0 for who has none."""
+    """Slots of each node, and number of nodes (`nodes` if not given); 0 and 0 without own slots."""
     return (own.per_node or 0, own.nodes or nodes) if own else (0, 0)
 
 

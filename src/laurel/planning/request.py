@@ -1,7 +1,7 @@
-"""What a run asks of a cluster: its roles, what divides the slots of each, its batches, its memory.
+"""What a run asks of a cluster: its roles, the division of their slots, its batches, its memory.
 
-`run.request` makes it of a configuration; this room knows no other. Where a message has to name a
-setting, the request carries its key.
+`run.request` makes a request from a configuration; the rest of the planner reads only the request.
+Where a message has to name a setting, the request carries its key.
 """
 
 from __future__ import annotations
@@ -10,33 +10,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from laurel.config.policy import RolePlacement
+from laurel.config.policy import Precision, RolePlacement
 
 RoleName = Literal["policy", "generation", "reward_model"]
-Precision = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """Items that a role works through together, in a step or in a validation."""
+    """Items that a role works through together, in a training step or in a validation."""
 
     unit: str
-    """What is counted: groups (pairs), conversations or completions."""
+    """What the items are: groups (pairs), conversations or completions."""
     size: int
-    """Of all ranks: one optimizer step's, one rollout's, or those validated side by side."""
+    """Items on all ranks: those of an optimizer step, of a rollout, or validated side by side."""
     longest: int
     """Tokens of the longest item."""
     tokens: int
-    """Tokens of one forward pass, at most; for generation, of all completions under way."""
+    """Most tokens of one forward pass; for generation, of all completions under way."""
     updates: int = 1
-    """Such batches in a step."""
+    """Number of such batches in a training step."""
     is_validation: bool = False
-    """Not of a step."""
+    """Whether the batch belongs to a validation, and not to a training step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequest:
-    """Completions of a step, of which optimizer steps take equal parts."""
+    """The completions of a training step, which optimizer steps divide into equal parts."""
 
     num_prompts: int
     per_prompt: int
@@ -44,10 +43,10 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSlots:
-    """Slots that a role has for itself by the rules; None where the rules are to say."""
+    """Slots that a role wants for itself. The planner chooses a number that is None."""
 
     key: str
-    """The section that asks for them."""
+    """Key of the section of the configuration that asks for them."""
     per_node: int | None = None
     nodes: int | None = None
 
@@ -58,18 +57,18 @@ class RoleRequest:
 
     name: RoleName
     parallel_key: str
-    """The section of its parallel sizes."""
+    """Key of the section of the configuration that sets its parallel sizes."""
     tp: int = 1
     cp: int = 1
     pp: int = 1
     own: OwnSlots | None = None
-    """None: it shares the policy's."""
+    """The slots that it wants for itself; None if it shares the policy's."""
     batches: tuple[BatchRequest, ...] = ()
-    """Those of a step, then those of a validation."""
+    """The batches of a training step, then those of a validation."""
 
     @property
     def group_size(self) -> int:
-        """Ranks that hold the model once between them."""
+        """Number of ranks that hold the model once between them."""
         return self.pp * self.cp * self.tp
 
 
@@ -78,13 +77,13 @@ class AdapterRequest:
     """Low-rank adapters."""
 
     enabled: bool = False
-    """They are trained instead of the weights."""
+    """Whether adapters are trained instead of the model's own weights."""
     dim: int = 8
-    """Their rank."""
+    """Rank of the two factors of each adapter."""
     layers: frozenset[str] = frozenset()
-    """Names of the linear layers that have them; empty: all."""
+    """Names of the linear layers that have adapters; if empty, all have."""
     exclude: frozenset[str] = frozenset()
-    """Names left out."""
+    """Names of linear layers that have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,22 +91,22 @@ class TrainingRequest:
     """What the memory of a rank that trains depends on, besides its model and its batch."""
 
     precision: Precision = "bfloat16"
-    """Of the arithmetic."""
+    """Type in which the forward and backward passes compute."""
     optimizer_states: int = 2
-    """Numbers that the optimizer keeps of each weight."""
+    """Numbers that the optimizer keeps for each weight."""
     adapters: AdapterRequest = AdapterRequest()
     keeps_reference: bool = False
-    """A frozen copy, too, unless there are adapters."""
+    """Whether a frozen copy of the weights is kept. With adapters none is needed."""
     has_logits: bool = True
-    """A language model; a reward model has one score a sequence."""
+    """True for a language model; a reward model has one score for each sequence instead."""
     chunk_tokens: int | None = None
-    """Tokens whose logits are in memory at a time; None: about 16M logits."""
+    """Tokens whose logits are in memory at a time; None: as many as have about 16M logits."""
     recomputes: bool = False
-    """Activations, in the backward pass."""
+    """Whether the backward pass recomputes the activations."""
     sequence_parallel: bool = False
-    """Tensor-parallel ranks share the tokens between their layers."""
+    """Whether tensor-parallel ranks divide the tokens among them between the layers."""
     offloads: bool = False
-    """Weights, gradients and optimizer are on the host."""
+    """Whether weights, gradients and optimizer states lie in the host's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,39 +114,39 @@ class DrawingRequest:
     """What the memory of a rank that draws completions depends on."""
 
     uses_vllm: bool
-    """An engine of its own, instead of the weights that are trained."""
+    """Whether vLLM draws, with weights of its own, and not the model that is trained."""
     precision: Precision
-    """Of its keys and values, and of an own engine's weights."""
+    """Type of the cached keys and values, and of the weights of vLLM."""
     longest: int
-    """Tokens for which it must have room, at least."""
+    """Fewest tokens for which the cache of keys and values must have room."""
     memory_share: float
-    """Part of the device that vLLM fills."""
+    """Fraction of the device's memory that vLLM fills."""
     runs_ahead: bool
-    """Of the weights that are trained, so that it has a copy."""
+    """Whether generation overlaps with training, so that it needs a copy of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRequest:
-    """Roles with what they need, on nodes of so many slots."""
+    """The roles of a run, what each needs, and the size of the cluster."""
 
     num_nodes: int
     slots_per_node: int
     roles: tuple[RoleRequest, ...]
-    """The policy is the first."""
+    """All roles; the policy is the first."""
     training: TrainingRequest
     drawing: DrawingRequest | None = None
-    """None: no completions are drawn."""
+    """How completions are drawn; None if the run draws none."""
     judging: tuple[Precision, ...] = ()
-    """Of each reward model that is loaded."""
+    """Type of the weights of each reward model that is loaded."""
     step: StepRequest | None = None
-    """None: optimizer steps are of any size."""
+    """Completions of a training step; None if an optimizer step may have any size."""
     placement: Mapping[RoleName, RolePlacement] | None = None
-    """Where roles shall go; None: where the rules say."""
+    """The slots that the configuration names for roles; None if the planner chooses all."""
     labels: Mapping[str, Sequence[int]]
-    """Labels that placements may ask for, and the nodes that have them."""
+    """For each label that a placement may ask for, the nodes that have it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What a slot is."""
+    """Kind of device that a slot is."""
 
     def role(self, name: RoleName) -> RoleRequest | None:
-        """One of the roles; None where the run has none."""
+        """One of the roles; None if the run does not have it."""
         return next((role for role in self.roles if role.name == name), None)

@@ -33,7 +33,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.dp * self.group_size
 
     @property
@@ -43,7 +43,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Misfit:
+class Conflict:
     """Something that a run asks for and the cluster, or the model, has no place for."""
 
     problem: str
@@ -88,12 +88,12 @@ class RoleRequirement:
 
 
 def grid(nodes: Iterable[int], indices: Iterable[int]) -> tuple[Slot, ...]:
-    """The same slots of several nodes, node by node."""
+    """The slots with these indices on each of these nodes, node by node."""
     indices = tuple(indices)
     return tuple(Slot(node=node, index=index) for node in nodes for index in indices)
 
 
-def place_role(requirement: RoleRequirement, misfits: list[Misfit]) -> RolePlan | None:
+def place_role(requirement: RoleRequirement, conflicts: list[Conflict]) -> RolePlan | None:
     """The requirement's slots as a mesh; None if they cannot be arranged, or there is no room."""
     role, num_slots = requirement.role, len(requirement.slots)
     name, each = role.name, role.group_size
@@ -104,8 +104,8 @@ def place_role(requirement: RoleRequirement, misfits: list[Misfit]) -> RolePlan 
         if size > 1
     )
     if num_slots % each:
-        misfits.append(
-            Misfit(
+        conflicts.append(
+            Conflict(
                 problem=f"{group}: groups of {each} do not divide the {num_slots} slots of {name}",
                 fix=_nearest_tp(role, num_slots) or f"a multiple of {each} slots for {name}",
             )
@@ -119,8 +119,8 @@ def place_role(requirement: RoleRequirement, misfits: list[Misfit]) -> RolePlan 
         why = "the network between nodes is slow"
         if is_fatal:
             why = "vLLM starts the processes of one replica on one node"
-        misfits.append(
-            Misfit(
+        conflicts.append(
+            Conflict(
                 problem=f"{group}: groups of {each} slots reach over nodes, of which each has "
                 f"{least if least == most else f'{least} to {most}'} for {name}; {why}",
                 fix=_nearest_tp(role, gcd(*counts))
@@ -155,7 +155,7 @@ def title(name: RoleName) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """All of a positive number, rising."""
+    """All divisors of a positive number, rising."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

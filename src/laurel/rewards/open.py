@@ -1,7 +1,7 @@
 """A reward model from wherever a user says it is, checked before its first score is believed.
 
-Errors and notes name the keys of the `policy` section. A caller whose users write something else,
-a command line or the section of an environment, says so with `errors.speaking`.
+Errors and notes name keys of the section `policy`. A caller whose users write options of a command
+line, or keys of another section, gives their names with `errors.speaking`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from laurel.config.data import DataConfig
-from laurel.config.policy import PolicyConfig, RewardModelConfig
+from laurel.config.policy import PolicyConfig, Precision, RewardModelConfig
 from laurel.errors import CheckpointError, ModelError, UserError, setting_of
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, Manifest
 from laurel.models.checkpoint.store import BEST_NAME, CheckpointStore, verify
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
-from laurel.models.spec import ModelSpec, Precision
+from laurel.models.spec import ModelSpec
 from laurel.observe.console import quiet_libraries
 from laurel.observe.hub import check_fetchable
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 MAX_LENGTH = PolicyConfig().max_total_sequence_length
-"""Of a conversation in tokens, where neither the model nor anybody else says another."""
+"""Most tokens of a conversation, for a model without a contract, by default."""
 
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 """How transformers calls classes that write text."""
@@ -73,7 +73,7 @@ class ScorerSpec:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU where there is one."""
     model: ModelSpec = field(default_factory=ModelSpec)
-    """How the model and its tokenizer are loaded. Its name and precision are not read, nor its
+    """How the model and its tokenizer are loaded. Its name and precision are ignored, and so is its
     head where the model brings a contract."""
 
 
@@ -170,7 +170,7 @@ def check_files(place: ModelPlace) -> Manifest | None:
 
 
 def find_whole(model: str, *, say: Say) -> ModelPlace:
-    """The model that a directory or a name means, with all that can be checked before it is loaded.
+    """Find a model by its directory or name, and check all that can be checked before loading.
 
     Args:
         model: See `find_model`.
@@ -317,7 +317,7 @@ def read_contract(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> ScoringCo
 
 
 def _model_of(place: ModelPlace, spec: ScorerSpec, rules: ScoringRules | None) -> ModelSpec:
-    """How a reward model is loaded that is there already."""
+    """The spec that loads the reward model in `place`, with the head that its contract tells."""
     head = spec.model.head
     if rules is not None:
         weights = rules.attribute_weights

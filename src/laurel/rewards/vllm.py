@@ -155,7 +155,7 @@ def load_vllm_scorer(
     say: Say,
     pooling: PoolingOptions | None = None,
 ) -> VllmScorer:
-    """A model in vLLM that proves that it scores as it did when it was saved.
+    """Start vLLM with a reward model, and check that it scores as it did when it was saved.
 
     A model that brings no golden scores is loaded by Hugging Face's own class first, which computes
     some; its memory is free again before vLLM starts.
@@ -164,7 +164,7 @@ def load_vllm_scorer(
         place: Where it is; see `find_model` and `check_files`.
         spec: How it is to score. vLLM chooses the device.
         say: Told what was loaded and found.
-        pooling: How vLLM is to hold it; what `spec` says as well is taken from there.
+        pooling: Options of vLLM. Those that `spec` has too are taken from `spec`.
 
     Raises:
         UserError: Not a reward model, or not the one it was; or vLLM is not installed.

@@ -33,14 +33,17 @@ if TYPE_CHECKING:
 
 
 BESIDE_GPUS = Resources(cpus=0.1)
-"""What a worker takes that has no slot, where the slots are GPUs."""
+"""What a worker without a slot takes where slots are GPUs."""
 BESIDE_CPUS = Resources(cpus=0, others={"memory": 2**28})
-"""The same where roles may have all CPUs. Ray spreads only what takes anything."""
+"""What such a worker takes where slots are CPUs, and roles may have all of them.
+
+Ray spreads over nodes only what takes a resource.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedAllocation:
-    """A run whose roles all have their slots, on paper."""
+    """A run whose roles are all planned; nothing is reserved yet."""
 
     config: Run
     plan: Plan
@@ -53,13 +56,13 @@ class Allocation:
 
     plan: Plan | None = None
     reservations: Mapping[RoleName, Reservation] = field(default_factory=dict)
-    """Empty: everything is in this process."""
+    """The slots that each role has on Ray; empty if everything runs in this process."""
     stack: ExitStack | None = None
-    """Ends the groups."""
+    """Ends the groups of workers when it is closed."""
 
     @classmethod
     def of_this_process(cls) -> Allocation:
-        """Everything here."""
+        """An allocation with every role in this process."""
         return cls()
 
     @property
@@ -68,7 +71,7 @@ class Allocation:
         return bool(self.reservations)
 
     def num_slots(self, role: RoleName) -> int:
-        """Of a role that is remote."""
+        """Number of slots of a role that is remote."""
         return self.reservations[role].size
 
     def take_turns(self, role: RoleName) -> bool:
@@ -150,7 +153,7 @@ class Allocation:
         return group
 
     def describe(self) -> list[str]:
-        """Who is where, in words; nothing where all is here."""
+        """A line for each role and its slots; none if everything runs in this process."""
         if self.plan is None or not self.are_remote:
             return []
         return [
@@ -161,7 +164,7 @@ class Allocation:
 
 
 def plan_allocation(config: Run) -> PlannedAllocation:
-    """Where everything will go; nothing is started.
+    """Plan the slots of every role; start nothing.
 
     Raises:
         ConfigError: Everything that does not fit, with the nearest setting that does.
@@ -198,15 +201,15 @@ def _refuse_unbuilt(config: Run, plan: Plan) -> None:
     Raises:
         ConfigError: The first of them.
     """
-    parallel, where = config.policy.dtensor_cfg, "policy.dtensor_cfg"
+    parallel, key = config.policy.dtensor_cfg, "policy.dtensor_cfg"
     if (cp := parallel.context_parallel_size) > 1 and not config.policy.sequence_packing.enabled:
         raise ConfigError(
-            f"{where}.context_parallel_size={cp}: only token forests are divided; set it to 1, or "
+            f"{key}.context_parallel_size={cp}: only token forests are divided; set it to 1, or "
             "policy.sequence_packing.enabled to true"
         )
     policy = plan.role("policy")
     if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
         raise ConfigError(
-            f"{where}.cpu_offload=true: shares of a spread model can be kept on the host, and the "
+            f"{key}.cpu_offload=true: shares of a spread model can be kept on the host, and the "
             "policy has one rank; set it to false, or give it more slots (cluster.gpus_per_node)"
         )

@@ -1,4 +1,4 @@
-"""What a run asks of a cluster, from its configuration: the planner knows nothing else of a run."""
+"""The request that a run makes of a cluster, read off its configuration for the planner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from laurel.planning.request import (
 )
 
 DEFAULT_JUDGED_LENGTH = 8192
-"""Tokens of the longest conversation of a reward model that does not say."""
+"""Tokens of the longest conversation, for a reward model without `max_model_len`."""
 
 
 def request_of(config: Run) -> ClusterRequest:
@@ -140,7 +140,7 @@ def _generation(config: GRPORun) -> RoleRequest:
 
 
 def _reward_model(config: GRPORun) -> RoleRequest:
-    """Of several models what the largest passes are."""
+    """Several reward models share the slots; the largest forward pass of any of them counts."""
     judge = config.env.reward_model
     passes = [_judged_at_once(source) for source in judge.loaded]
     longest, tokens = (max(sizes) for sizes in zip(*passes, strict=True))
@@ -169,7 +169,7 @@ def _judged_at_once(judge: ScorerSource) -> tuple[int, int]:
 
 
 def _rollouts(config: GRPORun, longest: int, tokens: int) -> tuple[BatchRequest, ...]:
-    """The same completions are drawn, and judged where there is a reward model."""
+    """The batches of generation and of the reward model, which judges the same completions."""
     grpo = config.grpo
     batch = BatchRequest(
         unit="completions",
@@ -195,7 +195,7 @@ def _validates(config: Run) -> bool:
 
 
 def _placements(placement: PlacementConfig) -> dict[RoleName, RolePlacement]:
-    """Of the roles that are named."""
+    """The placements of the roles that the section names."""
     said: dict[RoleName, RolePlacement | None] = {
         "policy": placement.policy,
         "generation": placement.generation,
@@ -238,6 +238,6 @@ def _drawing(config: GRPORun) -> DrawingRequest:
 
 
 def _draws_with_vllm(config: GRPORun) -> bool:
-    """What `auto` means where nothing can be asked: vLLM, unless the run is for CPUs."""
+    """Whether vLLM draws: `auto` is taken to be vLLM, unless the run is on CPUs."""
     backend = config.policy.generation.backend
     return backend == "vllm" or (backend == "auto" and config.cluster.device != "cpu")

@@ -40,8 +40,8 @@ def plan_to_run(request: ClusterRequest) -> Plan:
     """
     plan = plan_run(request)
     if not plan.fits:
-        misfits = [misfit for misfit in plan.misfits if misfit.is_fatal]
-        lines = [f"  {misfit.problem}\n    mend  {misfit.fix}" for misfit in misfits]
+        conflicts = [conflict for conflict in plan.conflicts if conflict.is_fatal]
+        lines = [f"  {conflict.problem}\n    mend  {conflict.fix}" for conflict in conflicts]
         raise ConfigError("\n".join(["the run does not fit its cluster", *lines]))
     return plan
 

@@ -22,8 +22,8 @@ def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
 
     Args:
         device: See `choose_device`.
-        cpu_threads: Of the arithmetic on CPU; None is one per core that this process may use.
-        seed: Of every generator.
+        cpu_threads: Threads of torch on CPU; None is one per core that this process may use.
+        seed: Seed of every random generator.
 
     Raises:
         ConfigError: A GPU is asked for and there is none.
@@ -140,7 +140,7 @@ class BroadcastGroup:
 
     @property
     def limit(self) -> timedelta:
-        """Of each broadcast."""
+        """Longest time that one broadcast may take."""
         return self._limit
 
     def broken(self, error: RuntimeError) -> BroadcastError:
@@ -159,7 +159,7 @@ class PendingBroadcast:
     """One tensor that is on its way."""
 
     def __init__(self, group: BroadcastGroup, work: Any) -> None:
-        """Of a group, what torch calls its work."""
+        """Wait for `work`, torch's handle of a broadcast of this group."""
         self._group, self._work = group, work
 
     def wait(self) -> None:

@@ -227,11 +227,11 @@ class RayCluster:
         """
         states = self.nodes()
 
-        def misfit(amounts: Callable[[NodeState], Mapping[str, float]]) -> str | None:
+        def lacking(amounts: Callable[[NodeState], Mapping[str, float]]) -> str | None:
             rooms = [room(each, amounts(state)) for state in states]
             return shortfall(workers, each, rooms, nodes=nodes)
 
-        why = misfit(lambda state: state.total)
+        why = lacking(lambda state: state.total)
         if why and (patience is None or (nodes is not None and max(nodes) >= len(states))):
             raise ConfigError(refusal(role, workers, each, states, why, busy=False))
         group = placement_group(
@@ -248,14 +248,14 @@ class RayCluster:
         deadline = time.monotonic() + PLACING
         while not placed_in_time and time.monotonic() < deadline:
             states = self.nodes()
-            if misfit(lambda state: state.free) is not None:
+            if lacking(lambda state: state.free) is not None:
                 break
             placed_in_time = group.wait(1.0)
         if not placed_in_time:
             remove_placement_group(group)
             states = self.nodes()
-            why = misfit(lambda state: state.free) or "the cluster could not place them"
-            busy = misfit(lambda state: state.total) is None
+            why = lacking(lambda state: state.free) or "the cluster could not place them"
+            busy = lacking(lambda state: state.total) is None
             raise ConfigError(refusal(role, workers, each, states, why, busy=busy))
         placed = placement_group_table(group)["bundles_to_node_id"]
         bundles, devices = list(range(workers)), [""] * workers
@@ -313,7 +313,7 @@ class Reservation:
     group: Any
     """Ray's placement group."""
     node_ids: list[str]
-    """Of each rank."""
+    """The node of each rank."""
     bundles: list[int]
     """Which of the placement group's is each rank's."""
     share: float = 1.0

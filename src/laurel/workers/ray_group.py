@@ -299,7 +299,7 @@ def _state(actor: Any) -> str:
 
 
 def _node_of(actor: Any) -> str:
-    """Where an actor is that has answered."""
+    """The id of the node of an actor that has answered."""
     return str(ray_state.actor_table(actor._actor_id.hex())["Address"]["NodeID"])
 
 

@@ -162,8 +162,8 @@ def refusal(
         )
         where = ", ".join((state.address, *sorted(state.labels)))
         lines.append(f"  node {index} ({where}): {free} free{_holders(state, each)}")
-    mend = "end what holds them, or wait for it" if busy else "add nodes"
-    lines.append(f"Ask for less (cluster.gpus_per_node, cluster.num_nodes), or {mend}.")
+    remedy = "end what holds them, or wait for it" if busy else "add nodes"
+    lines.append(f"Ask for less (cluster.gpus_per_node, cluster.num_nodes), or {remedy}.")
     return "\n".join(lines)
 
 

@@ -86,7 +86,7 @@ class WorkerActor:
 
 
 def package_versions() -> dict[str, str]:
-    """Of the packages that are compared, where they are installed."""
+    """Versions of the packages that processes compare, of those that are installed."""
     found = {}
     for package in COMPARED:
         with suppress(metadata.PackageNotFoundError):

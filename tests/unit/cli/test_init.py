@@ -78,7 +78,9 @@ def test_each_starter_is_read_by_its_command(
     said = capsys.readouterr()
     assert f"laurel {TASKS[task]['trainer']} --config {task}.yaml" in said.out
     assert "laurel plan" in said.out
-    assert "laurel data check" in said.out
+    assert (
+        f"laurel data check {task}.jsonl --for {TASKS[task]['trainer']} --model {model}" in said.out
+    )
     assert "warning" not in said.err
 
 
@@ -305,7 +307,9 @@ def test_what_is_said_wrong_is_an_error_and_nothing_is_written(
     assert not list(here.glob("**/*.yaml"))
 
 
-def test_what_a_tokenizer_lacks_is_settled_in_the_file(here: Path) -> None:
+def test_what_a_tokenizer_lacks_is_settled_in_the_file(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bare = tiny_tokenizers.make_tokenizer(pad="</s>", more=("<pad>",), template=None)
     directory = here / "bare"
     save_model(directory, tiny_language_model("qwen3"), bare)
@@ -313,6 +317,8 @@ def test_what_a_tokenizer_lacks_is_settled_in_the_file(here: Path) -> None:
     config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
     assert config.policy.tokenizer.chat_template == "chatml"
     assert config.policy.tokenizer.pad_token == "auto"
+    given = "policy.tokenizer.chat_template=chatml policy.tokenizer.pad_token=auto"
+    assert f"--model bare {given}   # the first row, in tokens" in capsys.readouterr().out
 
 
 def test_data_sets_of_the_table_are_named_and_not_looked_at(here: Path, model: str) -> None:
@@ -321,10 +327,16 @@ def test_data_sets_of_the_table_are_named_and_not_looked_at(here: Path, model: s
     assert (config.data.dataset_name, config.data.train_data_path) == ("HumanEval", None)
 
 
-@pytest.mark.parametrize(("rows", "share"), [(10, 0.2), (60, 0.2), (200, 0.1), (300, 0.07)])
-def test_of_few_rows_more_are_held_out(rows: int, share: float, here: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "share"), [(10, 0.2), (60, 0.2), (200, 0.1), (300, 0.07), (500, 0.05)]
+)
+def test_of_few_rows_more_are_held_out(
+    rows: int, share: float, here: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pairs = [{**PAIRS[0], "prompt": f"{number}?"} for number in range(rows)]
     write(here / "own.jsonl", pairs)
     init("rm", model, data="own.jsonl")
     config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
     assert config.data.split_validation_size == share
+    few = f"of so few rows about {rows * share:.0f} are held out to validate on"
+    assert (few in capsys.readouterr().err) == (rows * share < 20)

@@ -246,7 +246,7 @@ def test_the_exit_code_is_2_where_it_does_not_fit_and_torch_is_not_loaded() -> N
     ("model_type", "own"),
     [("mixtral", {"num_local_experts": 4}), ("qwen3_moe", {"num_experts": 4, "head_dim": 16})],
 )
-def test_what_loading_would_not_split_is_a_misfit_and_never_proposed(
+def test_what_loading_would_not_split_is_a_conflict_and_never_proposed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model_type: str, own: dict[str, int]
 ) -> None:
     config = AutoConfig.for_model(
@@ -284,8 +284,8 @@ def test_what_loading_would_not_split_is_a_misfit_and_never_proposed(
     taken = fitted(run, Shapes(policy=shape)).phases[0].total
     for refusal, proposes in ((None, True), (shape.refuses_tensor_parallel, False)):
         known = Shapes(policy=replace(shape, refuses_tensor_parallel=refusal))
-        (misfit,) = fitted(run, known, device_memory=int(0.9 * taken)).misfits
-        assert (f"{key}=" in misfit.fix) == proposes
+        (conflict,) = fitted(run, known, device_memory=int(0.9 * taken)).conflicts
+        assert (f"{key}=" in conflict.fix) == proposes
     # A plan of one's own is asked for likewise.
     plan = "policy.dtensor_cfg.custom_parallel_plan={'model.layers.*.self_attn.o_proj': rowwise}"
     assert run_plan(None, [*changes, f"{key}=2", plan], given)

@@ -20,7 +20,7 @@ from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.policy import PolicyConfig
 from laurel.config.sft import SFTPolicyConfig
 from laurel.data.forest import to_forest, to_padded
-from laurel.errors import CheckpointError, ConfigError, ModelError
+from laurel.errors import CheckpointError, ConfigError, ModelError, Terms, speaking
 from laurel.models.checkpoint.export import save_policy
 from laurel.models.forest.attention import FOREST
 from laurel.models.loading.adapters import ADAPTERS
@@ -219,7 +219,9 @@ def test_a_reward_model(is_tied, save):
     edit_json(
         directory / "config.json", lambda c: c.update({"architectures": ["Qwen3ForCausalLM"]})
     )
-    assert "is a reward model or classifier (its weights hold score.weight)" in refused(directory)
+    with speaking(Terms({"policy.model_name": "--model"})):
+        text = refused(directory)
+    assert f"--model {directory} is a reward model or classifier (its weights hold score.w" in text
 
 
 def test_a_decoder_without_its_head(save):

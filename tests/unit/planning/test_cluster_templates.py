@@ -225,7 +225,7 @@ def test_the_pods_are_what_the_configuration_asks_for() -> None:
     assert (name, arguments[0], arguments[1]) == ("laurel", "grpo", "--config")
     folder, _, file = arguments[2].rpartition("/")
     config, plan = _planned(config_map["data"][file])
-    assert plan.fits, plan.misfits
+    assert plan.fits, plan.conflicts
     assert plan.num_idle == 0
     assert config.cluster.num_nodes == workers["replicas"] == workers["minReplicas"]
     assert workers["maxReplicas"] == workers["replicas"]

@@ -302,7 +302,7 @@ def test_a_70b_reward_model_trains_on_4_nodes_of_8_x_80_gib() -> None:
         "policy.dtensor_cfg.sequence_parallel=true",
     )
     fitted = fit(config, Shapes(policy=REWARD_70B), device_memory=80 * GIB)
-    assert fitted.misfits == ()
+    assert fitted.conflicts == ()
     assert fitted.plan.roles[0].mesh == Mesh(dp=4, tp=8)
     parts = phase(fitted, "training").parts
     # 69.5e9 parameters on 32 ranks: 4 bytes of weights, 4 of gradients, 8 of AdamW's states
@@ -327,12 +327,12 @@ def test_what_does_not_fit_names_the_nearest_setting_that_does() -> None:
     config = reward_training("policy.dtensor_cfg.tensor_parallel_size=8")
     fitted = fit(config, Shapes(policy=REWARD_70B), device_memory=80 * GIB)
     assert not fitted.fits
-    (misfit,) = fitted.misfits
-    assert "activations" in misfit.problem
-    assert misfit.fix == (
+    (conflict,) = fitted.conflicts
+    assert "activations" in conflict.problem
+    assert conflict.fix == (
         "policy.dtensor_cfg.activation_checkpointing=true policy.dtensor_cfg.sequence_parallel=true"
     )
-    config = reward_training("policy.dtensor_cfg.tensor_parallel_size=8", *misfit.fix.split())
+    config = reward_training("policy.dtensor_cfg.tensor_parallel_size=8", *conflict.fix.split())
     assert fit(config, Shapes(policy=REWARD_70B), device_memory=80 * GIB).fits
 
 
@@ -371,7 +371,7 @@ def test_with_the_setting_that_is_named_the_phase_fits(
     def crowded(*changes: str) -> list[str]:
         shapes = Shapes(policy=SMALL, reward_models=(SMALL,))
         found = fit(grpo(*overrides, *changes), shapes, device_memory=memory * GIB)
-        return [m.fix for m in found.misfits if m.problem.startswith(f"{phase_name} takes")]
+        return [m.fix for m in found.conflicts if m.problem.startswith(f"{phase_name} takes")]
 
     (named,) = crowded()
     assert named.startswith(fix)
@@ -380,7 +380,7 @@ def test_with_the_setting_that_is_named_the_phase_fits(
 
 def test_nothing_helps_a_model_that_is_far_too_large() -> None:
     fitted = fit(reward_training(), Shapes(policy=REWARD_70B), device_memory=2 * GIB)
-    assert fitted.misfits[-1].fix == (
+    assert fitted.conflicts[-1].fix == (
         "more devices or larger ones, a smaller model, or shorter sequences"
     )
 
@@ -401,7 +401,7 @@ def test_a_70b_reward_model_judges_on_one_of_4_nodes() -> None:
     )
     shapes = Shapes(policy=SMALL, reward_models=(REWARD_70B,))
     fitted = fit(config, shapes, device_memory=80 * GIB)
-    assert fitted.misfits == ()
+    assert fitted.conflicts == ()
     judging = phase(fitted, "judging")
     assert judging.slots_of == "reward_model"
     # the shards, and embedding and norm, which stay gathered
@@ -436,9 +436,9 @@ def test_a_70b_reward_model_does_not_judge_from_one_device() -> None:
         "policy.train_global_batch_size=768",
     )
     shapes = Shapes(policy=SMALL, reward_models=(REWARD_70B,))
-    (misfit,) = fit(config, shapes, device_memory=80 * GIB).misfits
-    assert "judging takes" in misfit.problem
-    assert misfit.fix == "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
+    (conflict,) = fit(config, shapes, device_memory=80 * GIB).conflicts
+    assert "judging takes" in conflict.problem
+    assert conflict.fix == "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
 
 
 def test_colocated_roles_take_turns() -> None:
@@ -486,10 +486,13 @@ def test_heads_that_tensor_parallel_ranks_cannot_share() -> None:
         "policy.dtensor_cfg.tensor_parallel_size=8",
         "policy.generation.vllm_cfg.tensor_parallel_size=4",
     )
-    (misfit,) = fit(config, Shapes(policy=shape)).misfits
-    assert "12 attention heads nor the 2 key/value heads" in misfit.problem
-    assert misfit.fix == "policy.dtensor_cfg.tensor_parallel_size=2"
-    # vLLM repeats key and value heads: 2 on 4 ranks is no misfit
+    (conflict,) = fit(config, Shapes(policy=shape)).conflicts
+    assert "12 attention heads nor the 2 key/value heads" in conflict.problem
+    assert conflict.fix == "policy.dtensor_cfg.tensor_parallel_size=2"
+    # vLLM repeats key and value heads: 2 on 4 ranks is no conflict, and 4 is nearest to 8
+    key = "policy.generation.vllm_cfg.tensor_parallel_size"
+    (conflict,) = fit(grpo("cluster.gpus_per_node=8", f"{key}=8"), Shapes(policy=shape)).conflicts
+    assert conflict.fix == f"{key}=4"
 
 
 def test_heads_that_context_parallel_ranks_cannot_share() -> None:
@@ -507,12 +510,12 @@ def test_heads_that_context_parallel_ranks_cannot_share() -> None:
         "policy.generation.backend=transformers",
     )
     key = "policy.dtensor_cfg.context_parallel_size"
-    (misfit,) = fit(grpo(*spread, f"{key}=4"), Shapes(policy=shape)).misfits
-    assert "=4 does not divide the 6 attention heads that a rank of policy has" in misfit.problem
-    assert misfit.fix == f"{key}=2"
+    (conflict,) = fit(grpo(*spread, f"{key}=4"), Shapes(policy=shape)).conflicts
+    assert "=4 does not divide the 6 attention heads that a rank of policy has" in conflict.problem
+    assert conflict.fix == f"{key}=2"
     # Two heads of keys on one rank: copies for three ranks would do, but 16 slots are no 2 x 3.
     divided = fit(grpo(*spread, f"{key}=2"), Shapes(policy=shape))
-    assert not divided.misfits
+    assert not divided.conflicts
     whole = fit(grpo(*spread), Shapes(policy=shape))
     parts, before = phase(divided, "training").parts, phase(whole, "training").parts
     tokens = divided.plan.batch("policy").tokens

@@ -33,7 +33,7 @@ def slots(nodes: range, indices: range) -> tuple[Slot, ...]:
 
 
 def fatal(plan: Plan) -> list[str]:
-    return [misfit.problem for misfit in plan.misfits if misfit.is_fatal]
+    return [conflict.problem for conflict in plan.conflicts if conflict.is_fatal]
 
 
 # ----------------------------------------------------------------- the seed's two configurations
@@ -58,7 +58,7 @@ APART = (
 def test_the_colocated_run_of_the_seed() -> None:
     plan = planned(grpo(*SEED, f"{REWARD}.gpus_per_node=4"))
     assert plan.fits
-    assert plan.misfits == ()
+    assert plan.conflicts == ()
     policy, generation, judge = plan.roles
     assert policy.slots == generation.slots == slots(range(1), range(4))
     assert generation.shares_with == "policy"
@@ -79,7 +79,7 @@ def test_the_colocated_run_of_the_seed() -> None:
 def test_the_non_colocated_run_of_the_seed() -> None:
     plan = planned(grpo(*SEED, *APART, "cluster.num_nodes=2"))
     assert plan.fits
-    assert plan.misfits == ()
+    assert plan.conflicts == ()
     policy, generation, judge = plan.roles
     assert policy.slots == slots(range(1), range(4))
     assert generation.slots == slots(range(1), range(4, 8))
@@ -90,10 +90,10 @@ def test_the_non_colocated_run_of_the_seed() -> None:
 
 
 def test_on_one_node_it_says_which_roles_are_too_many() -> None:
-    (misfit,) = planned(grpo(*SEED, *APART)).misfits
-    assert "reward model 8 + generation 4 + policy at least 2 = 14 slots" in misfit.problem
-    assert "cluster.gpus_per_node=8" in misfit.problem
-    assert misfit.fix == f"{REWARD}.gpus_per_node=null"
+    (conflict,) = planned(grpo(*SEED, *APART)).conflicts
+    assert "reward model 8 + generation 4 + policy at least 2 = 14 slots" in conflict.problem
+    assert "cluster.gpus_per_node=8" in conflict.problem
+    assert conflict.fix == f"{REWARD}.gpus_per_node=null"
 
 
 def test_the_example_of_the_guide() -> None:
@@ -258,9 +258,9 @@ def test_a_partly_used_node_is_told_and_runs_all_the_same() -> None:
         grpo(*JUDGED, "cluster.gpus_per_node=8", "cluster.num_nodes=3", f"{REWARD}.gpus_per_node=6")
     )
     assert plan.fits
-    (misfit,) = plan.misfits
-    assert "2 slots are left idle" in misfit.problem
-    assert misfit.fix == f"{REWARD}.gpus_per_node=8"
+    (conflict,) = plan.conflicts
+    assert "2 slots are left idle" in conflict.problem
+    assert conflict.fix == f"{REWARD}.gpus_per_node=8"
     assert plan.num_idle == 2
 
 
@@ -275,9 +275,9 @@ def test_groups_that_reach_over_nodes_are_told() -> None:
         )
     )
     assert plan.fits
-    (misfit,) = plan.misfits
-    assert "reach over nodes" in misfit.problem
-    assert misfit.fix == "policy.dtensor_cfg.tensor_parallel_size=3"
+    (conflict,) = plan.conflicts
+    assert "reach over nodes" in conflict.problem
+    assert conflict.fix == "policy.dtensor_cfg.tensor_parallel_size=3"
 
 
 def test_a_replica_of_vllm_is_on_one_node() -> None:
@@ -291,10 +291,10 @@ def test_a_replica_of_vllm_is_on_one_node() -> None:
     plan = planned(grpo(*shared, f"{drawing}.tensor_parallel_size=4"))
     (problem,) = fatal(plan)
     assert "groups of 4 slots reach over nodes, of which each has 6 for generation" in problem
-    assert plan.misfits[0].fix == f"{drawing}.tensor_parallel_size=3"
+    assert plan.conflicts[0].fix == f"{drawing}.tensor_parallel_size=3"
     both = (f"{drawing}.tensor_parallel_size=2", f"{drawing}.pipeline_parallel_size=2")
-    (misfit,) = planned(grpo(*shared, *both)).misfits
-    assert misfit.fix == f"{drawing}.tensor_parallel_size=1"
+    (conflict,) = planned(grpo(*shared, *both)).conflicts
+    assert conflict.fix == f"{drawing}.tensor_parallel_size=1"
     # What draws in process has one slot, whatever is said of vLLM.
     for one in ("policy.generation.backend=transformers", "cluster.device=cpu"):
         plan = planned(grpo(*shared, *both, one))
@@ -304,7 +304,7 @@ def test_a_replica_of_vllm_is_on_one_node() -> None:
         assert generation.mesh == Mesh(dp=12)
 
 
-def test_every_misfit_is_told_at_once() -> None:
+def test_every_conflict_is_told_at_once() -> None:
     plan = planned(
         grpo(
             *JUDGED,
@@ -338,17 +338,17 @@ def test_the_nearest_batch_of_grpo_divides_a_step() -> None:
             "policy.train_global_batch_size=512",
         )
     )
-    (misfit,) = plan.misfits
+    (conflict,) = plan.conflicts
     # 96 x 16 = 1536 = 2^9 x 3: of its divisors the one by 6 nearest to 512 is 384
-    assert misfit.fix == "policy.train_global_batch_size=384"
+    assert conflict.fix == "policy.train_global_batch_size=384"
 
 
 def test_where_no_size_divides_a_step_the_step_changes_too() -> None:
     plan = planned(grpo("cluster.gpus_per_node=8", "cluster.num_nodes=3"))
-    (misfit,) = plan.misfits
+    (conflict,) = plan.conflicts
     # 512 = 2^9 is no multiple of 24; with 16 completions each, prompts must be a multiple of 3
     changes = "grpo.num_prompts_per_step=33 policy.train_global_batch_size=528"
-    assert misfit.fix == changes
+    assert conflict.fix == changes
     assert planned(grpo("cluster.gpus_per_node=8", "cluster.num_nodes=3", *changes.split())).fits
 
 
@@ -527,7 +527,8 @@ def kind(problem: str) -> str:
 @given(wanted)
 def test_the_setting_that_is_named_fits(want: Wanted) -> None:
     config = configuration(want)
-    for misfit in (m for m in planned(config).misfits if m.is_fatal):
-        changed = with_changes(config, as_changes(misfit.fix))
-        left = {kind(m.problem) for m in planned(changed).misfits if m.is_fatal}
-        assert kind(misfit.problem) not in left or not as_changes(misfit.fix), misfit.fix
+    for conflict in (m for m in planned(config).conflicts if m.is_fatal):
+        changes = as_changes(conflict.fix)
+        assert changes or conflict.fix.startswith("a multiple of "), conflict
+        left = {kind(m.problem) for m in planned(with_changes(config, changes)).conflicts}
+        assert kind(conflict.problem) not in left or not changes, conflict

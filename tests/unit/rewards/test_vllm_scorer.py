@@ -370,5 +370,5 @@ def test_a_dead_engine_ends_what_waits_for_it_and_every_call_after(several):
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
 def test_without_vllm_the_error_says_how_to_install_it(tmp_path):
     saved(tmp_path, "qwen3")
-    with pytest.raises(MissingDependencyError, match=r"pip install 'laurel-rl\[vllm\]'"):
+    with pytest.raises(MissingDependencyError, match=r"in vLLM: .*pip install 'laurel-rl\[vllm\]'"):
         load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)

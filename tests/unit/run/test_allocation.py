@@ -58,7 +58,7 @@ def test_what_cannot_be_is_told_with_the_key(overrides: tuple[str, ...], said: s
         planned(*overrides)
 
 
-def test_every_misfit_is_told_at_once() -> None:
+def test_every_conflict_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         planned(
             "cluster.gpus_per_node=4",

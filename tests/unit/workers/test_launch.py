@@ -162,7 +162,7 @@ def node(name: str, gpus: int, *labels: str, free: int | None = None, **held: in
 
 def plan_of(*overrides: str) -> Plan:
     plan = planned(run("cluster.device=cuda", *overrides))
-    assert plan.fits, plan.misfits
+    assert plan.fits, plan.conflicts
     return plan
 
 

@@ -43,7 +43,7 @@ def test_what_is_freed_goes_back_to_the_system() -> None:
         for how in ("back", "as it is")
     }
     assert kept["back"] < 16, "MiB that are held after all 160 were freed"
-    assert kept["as it is"] > 100, "else there is nothing to be mended"
+    assert kept["as it is"] > 100, "else there is nothing to be given back"
 
 
 NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

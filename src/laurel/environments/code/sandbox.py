@@ -24,8 +24,8 @@ def open_pool(config: SandboxConfig, *, detection: Detection | None = None) -> S
         detection: What was found on this machine; by default it is found out now (a few seconds).
 
     Raises:
-        ConfigError: It gives no tier that the configuration accepts, or not the control group that
-            it names.
+        ConfigError: The machine gives no tier that the configuration accepts, or lacks the control
+            group that the configuration names.
     """
     found = detection or detect()
     tier = accepted_tier(config, found)

@@ -57,9 +57,9 @@ class VllmEngine:
 
     Args:
         model_dir: Hugging Face directory, tokenizer included, with the weights of `weight_version`.
-        spec: Of its settings `max_concurrent`, `vllm_cfg`, `vllm_kwargs`, `colocated` and
-            `weight_probe_tolerance` are read; `vllm_cfg.max_model_len` goes before `max_length`.
-            vLLM's own idea of the tokens that end a completion is not asked.
+        spec: `max_concurrent`, `vllm_cfg`, `vllm_kwargs`, `colocated` and `weight_probe_tolerance`
+            of its settings are read; `vllm_cfg.max_model_len` overrides its `max_length`. Its
+            `end_ids` alone end a completion, not the end tokens of the model's own configuration.
         precision: Dtype of the weights, where `vllm_cfg.precision` is `auto`.
         probe: The learner's log-probabilities of given tokens; asked at the start and after every
             `update_weights`, in a thread other than the caller's. None: somebody else compares

@@ -23,7 +23,7 @@ from laurel.workers.process import BroadcastGroup, PendingBroadcast, torch_error
 from laurel.workers.rendezvous import RankPlace, bind_master, store_of
 
 ALIGNMENT = 16
-"""Bytes: a tensor in a bucket begins at a multiple, so that it can be read where it lies."""
+"""Every tensor in a bucket begins at a multiple of this many bytes, so it is read in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ def _lengths(group: BroadcastGroup, words: int = 0, values: int = 0) -> Tensor:
 
 
 class _Parcel:
-    """A bucket in one piece of memory, that is filled, sent and filled again."""
+    """One piece of memory that is filled with a bucket, sent, and filled with another."""
 
     def __init__(self, group: BroadcastGroup, max_bytes: int) -> None:
         self._group = group
@@ -211,7 +211,7 @@ class _Parcel:
         self._table, self._filled = [], 0
 
     def send(self) -> None:
-        """Let it go. It may be filled again after `clear`."""
+        """Begin to send it, without waiting. `clear` makes it ready to be filled again."""
         values = self._memory[: self._table[-1].start + self._table[-1].num_bytes]
         text = bytearray(json.dumps(self._table).encode())
         words = torch.frombuffer(text, dtype=torch.uint8).to(self._group.device)

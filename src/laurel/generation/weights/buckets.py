@@ -76,7 +76,7 @@ def buckets_of(tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iter
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies among the bytes of a bucket."""
+    """A tensor's name, dtype, shape and place (first byte, number of bytes) in a bucket."""
 
     name: str
     dtype: str

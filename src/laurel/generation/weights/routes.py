@@ -1,9 +1,8 @@
-"""The ways on which weights reach engines in other processes, behind one call.
+"""The routes on which weights reach engines in other processes, behind one call.
 
-`ObjectStore`: they come to this process and go on through Ray's object store, once for all engines.
-`BroadcastTransfer`: the learner's first rank gives them to all engines itself; this process only
-says when.
-Where the broadcast breaks it ends on the first way, and engines go on where they were.
+`ObjectStore`: this process gathers them and puts them into Ray's object store once for all engines.
+`BroadcastTransfer`: the learner's first rank sends them to all engines itself, and this process
+only says when. After a broadcast that fails, the object store brings the rest.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from laurel.workers.rendezvous import LOOPBACK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTransfer:
-    """Which way, as it was chosen."""
+    """The route that was chosen for weights, and why."""
 
     name: Literal["object_store", "broadcast"]
     device: Literal["cpu", "cuda"] = "cpu"
-    """Of `broadcast`: where weights arrive."""
+    """The device on which a broadcast delivers weights."""
     reason: str = "by default"
-    """Of the choice, in words."""
+    """Why this route was chosen, in words."""
 
 
 Lost = dict[int, WorkerError]
@@ -182,10 +181,10 @@ class ObjectStore(WeightRoute):
 
 
 class BroadcastTransfer(WeightRoute):
-    """Learner and engines meet, and stay linked as long as they are the same ones.
+    """The learner and the engines form one broadcast group, kept until its members change.
 
-    Between GPUs no two processes have the same one. Where a broadcast breaks, the rest goes through
-    Ray's object store.
+    Between GPUs, each member must have a GPU of its own. When a broadcast fails, Ray's object store
+    brings the rest of the weights.
     """
 
     def __init__(
@@ -244,7 +243,7 @@ class BroadcastTransfer(WeightRoute):
         )
 
     def _send(self, learner: WorkerGroup, to: Fanout, *, changing_only: bool) -> str | None:
-        """Why they have not all come to all who are left, where they have not."""
+        """Broadcast all weights. Returns why an engine that is left lacks some; None: none does."""
         reason = self._meet(learner, to)
         if reason is not None:
             return reason

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from laurel.errors import ModelError
+from laurel.errors import ModelError, key_of
 from laurel.models.forest.decoder import Decoder, Path
 from laurel.models.forest.outputs import (
     TokenOutputs,
@@ -64,7 +64,7 @@ class PolicyModel(Decoder):
         if not isinstance(self.head, nn.Linear):
             raise ModelError(
                 f"{type(causal_lm).__name__} has no linear head over a vocabulary, so it cannot be "
-                "a policy: policy.model_name needs a model of the kind ...ForCausalLM"
+                f"a policy: {key_of('policy.model_name')} needs a model of the kind ...ForCausalLM"
             )
         self.logit_scale, self.softcap = _logit_rules(causal_lm)
 

@@ -22,13 +22,7 @@ ADAPTERS = Path("adapter", "adapters.safetensors")
 def with_adapters(
     network: Any, config: LoraConfig, resume_from: Path | None, *, trains_head: bool
 ) -> Any:
-    """The network with the adapters that it is to have: new ones, or those of a checkpoint.
-
-    Args:
-        network: See `add_adapters`.
-        config: Likewise.
-        resume_from: The checkpoint.
-        trains_head: See `add_adapters`.
+    """Wrap a network in adapters: new ones, or those of the checkpoint `resume_from`.
 
     Raises:
         UserError: See `add_adapters` and `load_adapters`.

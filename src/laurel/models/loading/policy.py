@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from laurel.errors import ConfigError, ModelError, key_of
+from laurel.errors import ConfigError, ModelError, key_of, setting_of
 from laurel.models.forest.attention import register
 from laurel.models.forest.decoder import Decoder
 from laurel.models.forest.decoder import Path as ComputePath
@@ -177,9 +177,9 @@ def _refuse_headless(name: str, causal_lm: nn.Module, info: Mapping[str, Any]) -
 
 def _is_reward_model(name: str, evidence: str) -> str:
     return (
-        f"policy.model_name={name} is a reward model or classifier ({evidence}), which gives "
-        "scores and writes no text. A policy is a causal language model; to train against this "
-        "reward model, name it in env.reward_model.model_name."
+        f"{setting_of('policy.model_name', name)} is a reward model or classifier ({evidence}), "
+        "which gives scores and writes no text. A policy is a causal language model; to train "
+        "against this reward model, name it in env.reward_model.model_name."
     )
 
 
@@ -188,14 +188,14 @@ def _refuse_unfit(causal_lm: Any, name: str, max_length: int) -> None:
     is_causal = [m.is_causal for m in causal_lm.modules() if hasattr(m, "is_causal")]
     if causal_lm.config.is_encoder_decoder or not all(is_causal):
         raise ModelError(
-            f"policy.model_name={name}: {type(causal_lm).__name__} looks at later tokens, so it "
-            "cannot write one after the other. A policy is a causal language model."
+            f"{setting_of('policy.model_name', name)}: {type(causal_lm).__name__} looks at later "
+            "tokens, so it cannot write one after the other. A policy is a causal language model."
         )
     positions = num_positions(causal_lm)
     if positions is not None and max_length > positions:
         raise ConfigError(
-            f"policy.max_total_sequence_length={max_length}: {name} has {positions:,} positions; "
-            "set it no higher"
+            f"{setting_of('policy.max_total_sequence_length', max_length)}: {name} has "
+            f"{positions:,} positions; set it no higher"
         )
 
 

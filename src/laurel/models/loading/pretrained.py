@@ -43,8 +43,9 @@ def start_of(spec: ModelSpec) -> tuple[str, list[str]]:
     notes = []
     if spec.name is not None:
         notes.append(
-            f"warning: policy.model_name={spec.name} is not loaded: policy.scratch makes a "
-            "new model of random weights. To train the named one, take it out: '~policy.scratch'"
+            f"warning: {setting_of('policy.model_name', spec.name)} is not loaded: "
+            f"{key_of('policy.scratch')} makes a new model of random weights. To train the named "
+            "one, take it out: '~policy.scratch'"
         )
     return f"nothing ({spec.scratch.architecture})", notes
 
@@ -56,7 +57,7 @@ def find_tokenizer(
     resume_from: os.PathLike[str] | None = None,
     pad_may_end: bool = False,
 ) -> Any:
-    """The tokenizer of a model, or of the checkpoint of a run; or one learned from the texts.
+    """Load the tokenizer of a model, or of the checkpoint of a run, or train one on texts.
 
     Raises:
         ModelError: See `load_tokenizer`.
@@ -357,11 +358,10 @@ def num_positions(network: Any) -> int | None:
 
 
 def read_shape(spec: ModelSpec, *, has_language_head: bool) -> ModelShape:
-    """The measures of a model.
+    """The sizes of a model, read from its configuration; no weights are read.
 
     Args:
-        spec: Where it lies, whether its own code may run, what is changed in its configuration,
-            and how its layers shall be split over tensor-parallel ranks.
+        spec: The model. Its parallel plan says how its layers are split over tensor-parallel ranks.
         has_language_head: False for a reward model, whose head is one row.
 
     Raises:

@@ -73,15 +73,17 @@ _NO_BRACKET = bytes(sorted(set(range(256)) - set(b"[]{}")))
 
 
 def has_more_values(body: bytes, most: int, most_nested: int) -> bool:
-    """Whether a JSON text has more values than that: numbers, texts, lists and objects.
+    """Whether a JSON text has more than `most` values, or more than `most_nested` that nest.
 
-    No more than commas and opening brackets, nearly; only where those in texts may matter is
-    it looked at piece by piece, which lets other threads work meanwhile. Parsing does not.
+    Commas and opening brackets are counted, of which there is about one for each value. Only where
+    they are too many is the text searched for those outside of strings. Other threads can run
+    during that search, but not while the text is parsed.
 
     Args:
         body: The text.
-        most: Values of all kinds.
-        most_nested: Lists and objects, each of which takes ten times as long as a number.
+        most: Limit of numbers, strings, lists and objects together.
+        most_nested: Limit of lists and objects, each of which takes ten times as long to parse as a
+            number.
     """
     nested = body.count(b"[") + body.count(b"{")
     if nested <= most_nested and nested + body.count(b",") <= most:

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from laurel.config.policy import Precision
 from laurel.errors import BusyError, ConfigError, DataError, LaurelError
 from laurel.generation.vllm.settings import check_has_vllm
-from laurel.models.spec import Precision
 from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer
 from laurel.rewards.open import (
     Say,
