@@ -101,10 +101,10 @@ def pack_evenly(sizes: Sequence[int], budget: int, *, dp_size: int) -> list[list
     Args:
         sizes: Tokens of each item.
         budget: Tokens of a micro-batch; a larger item travels alone.
-        dp_size: Who computes them. One has what `bin_pack` finds.
+        dp_size: How many ranks compute them. For one rank these are the bins of `bin_pack`.
 
     Returns:
-        Indices of the items of each micro-batch: as many for each place, and of about one size,
+        Indices of the items of each micro-batch: as many for each rank, and of about one size,
         unless there are too few items for that.
     """
     bins = bin_pack(sizes, budget)

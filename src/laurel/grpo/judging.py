@@ -151,9 +151,9 @@ PendingJudgement = tuple[Conversation, RolloutInProgress]
 """A prompt, and a conversation that began with it."""
 
 MAX_PARTS = 4
-"""Of a group that is judged in parts, at most."""
+"""A group that is judged in parts is divided into at most so many."""
 MIN_TOKEN_RATIO = 2
-"""Tokens of a part that is judged by itself, as a multiple of those of its prompt."""
+"""A part is judged by itself from so many tokens on, as a multiple of those of its prompt."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,7 +198,7 @@ class Calls:
         """Begin with none.
 
         Args:
-            stats: Is told how long they take.
+            stats: The seconds that the calls take are added to it.
             limit: How many run side by side.
         """
         self.stats = stats

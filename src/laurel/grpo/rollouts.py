@@ -177,7 +177,7 @@ class Rollouts:
             num_generations: Completions of each.
             sampling: `max_new_tokens` of one turn is cut to the room that is left.
             batch: Numbers that tell this batch from every other of the run: they seed it.
-            stats: Filled in.
+            stats: The seconds and counts of these rollouts are added to it.
             on_group: Called as soon as a group is finished, in any order.
 
         Returns:

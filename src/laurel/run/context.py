@@ -209,7 +209,7 @@ def make_services(
 
     Args:
         context: Of the run.
-        schedule: When what is due.
+        schedule: The steps of the run, and when it validates and saves.
         state: Writes checkpoints.
         position: Where the run begins.
         facts: What is known of its model.

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo import GRPOPolicyConfig, GRPORun
 from laurel.config.policy import PolicyConfig
+from laurel.config.sft import SFTPolicyConfig
 from laurel.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -30,8 +31,11 @@ def model_spec(policy: PolicyConfig) -> ModelSpec:
         head=policy.reward_model_cfg,
         precision=policy.precision,
         reads_forests=policy.sequence_packing.enabled,
-        # Only the policies of runs that write or imitate text have the key.
-        logprob_chunk_size=getattr(policy, "logprob_chunk_size", None),
+        logprob_chunk_size=(
+            policy.logprob_chunk_size
+            if isinstance(policy, GRPOPolicyConfig | SFTPolicyConfig)
+            else None
+        ),
         lora=parallel.lora_cfg if parallel.lora_cfg.enabled else None,
         activation_checkpointing=parallel.activation_checkpointing,
         tensor_parallel_size=parallel.tensor_parallel_size,

@@ -211,8 +211,7 @@ class Stream:
 
     def rows(self, start: int, count: int) -> list[int]:
         """Indices of the rows at the places `start` to `start + count`."""
-        dp_size = (divmod(place, self.num_rows) for place in range(start, start + count))
-        return [self._row(epoch, within) for epoch, within in dp_size]
+        return [self._row(*divmod(place, self.num_rows)) for place in range(start, start + count)]
 
     def _row(self, epoch: int, within: int) -> int:
         if not self.shuffle:

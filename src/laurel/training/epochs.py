@@ -119,7 +119,7 @@ class EpochParts(Generic[Sample]):
     """Rows of one forward pass where nothing is packed."""
     train: Sequence[Sample]
     order: StepOrder
-    """Of the training rows."""
+    """Says which of the training rows each step takes."""
     validation: Mapping[str, Sequence[Sample]]
     """Sets by name."""
     benchmarks: Mapping[str, BenchmarkSet] = field(default_factory=dict)

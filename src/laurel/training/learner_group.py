@@ -291,7 +291,7 @@ class WeightExporter(ABC):
         """See `Learner.named_weights`."""
 
     def stop_exporting(self) -> None:
-        """Let go of everybody. Idempotent."""
+        """Close the connection to the engines. Idempotent."""
         if self._link is not None:
             self._link.close()
 
@@ -320,7 +320,7 @@ class WeightExporter(ABC):
 
     @property
     def link(self) -> WeightLink:
-        """Its way to engines. A learner that nothing is drawn from never needs one."""
+        """The connection to the engines; made when it is first asked for."""
         if self._link is None:
             from laurel.generation.weights.broadcast import WeightLink
 
@@ -459,7 +459,7 @@ class LearnerWorker(WeightExporter):
             shape: How the group's ranks are arranged; of one rank the model is not spread.
             optimizer: Makes the optimizer.
             scheduler: Makes what changes the learning rate; None keeps it.
-            max_grad_norm: Larger gradients are scaled down; None: none is.
+            max_grad_norm: Gradients of a larger norm are scaled down to it; None scales none.
             cluster: Device and threads.
             seed: Seeds dropout.
             load_reference: Loads the policy as it was before any training, where log-probabilities

@@ -113,7 +113,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunServices:
-    """When what is due, and what a run writes to and listens to."""
+    """The schedule of a run, and what the run writes to and listens to."""
 
     schedule: Schedule
     state: RunState

@@ -7,6 +7,7 @@ import pytest
 
 from laurel.config.grpo import GRPOPolicyConfig, GRPORun
 from laurel.config.policy import LoraConfig, PolicyConfig, ScratchConfig
+from laurel.config.sft import SFTPolicyConfig
 from laurel.models.spec import ModelSpec
 from laurel.rewards.open import ScorerSpec
 from laurel.run.specs import generator_spec, model_spec, scorer_spec
@@ -46,6 +47,10 @@ def test_nothing_of_a_model_is_left_out():
         LoraConfig(enabled=True),
         "their.plan",
     )
+
+
+def test_fine_tuning_says_how_many_logits_are_in_memory_too():
+    assert model_spec(SFTPolicyConfig(logprob_chunk_size=5)).logprob_chunk_size == 5
 
 
 def test_the_defaults_are_those_of_the_section():
