@@ -27,7 +27,7 @@ from laurel.run.context import (
     make_services,
 )
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
-from laurel.run.specs import model_spec
+from laurel.run.specs import model_spec, step_order
 from laurel.training.selection import Selection, select_by
 from laurel.training.stopping import Deadline
 from laurel.types import Preference
@@ -121,7 +121,7 @@ def _train(
     """Everything after the data: model, tokens, loop. Nothing is written before all is well."""
     config, console = context.config, context.console
     model = _load_model(context, data)
-    from laurel.training.batches import Batcher, StepOrder
+    from laurel.training.batches import Batcher
     from laurel.training.epochs import EpochParts, total_steps
     from laurel.training.loop import Schedule
     from laurel.training.losses import RewardLoss
@@ -166,12 +166,7 @@ def _train(
     _describe(context, data, model.facts, run_dir)
     if context.resume_from:
         console.print(f"going on from {context.resume_from}, after step {position.step}")
-    order = StepOrder(
-        len(train),
-        config.policy.train_global_batch_size,
-        shuffle=config.data.shuffle,
-        seed=config.rm.seed,
-    )
+    order = step_order(config, len(train))
     schedule = Schedule.of(
         config.rm,
         config.checkpointing,

@@ -16,6 +16,7 @@ from laurel.run.cards import facts_of_policy
 from laurel.run.context import RunContext, choose_run_dir, make_services
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
+from laurel.run.specs import step_order
 from laurel.training.selection import select_demonstrations_by
 from laurel.training.stopping import Deadline
 
@@ -50,7 +51,7 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         )
         facts, resume_from = model.facts, context.resume_from
         from laurel.models.chat import ChatFormat
-        from laurel.training.batches import Batcher, StepOrder
+        from laurel.training.batches import Batcher
         from laurel.training.epochs import EpochParts, total_steps
         from laurel.training.loop import Schedule
         from laurel.training.sft import SupervisedFineTuning
@@ -75,12 +76,7 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         describe_policy(context, facts, data.reports, run_dir)
         if resume_from:
             console.print(f"going on from {resume_from}, after step {position.step}")
-        order = StepOrder(
-            len(train),
-            config.policy.train_global_batch_size,
-            shuffle=config.data.shuffle,
-            seed=config.sft.seed,
-        )
+        order = step_order(config, len(train))
         schedule = Schedule.of(
             config.sft,
             config.checkpointing,

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from laurel.config.grpo import GRPOPolicyConfig, GRPORun
 from laurel.config.policy import PolicyConfig
-from laurel.config.sft import SFTPolicyConfig
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.sft import SFTPolicyConfig, SFTRun
 from laurel.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from laurel.generation.requests import GeneratorSpec
     from laurel.rewards.open import ScorerSpec
+    from laurel.training.batches import StepOrder
 
 
 def model_spec(policy: PolicyConfig) -> ModelSpec:
@@ -62,3 +64,12 @@ def generator_spec(config: GRPORun, end_ids: Iterable[int]) -> GeneratorSpec:
         end_ids=tuple(end_ids),
         seed=config.grpo.seed,
     )
+
+
+def step_order(config: RewardTrainingRun | SFTRun, num_rows: int) -> StepOrder:
+    """The rows of each step: in the order of the file, or shuffled by the seed of the run."""
+    from laurel.training.batches import StepOrder
+
+    section = config.rm if isinstance(config, RewardTrainingRun) else config.sft
+    size = config.policy.train_global_batch_size
+    return StepOrder(num_rows, size, shuffle=config.data.shuffle, seed=section.seed)

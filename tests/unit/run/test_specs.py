@@ -7,10 +7,11 @@ import pytest
 
 from laurel.config.grpo import GRPOPolicyConfig, GRPORun
 from laurel.config.policy import LoraConfig, PolicyConfig, ScratchConfig
-from laurel.config.sft import SFTPolicyConfig
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.sft import SFTPolicyConfig, SFTRun
 from laurel.models.spec import ModelSpec
 from laurel.rewards.open import ScorerSpec
-from laurel.run.specs import generator_spec, model_spec, scorer_spec
+from laurel.run.specs import generator_spec, model_spec, scorer_spec, step_order
 
 SECTION = {
     "model_name": "gods/laurel",
@@ -89,3 +90,24 @@ def test_an_engine_is_told_of_the_whole_section():
     spec = generator_spec(config, [1, 2])
     assert (spec.seed, spec.max_length, spec.end_ids, spec.weight_version) == (3, 100, (1, 2), 0)
     assert spec.settings == config.policy.generation
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "head"),
+    [(RewardTrainingRun, "rm", {"reward_model_cfg": {"enabled": True}}), (SFTRun, "sft", {})],
+)
+def test_the_order_is_that_of_the_file_or_of_the_seed(kind, section, head):
+    def rows(shuffle, seed):
+        config = kind.model_validate(
+            {
+                "policy": {"train_global_batch_size": 4, **head},
+                "data": {"shuffle": shuffle},
+                section: {"seed": seed},
+            }
+        )
+        order = step_order(config, 9)
+        return [row for step in range(3) for row in order.rows(step)]
+
+    assert rows(False, 1) == list(range(9))
+    assert sorted(rows(True, 1)) == list(range(9))
+    assert rows(True, 1) == rows(True, 1) != rows(True, 2)
