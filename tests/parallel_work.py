@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from functools import partial
@@ -97,7 +96,7 @@ def steps(kind: str, model: Decoder, ranks: AcrossRanks | None) -> dict[str, Any
             result["outputs"] = torch.cat(said)
             result["gradients"] = {n: whole(p.grad).clone() for n, p in named}
         if ranks:
-            result["norms"].append(ranks.clip([p for _, p in named], LIMIT))
+            result["norms"].append(float(ranks.clip([p for _, p in named], LIMIT)))
         else:
             parameters = [p for _, p in named]
             result["norms"].append(float(torch.nn.utils.clip_grad_norm_(parameters, LIMIT)))
@@ -297,8 +296,6 @@ def agree(sizes: dict[str, int], values: list[float]) -> dict[str, Any]:
         "place": ranks.place,
         "total": ranks.total(values[ranks.place]),
         "totals": {name: float(sum_) for name, sum_ in found.items()},
-        "all_positive": ranks.all_hold(values[ranks.place] > 0),
-        "all_finite": ranks.all_hold(math.isfinite(values[ranks.place])),
     }
 
 

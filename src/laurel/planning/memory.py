@@ -503,8 +503,9 @@ def _layer_bytes(
     """What one layer keeps. Counted on the tensors that transformers' Llama and Qwen 3 save.
 
     Two norms: the float32 input, the normalised input and the result. Attention: queries, keys,
-    values and its result. Feed-forward: gate, up, activated gate and their product. Where tokens
-    are divided, every rank still multiplies the results of the norms for all of them.
+    values, its result and a float32 log-sum-exp for each head. Feed-forward: gate, up, activated
+    gate and their product. Where tokens are divided, every rank still multiplies the results of the
+    norms for all of them.
     """
     width = compute_bytes
     norms, results = 2 * (4 + width) * shape.hidden_size, 2 * width * shape.hidden_size
@@ -513,6 +514,7 @@ def _layer_bytes(
         norms, results = 16 * shape.hidden_size, 10 * shape.hidden_size
     heads = shape.num_heads + shape.num_kv_heads
     split = 2 * width * heads * shape.head_dim + 4 * width * shape.intermediate_size
+    split += 4 * shape.num_heads
     if shape.normalises_heads:
         split += (4 + width) * heads * shape.head_dim
     return tokens * (results + norms // (tp if sequence_parallel else 1) + split // tp)

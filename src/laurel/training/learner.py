@@ -345,21 +345,27 @@ class LocalLearner:
         self.optimizer.zero_grad(set_to_none=True)
         rate = self.learning_rate
         sums: dict[str, Tensor] = {}
-        failure = self._accumulate(batch, loss, denominator, fillers, sums)
-        if self.ranks is not None and not self.ranks.all_hold(failure is None):
-            failure = failure or ELSEWHERE
-        if failure is not None:
+        losses_B = torch.stack(self._accumulate(batch, loss, denominator, fillers, sums))
+        bad = (~losses_B.isfinite()).sum().double()
+        if self.ranks is not None:
+            bad = self.ranks.totals({"bad": bad})["bad"]
+        norm = self._clip().to(losses_B.device)
+        # The only time that the host waits for the device, and once more for the sums.
+        *values_B, num_bad, grad_norm = torch.stack([*losses_B, bad, norm]).tolist()
+        if num_bad:
             self.optimizer.zero_grad(set_to_none=True)
+            own = next((value for value in values_B if not math.isfinite(value)), None)
+            failure = ELSEWHERE if own is None else f"the loss is {own}"
             return StepReport(sums={}, learning_rate=rate, failure=failure)
-        grad_norm = self._clip()
+        sums = dict(zip(sums, torch.stack([*sums.values()]).cpu(), strict=True)) if sums else {}
         if not math.isfinite(grad_norm):
             self.optimizer.zero_grad(set_to_none=True)
             failure = f"the norm of the gradient is {grad_norm}"
-        else:
-            self.optimizer.step()
-            if self.scheduler is not None:
-                self.scheduler.step()
-        return StepReport(sums=sums, learning_rate=rate, grad_norm=grad_norm, failure=failure)
+            return StepReport(sums=sums, learning_rate=rate, grad_norm=grad_norm, failure=failure)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return StepReport(sums=sums, learning_rate=rate, grad_norm=grad_norm)
 
     def _accumulate(
         self,
@@ -368,33 +374,32 @@ class LocalLearner:
         denominator: float,
         fillers: Collection[int],
         sums: dict[str, Tensor],
-    ) -> str | None:
-        """Gradients and sums of all micro-batches; why they are of no use, where they are not.
+    ) -> list[Tensor]:
+        """Gradients and sums of all micro-batches; returns their losses, 0 for fillers.
 
-        With others, who wait for it in every pass, a rank goes on after a loss that is not finite.
+        It goes on after a loss that is not finite: to see that, the host would have to wait for the
+        device in every micro-batch, and other ranks wait for this one in every pass.
         """
-        failure: str | None = None
+        losses: list[Tensor] = []
         with self._products(self.model) if self._products else nullcontext():
             for number, micro_batch in enumerate(batch):
                 outputs = self.model(micro_batch.inputs)
                 result = loss(outputs, micro_batch.labels, num_groups=denominator)
+                losses.append(result.loss.detach())
                 if number in fillers:
+                    losses[-1] = torch.zeros_like(losses[-1])
                     (result.loss * 0.0).backward()  # type: ignore[no-untyped-call]
                     continue
-                if not torch.isfinite(result.loss):
-                    failure = failure or f"the loss is {float(result.loss.detach())}"
-                    if self.ranks is None:
-                        return failure
                 result.loss.backward()  # type: ignore[no-untyped-call]
                 add_up(sums, result.sums)
-        return failure
+        return losses
 
-    def _clip(self) -> float:
+    def _clip(self) -> Tensor:
         parameters = [parameter for _, parameter in self.named_parameters]
         if self.ranks is not None:
             return self.ranks.clip(parameters, self.max_grad_norm)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        return float(nn.utils.clip_grad_norm_(parameters, limit))
+        return nn.utils.clip_grad_norm_(parameters, limit)
 
     # --------------------------------------------------------------------------------- being asked
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -262,7 +263,7 @@ class RewardLoss:
             assert scores_NK.shape[1] == 1, "comparisons need one score per completion"
             total = self._comparisons(rewards_N, batch, ranked)
         sums = _ranking_sums(rewards_N.detach(), ranked)
-        sums |= {"loss": total.detach(), "num_groups": total.new_tensor(self.count(batch))}
+        sums |= {"loss": total.detach(), "num_groups": total.new_full((), self.count(batch))}
         return LossOutput(loss=total / num_groups, sums=sums)
 
     def metrics(self, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
@@ -286,7 +287,7 @@ class RewardLoss:
         if self._reward_weights_K is None:
             return scores_NK.mean(-1)
         # Not a matrix product: autocast would round that to bfloat16.
-        return (scores_NK * scores_NK.new_tensor(self._reward_weights_K)).sum(-1)
+        return (scores_NK * _like(self._reward_weights_K, scores_NK)).sum(-1)
 
     def _comparisons(
         self, rewards_N: Tensor, batch: Sequence[Preference], ranked: PairIndex
@@ -312,9 +313,9 @@ class RewardLoss:
         config = self._config
         margin_P = None
         if config.use_margin:
-            margins_B = better_P.new_tensor([preference.margin for preference in batch])
+            margins_B = _like([preference.margin for preference in batch], better_P)
             margin_P = margins_B[pairs.group_P] * pairs.gap_P
-        target_P = better_P.new_tensor([preference.target for preference in batch])[pairs.group_P]
+        target_P = _like([preference.target for preference in batch], better_P)[pairs.group_P]
         if config.type == "davidson":
             return davidson(
                 better_P,
@@ -360,8 +361,8 @@ class RewardLoss:
             num_rated = max(sum(map(_is_rated, rows_GK)), 1)
             targets += rows_GK
             weights += [1.0 / num_rated] * size
-        loss_N = regression(scores_NK, scores_NK.new_tensor(targets).view(-1, width))
-        return (scores_NK.new_tensor(weights) * loss_N).sum()
+        loss_N = regression(scores_NK, _like(targets, scores_NK).view(-1, width))
+        return (_like(weights, scores_NK) * loss_N).sum()
 
 
 _PAIRWISE = ("bradley_terry", "davidson", "rao_kupper")
@@ -371,6 +372,11 @@ def _is_rated(ratings_K: Sequence[float]) -> bool:
     return not all(map(math.isnan, ratings_K))
 
 
+def _like(values: Sequence[Any], scores: Tensor) -> Tensor:
+    """Numbers with the type of the scores, on their device, for which nobody waits."""
+    return torch.tensor(values, dtype=scores.dtype).to(scores.device, non_blocking=True)
+
+
 def _ranking_sums(rewards_N: Tensor, ranked: PairIndex) -> dict[str, Tensor]:
     """What `metrics` divides by the number of pairs."""
     better_P, worse_P = rewards_N[ranked.better_P], rewards_N[ranked.worse_P]
@@ -378,7 +384,7 @@ def _ranking_sums(rewards_N: Tensor, ranked: PairIndex) -> dict[str, Tensor]:
         "accuracy": (better_P > worse_P).sum().to(rewards_N.dtype),
         "rewards_chosen_mean": better_P.sum(),
         "rewards_rejected_mean": worse_P.sum(),
-        "num_valid_samples": rewards_N.new_tensor(len(ranked.better_P)),
+        "num_valid_samples": rewards_N.new_full((), len(ranked.better_P)),
     }
 
 
@@ -413,14 +419,14 @@ class PairIndex:
 
     def to(self, scores: Tensor) -> PairIndex:
         """The same on the device, and with the floating-point type, of these scores."""
-        device, dtype = scores.device, scores.dtype
+        there = partial(Tensor.to, device=scores.device, non_blocking=True)
         return PairIndex(
-            better_P=self.better_P.to(device),
-            worse_P=self.worse_P.to(device),
-            is_tie_P=self.is_tie_P.to(device),
-            group_P=self.group_P.to(device),
-            weight_P=self.weight_P.to(device, dtype),
-            gap_P=self.gap_P.to(device, dtype),
+            better_P=there(self.better_P),
+            worse_P=there(self.worse_P),
+            is_tie_P=there(self.is_tie_P),
+            group_P=there(self.group_P),
+            weight_P=there(self.weight_P, dtype=scores.dtype),
+            gap_P=there(self.gap_P, dtype=scores.dtype),
             num_groups=self.num_groups,
             with_ties=self.with_ties,
         )

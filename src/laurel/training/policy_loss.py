@@ -117,7 +117,7 @@ class PolicyLoss:
             sums["num_positive_tokens"] = tokens.is_positive_U.sum().to(loss_U.dtype)
         total = self._total(loss_U, tokens)
         sums["loss"] = total.detach()
-        sums["denominator"] = total.new_tensor(self.count(batch))
+        sums["denominator"] = total.new_full((), self.count(batch))
         if outputs.entropy_M is not None:
             entropy_U = _full_precision(outputs.entropy_M).index_select(0, tokens.place_U)
             sums["entropy"] = entropy_U.detach().sum()
@@ -203,7 +203,7 @@ class PolicyLoss:
         self, current_U: Tensor, old_U: Tensor, log_ratio_U: Tensor, tokens: PolicyTokens
     ) -> dict[str, Tensor]:
         """Sums over tokens."""
-        count = current_U.new_tensor(float(len(current_U)))
+        count = current_U.new_full((), len(current_U))
         ratio_U = ratio_of(log_ratio_U)
         clamped_U = self._clamped(ratio_U)
         is_low_U = (ratio_U < clamped_U) & (tokens.advantages_U < 0)
@@ -212,7 +212,7 @@ class PolicyLoss:
         drawn_U = ratio_of(current_U - tokens.behaviour_U)
         sums = {
             "global_valid_toks": count,
-            "global_valid_seqs": count.new_tensor(float(tokens.num_samples)),
+            "global_valid_seqs": count.new_full((), tokens.num_samples),
             "num_extreme_ratios": (extreme_U > LIMIT).sum().to(count.dtype),
             "probs_ratio": ratio_U.sum(),
             "probs_ratio_clamped": clamped_U.sum(),
@@ -280,8 +280,8 @@ class DemonstrationLoss:
         num_samples = sum(bool(mask.any()) for labels in batch for mask in labels.masks_GL)
         sums = {
             "loss": total.detach(),
-            "num_valid_tokens": total.new_tensor(float(len(place_U))),
-            "num_valid_samples": total.new_tensor(float(num_samples)),
+            "num_valid_tokens": total.new_full((), len(place_U)),
+            "num_valid_samples": total.new_full((), num_samples),
         }
         if outputs.entropy_M is not None:
             entropy_M = _full_precision(outputs.entropy_M)
@@ -534,11 +534,13 @@ class PolicyTokens:
             return given([row_L for row in streams for row_L in row])
 
         return cls(
-            place_U=torch.from_numpy(places).to(like.device),
-            sample_U=torch.from_numpy(sample_U).to(like.device),
+            place_U=torch.from_numpy(places).to(like.device, non_blocking=True),
+            sample_U=torch.from_numpy(sample_U).to(like.device, non_blocking=True),
             lengths_N=to_device(lengths_N, like),
             advantages_U=to_device(advantages[branches_N][sample_U], like),
-            is_positive_U=torch.from_numpy(is_positive[branches_N][sample_U]).to(like.device),
+            is_positive_U=torch.from_numpy(is_positive[branches_N][sample_U]).to(
+                like.device, non_blocking=True
+            ),
             behaviour_U=given([row for labels in batch for row in labels.behaviour_GL]),
             old_U=given_by_all([labels.old_GL for labels in batch], "old"),
             reference_U=given_by_all([labels.reference_GL for labels in batch], "reference"),
@@ -566,7 +568,7 @@ class PolicyTokens:
 
 def kept_places(masks: Sequence[Mask], like: Tensor) -> Tensor:
     """int64 [U]: which of the tokens whose outputs are `like` [M] lie under their masks."""
-    return torch.from_numpy(_places(masks, like)).to(like.device)
+    return torch.from_numpy(_places(masks, like)).to(like.device, non_blocking=True)
 
 
 def _places(masks: Sequence[Mask], like: Tensor) -> np.ndarray:
@@ -579,7 +581,7 @@ def _places(masks: Sequence[Mask], like: Tensor) -> np.ndarray:
 
 def to_device(values: np.ndarray, like: Tensor) -> Tensor:
     """An array with the device and the floating-point type of a tensor."""
-    return torch.from_numpy(values).to(like.device, like.dtype)
+    return torch.from_numpy(values).to(like.device, like.dtype, non_blocking=True)
 
 
 def _flat(rows: Sequence[np.ndarray], dtype: type) -> np.ndarray:

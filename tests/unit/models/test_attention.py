@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 import tiny
+from dense_oracle import ORACLE, dense_attention, oracle_of
 from laurel.data.forest import to_forest
 from laurel.errors import ModelError
 from laurel.models.forest.attention import FOREST, ForestPlan, forest_attention, register
@@ -23,7 +24,6 @@ from laurel.types import Span, Tree
 ALL = sorted(tiny.ARCHITECTURES)
 SHAPES = [(40, [5, 1, 30]), (0, [7]), (3, [2, 2]), (1, [1, 1]), (0, [1]), (17, [3, 9, 1, 25])]
 """Trunk and branch lengths: longer and shorter than every sliding window of `tiny`."""
-ORACLE = "test_dense_oracle"
 
 
 def gradients(model, scores):
@@ -127,56 +127,6 @@ def test_a_regression_head_gives_every_attribute(name):
 
 
 # ------------------------------------------------------------------------ against a dense mask
-
-
-def dense_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    *,
-    oracle,
-    scaling=None,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    **_,
-):
-    """Softmax over one square of logits; who sees whom is read off tree, branch and position."""
-    tree, branch, position = (torch.tensor(numbers) for numbers in oracle)
-    mine, theirs = (slice(None), None), (None, slice(None))
-    visible = tree[mine] == tree[theirs]
-    visible &= (branch[theirs] < 0) | (branch[theirs] == branch[mine])
-    distance = position[mine] - position[theirs]
-    visible &= distance >= 0
-    if sliding_window is not None:
-        visible &= distance < sliding_window
-    heads = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    logits = torch.einsum("bhqd,bhkd->bhqk", query, key[:, heads]) * scale
-    if softcap is not None:
-        logits = (logits / softcap).tanh() * softcap
-    weights = logits.exp() * visible
-    total = weights.sum(-1, keepdim=True)
-    if s_aux is not None:
-        total = total + s_aux.to(logits.dtype).exp().view(1, -1, 1, 1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights / total, value[:, heads].transpose(1, 2)), None
-
-
-AttentionInterface.register(ORACLE, dense_attention)
-AttentionMaskInterface.register(ORACLE, lambda *_, **__: None)
-
-
-def oracle_of(groups):
-    """Tree, branch (-1: trunk) and position of every token of `to_forest(groups)`."""
-    rows = []
-    for tree, group in enumerate(groups):
-        trunk = len(group.trunk_ids)
-        rows += [(tree, -1, position) for position in range(trunk)]
-        for branch, ids in enumerate(group.branches_ids_G):
-            rows += [(tree, branch, trunk + offset) for offset in range(len(ids))]
-    return tuple(list(column) for column in zip(*rows, strict=True))
 
 
 @pytest.mark.parametrize("name", ALL)

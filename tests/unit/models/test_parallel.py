@@ -261,13 +261,19 @@ def test_divided_tokens_keep_less_for_the_backward_pass():
 
 @pytest.mark.slow
 def test_a_divided_context_keeps_its_share_for_the_backward_pass():
-    """Of every layer's tensors, and with recomputation of its input, a rank has half the tokens."""
+    """Of every layer's tensors, and with recomputation of its input, a rank has half the tokens.
+
+    Attention's result it has twice: of all tokens and half the heads, as the kernel gave it, and
+    the other way round, as the next layer reads it. In one process the two are one.
+    """
     cases = [(layers, {"recomputes": recomputes}) for recomputes in (0, 1) for layers in (4, 2)]
     (alone,) = together(parallel_work.kept_bytes, 1, {}, cases)
     for kept in together(parallel_work.kept_bytes, 2, {"cp": 2}, cases):
         of_two_layers = -torch.tensor([alone, kept]).reshape(2, 2, 2).diff(dim=2)[..., 0]
+        twice = 2 * 257 * 64 * 4 // 2
+        of_two_layers[1, 0] -= twice
         shares = of_two_layers[1] / of_two_layers[0]
-        assert shares.tolist() == pytest.approx([0.5, 0.5], abs=0.03)
+        assert shares.tolist() == pytest.approx([0.5, 0.5], abs=0.01)
 
 
 @pytest.mark.slow
@@ -382,11 +388,9 @@ def test_ranks_agree_on_sums_extremes_and_failures():
     for rank in ranks:
         assert rank["total"] == -0.5
         assert rank["totals"] == {"mean": -0.5, "score_min": -2.0, "score_max": 1.5}
-        assert not rank["all_positive"]
-        assert rank["all_finite"]
     both = together(parallel_work.agree, 2, {"dp_replicate": 2}, [1.0, math.nan])
     assert [rank["place"] for rank in both] == [0, 1]
-    assert not any(rank["all_finite"] for rank in both)
+    assert all(math.isnan(rank["total"]) for rank in both)
 
 
 def test_bfloat16_is_that_of_one_process_and_gradients_are_float32():

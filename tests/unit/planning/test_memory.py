@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -11,7 +12,9 @@ import spread_work
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.data.forest import to_forest
 from laurel.errors import ConfigError
+from laurel.models.forest.attention import FOREST, ForestPlan, register
 from laurel.models.loading.pretrained import recompute_activations
 from laurel.planning.fit import FittedPlan
 from laurel.planning.memory import (
@@ -29,6 +32,7 @@ from laurel.planning.memory import (
 )
 from laurel.planning.request import TrainingRequest
 from laurel.planning.roles import Mesh
+from laurel.types import TokenGroup
 from parallel_runs import together
 from planned import fitted as fit
 
@@ -116,20 +120,38 @@ def test_amounts() -> None:
 # ------------------------------------------------------------------------------- by real networks
 
 
-def saved_bytes(kind: str, mode: str, *, layers: int, recomputes: bool) -> int:
-    """Bytes that the layers of a real network keep for the backward pass of 256 tokens."""
+def saved_bytes(
+    kind: str,
+    mode: str,
+    *,
+    layers: int,
+    recomputes: bool,
+    heads: tuple[int, int] = (8, 2),
+    group: tuple[int, int, int] = (96, 40, 4),
+) -> int:
+    """Bytes that the layers of a real network keep for the backward pass of a forest.
+
+    Args:
+        kind: Of the network.
+        mode: Dtype, or autocast.
+        layers: How many.
+        recomputes: Keep only the inputs of layers.
+        heads: Of attention, and of keys and values.
+        group: Tokens of the prompt and of each completion, and the number of completions.
+    """
     config = AutoConfig.for_model(
         kind,
         hidden_size=256,
         num_hidden_layers=layers,
         intermediate_size=768,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
         head_dim=32,
         vocab_size=64,
-        attn_implementation="sdpa",
     )
     network = AutoModelForCausalLM.from_config(config).model.train()
+    register()
+    network.set_attn_implementation(FOREST)
     if mode == "bfloat16":
         network = network.bfloat16()
     if recomputes:
@@ -143,9 +165,18 @@ def saved_bytes(kind: str, mode: str, *, layers: int, recomputes: bool) -> int:
             kept[place] = tensor
         return tensor
 
+    prompt, length, size = group
+    ids = np.zeros(prompt + length, np.int32)
+    branches = (ids[:length],) * size
+    forest = to_forest([TokenGroup(id="", trunk_ids=ids[:prompt], branches_ids_G=branches)])
     casts = torch.autocast("cpu", dtype=torch.bfloat16) if mode == "autocast" else nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), casts:
-        network(input_ids=torch.zeros(1, 256, dtype=torch.long))
+        network(
+            input_ids=forest.ids_T[None],
+            position_ids=forest.positions_T[None],
+            use_cache=False,
+            forest_plan=ForestPlan(forest.trees),
+        )
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -180,6 +211,45 @@ def test_activations_are_those_that_a_real_network_keeps(kind: str, mode: str) -
     assert estimated == pytest.approx(more - fewer, rel=0.02)
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "group"),
+    [((8, 8), (512, 8, 2)), ((8, 2), (256, 16, 32)), ((8, 1), (64, 60, 8))],
+    ids=["1:1, pairs", "4:1, groups", "8:1, long completions"],
+)
+def test_activations_of_a_forest(
+    heads: tuple[int, int], group: tuple[int, int, int], recomputes: bool
+) -> None:
+    """By token the same, whatever the group and however many heads share keys."""
+    prompt, length, size = group
+
+    def estimated(layers: int) -> int:
+        shape = decoder_shape(
+            hidden_size=256,
+            num_layers=layers,
+            intermediate_size=768,
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=32,
+            vocab_size=64,
+        )
+        return activation_bytes(
+            shape,
+            tokens=prompt + length * size,
+            tp=1,
+            compute_bytes=4,
+            recomputes=recomputes,
+            sequence_parallel=False,
+            keeps_stream_in_float32=False,
+        )
+
+    more, fewer = (
+        saved_bytes("llama", "float32", layers=n, recomputes=recomputes, heads=heads, group=group)
+        for n in (6, 2)
+    )
+    assert estimated(6) - estimated(2) == pytest.approx(more - fewer, rel=0.1)
+
+
 def test_recomputed_layers_keep_their_inputs() -> None:
     more, fewer = (saved_bytes("llama", "bfloat16", layers=n, recomputes=True) for n in (6, 2))
     sizes = [
@@ -210,7 +280,7 @@ def test_recomputed_layers_keep_their_inputs() -> None:
 
 
 def test_tensor_parallel_ranks_divide_all_but_the_norms() -> None:
-    # Norms: 2 x (4 + 2 x 2) x 1024 = 16384. Heads: 2 x 2 x (16 + 8) x 64 = 6144.
+    # Norms: 2 x (4 + 2 x 2) x 1024 = 16384. Heads: 2 x 2 x (16 + 8) x 64 + 4 x 16 = 6208.
     # Feed-forward: 4 x 2 x 4096 = 32768.
     def one_layer(tp: int, *, sequence_parallel: bool = False) -> int:
         return (
@@ -226,10 +296,10 @@ def test_tensor_parallel_ranks_divide_all_but_the_norms() -> None:
             // 16
         )
 
-    assert one_layer(1) == 16384 + 6144 + 32768
-    assert one_layer(4) == 16384 + (6144 + 32768) // 4
+    assert one_layer(1) == 16384 + 6208 + 32768
+    assert one_layer(4) == 16384 + (6208 + 32768) // 4
     # All ranks keep the results of the norms, 2 x 2 x 1024, of all tokens.
-    assert one_layer(4, sequence_parallel=True) == 4096 + (12288 + 6144 + 32768) // 4
+    assert one_layer(4, sequence_parallel=True) == 4096 + (12288 + 6208 + 32768) // 4
 
 
 def test_keys_and_values() -> None:
@@ -312,7 +382,7 @@ def test_a_70b_reward_model_trains_on_4_nodes_of_8_x_80_gib() -> None:
     assert parts["optimizer"] == 8 * count // 32
     # a pair of 2 x 8192 tokens: inputs of 80 layers in float32, shared by 8, and one layer whole
     tokens = 16384
-    one = 10 * 8192 + 16 * 8192 // 8 + (2 * 2 * 72 * 128 + 4 * 2 * 28672) // 8
+    one = 10 * 8192 + 16 * 8192 // 8 + (2 * 2 * 72 * 128 + 4 * 64 + 4 * 2 * 28672) // 8
     assert parts["activations"] == 80 * tokens * 8192 * 4 // 8 + tokens * one
     # embedding and final norm with their gradients and sums in float32; two layers in bfloat16,
     # one layer's gradients, and these in float32

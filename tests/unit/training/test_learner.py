@@ -13,13 +13,16 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from laurel.config.policy import Milestones, NamedCall
 from laurel.config.reward_model import LossConfig
 from laurel.errors import ConfigError
+from laurel.models.forest.outputs import TokenOutputs
 from laurel.training.learner import LocalLearner, MicroBatch, evaluating
 from laurel.training.losses import LossOutput, RewardLoss
 from laurel.types import Preference, group_of
+from policy_batches import labels, loss_of
 
 torch.set_num_threads(1)  # more only cost, at this size
 
@@ -69,6 +72,59 @@ def batch_of(*rows: Sequence[float], labels: Sequence[float] = ()) -> MicroBatch
 
 def weights(learner: LocalLearner) -> list[float]:
     return [float(w) for _, p in learner.named_parameters for w in p.detach().flatten()]
+
+
+# ------------------------------------------------------------------------------ waiting for a GPU
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 9])
+def test_the_host_reads_back_twice_in_a_step(num_micro_batches: int) -> None:
+    """Whether the step is sound, with the norm of the gradient; and the sums."""
+    learner = LocalLearner(weights_only(1.0, 2.0), optimizer=sgd(), max_grad_norm=1.0)
+    loss = Mean()
+    with Reads() as reads:
+        batch = [batch_of((1.0, 0.5))] * num_micro_batches
+        step = learner.take_step(batch, loss, denominator=1.0)
+    assert step.failure is None
+    assert loss.calls == num_micro_batches
+    assert reads.count == 2
+
+
+class Reads(TorchFunctionMode):
+    """Counts what a host would wait for a GPU for: numbers of tensors that Python is given."""
+
+    NAMES = ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in self.NAMES
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("config", [LossConfig(), LossConfig(type="davidson", use_margin=True)])
+def test_the_loss_of_a_reward_model_reads_nothing_back(config: LossConfig) -> None:
+    """On tensors that have shapes and no numbers, reading one back fails."""
+    preferences = [preference for _, preference in ROWS]
+    num_rows = sum(len(preference.ranks_G) for preference in preferences)
+    scores_NK = torch.zeros(num_rows, 1, device="meta", requires_grad=True)
+    found = RewardLoss(config)(scores_NK, preferences, num_groups=7.0)
+    found.loss.backward()  # type: ignore[no-untyped-call]
+    assert scores_NK.grad is not None
+    assert {value.device.type for value in found.sums.values()} == {"meta"}
+
+
+def test_the_loss_of_a_policy_reads_nothing_back() -> None:
+    rows = [[-1.0, -2.0], [-0.5]]
+    batch = [labels([1.0, -1.0], rows, old=rows, reference=rows, used=[True, False])] * 2
+    loss = loss_of(reference_policy_kl_penalty=0.1, normalizer="sequences")
+    logprobs_M = torch.zeros(6, device="meta", requires_grad=True)
+    found = loss(TokenOutputs(logprobs_M, torch.zeros_like(logprobs_M)), batch, num_groups=2.0)
+    found.loss.backward()  # type: ignore[no-untyped-call]
+    assert logprobs_M.grad is not None
+    assert {value.device.type for value in found.sums.values()} == {"meta"}
 
 
 # ----------------------------------------------------------------------------------- accumulation

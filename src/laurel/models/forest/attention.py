@@ -6,25 +6,44 @@ state, and activation checkpointing sees the same plan when it recomputes. A pla
 attends to whom: `ForestPlan` here for whole sequences, those of `models/forest/decoding.py` for
 generation.
 
-In a forest, each trunk attends causally to itself; each branch attends to
-`[trunk K/V ; own K/V]`, its queries aligned with the end of the keys. Every call is a plain scaled
-dot product, so this runs forward and backward wherever torch does. Sliding windows, soft-capping
-and attention sinks arrive as keyword arguments from the models that have them and are honoured by
-position.
+In a forest, each trunk attends causally to itself, and each branch to its trunk and causally to
+itself. Sliding windows, soft-capping and attention sinks arrive as keyword arguments from the
+models that have them and are honoured by position. `ForestPlan.attend` chooses how it is computed,
+the first of these that can do what a layer asks for:
+
+- a cascade of flash kernels (`models/forest/cascade.py`): on CPUs without windows; on CUDA in half
+  precision, with windows as well;
+- FlexAttention, on CUDA: everything but dropout, in any precision but float64;
+- segment by segment, each branch against `[trunk K/V ; own K/V]`, with a mask where one is needed:
+  everything, wherever torch runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
+from transformers import AttentionInterface
 
 from laurel.errors import ModelError
+from laurel.models.forest.cascade import (
+    Cascade,
+    KeyCall,
+    SpanCall,
+    in_pieces,
+    packed_calls,
+)
 from laurel.types import Tree
 
 FOREST = "laurel_forest"
@@ -73,19 +92,90 @@ class AttentionPlan(Protocol):
 
 
 class ForestPlan:
-    """Where each trunk and branch lies, and the masks that all layers share.
+    """Where each trunk and branch lies, and what all layers share.
 
-    One plan serves one micro-batch: masks are made at first use and kept until it is dropped.
+    One plan serves one micro-batch: indices and masks are made at first use and kept until it is
+    dropped.
     """
 
     def __init__(self, trees: Sequence[Tree]) -> None:
         self.trees = tuple(trees)
         self.lengths: list[int] = []
         """Lengths of all segments in the order of the row: trunk, its branches, next trunk, ..."""
+        self._longest = 0
+        """Tokens of the longest sequence: a trunk and one of its branches."""
         for tree in self.trees:
-            self.lengths.append(tree.trunk.length)
-            self.lengths.extend(branch.length for branch in tree.branches_G)
+            branches = [branch.length for branch in tree.branches_G]
+            self.lengths += [tree.trunk.length, *branches]
+            self._longest = max(self._longest, tree.trunk.length + max(branches, default=0))
+        self._calls: dict[tuple[object, ...], tuple[KeyCall, ...]] = {}
+        self._blocks: dict[tuple[object, ...], BlockMask] = {}
         self._masks: dict[tuple[object, ...], Tensor] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See `AttentionPlan`. Tokens after the last tree fill the row, and their result is 0."""
+        query, key, value = as_computed(query, key, value)
+        if options.sliding_window is not None and options.sliding_window >= self._longest:
+            options = replace(options, sliding_window=None)
+        if _suits_cascade(query, value, options):
+            calls = self._cascade(query.device, options.sliding_window)
+            rows = (t[0].transpose(0, 1) for t in (query, key, value))
+            out: Tensor = Cascade.apply(*rows, calls, options.scaling)  # type: ignore[no-untyped-call]
+            return out.transpose(0, 1)[None]
+        num_tokens = sum(self.lengths)
+        filling = query.shape[2] - num_tokens
+        query, key, value = (t[:, :, :num_tokens] for t in (query, key, value))
+        if _suits_flex(query, value, options):
+            blocks = self.block_mask(query.device, options.sliding_window)
+            kernel = compiled(flex_attention)
+            found = attend_by_blocks(kernel, query, key, value, blocks, options)
+        else:
+            found = self.attend_by_segments(query, key, value, options)
+        return F.pad(found, (0, 0, 0, filling)) if filling else found
+
+    def _cascade(self, device: torch.device, window: int | None) -> tuple[KeyCall, ...]:
+        """The calls of a layer: at most two on CUDA, whatever the number of trees and branches."""
+        known = (device, window)
+        if known not in self._calls:
+            calls: list[KeyCall]
+            if device.type == "cpu":
+                own, before = in_pieces(self.trees)
+                calls = [SpanCall(own, is_causal=True), SpanCall(before, is_causal=False)]
+            else:
+                calls = packed_calls(self.trees, device, window)
+            self._calls[known] = tuple(calls)
+        return self._calls[known]
+
+    def block_mask(self, device: torch.device, window: int | None) -> BlockMask:
+        """Who sees whom, as FlexAttention wants it: by segment and position."""
+        known = (device, window)
+        if known not in self._blocks:
+            numbers: list[tuple[int, int, int]] = []  # own segment, trunk's segment, position
+            segment = 0
+            for tree in self.trees:
+                trunk, first = segment, tree.trunk.length
+                numbers += [(trunk, trunk, position) for position in range(first)]
+                for branch in tree.branches_G:
+                    segment += 1
+                    numbers += [(segment, trunk, first + i) for i in range(branch.length)]
+                segment += 1
+            columns = torch.tensor(numbers, dtype=torch.int32).T.contiguous()
+            own, shared, position = columns.to(device, non_blocking=True).unbind()
+
+            def sees(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                is_kin = (own[key] == own[query]) | (own[key] == shared[query])
+                return is_kin & ~hidden_keys(position[key], position[query], window)
+
+            make = create_block_mask if device.type == "cpu" else compiled(create_block_mask)
+            self._blocks[known] = make(sees, None, None, len(own), len(own), device=device)
+        return self._blocks[known]
 
     def mask(
         self, num_queries: int, num_keys: int, window: int | None, like: Tensor
@@ -112,15 +202,10 @@ class ForestPlan:
             self._masks[key] = blank.masked_fill_(hidden, float("-inf"))
         return self._masks[key]
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
+    def attend_by_segments(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """See `AttentionPlan`."""
+        """`attend` of one trunk or branch after the other: slower, and able to do everything."""
         key, value = _repeat_heads(query, key), _repeat_heads(query, value)
         queries = query.split_with_sizes(self.lengths, dim=2)
         keys = key.split_with_sizes(self.lengths, dim=2)
@@ -192,6 +277,73 @@ def forest_attention(
     return forest_plan.attend(module, query, key, value, options).transpose(1, 2), None
 
 
+def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the dtype that autocast gives to products, where it is on."""
+    kind = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+
+
+def _suits_cascade(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+    """Whether flash kernels can do it."""
+    width = query.shape[-1]
+    is_plain = options.dropout == 0.0 and options.softcap is None and options.s_aux is None
+    if not is_plain or value.shape[-1] != width:
+        return False
+    if query.device.type == "cpu":
+        return options.sliding_window is None
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return _is_gpu(query) and is_half and width % 8 == 0 and width <= 256
+
+
+def _suits_flex(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+    is_wide = min(query.shape[-1], value.shape[-1]) >= 16
+    is_exact = query.dtype == torch.float64
+    return _is_gpu(query) and is_wide and not is_exact and options.dropout == 0.0
+
+
+def _is_gpu(tensor: Tensor) -> bool:
+    """Tensors that have shapes alone stand for those of a GPU."""
+    return tensor.device.type in ("cuda", "meta")
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """FlexAttention is fast, and has a backward pass, only as compiled code."""
+    return torch.compile(function)
+
+
+def attend_by_blocks(
+    kernel: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: BlockMask,
+    options: AttentionOptions,
+) -> Tensor:
+    """FlexAttention. A sink takes its share of the weights afterwards."""
+    softcap = options.softcap
+
+    def cap(logit: Tensor, *_: Tensor) -> Tensor:
+        return logit if softcap is None else softcap * torch.tanh(logit / softcap)
+
+    out, aux = kernel(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else cap,
+        block_mask=blocks,
+        scale=options.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if options.s_aux is None:
+        return cast(Tensor, out)
+    sinks = options.s_aux.to(aux.lse.dtype).view(1, -1, 1)
+    return cast(Tensor, out * torch.sigmoid(aux.lse - sinks)[..., None].to(out.dtype))
+
+
 def hidden_keys(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
     """Which keys a query must not see: later ones, and those that its window has left.
 
@@ -261,12 +413,10 @@ def _attend_by_hand(
     return F.dropout(weights, p=options.dropout, training=options.dropout > 0.0) @ value
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The plan replaces the masks that transformers would build."""
-    return None
-
-
 def register() -> None:
-    """Make `laurel_forest` known to transformers. Calling it again changes nothing."""
+    """Make `laurel_forest` known to transformers. Calling it again changes nothing.
+
+    It has no function that makes masks: then transformers makes none, and does not look at the
+    positions for sequences that share a row, for which a host would wait for its device.
+    """
     AttentionInterface.register(FOREST, cast(Any, forest_attention))
-    AttentionMaskInterface.register(FOREST, cast(Any, _no_mask))

@@ -91,8 +91,8 @@ class Decoder(nn.Module):
         In the precision around it: `hidden` puts `autocast` there.
         """
         hidden_1TD: Tensor = self.network.base_model(
-            input_ids=ids_T[None].to(self.device),
-            position_ids=positions_T[None].to(self.device),
+            input_ids=ids_T[None].to(self.device, non_blocking=True),
+            position_ids=positions_T[None].to(self.device, non_blocking=True),
             use_cache=False,
             **{PLAN_ARGUMENT: plan},
         ).last_hidden_state
@@ -103,8 +103,8 @@ class Decoder(nn.Module):
         column_L = torch.arange(rows.ids_NL.shape[1])
         mask_NL = column_L[None] < rows.lengths_N[:, None]
         return {
-            "input_ids": rows.ids_NL.to(self.device),
-            "attention_mask": mask_NL.long().to(self.device),
+            "input_ids": rows.ids_NL.to(self.device, non_blocking=True),
+            "attention_mask": mask_NL.long().to(self.device, non_blocking=True),
         }
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -17,7 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from laurel.models.forest.attention import AttentionOptions, ForestPlan, hidden_keys
+from laurel.models.forest.attention import (
+    AttentionOptions,
+    ForestPlan,
+    as_computed,
+    hidden_keys,
+)
 from laurel.types import Span, Tree
 
 # --------------------------------------------------------------------------------------------------
@@ -178,7 +183,7 @@ class PrefillPlan(ForestPlan):
         options: AttentionOptions,
     ) -> Tensor:
         """See `AttentionPlan`."""
-        query, key, value = _as_computed(query, key, value)
+        query, key, value = as_computed(query, key, value)
         layer = _layer_of(module)
         for tree, (owner, block, length) in zip(self.trees, self._prompts, strict=True):
             span = slice(*tree.trunk)
@@ -236,7 +241,7 @@ class DecodePlan:
     ) -> Tensor:
         """See `AttentionPlan`."""
         dtype = query.dtype
-        query, key, value = _as_computed(query, key, value)
+        query, key, value = as_computed(query, key, value)
         scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
         key_NKD, value_NKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
         num_rows, num_kv_heads = key_NKD.shape[:2]
@@ -326,14 +331,6 @@ def _layer_of(module: nn.Module) -> int:
     index = module.layer_idx
     assert isinstance(index, int)
     return index
-
-
-def _as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype that autocast gives to products, where it is on."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 def _attend(

@@ -301,7 +301,13 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_MD, weight_VD, bias_V, targets_M, logsum_M = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         options: _Options = ctx.options
-        taught_M = by_logprobs_M.nonzero()[:, 0]
+        # A host would wait for its device to say which tokens these are: there all of them are.
+        is_here = by_logprobs_M.device.type == "cpu"
+        taught_M = (
+            by_logprobs_M.nonzero()[:, 0]
+            if is_here
+            else torch.arange(len(targets_M), device=targets_M.device)
+        )
         with torch.autocast(hidden_MD.device.type, enabled=False):
             head = _Head(weight_VD, bias_V, hidden_MD.dtype, options)
             by_hidden_MD = torch.zeros_like(hidden_MD) if needs_hidden else None

@@ -91,11 +91,11 @@ class PolicyModel(Decoder):
         """
         index_M, targets_M = predictors(batch)
         hidden_XD = self.hidden(batch).flatten(0, -2)
-        hidden_MD = hidden_XD.index_select(0, index_M.to(self.device))
+        hidden_MD = hidden_XD.index_select(0, index_M.to(self.device, non_blocking=True))
         hidden_MD, weight_VD = self._factors(hidden_MD)
         return token_logprobs(
             hidden_MD,
-            targets_M.to(self.device),
+            targets_M.to(self.device, non_blocking=True),
             weight_VD,
             bias_V=self._bias,
             share=self._share,

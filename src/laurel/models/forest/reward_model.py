@@ -64,9 +64,10 @@ class RewardModel(Decoder):
         """The decoder's hidden state of the last token of every completion, `[N, D]`."""
         hidden = self.hidden(batch)
         if isinstance(batch, TokenForest):
-            return hidden[batch.last_N]
+            last_N = torch.tensor(batch.last_N).to(hidden.device, non_blocking=True)
+            return hidden[last_N]
         index_N = torch.arange(batch.num_completions, device=self.device)
-        return hidden[index_N, batch.lengths_N.to(self.device) - 1]
+        return hidden[index_N, batch.lengths_N.to(self.device, non_blocking=True) - 1]
 
     def judge(self, hidden_ND: Tensor) -> Tensor:
         """The head: scores `[N, K]` of hidden states."""

@@ -130,4 +130,6 @@ class _AcrossRanks:
 
     def _moved(self, tensor: Tensor, old: Any, new: Any) -> Tensor:
         spread = DTensor.from_local(tensor, self._mesh, old, run_check=False)
-        return spread.redistribute(placements=new).to_local()
+        moved = spread.redistribute(placements=new).to_local()
+        # CPUs gather where GPUs exchange: a view would keep what all ranks have.
+        return moved.clone() if moved.untyped_storage().nbytes() > moved.nbytes else moved

@@ -374,10 +374,6 @@ class AcrossRanks:
         """The sum of a number over all places: what a loss is divided by."""
         return float(self._over_data(torch.tensor(value, dtype=torch.float64)))
 
-    def all_hold(self, holds: bool) -> bool:
-        """Whether something holds on every place, so that all skip a step or none does."""
-        return self.total(float(not holds)) == 0
-
     def totals(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sums of a loss over all places.
 
@@ -390,7 +386,7 @@ class AcrossRanks:
             for name, value in sorted(sums.items())
         }
 
-    def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> float:
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
         """Scale all gradients down to a norm, and give what it was: that of the whole model.
 
         Weights that are whole on several ranks count once.
@@ -408,7 +404,7 @@ class AcrossRanks:
             factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
             for gradients in shares.values():
                 torch._foreach_mul_(gradients, factor)
-        return float(norm)
+        return norm
 
     def _norm(self, shares: Mapping[tuple[str, ...], list[Tensor]]) -> Tensor:
         if set(shares) <= {()}:  # nothing is divided: the very bits of one process

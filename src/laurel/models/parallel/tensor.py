@@ -28,7 +28,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from laurel.errors import ConfigError, key_of
-from laurel.models.forest.attention import PLAN_ARGUMENT, AttentionOptions, AttentionPlan
+from laurel.models.forest.attention import (
+    PLAN_ARGUMENT,
+    AttentionOptions,
+    AttentionPlan,
+    ForestPlan,
+)
 
 Split = Literal["colwise", "rowwise", "per_head"]
 PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
@@ -479,6 +484,8 @@ class FilledPlan:
         options: AttentionOptions,
     ) -> Tensor:
         """See `AttentionPlan`."""
+        if isinstance(self._plan, ForestPlan):  # which needs no copy for it
+            return self._plan.attend(module, query, key, value, options)
         missing = query.shape[2] - self._length
         query, key, value = (t[:, :, : self._length] for t in (query, key, value))
         return F.pad(self._plan.attend(module, query, key, value, options), (0, 0, 0, missing))
