@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from laurel.errors import EnvironmentFailedError, LaurelError
+from laurel.errors import BusyError, EnvironmentFailedError, LaurelError
 from laurel.models.forest.decoder import Path
 from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer, ReplicatedBackend
 from laurel.rewards.preparing import Prepared, Rendered
@@ -83,11 +83,13 @@ class LoopScorer(ContractScorer):
             WorkerError: No replica is left, or nobody who renders for them.
         """
         try:
+            if self._is_closed:
+                raise BusyError("it is closed")
             return self.batcher.score_now(groups)
         except LaurelError as error:
-            if self._is_closed:
-                raise EnvironmentFailedError("the scorer was closed") from error
-            raise
+            if not self._is_closed:
+                raise
+            raise EnvironmentFailedError("the scorer was closed") from error
 
     def score_exactly(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """See `ContractScorer`."""

@@ -47,8 +47,8 @@ class ReplicaSet(Supervisor[T]):
 
         Args:
             make: See there.
-            number: See there.
-            name: See there.
+            number: At least one.
+            name: What they are called, before their number.
             end: See there.
             restarts: See there.
             is_lost: Whether what a call raised means that its replica is lost.
@@ -65,9 +65,8 @@ class ReplicaSet(Supervisor[T]):
         self._is_lost = is_lost
         self._most_losses = most_losses
         self._new: Callable[[T], None] | None = None
-        super().__init__(
-            make, number, name=name, end=end, restarts=restarts, bring_up=self._as_others
-        )
+        replicas = [Replica[T](index, f"{name} {index}") for index in range(number)]
+        super().__init__(make, replicas, end=end, restarts=restarts, bring_up=self._as_others)
         if ping is not None:
             threading.Thread(
                 target=self._watch, args=(ping, ping_seconds), name="laurel-ping", daemon=True

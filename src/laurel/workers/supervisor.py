@@ -120,7 +120,7 @@ class Replica(Generic[T]):
         """Begin without a process."""
         self.index = index
         self.name = name
-        self.state: Literal["starting", "ready", "gone"] = "starting"
+        self.state: Literal["starting", "ready", "waiting", "gone"] = "starting"
         self.is_busy = False
         self.num_done = 0
         """Calls that it has answered."""
@@ -137,9 +137,8 @@ class Supervisor(Generic[T]):
     def __init__(
         self,
         make: Callable[[int], T],
-        number: int,
+        replicas: Sequence[Replica[T]],
         *,
-        name: str,
         end: Callable[[T], None],
         restarts: Restarts,
         bring_up: Callable[[T, int], str] = lambda value, index: "",
@@ -149,8 +148,7 @@ class Supervisor(Generic[T]):
         Args:
             make: Starts the replica with this number; called again, when the one before has been
                 ended, to start it anew.
-            number: At least one.
-            name: What they are called, before their number.
+            replicas: At least one, without a process.
             end: Ends one. Idempotent; one that is lost may raise a `LaurelError`.
             restarts: How often they may be started again.
             bring_up: Brings one that is started again to where the others are; what it returns is
@@ -160,8 +158,9 @@ class Supervisor(Generic[T]):
             Exception: What `make` raised first, where one cannot be started; the others are ended.
         """
         self.restarts = restarts
-        self.replicas = [Replica[T](index, f"{name} {index}") for index in range(number)]
+        self.replicas = replicas
         self.last_loss: ReplicaLoss | None = None
+        self.last_failure: Exception | None = None
         self._make = make
         self._end = end
         self._bring_up = bring_up
@@ -169,10 +168,11 @@ class Supervisor(Generic[T]):
         self._changed = threading.Condition()
         self._started: set[int] = set()
         self._restarting: list[threading.Thread] = []
-        errors = in_parallel(self._start, self.replicas)
-        if errors:
+        try:
+            in_parallel(self._start, self.replicas)
+        except BaseException:
             self.close()
-            raise errors[0]
+            raise
         for replica in self.replicas:
             replica.state = "ready"
 
@@ -198,6 +198,7 @@ class Supervisor(Generic[T]):
         while reason is not None and not self.is_closed:
             with suppress(LaurelError):  # it is lost: however it ends
                 self._end(replica.value)
+            self.last_failure = reason
             loss = self.last_loss = self.restarts.after(reason, replica)
             if loss.refused is not None:
                 self.restarts.say(str(loss))
@@ -228,23 +229,23 @@ class Supervisor(Generic[T]):
             self._changed.notify_all()
             values = [self.replicas[index].value for index in sorted(self._started)]
             restarting = list(self._restarting)
-        errors = in_parallel(self._end, values)
-        for thread in restarting:
-            thread.join(patience)
-            if thread.is_alive() and patience:
-                _log.warning("a replica is still being started; it is left behind")
-        if errors:
-            raise errors[0]
+        try:
+            in_parallel(self._end, values)
+        finally:
+            for thread in restarting:
+                thread.join(patience)
+                if thread.is_alive():
+                    _log.warning("a replica is still being started; it is left behind")
 
 
-def in_parallel(work: Callable[[R], Any], arguments: Iterable[R]) -> Sequence[Exception]:
-    """Call a function in a thread for each argument, and give back what was raised."""
-    errors: list[Exception] = []
+def in_parallel(work: Callable[[R], Any], arguments: Iterable[R]) -> None:
+    """Call a function in a thread for each argument; raises, in the end, what was raised first."""
+    errors: list[BaseException] = []
 
     def attempt(argument: R) -> None:
         try:
             work(argument)
-        except Exception as error:
+        except BaseException as error:
             errors.append(error)
 
     threads = [
@@ -254,4 +255,5 @@ def in_parallel(work: Callable[[R], Any], arguments: Iterable[R]) -> Sequence[Ex
         thread.start()
     for thread in threads:
         thread.join()
-    return errors
+    if errors:
+        raise errors[0]

@@ -22,6 +22,7 @@ from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.router import CanaryGroup, RouterOptions
 from laurel.types import Completion, Group, Message, Score, group_of
 from laurel.workers.spawned import SpawnedGroup
+from reward_servers import wait_until
 
 GROUPS = [
     group_of((Message("user", f"Number {i}?"),), ("Bread and wine.", "No."), group_id=str(i))
@@ -183,6 +184,7 @@ async def scored_by_servers(
 
 
 def kill_all(preparers: Preparers) -> None:
+    wait_until(lambda: preparers.workers.num_ready == len(preparers.workers.replicas), seconds=60)
     for replica in preparers.workers.replicas:
         group = replica.value
         assert isinstance(group, SpawnedGroup)

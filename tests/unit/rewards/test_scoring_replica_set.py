@@ -25,6 +25,7 @@ from laurel.rewards.scorer import ContractScorer, LocalScorer
 from laurel.types import Group, Message, Score, TokenGroup, group_of
 from laurel.workers.spawned import SpawnedGroup
 from process_group import ProcessGroup
+from reward_servers import wait_until
 
 NEAR = 1e-5
 
@@ -69,8 +70,7 @@ class Made:
         )
 
     def until_all_are_ready(self) -> None:
-        while self.replicas.num_ready < len(self.replicas.replicas):
-            time.sleep(0.01)
+        wait_until(lambda: self.replicas.num_ready == len(self.replicas.replicas), seconds=60)
 
     def kill(self, index: int) -> None:
         for process in self.of[index]._processes:
