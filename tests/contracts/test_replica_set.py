@@ -102,7 +102,7 @@ def test_all_of_them_work_and_one_has_one_call_at_a_time(make: Callable[..., Mad
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda i: made.ask("compute", i), range(20)))
     assert found == list(range(20))
-    assert all(replica.num_done >= 5 for replica in made.replicas.replicas)
+    assert all(replica.num_done > 0 for replica in made.replicas.replicas)
     assert made.said == []
 
 

@@ -75,8 +75,9 @@ def scoring_replicas(
 
 def _is_lost(scorer: ContractScorer, error: Exception) -> bool:
     """Whether processes of the scorer itself are gone, and not those that render for it."""
-    is_of_group = isinstance(error, WorkerError) and error.role != WORKER
-    return is_of_group and (error.is_lost or scorer.is_ended)
+    if not isinstance(error, WorkerError) or error.role == WORKER:
+        return False
+    return error.is_lost or scorer.is_ended
 
 
 # --------------------------------------------------------------------------------------------------
