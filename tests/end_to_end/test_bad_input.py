@@ -1,13 +1,11 @@
 """What cannot be used gets one clear message and exit status 2, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +30,14 @@ GOOD_ROWS = [ranked(f"q {i}?", {f"good {i}": 0, f"bad {i}": 1}) for i in range(4
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommand]:
+def warm(tmp_path_factory):
     """For refusals that come after torch is loaded."""
     command = WarmCommand(tmp_path_factory.mktemp("warm"))
     yield command
     command.close()
 
 
-def refused(directory: Path, overrides: Sequence[str], *, warm: WarmCommand | None = None) -> str:
+def refused(directory, overrides, *, warm=None):
     """The message of a run that must be refused; checks all that every refusal has."""
     before = sorted(path for path in directory.rglob("*"))
     done = warm(["rm", *overrides]) if warm is not None else run(overrides)
@@ -51,8 +49,6 @@ def refused(directory: Path, overrides: Sequence[str], *, warm: WarmCommand | No
     assert sorted(path for path in directory.rglob("*")) == before, "it left something behind"
     return done.stderr
 
-
-# ------------------------------------------------------------------------------------------- rows
 
 ROWS: dict[str, tuple[list[Any], list[str], str]] = {
     "malformed JSON": (
@@ -100,7 +96,7 @@ ROWS: dict[str, tuple[list[Any], list[str], str]] = {
     "not an object", "equal ranks", "nothing left", "empty file", "half a surrogate pair"
 )
 @pytest.mark.parametrize("case", ROWS)
-def test_rows(tmp_path: Path, case: str) -> None:
+def test_rows(tmp_path, case):
     rows, changes, message = ROWS[case]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     said = refused(
@@ -108,8 +104,6 @@ def test_rows(tmp_path: Path, case: str) -> None:
     )
     assert re.search(message, said), said
 
-
-# ----------------------------------------------------------------------------------- configuration
 
 KEYS: dict[str, tuple[list[str], str]] = {
     "unknown key": (["rm.max_num_epoch=3"], r"rm\.max_num_epoch.*max_num_epochs"),
@@ -164,7 +158,7 @@ KEYS: dict[str, tuple[list[str], str]] = {
     "another kind of loss",
 )
 @pytest.mark.parametrize("case", KEYS)
-def test_keys(tmp_path: Path, case: str) -> None:
+def test_keys(tmp_path, case):
     changes, message = KEYS[case]
     rows = write_rows(tmp_path / "train.jsonl", pairs(12))
     overrides = settings(tmp_path, *(c.replace("{rows}", str(rows)) for c in changes), rows=rows)
@@ -173,7 +167,7 @@ def test_keys(tmp_path: Path, case: str) -> None:
     assert not imported_by(overrides) & {"torch", "transformers"}, "told before they are loaded"
 
 
-def imported_by(overrides: Sequence[str]) -> set[str]:
+def imported_by(overrides):
     """Modules that `laurel rm` imports until it refuses."""
     command = [sys.executable, "-X", "importtime", "-m", "laurel", "rm", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
@@ -183,7 +177,7 @@ def imported_by(overrides: Sequence[str]) -> set[str]:
     return modules
 
 
-def test_a_file_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_file_is_named_with_its_line(tmp_path):
     config = tmp_path / "rm.yaml"
     config.write_text("rm:\n  seed: 3\n  val_perriod: 4\n", encoding="utf-8")
     said = refused(tmp_path, ["--config", str(config)])
@@ -194,26 +188,23 @@ def test_a_file_is_named_with_its_line(tmp_path: Path) -> None:
     assert "rn.yaml" in said
 
 
-# ---------------------------------------------------------------------------- models and tokenizers
-
-
-def language_model(directory: Path) -> list[str]:
+def language_model(directory):
     return [f"policy.model_name={save_model(directory / 'model')}"]
 
 
-def two_labels(directory: Path) -> list[str]:
+def two_labels(directory):
     return [f"policy.model_name={save_model(directory / 'model', num_labels=2)}"]
 
 
-def pads_with_eos(directory: Path) -> list[str]:
+def pads_with_eos(directory):
     return [f"policy.model_name={save_model(directory / 'model', pad_token='<|im_end|>')}"]
 
 
-def no_template(directory: Path) -> list[str]:
+def no_template(directory):
     return [f"policy.model_name={save_model(directory / 'model', chat_template=None)}"]
 
 
-def no_system(directory: Path) -> list[str]:
+def no_system(directory):
     """As Gemma's: a conversation that begins with a system message is an error."""
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
@@ -262,7 +253,7 @@ MODELS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 
 @pytest.mark.slow_parameters("no such model", "two labels")
 @pytest.mark.parametrize("case", MODELS)
-def test_models(tmp_path: Path, warm: WarmCommand, case: str) -> None:
+def test_models(tmp_path, warm, case):
     make, message = MODELS[case]
     rows = write_rows(tmp_path / "train.jsonl", pairs(12))
     overrides = settings(tmp_path, *make(tmp_path), "data.split_validation_size=0", rows=rows)
@@ -270,7 +261,7 @@ def test_models(tmp_path: Path, warm: WarmCommand, case: str) -> None:
     assert re.search(message, said), said
 
 
-def test_a_language_model_becomes_a_reward_model(tmp_path: Path) -> None:
+def test_a_language_model_becomes_a_reward_model(tmp_path):
     """The counterpart: the same directory with nothing wrong is trained."""
     rows = write_rows(tmp_path / "train.jsonl", pairs(12))
     overrides = settings(tmp_path, *language_model(tmp_path), rows=rows)
@@ -279,7 +270,7 @@ def test_a_language_model_becomes_a_reward_model(tmp_path: Path) -> None:
     assert "the reward head is new and random" in done.text
 
 
-def test_a_soft_label_that_the_loss_cannot_use(tmp_path: Path, warm: WarmCommand) -> None:
+def test_a_soft_label_that_the_loss_cannot_use(tmp_path, warm):
     rows = [{**row, "p": 0.8} for row in pairs(12)]
     path = write_rows(tmp_path / "train.jsonl", rows)
     changes = ["rm.loss.type=plackett_luce", "data.target_key=p"]
@@ -287,10 +278,7 @@ def test_a_soft_label_that_the_loss_cannot_use(tmp_path: Path, warm: WarmCommand
     assert re.search(r"train\.jsonl:1: a soft label \(0\.8\)", said), said
 
 
-# ------------------------------------------------------------------------------------- checkpoints
-
-
-def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path: Path, warm: WarmCommand) -> None:
+def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path, warm):
     """Whole by its hashes, but the golden scores are of another model."""
     done = train(settings(tmp_path, "rm.max_num_steps=2"))
     saved = done.outcome.latest
@@ -305,7 +293,7 @@ def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path: Path, warm: War
     assert re.search(r"golden conversation scores \S+ here and scored 42", said), said
 
 
-def test_a_foreign_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_directory_is_refused_and_left_alone(tmp_path):
     foreign = tmp_path / "saves" / "step_5"
     foreign.mkdir(parents=True)
     (foreign / "pytorch_model.bin").write_bytes(b"not ours")

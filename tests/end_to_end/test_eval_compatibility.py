@@ -1,9 +1,6 @@
 """`laurel eval` with the reference's own formatting, of all benchmarks, and by given margins."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +11,8 @@ from eval_rows import WORDS, accuracies, list_rows, pair_rows, refused, write
 from laurel.models.tokenizer import CHATML
 from tiny_tokenizers import make_tokenizer
 
-# ---------------------------------------------------------------------- as the reference formats
 
-
-def bos_model(directory: Path) -> Path:
+def bos_model(directory):
     """A model with BOS twice, as other programs save it."""
     tokenizer = make_tokenizer(
         template="{{ bos_token }}" + CHATML, eos="<|im_end|>", more=("<|im_start|>",), adds_bos=True
@@ -41,7 +36,7 @@ def bos_model(directory: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_references_format_and_where_it_differs(laurel, tmp_path) -> None:
+def test_the_references_format_and_where_it_differs(laurel, tmp_path):
     model = bos_model(tmp_path / "model")
     data = write(tmp_path / "rows.jsonl", pair_rows())
     asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
@@ -94,7 +89,7 @@ def test_the_references_format_and_where_it_differs(laurel, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path) -> None:
+def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path):
     rows = [{**row, "prompt": f"{row['prompt']} {'So it goes. ' * 12}"} for row in pair_rows()]
     data = write(tmp_path / "rows.jsonl", rows)
     asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
@@ -111,7 +106,7 @@ def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path
 
 
 @pytest.mark.slow
-def test_a_prompt_that_the_reference_stops_at_is_a_failure(laurel, model, tmp_path) -> None:
+def test_a_prompt_that_the_reference_stops_at_is_a_failure(laurel, model, tmp_path):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     data = write(tmp_path / "rows.jsonl", [*pair_rows(), {**pair_rows()[0], "prompt": turns}])
     asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
@@ -125,7 +120,7 @@ def test_a_prompt_that_the_reference_stops_at_is_a_failure(laurel, model, tmp_pa
 
 
 @pytest.mark.slow
-def test_formats_that_cannot_be_reproduced(laurel, model, tmp_path) -> None:
+def test_formats_that_cannot_be_reproduced(laurel, model, tmp_path):
     data = str(write(tmp_path / "rows.jsonl", pair_rows()[:3]))
     address = ["reward-bench", "-m", "http://127.0.0.1:9", "-d", str(tmp_path / "gone.jsonl")]
     message = refused(laurel, [*address, "--compatibility", "rewardbench"])
@@ -142,11 +137,8 @@ def test_formats_that_cannot_be_reproduced(laurel, model, tmp_path) -> None:
     assert "No such option" in elsewhere.stderr
 
 
-# ----------------------------------------------------------------------------------------- of all
-
-
 @pytest.mark.slow
-def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path) -> None:
+def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path):
     pairs = [{"prompt": "q?", "chosen": WORDS[i], "rejected": WORDS[i + 1]} for i in range(3)]
     files = {"reward-bench": pair_rows(), "reward-bench-2": list_rows(), "pairs": pairs}
     named = [
@@ -180,7 +172,7 @@ def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_files_of_one_benchmark_are_read_together(laurel, model, tmp_path) -> None:
+def test_files_of_one_benchmark_are_read_together(laurel, model, tmp_path):
     rows = pair_rows()
     parts = [write(tmp_path / "a.jsonl", rows[:10]), write(tmp_path / "b.jsonl", rows[10:])]
     done = laurel(
@@ -191,7 +183,7 @@ def test_files_of_one_benchmark_are_read_together(laurel, model, tmp_path) -> No
 
 
 @pytest.mark.slow
-def test_what_all_cannot_use(laurel, model, tmp_path) -> None:
+def test_what_all_cannot_use(laurel, model, tmp_path):
     message = refused(laurel, ["all", "-m", str(model)])
     assert "no rows are named; add --data" in message
     assert "--hub" in message
@@ -206,7 +198,7 @@ def test_what_all_cannot_use(laurel, model, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_accuracy_by_given_margins(laurel, model, tmp_path) -> None:
+def test_accuracy_by_given_margins(laurel, model, tmp_path):
     rows = [{**row, "better": i % 4, "worse": 0} for i, row in enumerate(pair_rows())]
     data = write(tmp_path / "rows.jsonl", rows)
     asked = ["eval", "pairs", "-m", str(model), "-d", str(data), "--json"]

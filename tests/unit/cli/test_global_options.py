@@ -1,9 +1,6 @@
 """`--quiet` and `--verbose`, before and after the command."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Iterator
 
 import pytest
 import typer
@@ -11,30 +8,28 @@ from typer.testing import CliRunner
 
 from laurel.cli.main import app as laurel
 from laurel.cli.main import main
-from laurel.cli.options import QuietOption, VerboseOption, begin, complete_commands
+from laurel.cli.options import begin, complete_commands
 from laurel.observe.console import set_verbosity, verbosity
 
 
 @pytest.fixture(autouse=True)
-def _normal() -> Iterator[None]:
+def _normal():
     yield
     set_verbosity("normal")
 
 
 @pytest.fixture(scope="module")
-def app() -> typer.Typer:
+def app():
     made = typer.Typer(rich_markup_mode=None)
     inner = typer.Typer()
     made.add_typer(inner, name="inner")
 
     @made.callback()
-    def root(
-        context: typer.Context, is_quiet: QuietOption = False, is_verbose: VerboseOption = False
-    ) -> None:
+    def root(context, is_quiet=False, is_verbose=False):
         begin(context)
 
     @inner.command("show")
-    def show(word: str = "-") -> None:
+    def show(word="-"):
         """Show it.
 
         Example: a line that is longer than eighty letters, which is shown as it stands --word long
@@ -43,7 +38,7 @@ def app() -> typer.Typer:
         logging.getLogger("laurel.test").debug("a detail")
 
     @inner.command("other")
-    def other() -> None:
+    def other():
         pass
 
     complete_commands(made)
@@ -61,7 +56,7 @@ def app() -> typer.Typer:
         (["-v", "inner", "show", "-v"], "verbose -"),
     ],
 )
-def test_they_may_stand_anywhere(app: typer.Typer, arguments: list[str], said: str) -> None:
+def test_they_may_stand_anywhere(app, arguments, said):
     done = CliRunner().invoke(app, arguments)
     assert done.stdout == f"{said}\n"
     assert ("DEBUG laurel.test: a detail" in done.stderr) == said.startswith("verbose")
@@ -70,18 +65,18 @@ def test_they_may_stand_anywhere(app: typer.Typer, arguments: list[str], said: s
 @pytest.mark.parametrize(
     "arguments", [["-q", "-v", "inner", "show"], ["-q", "inner", "show", "-v"]]
 )
-def test_one_excludes_the_other(app: typer.Typer, arguments: list[str]) -> None:
+def test_one_excludes_the_other(app, arguments):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert "exclude each other" in done.stderr
 
 
-def test_one_command_line_does_not_decide_for_the_next(app: typer.Typer) -> None:
+def test_one_command_line_does_not_decide_for_the_next(app):
     CliRunner().invoke(app, ["-q", "inner", "show"])
     assert CliRunner().invoke(app, ["inner", "show"]).stdout == "normal -\n"
 
 
-def test_an_example_is_one_line_of_the_help(app: typer.Typer) -> None:
+def test_an_example_is_one_line_of_the_help(app):
     shown = CliRunner().invoke(app, ["inner", "show", "--help"], terminal_width=80).output
     example = "a line that is longer than eighty letters, which is shown as it stands --word long"
     assert f"  Example:\n    {example}\n" in shown
@@ -89,12 +84,7 @@ def test_an_example_is_one_line_of_the_help(app: typer.Typer) -> None:
 
 
 @pytest.mark.parametrize(("option", "is_traced"), [("-v", True), ("-q", False)])
-def test_verbose_shows_where_an_error_is_from(
-    option: str,
-    is_traced: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_verbose_shows_where_an_error_is_from(option, is_traced, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["laurel", option, "config", "policy.modl_name=x"])
     with pytest.raises(SystemExit) as end:
         main()
@@ -113,7 +103,7 @@ def test_verbose_shows_where_an_error_is_from(
         (["score", "--modle"], "--model"),
     ],
 )
-def test_what_is_misspelt_is_answered_with_what_was_meant(arguments: list[str], meant: str) -> None:
+def test_what_is_misspelt_is_answered_with_what_was_meant(arguments, meant):
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
     assert meant in done.stderr
@@ -133,9 +123,7 @@ def test_what_is_misspelt_is_answered_with_what_was_meant(arguments: list[str], 
         (["plan", "--nodes", "0"], "0 is less than 1"),
     ],
 )
-def test_what_is_wrong_with_an_option_is_told_in_our_words(
-    arguments: list[str], message: str
-) -> None:
+def test_what_is_wrong_with_an_option_is_told_in_our_words(arguments, message):
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
     said = " ".join(done.output.split())
@@ -153,15 +141,13 @@ def test_what_is_wrong_with_an_option_is_told_in_our_words(
         (["plan", "--grpo.seed", "--json"], "grpo.seed=VALUE"),
     ],
 )
-def test_a_key_with_dashes_is_answered_with_the_way_to_write_it(
-    arguments: list[str], told: str
-) -> None:
+def test_a_key_with_dashes_is_answered_with_the_way_to_write_it(arguments, told):
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
     assert " ".join(done.stderr.split()).endswith(f"no dashes before them: write {told}")
 
 
-def test_an_option_with_a_point_that_is_no_key_is_no_option() -> None:
+def test_an_option_with_a_point_that_is_no_key_is_no_option():
     done = CliRunner().invoke(laurel, ["doctor", "--a.b"])
     assert done.stderr.strip().endswith("No such option: --a.b")
 
@@ -174,12 +160,12 @@ def test_an_option_with_a_point_that_is_no_key_is_no_option() -> None:
         (["eval", "what"], "No such command 'what'. Choose one of policy, reward-bench, "),
     ],
 )
-def test_who_names_no_command_is_told_which_there_are(arguments: list[str], told: str) -> None:
+def test_who_names_no_command_is_told_which_there_are(arguments, told):
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
     assert told in done.stderr
 
 
-def test_the_help_says_what_a_subset_of_pairs_is() -> None:
+def test_the_help_says_what_a_subset_of_pairs_is():
     shown = CliRunner().invoke(laurel, ["eval", "pairs", "--help"], terminal_width=80).output
     assert "subset (a --data each)" in " ".join(shown.split())

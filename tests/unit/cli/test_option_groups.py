@@ -1,7 +1,5 @@
 """Dataclasses as options of a command."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -23,16 +21,16 @@ class WhereAndWhen(Where):
     year: Annotated[int, typer.Option(min=1)] = 44
 
 
-def command_of(function: Any) -> typer.Typer:
+def command_of(function):
     app = typer.Typer(rich_markup_mode=None)
     app.command()(with_option_groups(function))
     return app
 
 
-def test_fields_are_options_in_their_place_and_the_command_gets_the_dataclass() -> None:
+def test_fields_are_options_in_their_place_and_the_command_gets_the_dataclass():
     seen: list[Any] = []
 
-    def walk(where: WhereAndWhen, fast: Annotated[bool, typer.Option("--fast")] = False) -> None:
+    def walk(where, fast=False):
         """Take a walk."""
         seen.append((where, fast))
 

@@ -76,9 +76,6 @@ def score(capsys):
     return run
 
 
-# ---------------------------------------------------------------------------------------- output
-
-
 def test_json_lines_hold_one_entry_per_completion_in_order(score, checkpoint):
     result = score(checkpoint)
     assert result.code == 0
@@ -184,9 +181,6 @@ def test_every_row_of_a_file_is_checked_before_the_model_is_loaded(score, tmp_pa
     assert [line["source"] for line in result.lines] == ["rows.jsonl:1", "rows.jsonl:2"]
 
 
-# -------------------------------------------------------------------------------------- failures
-
-
 def test_a_score_that_is_not_finite_is_null_and_counted(score, tmp_path):
     loaded = small_model()
     (token,) = loaded.contract.tokenizer("~")["input_ids"]
@@ -238,9 +232,6 @@ def test_a_conversation_that_the_template_refuses_fails_alone(score, tmp_path):
     assert None not in (*result.lines[1]["scores"], *result.lines[2]["scores"])
 
 
-# ------------------------------------------------------------------------------- attribute heads
-
-
 @pytest.mark.parametrize(("weights", "expected"), [(None, [0.5, 0.5]), ((2.0, -1.0), [2.0, -1.0])])
 def test_an_attribute_head_gives_every_rating_and_their_sum(score, tmp_path, weights, expected):
     names = ("helpfulness", "correctness")
@@ -252,9 +243,6 @@ def test_an_attribute_head_gives_every_rating_and_their_sum(score, tmp_path, wei
         for value, ratings in zip(line["scores"], line["values"], strict=True):
             assert value == pytest.approx(expected[0] * ratings[0] + expected[1] * ratings[1])
     assert result.lines[0]["values"][0][0] != result.lines[0]["values"][0][1]
-
-
-# ------------------------------------------------------------------------------ finding the model
 
 
 @pytest.fixture(scope="module")
@@ -335,9 +323,6 @@ def test_a_language_model_without_a_head_is_refused(score, tmp_path):
         score(tmp_path)
 
 
-# ----------------------------------------------------------------------- models without a contract
-
-
 def test_a_model_without_a_contract_says_so_and_takes_a_length(score, foreign):
     plain = score(foreign, [LONG])
     assert "no scoring.json, so no golden scores" in plain.err
@@ -412,9 +397,6 @@ def test_an_encoder_is_cut_to_the_positions_it_has(score, tmp_path):
     assert "the model has 40 positions" in result.err
     assert result.lines[0]["num_tokens"][0] == 40
     assert None not in result.lines[0]["scores"]
-
-
-# ----------------------------------------------------------------------------------- the command
 
 
 def test_the_command_ends_with_2_and_one_line():

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from laurel.data.preferences import is_transcript, parse_transcript, split_transcripts
@@ -7,17 +5,17 @@ from laurel.data.sources import UnusableRow
 from laurel.types import Message
 
 
-def test_turns_lose_the_blanks_around_them_and_keep_those_within() -> None:
+def test_turns_lose_the_blanks_around_them_and_keep_those_within():
     parsed = parse_transcript("\n\nHuman: hi  there \n\nAssistant: one\n\ntwo\n\n")
     assert parsed == (Message("user", "hi  there"), Message("assistant", "one\n\ntwo"))
 
 
-def test_a_speaker_counts_only_after_a_blank_line() -> None:
+def test_a_speaker_counts_only_after_a_blank_line():
     (only,) = parse_transcript("\n\nHuman: she said\nAssistant: no, and Human: yes")
     assert only.content == "she said\nAssistant: no, and Human: yes"
 
 
-def test_only_text_that_starts_with_human_is_a_transcript() -> None:
+def test_only_text_that_starts_with_human_is_a_transcript():
     assert is_transcript("\n\nHuman: hi")
     assert not is_transcript("Human: hi")
     assert not is_transcript(["\n\nHuman: hi"])
@@ -25,7 +23,7 @@ def test_only_text_that_starts_with_human_is_a_transcript() -> None:
         parse_transcript("Human: hi\n\nAssistant: ho")
 
 
-def test_what_two_transcripts_share_is_the_prompt() -> None:
+def test_what_two_transcripts_share_is_the_prompt():
     shared = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
     prompt, chosen, rejected = split_transcripts(f"{shared} yes", f"{shared} no")
     assert [(turn.role, turn.content) for turn in prompt] == [
@@ -37,7 +35,7 @@ def test_what_two_transcripts_share_is_the_prompt() -> None:
     assert rejected == (Message("assistant", "no"),)
 
 
-def test_equal_transcripts_still_have_an_answer_each() -> None:
+def test_equal_transcripts_still_have_an_answer_each():
     same = "\n\nHuman: a\n\nAssistant: b"
     prompt, chosen, rejected = split_transcripts(same, same)
     assert prompt == (Message("user", "a"),)
@@ -65,7 +63,7 @@ def test_equal_transcripts_still_have_an_answer_each() -> None:
         ("\n\nHuman: a", "\n\nHuman: b", "transcript ends with Human"),
     ],
 )
-def test_transcripts_that_are_no_pair(chosen: str, rejected: str, kind: str) -> None:
+def test_transcripts_that_are_no_pair(chosen, rejected, kind):
     with pytest.raises(UnusableRow) as caught:
         split_transcripts(chosen, rejected)
     assert caught.value.kind == kind

@@ -40,9 +40,6 @@ def watch_tokens(policy):
     return seen
 
 
-# --------------------------------------------------------------------------------------- work
-
-
 def test_a_prompt_is_computed_once_for_all_its_completions():
     policy, _ = policy_and_tokenizer()
     seen = watch_tokens(policy)
@@ -110,9 +107,6 @@ def test_memory_of_keys_and_values_is_given_back():
     with engine_of(policy) as engine:
         draw(engine, request(seeds=range(5)))
         assert engine._batch.num_bytes == 0
-
-
-# ------------------------------------------------------------------------------ the learner's model
 
 
 def test_dropout_is_off_while_drawing_and_the_model_is_as_before_afterwards():
@@ -187,9 +181,6 @@ def test_a_model_for_padded_rows_is_refused():
     policy = tiny.tiny_policy("qwen3", path="padded")
     with pytest.raises(ModelError, match="token forests"):
         TransformersEngine(policy, tiny_tokenizers.chatml(), end_ids=[])
-
-
-# ------------------------------------------------------------------------------- its own weights
 
 
 def test_a_copy_does_not_follow_the_learner_until_it_is_told():
@@ -282,9 +273,6 @@ def test_other_weights_are_refused_and_end_the_engine(spoil, says):
             run(engine.update_weights(Weights(version=1, tensors=lambda: weights)))
         with pytest.raises(EngineError, match=says):
             draw(engine, request())
-
-
-# ------------------------------------------------------------------------------------ its end
 
 
 class Broken(Exception):

@@ -44,9 +44,6 @@ def relative_difference(found, expected):
     )
 
 
-# ------------------------------------------------------------- against transformers, one by one
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_scores_and_gradients_are_those_of_one_by_one(name):
     model = tiny.tiny_reward_model(name, dtype=torch.float64)
@@ -124,9 +121,6 @@ def test_a_regression_head_gives_every_attribute(name):
     assert model.num_outputs == 3
     expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
     torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-6)
-
-
-# ------------------------------------------------------------------------ against a dense mask
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -214,9 +208,6 @@ def test_masks_by_hand():
     assert torch.equal(plan.mask(1, 3, 2, like), torch.tensor([[no, yes, yes]]))
 
 
-# ------------------------------------------------------------------ recomputation and precision
-
-
 @pytest.mark.parametrize("name", ["qwen3-sliding", "gemma2", "gpt-oss", "phi"])
 def test_activation_checkpointing_changes_no_gradient(name):
     groups = tiny.random_groups(8, SHAPES)
@@ -257,9 +248,6 @@ def test_in_bfloat16_the_noise_is_that_of_a_padded_batch(name):
     assert noise >= 1e-4 * size  # or autocast did nothing
 
 
-# ----------------------------------------------------------------------------------------- leaks
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_no_token_reaches_another_tree_or_branch(name):
     """Bit for bit: what does not see a token cannot change by it, not even by rounding."""
@@ -297,9 +285,6 @@ def _touched(groups, index, branch):
         branches[branch] = other(branches[branch])
         group = dataclasses.replace(group, branches_ids_G=tuple(branches))
     return [*groups[:index], group, *groups[index + 1 :]]
-
-
-# --------------------------------------------------------------------------------------- the rest
 
 
 def test_attention_dropout_works_in_training_only():

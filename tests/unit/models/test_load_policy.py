@@ -57,9 +57,6 @@ def logprobs(model):
     )
 
 
-# ---------------------------------------------------------------------------------- what is loaded
-
-
 @pytest.mark.parametrize("name", ["qwen2-sliding", "gemma2", "qwen3-tied", "phi", "gpt-oss"])
 def test_a_policy_gives_what_transformers_gives(name, save):
     directory = save(tiny.tiny_policy(name, path="padded").causal_lm)
@@ -168,9 +165,6 @@ def test_a_tokenizer_without_any_padding_takes_its_end(tmp_path):
     assert found.pad_token == tokenizer.eos_token
 
 
-# ---------------------------------------------------------------------------------------- adapters
-
-
 LORA = {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4, "alpha": 8}}}
 
 
@@ -194,9 +188,6 @@ def test_adapters_come_back_exactly(kind, save, tmp_path):
     (tmp_path / "saved" / ADAPTERS).unlink()
     with pytest.raises(CheckpointError, match="has no adapters"):
         load(base, resume=tmp_path / "saved", **changes)
-
-
-# ----------------------------------------------------------------------------------------- refused
 
 
 def refused(directory, **changes):
@@ -286,9 +277,6 @@ def test_texts_longer_than_the_model_can_number(save):
     assert load(directory, max_length=1024).notes == []
     with pytest.raises(ConfigError, match=r"max_total_sequence_length=1025: .* has 1,024 positio"):
         load(directory, max_length=1025)
-
-
-# ----------------------------------------------------------------------------------- paths, checked
 
 
 def test_the_padded_path_can_be_asked_for_and_is_taken_where_no_other_is_possible(save):

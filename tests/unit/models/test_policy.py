@@ -57,9 +57,6 @@ def relative_difference(found, wanted):
     )
 
 
-# --------------------------------------------------------------------------------- one by one
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_log_probabilities_and_gradients_are_those_of_one_by_one(name):
     model = tiny.tiny_policy(name, dtype=torch.float64, temperature=0.8)
@@ -136,9 +133,6 @@ def test_a_completion_without_a_prompt_is_an_error():
     model = tiny.tiny_policy("qwen3")
     with pytest.raises(DataError, match="has no prompt"):
         model(to_forest(tiny.random_groups(0, [(0, [3])])))
-
-
-# ---------------------------------------------------------------------------------- what it gives
 
 
 @pytest.mark.parametrize("name", ["phi", "gemma2-capped", "granite", "cohere", "qwen3-tied"])
@@ -222,9 +216,6 @@ def test_a_network_without_a_head_is_refused():
     classifier = tiny.tiny_classifier("qwen3")
     with pytest.raises(ModelError, match=r"Qwen3ForSequenceClassification has no linear head"):
         PolicyModel(classifier, path="forest", precision=torch.float32)
-
-
-# --------------------------------------------------------------------------------------- weights
 
 
 def with_adapters(name="qwen3", **config):
@@ -348,9 +339,6 @@ def test_experts_without_adapters_stay_where_they_are():
 def test_with_adapters_nothing_else_is_trained(name):
     model = with_adapters(name)
     assert all(("lora_" in n) == p.requires_grad for n, p in model.named_parameters())
-
-
-# --------------------------------------------------------------------------------------- reference
 
 
 def test_with_adapters_the_reference_is_the_model_without_them():

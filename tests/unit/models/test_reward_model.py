@@ -61,9 +61,6 @@ def as_transformers_scores(classifier, groups):
     )
 
 
-# ------------------------------------------------------------------------------- the padded path
-
-
 @pytest.mark.parametrize("name", sorted(tiny.ARCHITECTURES))
 def test_a_padded_batch_scores_as_one_by_one(name):
     # Gemma 2's own attention has a float32 softmax, which a float64 mask overflows.
@@ -135,9 +132,6 @@ def test_activation_checkpointing_changes_no_gradient_of_the_padded_path():
         results.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in results[0].items():
         assert torch.equal(gradient, results[1][name]), name
-
-
-# ------------------------------------------------------------------------------------- precision
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])

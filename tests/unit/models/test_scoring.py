@@ -41,9 +41,6 @@ def as_dicts(conversation):
     return [{"role": m.role, "content": m.content} for m in conversation]
 
 
-# ----------------------------------------------------------------- the same text for everybody
-
-
 TALKS = [
     [Message("user", "Hé, wie geht's?"), Message("assistant", "Gut — und dir?")],
     [
@@ -226,9 +223,6 @@ def test_encoders_get_the_special_tokens_of_their_tokenizer():
     assert tokens.truncated_G == (True,)
 
 
-# ------------------------------------------------------------------------------ trunk and branches
-
-
 def test_the_trunk_is_the_longest_prefix_that_all_share():
     contract = contract_of()
     group = group_of(QUESTION, ["By the gate.", "By the wall.", "By"], group_id="g")
@@ -285,9 +279,6 @@ def test_shared_prefix(rows):
     assert is_longest
 
 
-# -------------------------------------------------------------------------------------- truncation
-
-
 def cut(ids, *, side, max_length, bos=None):
     """What is left of ids by the rules, worked out independently."""
     if len(ids) <= max_length:
@@ -323,9 +314,6 @@ def test_only_the_long_completion_is_marked():
     assert tokens.lengths_G[0] < 70
     assert tokens.lengths_G[1] == 70
     assert tokens.truncated_G == (False, True)
-
-
-# ---------------------------------------------------------------------------------- saved and read
 
 
 def saved(tmp_path, **rules):
@@ -403,9 +391,6 @@ def test_the_file_is_readable_by_people_and_in_utf8(tmp_path):
     assert content["truncation_side"] == "right"
     assert content["head_dtype"] == "float32"
     assert content["pooled"] == "last"
-
-
-# --------------------------------------------------------------------------------------- a scalar
 
 
 def test_the_reward_of_several_attributes():

@@ -74,9 +74,6 @@ def cases_of(models):
     ]
 
 
-# ------------------------------------------------------------------------------------- loading
-
-
 @pytest.fixture(scope="module")
 def alone(models):
     return spread_work.load_all(None, [case for case, _ in cases_of(models)])
@@ -214,9 +211,6 @@ def test_models_of_a_hub_are_read_where_they_are_kept(models, tmp_path):
     assert done.stdout.split() == [str(snapshot), "None"], done.stderr
 
 
-# -------------------------------------------------------------------------------------- saving
-
-
 @pytest.mark.slow_parameters("dp_shard=2 tp=2")
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=name_of)
 def test_what_is_saved_from_shares_is_what_one_process_saves(sizes, models, tmp_path):
@@ -279,8 +273,6 @@ def check_small_files(directory, wanted):
     assert {n: f for f, tensors in held.items() for n in tensors} == index["weight_map"]
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in wanted.values())
 
-
-# ------------------------------------------------------------------------------ runs that go on
 
 RUN = [None, {"dp_shard": 2}, {"tp": 2}, None, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2}]
 """Meshes of the parts of a run, each from the checkpoint of the one before; the first is straight

@@ -4,14 +4,14 @@ from laurel.observe.progress import Timers
 
 
 class FakeClock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def test_sums_until_collected() -> None:
+def test_sums_until_collected():
     clock = FakeClock()
     timers = Timers(clock)
     for seconds in (1.0, 2.5):
@@ -21,7 +21,7 @@ def test_sums_until_collected() -> None:
     assert timers.collect() == {}
 
 
-def test_nested_time_counts_for_both() -> None:
+def test_nested_time_counts_for_both():
     clock = FakeClock()
     timers = Timers(clock)
     with timers.time("total_step_time"):
@@ -31,7 +31,7 @@ def test_nested_time_counts_for_both() -> None:
     assert timers.collect() == {"total_step_time": 3.0, "forward": 2.0}
 
 
-def test_a_name_inside_itself_counts_once() -> None:
+def test_a_name_inside_itself_counts_once():
     clock = FakeClock()
     timers = Timers(clock)
     with timers.time("forward"):
@@ -41,7 +41,7 @@ def test_a_name_inside_itself_counts_once() -> None:
     assert timers.collect() == {"forward": 3.0}
 
 
-def test_a_running_timer_counts_when_it_has_ended() -> None:
+def test_a_running_timer_counts_when_it_has_ended():
     clock = FakeClock()
     timers = Timers(clock)
     with timers.time("outer"):
@@ -51,11 +51,11 @@ def test_a_running_timer_counts_when_it_has_ended() -> None:
     assert timers.collect() == {"outer": 2.0}
 
 
-def test_an_exception_still_counts() -> None:
+def test_an_exception_still_counts():
     clock = FakeClock()
     timers = Timers(clock)
 
-    def fail() -> None:
+    def fail():
         with timers.time("forward"):
             clock.now += 2
             raise KeyError
@@ -65,7 +65,7 @@ def test_an_exception_still_counts() -> None:
     assert timers.collect() == {"forward": 2.0}
 
 
-def test_the_default_clock_never_runs_backwards() -> None:
+def test_the_default_clock_never_runs_backwards():
     timers = Timers()
     with timers.time("nothing"):
         pass

@@ -23,9 +23,6 @@ pytestmark = pytest.mark.slow_parameters("dp_shard=2 tp=2", "cp=2", "tp=2", "dp_
 SIZES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2}, {"cp": 2}]
 
 
-# ----------------------------------------------------------------------------------- the division
-
-
 def test_a_division_by_hand():
     # Largest first: 9 and 8; the next pair goes the other way round, as the first has more.
     assert divide_micro_batches([5, 9, 8, 7], 2) == [[0, 1], [3, 2]]
@@ -71,9 +68,6 @@ def test_imbalance_by_hand():
     assert imbalance(sizes, [[0], [1], [2]]) == pytest.approx(6 / 4 - 1)
     assert imbalance(sizes, [[0, None], [1, 2]]) == 0.0
     assert imbalance([5], [[0], [None]]) == 1.0
-
-
-# ------------------------------------------------------------------------------- the same numbers
 
 
 @pytest.fixture(scope="module", params=["policy", "reward"])
@@ -191,9 +185,6 @@ def test_what_is_known_of_the_model(many, alone, kind):
     assert max(shares) <= 4 * facts.num_parameters / learner.shape.dp_shard + 4 * 32
 
 
-# ----------------------------------------------------------------------------- one rank of a group
-
-
 def test_a_worker_of_one_computes_the_very_same_bits(kind, directory, alone):
     learner = work.grouped(kind, directory, partial(LocalGroup, "policy"), {})
     found = work.played(kind, learner)
@@ -226,9 +217,6 @@ def test_the_ranks_gather_weights_while_the_ones_before_are_read(kind, directory
     assert len(dict(learner.named_weights())) == 1 + len(list(weights)) > 10
 
 
-# -------------------------------------------------------------------------------------------- Ray
-
-
 @pytest.fixture(scope="module")
 def rewards(tmp_path_factory):
     return work.write("reward", tmp_path_factory.mktemp("rewards"))
@@ -251,9 +239,6 @@ def test_ranks_that_are_actors_of_ray_compute_the_same(small_cluster, rewards):
     close(found["after"], wanted["after"])
     for update, expected in zip(found["updates"], wanted["updates"], strict=True):
         assert update.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-5)
-
-
-# ----------------------------------------------------------------------------------------- adapters
 
 
 @pytest.mark.slow_parameters("tp")
@@ -290,9 +275,6 @@ def test_adapters_learn_and_the_reference_leaves_them_out(sizes, tmp_path):
     )
     for name, weight in wanted["weights"][1].items():
         torch.testing.assert_close(found["weights"][1][name], weight, rtol=0, atol=1e-6)
-
-
-# -------------------------------------------------------------------------------------- what fails
 
 
 @pytest.fixture
