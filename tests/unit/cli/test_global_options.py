@@ -1,6 +1,9 @@
 """`--quiet` and `--verbose`, before and after the command."""
 
+from __future__ import annotations
+
 import logging
+from collections.abc import Iterator
 
 import pytest
 import typer
@@ -8,28 +11,30 @@ from typer.testing import CliRunner
 
 from laurel.cli.main import app as laurel
 from laurel.cli.main import main
-from laurel.cli.options import begin, complete_commands
+from laurel.cli.options import QuietOption, VerboseOption, begin, complete_commands
 from laurel.observe.console import set_verbosity, verbosity
 
 
 @pytest.fixture(autouse=True)
-def _normal():
+def _normal() -> Iterator[None]:
     yield
     set_verbosity("normal")
 
 
 @pytest.fixture(scope="module")
-def app():
+def app() -> typer.Typer:
     made = typer.Typer(rich_markup_mode=None)
     inner = typer.Typer()
     made.add_typer(inner, name="inner")
 
     @made.callback()
-    def root(context, is_quiet=False, is_verbose=False):
+    def root(
+        context: typer.Context, is_quiet: QuietOption = False, is_verbose: VerboseOption = False
+    ) -> None:
         begin(context)
 
     @inner.command("show")
-    def show(word="-"):
+    def show(word: str = "-") -> None:
         """Show it.
 
         Example: a line that is longer than eighty letters, which is shown as it stands --word long
@@ -38,7 +43,7 @@ def app():
         logging.getLogger("laurel.test").debug("a detail")
 
     @inner.command("other")
-    def other():
+    def other() -> None:
         pass
 
     complete_commands(made)
@@ -56,7 +61,7 @@ def app():
         (["-v", "inner", "show", "-v"], "verbose -"),
     ],
 )
-def test_they_may_stand_anywhere(app, arguments, said):
+def test_they_may_stand_anywhere(app: typer.Typer, arguments: list[str], said: str):
     done = CliRunner().invoke(app, arguments)
     assert done.stdout == f"{said}\n"
     assert ("DEBUG laurel.test: a detail" in done.stderr) == said.startswith("verbose")
@@ -65,18 +70,18 @@ def test_they_may_stand_anywhere(app, arguments, said):
 @pytest.mark.parametrize(
     "arguments", [["-q", "-v", "inner", "show"], ["-q", "inner", "show", "-v"]]
 )
-def test_one_excludes_the_other(app, arguments):
+def test_one_excludes_the_other(app: typer.Typer, arguments: list[str]):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert "exclude each other" in done.stderr
 
 
-def test_one_command_line_does_not_decide_for_the_next(app):
+def test_one_command_line_does_not_decide_for_the_next(app: typer.Typer):
     CliRunner().invoke(app, ["-q", "inner", "show"])
     assert CliRunner().invoke(app, ["inner", "show"]).stdout == "normal -\n"
 
 
-def test_an_example_is_one_line_of_the_help(app):
+def test_an_example_is_one_line_of_the_help(app: typer.Typer):
     shown = CliRunner().invoke(app, ["inner", "show", "--help"], terminal_width=80).output
     example = "a line that is longer than eighty letters, which is shown as it stands --word long"
     assert f"  Example:\n    {example}\n" in shown
@@ -84,7 +89,12 @@ def test_an_example_is_one_line_of_the_help(app):
 
 
 @pytest.mark.parametrize(("option", "is_traced"), [("-v", True), ("-q", False)])
-def test_verbose_shows_where_an_error_is_from(option, is_traced, monkeypatch, capsys):
+def test_verbose_shows_where_an_error_is_from(
+    option: str,
+    is_traced: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr("sys.argv", ["laurel", option, "config", "policy.modl_name=x"])
     with pytest.raises(SystemExit) as end:
         main()
@@ -103,7 +113,7 @@ def test_verbose_shows_where_an_error_is_from(option, is_traced, monkeypatch, ca
         (["score", "--modle"], "--model"),
     ],
 )
-def test_what_is_misspelt_is_answered_with_what_was_meant(arguments, meant):
+def test_what_is_misspelt_is_answered_with_what_was_meant(arguments: list[str], meant: str):
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
     assert meant in done.stderr
@@ -123,7 +133,9 @@ def test_what_is_misspelt_is_answered_with_what_was_meant(arguments, meant):
         (["plan", "--nodes", "0"], "0 is less than 1"),
     ],
 )
-def test_what_is_wrong_with_an_option_is_told_in_our_words(arguments, message):
+def test_what_is_wrong_with_an_option_is_told_in_our_words(
+    arguments: list[str], message: str
+) -> None:
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
     said = " ".join(done.output.split())
@@ -141,7 +153,9 @@ def test_what_is_wrong_with_an_option_is_told_in_our_words(arguments, message):
         (["plan", "--grpo.seed", "--json"], "grpo.seed=VALUE"),
     ],
 )
-def test_a_key_with_dashes_is_answered_with_the_way_to_write_it(arguments, told):
+def test_a_key_with_dashes_is_answered_with_the_way_to_write_it(
+    arguments: list[str], told: str
+) -> None:
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
     assert " ".join(done.stderr.split()).endswith(f"no dashes before them: write {told}")
@@ -160,7 +174,7 @@ def test_an_option_with_a_point_that_is_no_key_is_no_option():
         (["eval", "what"], "No such command 'what'. Choose one of policy, reward-bench, "),
     ],
 )
-def test_who_names_no_command_is_told_which_there_are(arguments, told):
+def test_who_names_no_command_is_told_which_there_are(arguments: list[str], told: str):
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
     assert told in done.stderr

@@ -1,5 +1,7 @@
 """Dataclasses as options of a command."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -21,7 +23,7 @@ class WhereAndWhen(Where):
     year: Annotated[int, typer.Option(min=1)] = 44
 
 
-def command_of(function):
+def command_of(function: Any) -> typer.Typer:
     app = typer.Typer(rich_markup_mode=None)
     app.command()(with_option_groups(function))
     return app
@@ -30,7 +32,7 @@ def command_of(function):
 def test_fields_are_options_in_their_place_and_the_command_gets_the_dataclass():
     seen: list[Any] = []
 
-    def walk(where, fast=False):
+    def walk(where: WhereAndWhen, fast: Annotated[bool, typer.Option("--fast")] = False) -> None:
         """Take a walk."""
         seen.append((where, fast))
 

@@ -1,10 +1,13 @@
 """`--json`: standard output is JSON, whoever else prints."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 from laurel.cli.main import app
 from laurel.observe.console import set_verbosity
 from laurel.observe.json_output import (
+    JsonOption,
     json_stream,
     json_text,
     stdout_for_json,
@@ -42,7 +46,7 @@ def test_what_others_print_goes_to_standard_error():
         assert line in done.stderr.splitlines()
 
 
-def test_a_stream_that_stands_in_for_standard_output_is_kept(capsys):
+def test_a_stream_that_stands_in_for_standard_output_is_kept(capsys: Any):
     with stdout_for_json():
         print("beside it")
         write_json([1], indent=None)
@@ -51,7 +55,7 @@ def test_a_stream_that_stands_in_for_standard_output_is_kept(capsys):
     assert json_stream() is sys.stdout
 
 
-def test_standard_output_is_given_back_after_an_error(capsys):
+def test_standard_output_is_given_back_after_an_error(capsys: Any):
     with pytest.raises(ValueError, match="oh"), stdout_for_json():
         raise ValueError("oh")
     print("after it")
@@ -62,7 +66,7 @@ def test_the_option_keeps_standard_output_while_its_command_runs():
     small = typer.Typer()
 
     @small.command()
-    def command(as_json=False):
+    def command(as_json: JsonOption = False) -> None:
         print("a note")
         if as_json:
             write_json({"a": 1}, indent=None)
@@ -81,7 +85,7 @@ def test_what_is_not_finite_is_null_and_a_path_is_text():
     assert "\n" not in json_text(value, indent=None)
 
 
-def commands(group, path=()):
+def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     below = getattr(group, "commands", None)
     if below is None:
         return [(path, group)]
@@ -112,7 +116,7 @@ def test_a_plan_as_json():
     assert isinstance(json.loads(done.stdout)["fits"], bool), done.stderr
 
 
-def test_a_run_ends_with_json_and_says_nothing_else_when_quiet(tmp_path):
+def test_a_run_ends_with_json_and_says_nothing_else_when_quiet(tmp_path: Path):
     overrides = settings(tmp_path, "rm.max_num_steps=2", "rm.val_at_end=true")
     try:
         done = CliRunner().invoke(app, ["rm", "--json", "--quiet", *overrides])
