@@ -106,38 +106,6 @@ def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path
 
 
 @pytest.mark.slow
-def test_a_prompt_that_the_reference_stops_at_is_a_failure(laurel, model, tmp_path):
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
-    data = write(tmp_path / "rows.jsonl", [*pair_rows(), {**pair_rows()[0], "prompt": turns}])
-    asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
-    done = laurel([*asked, "--compatibility", "rewardbench"])
-    assert done.returncode == 1
-    assert "a prompt of 2 messages, at which rewardbench 0.1.4 stops" in done.stderr
-    report = json.loads(done.stdout)
-    assert report["num_failures"] == 2
-    assert report["compatibility"]["reasons"]["one of the two cannot read it"]["num_rows"] == 1
-    assert laurel(asked).returncode == 0
-
-
-@pytest.mark.slow
-def test_formats_that_cannot_be_reproduced(laurel, model, tmp_path):
-    data = str(write(tmp_path / "rows.jsonl", pair_rows()[:3]))
-    address = ["reward-bench", "-m", "http://127.0.0.1:9", "-d", str(tmp_path / "gone.jsonl")]
-    message = refused(laurel, [*address, "--compatibility", "rewardbench"])
-    assert "--model http://127.0.0.1:9 is an address" in message, "before any row is read"
-    unknown = laurel(
-        ["eval", "reward-bench", "-m", str(model), "-d", data, "--compatibility", "trl"]
-    )
-    assert unknown.returncode == 2
-    assert "rewardbench" in unknown.stderr
-    elsewhere = laurel(
-        ["eval", "rm-bench", "-m", str(model), "-d", data, "--compatibility", "rewardbench"]
-    )
-    assert elsewhere.returncode == 2
-    assert "No such option" in elsewhere.stderr
-
-
-@pytest.mark.slow
 def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path):
     pairs = [{"prompt": "q?", "chosen": WORDS[i], "rejected": WORDS[i + 1]} for i in range(3)]
     files = {"reward-bench": pair_rows(), "reward-bench-2": list_rows(), "pairs": pairs}
@@ -169,17 +137,6 @@ def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path):
     assert shown.returncode == 0, shown.stderr
     assert "absent  RM-Bench (rm-bench), JudgeBench (judge-bench), Best of n" in shown.stdout
     assert "RewardBench 2:" in shown.stdout
-
-
-@pytest.mark.slow
-def test_files_of_one_benchmark_are_read_together(laurel, model, tmp_path):
-    rows = pair_rows()
-    parts = [write(tmp_path / "a.jsonl", rows[:10]), write(tmp_path / "b.jsonl", rows[10:])]
-    done = laurel(
-        ["eval", "all", "-m", str(model), "-d", str(parts[0]), "-d", str(parts[1]), "--json"]
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["benchmarks"]["reward-bench"]["num_rows"] == 24
 
 
 @pytest.mark.slow

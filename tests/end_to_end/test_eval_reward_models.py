@@ -1,14 +1,11 @@
 """`laurel eval reward-bench` and its siblings, from the command line to the files."""
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eval_rows import SUBSETS, WORDS, accuracies, list_rows, pair_rows, refused, write
-from laurel.evaluation.reward_bench import NUM_ROWS
 from laurel.rewards.open import open_model_scorer
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model
@@ -111,26 +108,6 @@ def test_two_models_side_by_side(laurel, model, other_model, tmp_path):
     assert found["only_b"] == sum(b > a for a, b in zip(first, second, strict=True)) > 0
     shown = laurel(["eval", "reward-bench", "--compare", *map(str, files)])
     assert "24 rows have a verdict in both" in shown.stdout
-
-
-def test_both_columns_of_the_seed_side_by_side(laurel, tmp_path):
-    oracle = Path(os.environ.get("LAUREL_DATA", "")).resolve().parent / "oracles"
-    if not oracle.is_dir():
-        pytest.skip(f"{oracle} is not here (LAUREL_DATA)")
-    known = json.loads((oracle / "rewardbench_oracle.json").read_text())
-    files = []
-    for name in ("reference", "ours"):
-        files.append(tmp_path / f"{name}.json")
-        files[-1].write_text(json.dumps({"model": name, **known[name]["per_subset"]}))
-    done = laurel(["eval", "reward-bench", "--compare", *map(str, files), "--json"])
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    sections = {one["name"]: (one["a"], one["b"]) for one in found["sections"]}
-    assert sections["final score"] == (0.9357852036397176, 0.9365001997654968)
-    assert len(found["subsets"]) == len(NUM_ROWS)
-    assert found["all_rows"] is None
-    shown = laurel(["eval", "reward-bench", "--compare", *map(str, files)])
-    assert "no test of significance" in shown.stdout
 
 
 def test_reward_bench_2_with_all_six(laurel, model, tmp_path):
@@ -380,36 +357,6 @@ WRONG: dict[str, tuple[str, list[Any], list[str]]] = {
             "rows.jsonl:4: the row has no 'rejected'; its keys are: id, subset, prompt, chosen",
             'A row of RewardBench is {"id", "subset", "prompt", "chosen", "rejected"}',
         ],
-    ),
-    "rows of another benchmark": (
-        "reward-bench",
-        list_rows(),
-        ["rows.jsonl:1: 'chosen' holds something that is no", "A row of RewardBench is {"],
-    ),
-    "counts that do not fit": (
-        "reward-bench-2",
-        [{**list_rows()[0], "num_correct": 2}],
-        ["rows.jsonl:1: 'num_correct' is 2, and the row has 1 right and 3 wrong answers"],
-    ),
-    "a row of Ties twice": (
-        "reward-bench-2",
-        [*list_rows()[-2:], list_rows()[-2]],
-        ["rows.jsonl:3: there is a row with the id ref:1 already"],
-    ),
-    "two styles": (
-        "rm-bench",
-        [{"id": 1, "domain": "chat", "prompt": "q", "chosen": ["a", "b"], "rejected": ["c"] * 3}],
-        ["rows.jsonl:1: 'chosen' holds 2 answers where 3 are expected, one of each style"],
-    ),
-    "an unknown label": (
-        "judge-bench",
-        [{"source": "x", "question": "q", "response_A": "a", "response_B": "b", "label": "A"}],
-        ["rows.jsonl:1: 'label' is 'A' where A>B or B>A is meant"],
-    ),
-    "verdicts that do not fit": (
-        "best-of-n",
-        [{"prompt": "q", "completions": ["a", "b"], "correct": [True]}],
-        ["rows.jsonl:1: 'correct' must hold true or false for each of the 2 completions"],
     ),
     "no JSON": (
         "best-of-n",

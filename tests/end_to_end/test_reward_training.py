@@ -128,18 +128,14 @@ def test_what_a_checkpoint_says_of_itself(two_sets):
     assert golden["messages"][0]["content"].startswith("question 1-")
 
 
-@pytest.mark.slow_parameters(
-    "validation-Lists_loss", "train_loss", "train_grad_norm", "checkpointing.metric_name=null"
-)
+@pytest.mark.slow_parameters("train_loss", "checkpointing.metric_name=null")
 @pytest.mark.parametrize(
     ("change", "key", "best"),
     [
         # The loss of a run that learns falls, so the highest is that of the first save.
         ("checkpointing.metric_name=auto", "validation-Easy_loss", 5),
-        ("checkpointing.metric_name='val:validation-Lists_loss'", "validation-Lists_loss", None),
         ("checkpointing.metric_name=validation-Easy_accuracy", "validation-Easy_accuracy", None),
         ("checkpointing.metric_name='train:loss'", "train_loss", None),
-        ("checkpointing.metric_name=train_grad_norm", "train_grad_norm", None),
         ("checkpointing.metric_name=null", None, None),
     ],
 )
@@ -190,35 +186,6 @@ def test_without_checkpoints_nothing_is_saved(tmp_path):
     assert done.outcome.best is None
     assert not (tmp_path / "saves").exists()
     assert series(tmp_path, "validation-default/accuracy")
-
-
-WAYS = {
-    "not shared": ["policy.sequence_packing.share_prompts=false"],
-    "small budget": ["policy.sequence_packing.train_mb_tokens=60"],
-    "padded, fixed": ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3"],
-    "padded, dynamic": [
-        "policy.sequence_packing.enabled=false",
-        "policy.dynamic_batching.enabled=true",
-        "policy.dynamic_batching.train_mb_tokens=300",
-    ],
-    "activations recomputed": ["policy.dtensor_cfg.activation_checkpointing=true"],
-}
-
-
-@pytest.fixture(scope="module")
-def forest(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("forest")
-    train(settings(directory, "rm.max_num_epochs=2"))
-    return directory
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_compute_learns_the_same(tmp_path, forest, way):
-    train(settings(tmp_path, "rm.max_num_epochs=2", *WAYS[way]))
-    for name in ("train/loss", "train/grad_norm", "validation-default/loss"):
-        assert series(tmp_path, name) == pytest.approx(series(forest, name), rel=1e-5), name
-    assert series(tmp_path, "train/accuracy") == series(forest, "train/accuracy")
-    assert series(tmp_path, "train/global_valid_toks") == series(forest, "train/global_valid_toks")
 
 
 def last(directory, name):
@@ -359,15 +326,6 @@ def test_lora_trains_the_adapters_and_the_head_alone(tmp_path):
     assert torch.equal(model.score.weight, late["score.weight"])
 
 
-@pytest.mark.slow
-def test_bfloat16_keeps_master_weights_and_head_in_float32(tmp_path):
-    done = train(settings(tmp_path, "policy.precision=bfloat16", "rm.max_num_epochs=4"))
-    assert last(tmp_path, "validation-default/accuracy") >= 0.9
-    assert done.outcome.latest is not None
-    weights = load_file(done.outcome.latest / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-
-
 def test_the_form_of_the_seeds(tmp_path):
     """`python examples/run_rm.py --config FILE key=value`, with a file of their sections."""
     rows = write_rows(tmp_path / "train.jsonl", pairs(40))
@@ -425,22 +383,3 @@ def test_a_printed_configuration_reads_back_as_itself(tmp_path):
     assert printed("--config", str(tmp_path / "0.yaml")) == first
     plain = printed(*settings(tmp_path))
     assert printed("--config", str(tmp_path / "1.yaml")) == plain
-
-
-def test_a_template_that_prints_the_date_is_pinned_and_said(tmp_path):
-    template = (
-        "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
-        "(today is {{ strftime_now('%d %B %Y') }})"
-    )
-    path = tmp_path / "dated.jinja"
-    path.write_text(template, encoding="utf-8")
-    done = train(settings(tmp_path, f"policy.tokenizer.chat_template={path}"))
-    (note,) = [line for line in done.text.splitlines() if "date" in line and "note" in line]
-    assert done.outcome.latest is not None
-    contract = json.loads((done.outcome.latest / "scoring.json").read_text(encoding="utf-8"))
-    date = contract["pinned_date"]
-    assert date in note
-    tokenizer = AutoTokenizer.from_pretrained(done.outcome.latest)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-    assert date in text
-    assert date in tokenizer.chat_template, "the date is written there, not asked of the clock"

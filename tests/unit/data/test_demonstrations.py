@@ -1,7 +1,6 @@
 """Conversations to imitate: the forms of rows, what is left out, what is held out."""
 
 import io
-import sys
 from pathlib import Path
 
 import pytest
@@ -190,22 +189,6 @@ def test_rows_that_cannot_be_read_name_their_line(load, row, config, said):
 def test_names_that_are_unknown(load):
     with pytest.raises(DataError, match="Did you mean squad"):
         load(None, dataset_name="squat")
-
-
-def test_a_class_of_ones_own(load, tmp_path, monkeypatch):
-    (tmp_path / "own_talks.py").write_text(
-        "def talks(chat_key='messages'):\n"
-        "    for word in ('Hello', 'Bye'):\n"
-        "        yield {chat_key: [{'role': 'user', 'content': word},\n"
-        "                          {'role': 'assistant', 'content': word + '!'}]}\n",
-        encoding="utf-8",
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        dialogues, _ = load(None, dataset_name="own_talks.talks")
-    finally:
-        sys.modules.pop("own_talks", None)
-    assert [d.messages[1].content for d in dialogues] == ["Hello!", "Bye!"]
 
 
 @given(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from laurel.config.data import TaskSetConfig
-from laurel.data.reading import HubSet, LeftOutRow, held_out_prompts, open_set
+from laurel.data.reading import HubSet, LeftOutRow, open_set
 from laurel.data.report import RowReport
 from laurel.data.sources import UnusableRow
 from laurel.data.task_formats import TASK_SETS, TaskParts
@@ -124,17 +124,3 @@ def test_a_processor_is_registered_once():
             register_processor("mine", process)
     finally:
         del PROCESSORS["mine"]
-
-
-def test_the_share_is_met_as_closely_as_whole_prompts_allow():
-    prompts = [bytes([n]) for n in range(100)]
-    assert len(held_out_prompts(prompts, share=0.05, seed=1)) == 5
-    assert held_out_prompts(prompts, share=0.05, seed=1) == held_out_prompts(
-        prompts[::-1], share=0.05, seed=1
-    )
-    assert held_out_prompts(prompts, share=0.05, seed=1) != held_out_prompts(
-        prompts, share=0.05, seed=2
-    )
-    assert held_out_prompts([b"a", b"b"], share=0.001, seed=1) < {b"a", b"b"}
-    with pytest.raises(DataError, match="1 different"):
-        held_out_prompts([b"a"] * 5, share=0.5, seed=1)

@@ -1,7 +1,6 @@
 """Tasks from rows: what is asked, what is known, who judges, and what was left out."""
 
 import io
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -404,21 +403,6 @@ def test_a_processor_of_ones_own(load, own):
         load([{"n": 4}], processor=f"{own}.raising")
 
 
-def test_equal_prompts_stay_on_one_side_whatever_the_order(write_rows):
-    rows = [{"question": f"{n % 10}?", "answer": n} for n in range(40)]
-    sides = []
-    for order in (rows, rows[::-1]):
-        config = TaskDataConfig(
-            train_data_path=str(write_rows(order)), split_validation_size=0.3, seed=5
-        )
-        data = load_task_data(config, default_environment="math", environments=ENVIRONMENTS)
-        sides.append({asked(task) for task in data.validation})
-        assert {asked(task) for task in data.train} == {f"{n}?" for n in range(10)} - sides[-1]
-        assert (len(data.train), len(data.validation)) == (28, 12)
-    assert sides[0] == sides[1]
-    assert len(sides[0]) == 3
-
-
 def test_the_whole_section(write_rows):
     rows = [{"question": f"{n}?", "answer": n} for n in range(40)]
     path = str(write_rows(rows))
@@ -487,12 +471,3 @@ def test_real_problems(load, real_data, path, config, count, first):
     assert all(known(task) for task in tasks)
     if path.startswith("gsm8k"):
         assert all(known(task).lstrip("-").replace(".", "").isdecimal() for task in tasks)
-
-
-def test_the_report_is_plain_values(load):
-    _, report = load([{"question": "1+1?", "answer": "2"}])
-    report.set_lengths([7])
-    told = json.loads(json.dumps(report.to_dict()))
-    assert told["lengths"]["tokens"]["max"] == 7
-    assert told["lengths"]["characters"]["max"] == 4
-    assert told["rows_kept"] == told["num_tasks"] == 1

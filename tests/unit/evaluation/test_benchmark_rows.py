@@ -149,6 +149,13 @@ def test_splits_of_a_saved_data_set_and_the_benchmarks_own_parts(tmp_path, monke
     assert [row.id for row in read_benchmark(own, ["saved"], split="raw")] == ["2"]
 
 
+def test_an_id_of_ties_stands_once(tmp_path):
+    ties = {"id": "ref:1", "subset": "Ties", "prompt": "q", "chosen": ["a"], "rejected": ["b"]}
+    path = write(tmp_path / "rows.jsonl", [ties, {**ties, "id": "tied:1"}, ties])
+    with pytest.raises(DataError, match=r"rows.jsonl:3: there is a row with the id ref:1 already"):
+        read_benchmark(REWARD_BENCH_2, [path])
+
+
 def test_a_limit_holds_for_each_set(tmp_path):
     one = write(tmp_path / "one.jsonl", [{**PAIR, "id": i} for i in range(3)])
     two = write(tmp_path / "two.jsonl", [{**PAIR, "id": i} for i in range(10, 13)])
@@ -173,6 +180,22 @@ def test_a_limit_holds_for_each_set(tmp_path):
             BEST_OF_N,
             {"prompt": "q", "completions": ["a"], "correct": ["yes"]},
             "'correct' must hold true or false for each of the 1 completions",
+        ),
+        (REWARD_BENCH, {**PAIR, "chosen": ["a"]}, ":1: 'chosen' holds something that is no"),
+        (
+            REWARD_BENCH_2,
+            {**PAIR, "chosen": ["a"], "rejected": ["b"] * 3, "num_correct": 2},
+            ":1: 'num_correct' is 2, and the row has 1 right and 3 wrong answers",
+        ),
+        (
+            RM_BENCH,
+            {**PAIR, "domain": "chat", "chosen": ["a", "b"], "rejected": ["c"] * 3},
+            ":1: 'chosen' holds 2 answers where 3 are expected, one of each style",
+        ),
+        (
+            JUDGE_BENCH,
+            {"source": "x", "question": "q", "response_A": "a", "response_B": "b", "label": "A"},
+            ":1: 'label' is 'A' where A>B or B>A is meant",
         ),
     ],
 )

@@ -208,26 +208,19 @@ def test_the_best_and_the_latest_stay(root):
     assert hidden(root) == [".lock"]
 
 
-def test_higher_can_be_better_and_of_equals_the_newer_wins(root):
-    store = CheckpointStore(root, higher_is_better=True)
-    save_all(root, {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.2}, keep_top_k=1, higher_is_better=True)
-    assert store.steps() == [3, 4]
-    assert store.best() == root / "step_3"
-
-
-def test_two_stay_even_where_one_would_do(root):
-    save_all(root, {1: 0.5, 2: 0.4, 3: 0.3}, keep_top_k=1)
-    assert CheckpointStore(root).steps() == [2, 3]
-
-
-def test_without_a_metric_the_most_recent_stay(root):
-    save_all(root, dict.fromkeys(range(1, 7)), keep_top_k=3)
-    assert CheckpointStore(root).steps() == [4, 5, 6]
-
-
-def test_all_stay_where_no_number_is_given(root):
-    save_all(root, dict.fromkeys(range(1, 7)), keep_top_k=None)
-    assert CheckpointStore(root).steps() == [1, 2, 3, 4, 5, 6]
+@pytest.mark.parametrize(
+    ("metrics", "options", "kept"),
+    [
+        # Higher can be better, and of equals the newer wins.
+        ({1: 0.5, 2: 0.9, 3: 0.9, 4: 0.2}, {"keep_top_k": 1, "higher_is_better": True}, [3, 4]),
+        ({1: 0.5, 2: 0.4, 3: 0.3}, {"keep_top_k": 1}, [2, 3]),  # never fewer than two
+        (dict.fromkeys(range(1, 7)), {"keep_top_k": 3}, [4, 5, 6]),
+        (dict.fromkeys(range(1, 7)), {"keep_top_k": None}, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_which_stay(root, metrics, options, kept):
+    save_all(root, metrics, **options)
+    assert CheckpointStore(root).steps() == kept
 
 
 def test_a_pinned_checkpoint_stays_until_the_store_is_left(root):

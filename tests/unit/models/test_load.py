@@ -282,11 +282,6 @@ def test_padding_that_ends_sequences(save):
     assert loaded.contract.rules.pad_id != loaded.contract.rules.eos_id
 
 
-def test_a_template_that_drops_messages(save):
-    tokenizer = made.make_tokenizer(template="{{ messages[-1]['content'] }}")
-    assert "leaves out the user message" in refused(save(tiny.tiny_classifier("qwen3"), tokenizer))
-
-
 def test_nothing_there(tmp_path):
     text = refused(tmp_path / "gone")
     assert str(tmp_path / "gone") in text

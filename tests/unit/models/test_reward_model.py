@@ -182,11 +182,3 @@ def test_a_head_with_a_bias_adds_it():
         before = model(forest)
         model.classifier.score.bias = torch.nn.Parameter(torch.tensor([2.5]))
         torch.testing.assert_close(model(forest), before + 2.5)
-
-
-def test_what_a_model_says_of_itself():
-    model = tiny.tiny_reward_model("qwen3", num_labels=3)
-    assert model.num_outputs == 3
-    assert model.device == torch.device("cpu")
-    assert model.weights_dtype == torch.float32
-    assert model.bfloat16().weights_dtype == torch.bfloat16

@@ -122,18 +122,6 @@ def test_what_cannot_be_told_is_refused_unless_it_is_said(name):
         assert sent(contract, text, "No.", True)
 
 
-@pytest.mark.parametrize("name", ["llama 3.1", "gemma"])
-def test_bos_is_there_once_though_the_tokenizer_would_add_another(name):
-    contract = contract_of(TOKENIZERS[name]())
-    (tokens,) = contract.encode([group_of(QUESTION, ["Here."], group_id="g")])
-    (ids,) = whole(tokens)
-    bos = contract.rules.bos_id
-    assert ids[0] == bos
-    assert ids.count(bos) == 1
-    doubled = contract.tokenizer(contract.render((*QUESTION, Message("assistant", "Here."))))
-    assert doubled["input_ids"].count(bos) == 2  # what plain tokenising would have done
-
-
 def test_the_last_token_is_the_end_of_the_sequence():
     for make, last in ((made.gemma, "<eos>"), (made.llama_31, "<|eot|>"), (made.chatml, "Ċ")):
         contract = contract_of(make())

@@ -62,12 +62,6 @@ def test_metrics_are_two_columns():
     assert ["lr", "2.000e-06"] in lines
 
 
-def test_no_metrics_is_said():
-    console, file = make()
-    print_metrics(console, "validation-default", {})
-    assert shown(file) == "validation-default: no metrics\n"
-
-
 def test_pairs_show_texts_scores_and_whether_right():
     console, file = make()
     print_pairs(console, "validation-default", [pair(), pair(-3.25, 1.0, prompt="2+2?")])
@@ -122,13 +116,6 @@ def test_markup_and_control_characters_are_shown_not_obeyed():
     text = " ".join(shown(file).split())
     assert r"[bold]x[/bold] [/] \x1b[31mred\x07\r\n\u202egnidrawkcab\udc80" in text
     assert r"\x9b2J" in text
-
-
-def test_no_rows_are_said():
-    console, file = make()
-    print_pairs(console, "pairs", [])
-    print_scores(console, [])
-    assert shown(file) == "pairs: no pairs\nno conversations\n"
 
 
 @pytest.mark.parametrize(

@@ -139,13 +139,6 @@ def test_odd_numbers_are_shown(value):
     assert f"loss {'NaN' if math.isnan(value) else value}  0 pairs/s" in file.getvalue()
 
 
-def test_nothing_done_prints_nothing():
-    progress, _, file = plain(10)
-    with progress:
-        pass
-    assert file.getvalue() == ""
-
-
 def test_messages_are_literal_and_safe():
     progress, _, file = plain(10)
     with progress:

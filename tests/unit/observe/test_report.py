@@ -154,13 +154,6 @@ def test_where_the_time_went(tmp_path):
     assert "2 steps in 4.0 s" in text
 
 
-def test_the_curves_of_one_run(tmp_path):
-    write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=METRICS)])
-    html, _ = page_of(tmp_path / "report.html")
-    assert html.count("<svg") == 2
-    assert "reward (mean, spread) from -1 to 2; success in validation from 0.5 to 0.9" in html
-
-
 def test_colours_are_the_pages_own(tmp_path):
     write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=METRICS)])
     html, _ = page_of(tmp_path / "report.html")
@@ -179,16 +172,6 @@ def test_a_run_that_logged_nothing_is_no_error(tmp_path, metrics):
     html, page = page_of(tmp_path / "report.html")
     assert "Nothing was logged." in page.text
     assert "<svg" not in html
-
-
-def test_a_resumed_run_shows_each_step_once(tmp_path):
-    rows = [
-        *METRICS,
-        {"event": "resumed", "step": 1},
-        {"step": 2, "time": 200.0, "train/reward": 7.0, "train/reward_std": 0.5},
-    ]
-    write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=rows)])
-    assert "reward (mean, spread) from -1 to 7" in page_of(tmp_path / "report.html")[0]
 
 
 def test_no_runs_give_a_page_of_its_facts(tmp_path):

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.observe.report.page import (
     _places,
@@ -229,21 +227,6 @@ def test_everything_of_a_run_is_on_its_page(tmp_path):
         "rm: seed: 7",
     ):
         assert words in text, words
-
-
-@pytest.mark.slow
-def test_two_runs_are_compared(tmp_path):
-    runs = [
-        reward_model_run(tmp_path / "exp_001"),
-        reward_model_run(tmp_path / "exp_002", num_steps=80),
-    ]
-    write_report(tmp_path / "page.html", runs)
-    html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    text = words_of(html)
-    assert "Settings that differ A B rm.max_num_steps 100 80" in text
-    assert "A exp_001" in text
-    assert "B, Reward model exp_002" in text
-    assert "Last values A B train/loss" in text
 
 
 def test_directories_of_one_name_are_told_apart_by_what_is_above(tmp_path):

@@ -47,6 +47,42 @@ SMALL = decoder_shape(
     num_kv_heads=8,
     vocab_size=32000,
 )
+
+
+def small_shape(num_layers, heads=(8, 2), **changes):
+    """Of the networks that `saved_bytes` makes."""
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "head_dim": 32,
+        "vocab_size": 64,
+        "num_layers": num_layers,
+        "num_heads": heads[0],
+        "num_kv_heads": heads[1],
+    }
+    return decoder_shape(**{**sizes, **changes})
+
+
+def kept_bytes(shape, tokens, compute_bytes, **changes):
+    options = {
+        "tp": 1,
+        "recomputes": False,
+        "sequence_parallel": False,
+        "keeps_stream_in_float32": False,
+    }
+    return activation_bytes(
+        shape, tokens=tokens, compute_bytes=compute_bytes, **{**options, **changes}
+    )
+
+
+UNEVEN = decoder_shape(
+    hidden_size=1536,
+    num_layers=2,
+    intermediate_size=8960,
+    num_heads=12,
+    num_kv_heads=2,
+    vocab_size=1000,
+)
 FOUR_NODES = ("cluster.num_nodes=4", "cluster.gpus_per_node=8")
 
 
@@ -178,15 +214,7 @@ def test_activations_are_those_that_a_real_network_keeps(kind, mode):
         normalises_heads=kind == "qwen3",
         layer_parameters=256 * 32 * 2 * 10 + 3 * 256 * 768,
     )
-    estimated = activation_bytes(
-        shape,
-        tokens=256,
-        tp=1,
-        compute_bytes=width,
-        recomputes=False,
-        sequence_parallel=False,
-        keeps_stream_in_float32=mode == "autocast",
-    )
+    estimated = kept_bytes(shape, 256, width, keeps_stream_in_float32=mode == "autocast")
     if mode == "autocast":  # its copies of the weights, which are counted as `gathered`
         estimated += 2 * width * shape.layer_parameters
     more, fewer = (saved_bytes(kind, mode, layers=n, recomputes=False) for n in (4, 2))
@@ -204,24 +232,8 @@ def test_activations_of_a_forest(heads, group, recomputes):
     prompt, length, size = group
 
     def estimated(layers):
-        shape = decoder_shape(
-            hidden_size=256,
-            num_layers=layers,
-            intermediate_size=768,
-            num_heads=heads[0],
-            num_kv_heads=heads[1],
-            head_dim=32,
-            vocab_size=64,
-        )
-        return activation_bytes(
-            shape,
-            tokens=prompt + length * size,
-            tp=1,
-            compute_bytes=4,
-            recomputes=recomputes,
-            sequence_parallel=False,
-            keeps_stream_in_float32=False,
-        )
+        tokens = prompt + length * size
+        return kept_bytes(small_shape(layers, heads), tokens, 4, recomputes=recomputes)
 
     more, fewer = (
         saved_bytes("llama", "float32", layers=n, recomputes=recomputes, heads=heads, group=group)
@@ -232,25 +244,7 @@ def test_activations_of_a_forest(heads, group, recomputes):
 
 def test_recomputed_layers_keep_their_inputs():
     more, fewer = (saved_bytes("llama", "bfloat16", layers=n, recomputes=True) for n in (6, 2))
-    sizes = [
-        activation_bytes(
-            decoder_shape(
-                hidden_size=256,
-                num_layers=n,
-                intermediate_size=768,
-                num_heads=8,
-                num_kv_heads=2,
-                vocab_size=64,
-            ),
-            tokens=256,
-            tp=1,
-            compute_bytes=2,
-            recomputes=True,
-            sequence_parallel=False,
-            keeps_stream_in_float32=False,
-        )
-        for n in (6, 2)
-    ]
+    sizes = [kept_bytes(small_shape(n), 256, 2, recomputes=True) for n in (6, 2)]
     # A layer's input, 256 x 256 x 2 bytes, and tokens' positions, which all layers share.
     assert sizes[0] - sizes[1] == pytest.approx(more - fewer, rel=0.1)
     assert sizes[0] - sizes[1] == 4 * 256 * 256 * 2
@@ -259,19 +253,8 @@ def test_recomputed_layers_keep_their_inputs():
 def test_tensor_parallel_ranks_divide_all_but_the_norms():
     # Norms: 2 x (4 + 2 x 2) x 1024 = 16384. Heads: 2 x 2 x (16 + 8) x 64 + 4 x 16 = 6208.
     # Feed-forward: 4 x 2 x 4096 = 32768.
-    def one_layer(tp, *, sequence_parallel=False):
-        return (
-            activation_bytes(
-                SMALL,
-                tokens=1,
-                tp=tp,
-                compute_bytes=2,
-                recomputes=False,
-                keeps_stream_in_float32=False,
-                sequence_parallel=sequence_parallel,
-            )
-            // 16
-        )
+    def one_layer(tp, **changes):
+        return kept_bytes(SMALL, 1, 2, tp=tp, **changes) // 16
 
     assert one_layer(1) == 16384 + 6208 + 32768
     assert one_layer(4) == 16384 + (6208 + 32768) // 4
@@ -515,50 +498,34 @@ def test_in_process_generation_needs_no_second_copy():
 
 
 def test_heads_that_tensor_parallel_ranks_cannot_share():
-    shape = decoder_shape(
-        hidden_size=1536,
-        num_layers=2,
-        intermediate_size=8960,
-        num_heads=12,
-        num_kv_heads=2,
-        vocab_size=1000,
-    )
     config = grpo(
         "cluster.gpus_per_node=8",
         "policy.dtensor_cfg.tensor_parallel_size=8",
         "policy.generation.vllm_cfg.tensor_parallel_size=4",
     )
-    (conflict,) = fit(config, Shapes(policy=shape)).conflicts
+    (conflict,) = fit(config, Shapes(policy=UNEVEN)).conflicts
     assert "12 attention heads nor the 2 key/value heads" in conflict.problem
     assert conflict.fix == "policy.dtensor_cfg.tensor_parallel_size=2"
     # vLLM repeats key and value heads: 2 on 4 ranks is no conflict, and 4 is nearest to 8
     key = "policy.generation.vllm_cfg.tensor_parallel_size"
-    (conflict,) = fit(grpo("cluster.gpus_per_node=8", f"{key}=8"), Shapes(policy=shape)).conflicts
+    (conflict,) = fit(grpo("cluster.gpus_per_node=8", f"{key}=8"), Shapes(policy=UNEVEN)).conflicts
     assert conflict.fix == f"{key}=4"
 
 
 def test_heads_that_context_parallel_ranks_cannot_share():
-    shape = decoder_shape(
-        hidden_size=1536,
-        num_layers=2,
-        intermediate_size=8960,
-        num_heads=12,
-        num_kv_heads=2,
-        vocab_size=1000,
-    )
     spread = (
         "cluster.gpus_per_node=16",
         "policy.dtensor_cfg.tensor_parallel_size=2",
         "policy.generation.backend=transformers",
     )
     key = "policy.dtensor_cfg.context_parallel_size"
-    (conflict,) = fit(grpo(*spread, f"{key}=4"), Shapes(policy=shape)).conflicts
+    (conflict,) = fit(grpo(*spread, f"{key}=4"), Shapes(policy=UNEVEN)).conflicts
     assert "=4 does not divide the 6 attention heads that a rank of policy has" in conflict.problem
     assert conflict.fix == f"{key}=2"
     # Two heads of keys on one rank: copies for three ranks would do, but 16 slots are no 2 x 3.
-    divided = fit(grpo(*spread, f"{key}=2"), Shapes(policy=shape))
+    divided = fit(grpo(*spread, f"{key}=2"), Shapes(policy=UNEVEN))
     assert not divided.conflicts
-    whole = fit(grpo(*spread), Shapes(policy=shape))
+    whole = fit(grpo(*spread), Shapes(policy=UNEVEN))
     parts, before = phase(divided, "training").parts, phase(whole, "training").parts
     tokens = divided.plan.batch("policy").tokens
     assert parts["whole row"] == 2 * 4 * tokens * 1536

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 import learner_work as work
 from laurel.config.policy import NamedCall
 from laurel.errors import WorkerError
-from laurel.training.learner import NOTHING_TO_LEARN
 from laurel.training.learner_group import divide_micro_batches, imbalance
 from laurel.workers.calls import LocalGroup
 from laurel.workers.reservations import Resources
@@ -303,16 +302,6 @@ def test_a_gradient_that_is_no_number_on_one_rank_moves_nothing_on_any(pair):
     assert learner.learning_rate == 1.0
     close(work.asked(learner, 3), before, 0)
     assert learner.update(batch, work.loss("reward")).failure is None
-
-
-@pytest.mark.slow
-def test_a_batch_that_teaches_nothing_moves_nothing(pair):
-    learner = pair()
-    before = work.asked(learner, 3)
-    batch = work.micro_batches("reward", [[0], [1]], is_tie=True)
-    assert learner.update(batch, work.loss("reward")).failure == NOTHING_TO_LEARN
-    close(work.asked(learner, 3), before, 0)
-    assert learner.learning_rate == 1.0
 
 
 def test_a_rank_that_fails_is_named_and_the_group_ended(pair):

@@ -119,74 +119,48 @@ def test_centering():
     assert_near(centering(exact(1.0, 4.0, -3.0), exact(2.0, -4.0, -0.5)), 9.0, 0.0, 12.25)
 
 
-def test_davidson():
+DAVIDSON, RAO_KUPPER = partial(davidson, nu=1.5), partial(rao_kupper, theta=2.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "win", "lose", "tie"),
+    [
+        # Strengths 4 and 1; a tie weighs 1.5 * sqrt(4 * 1) = 3. Total 4 + 1 + 3 = 8.
+        (DAVIDSON, 4 / 8, 1 / 8, 3 / 8),
+        # The stronger wins: 4 / (4 + 2 * 1) = 2/3. The weaker: 1 / (1 + 2 * 4) = 1/9. A tie:
+        # (2^2 - 1) * 4 * 1 / (6 * 9) = 12/54 = 2/9. Together 6/9 + 1/9 + 2/9 = 1.
+        (RAO_KUPPER, 2 / 3, 1 / 9, 2 / 9),
+    ],
+)
+def test_losses_that_know_ties(loss, win, lose, tie):
     better, worse = exact(math.log(4.0), 0.0, math.log(4.0)), exact(0.0, math.log(4.0), 0.0)
-    loss = davidson(better, worse, flags(False, False, True), nu=1.5)
-
-    # Strengths 4 and 1; a tie weighs 1.5 * sqrt(4 * 1) = 3. Total 4 + 1 + 3 = 8.
-    # The stronger wins: 4/8. The weaker wins: 1/8. A tie: 3/8.
-    assert_near(loss, math.log(2.0), math.log(8.0), math.log(8.0 / 3.0))
-
-
-def test_davidson_between_equals():
-    # 1 : 1 : nu. With nu = 2 a tie has half of it, a win a quarter.
-    loss = davidson(exact(5.0, 5.0), exact(5.0, 5.0), flags(True, False), nu=2.0)
-    assert_near(loss, math.log(2.0), math.log(4.0))
-
-
-def test_davidson_with_margin_and_soft_label():
-    # d - m = ln 4, as above: 4/8 and 1/8; q = 0.9 * 0.8 + 0.1 * 0.2 = 0.74.
-    loss = davidson(
+    found = loss(better, worse, flags(False, False, True))
+    assert_near(found, -math.log(win), -math.log(lose), -math.log(tie))
+    # d - m = ln 4, as above; q = 0.9 * 0.8 + 0.1 * 0.2 = 0.74.
+    found = loss(
         exact(math.log(8.0)),
         exact(0.0),
         flags(False),
-        nu=1.5,
         margin_P=exact(math.log(2.0)),
         target_P=exact(0.9),
         label_smoothing=0.2,
     )
-    assert_near(loss, 0.74 * math.log(2.0) + 0.26 * math.log(8.0))
+    assert_near(found, -0.74 * math.log(win) - 0.26 * math.log(lose))
 
 
-def test_davidson_without_ties_is_bradley_terry():
+# 1 : 1 : nu. With nu = 2 a tie has half of it, a win a quarter. With theta = 3: a win
+# 1 / (1 + 3) = 1/4 each, a tie (9 - 1) / (4 * 4) = 1/2.
+@pytest.mark.parametrize("loss", [partial(davidson, nu=2.0), partial(rao_kupper, theta=3.0)])
+def test_ties_between_equals(loss):
+    found = loss(exact(5.0, 5.0), exact(5.0, 5.0), flags(True, False))
+    assert_near(found, math.log(2.0), math.log(4.0))
+
+
+def test_without_ties_they_are_bradley_terry():
     better, worse = exact(0.3, -2.0, 8.0), exact(1.7, -2.0, -8.0)
-    loss = davidson(better, worse, flags(False, False, False), nu=1e-300)
-    assert torch.equal(loss, bradley_terry(better, worse))
-
-
-def test_rao_kupper():
-    better, worse = exact(math.log(4.0), 0.0, math.log(4.0)), exact(0.0, math.log(4.0), 0.0)
-    loss = rao_kupper(better, worse, flags(False, False, True), theta=2.0)
-
-    # Strengths 4 and 1. The stronger wins: 4 / (4 + 2 * 1) = 2/3. The weaker: 1 / (1 + 2 * 4)
-    # = 1/9. A tie: (2^2 - 1) * 4 * 1 / (6 * 9) = 12/54 = 2/9. Together 6/9 + 1/9 + 2/9 = 1.
-    assert_near(loss, math.log(1.5), math.log(9.0), math.log(4.5))
-
-
-def test_rao_kupper_between_equals():
-    # With theta = 3: a win 1 / (1 + 3) = 1/4 each, a tie (9 - 1) / (4 * 4) = 1/2.
-    loss = rao_kupper(exact(5.0, 5.0), exact(5.0, 5.0), flags(True, False), theta=3.0)
-    assert_near(loss, math.log(2.0), math.log(4.0))
-
-
-def test_rao_kupper_with_margin_and_soft_label():
-    # d - m = ln 4, as above: 2/3 and 1/9; q = 0.9 * 0.8 + 0.1 * 0.2 = 0.74.
-    loss = rao_kupper(
-        exact(math.log(8.0)),
-        exact(0.0),
-        flags(False),
-        theta=2.0,
-        margin_P=exact(math.log(2.0)),
-        target_P=exact(0.9),
-        label_smoothing=0.2,
-    )
-    assert_near(loss, 0.74 * math.log(1.5) + 0.26 * math.log(9.0))
-
-
-def test_rao_kupper_with_theta_near_one_is_bradley_terry():
-    better, worse = exact(0.3, -2.0, 8.0), exact(1.7, -2.0, -8.0)
-    loss = rao_kupper(better, worse, flags(False, False, False), theta=1.0 + 2**-50)
-    assert_near(loss, *bradley_terry(better, worse).tolist(), rel=2e-15)
+    decided, plain = flags(False, False, False), bradley_terry(better, worse)
+    assert torch.equal(davidson(better, worse, decided, nu=1e-300), plain)
+    assert_near(rao_kupper(better, worse, decided, theta=1.0 + 2**-50), *plain.tolist(), rel=2e-15)
 
 
 @pytest.mark.parametrize("nu", [0.0, -1.0, math.nan])
