@@ -1,14 +1,13 @@
 """`laurel eval` with the reference's own formatting, of all benchmarks, and by given margins."""
 
 import json
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, Qwen3Config
 
 from eval_rows import WORDS, accuracies, list_rows, pair_rows, refused, write
 from laurel.models.tokenizer import CHATML
+from model_directories import save_model
+from tiny import tiny_classifier
 from tiny_tokenizers import make_tokenizer
 
 
@@ -17,22 +16,10 @@ def bos_model(directory):
     tokenizer = make_tokenizer(
         template="{{ bos_token }}" + CHATML, eos="<|im_end|>", more=("<|im_start|>",), adds_bos=True
     )
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=64,
-        num_labels=1,
-        pad_token_id=tokenizer.pad_token_id,
+    network = tiny_classifier(
+        "qwen3", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
     )
-    torch.manual_seed(0)
-    network: Any = AutoModelForSequenceClassification.from_config(config)
-    network.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    return save_model(directory, network, tokenizer)
 
 
 @pytest.mark.slow

@@ -8,23 +8,6 @@ from laurel.types import Message
 SYSTEM, USER = Message("system", "be kind"), Message("user", "2 + 2 = {x}?")
 
 
-def test_the_question_takes_the_first_user_message_and_the_system_message_goes_first(tmp_path):
-    (tmp_path / "p.txt").write_text("Answer in \\boxed{{}}.\n{}\n")
-    (tmp_path / "s.txt").write_text("You are {a} system.")
-    frame = read_prompt_frame(str(tmp_path / "p.txt"), str(tmp_path / "s.txt"))
-    later = (Message("assistant", "4"), Message("user", "sure?"))
-    assert frame.around((SYSTEM, USER, *later)) == (
-        Message("system", "You are {a} system."),
-        SYSTEM,
-        Message("user", "Answer in \\boxed{}.\n2 + 2 = {x}?\n"),
-        *later,
-    )
-
-
-def test_without_files_a_prompt_stays_as_it_is():
-    assert read_prompt_frame(None, None).around((USER,)) == (USER,)
-
-
 def test_a_prompt_without_a_user_message_has_no_question(tmp_path):
     (tmp_path / "p.txt").write_text("{}")
     with pytest.raises(UnusableRow, match="no user message"):

@@ -212,6 +212,22 @@ def test_where_ratings_are_wanted_one_completion_without_a_rank_is_enough():
             ["q"],
             [["a"], ["b"]],
         ),
+        (  # turns lose the blanks around them; a speaker counts only after a blank line
+            {
+                "chosen": "\n\nHuman: she  said\nAssistant: no \n\nAssistant: one\n\ntwo\n\n",
+                "rejected": "\n\nHuman: she  said\nAssistant: no \n\nAssistant: b",
+            },
+            ["she  said\nAssistant: no"],
+            [["one\n\ntwo"], ["b"]],
+        ),
+        (  # equal transcripts still have an answer each
+            {
+                "chosen": "\n\nHuman: q\n\nAssistant: 1\n\nHuman: r\n\nAssistant: a",
+                "rejected": "\n\nHuman: q\n\nAssistant: 1\n\nHuman: r\n\nAssistant: a",
+            },
+            ["q", "1", "r"],
+            [["a"], ["a"]],
+        ),
         (  # content in parts
             {
                 "prompt": [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
@@ -242,6 +258,24 @@ def test_binary_rows(row, prompt, answers):
             "conversations part before the answer",
         ),
         ({"chosen": "a", "rejected": "b"}, "missing key 'prompt'"),
+        (
+            {
+                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
+                "rejected": "\n\nHuman: a\n\nAssistant: d",
+            },
+            "transcripts part too early (2 and 1 turns left)",
+        ),
+        (
+            {
+                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
+                "rejected": "\n\nHuman: a\n\nAssistant: b\n\nAssistant: d",
+            },
+            "turns do not alternate",
+        ),
+        (
+            {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"},
+            "transcript ends with Human",
+        ),
         ({"chosen": [A("a")], "rejected": [A("b")]}, "missing key 'prompt'"),
         (
             {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForSequenceClassification, Qwen3Config
+from transformers import AutoModelForSequenceClassification
 
 from laurel.evaluation.rewardbench_tokens import (
     BOS,
@@ -27,7 +27,9 @@ from laurel.models.tokenizer import CHATML
 from laurel.rewards.open import open_model_scorer
 from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, group_of
+from model_directories import save_model
 from reward_models import small_model
+from tiny import tiny_classifier
 from tiny_tokenizers import gemma, make_tokenizer
 
 FORM = ReferenceFormat(program="it", truncation_side="left")
@@ -154,34 +156,15 @@ def _loaded():
     return _MODELS[0]
 
 
-def write_classifier(directory, tokenizer):
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=64,
-        num_labels=1,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    model: Any = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.3)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_scores_are_those_of_a_padded_batch_with_the_first_bos_hidden(tmp_path, side):
     """The reference's arithmetic, done here by Hugging Face alone."""
     tokenizer = made(template="{{ bos_token }}" + CHATML, adds_bos=True)
     tokenizer.padding_side = side
-    write_classifier(tmp_path, tokenizer)
+    network = tiny_classifier(
+        "qwen3", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
+    )
+    save_model(tmp_path, network, tokenizer)
     groups = [asked("Where?", "By the gate.", "No."), asked("Who? " * 30, "An old man", "x" * 60)]
     scorer = open_model_scorer(str(tmp_path), say=lambda _: None)
     form = ReferenceFormat(program="it", truncation_side="left", max_length=80)

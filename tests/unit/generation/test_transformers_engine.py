@@ -211,10 +211,7 @@ def test_a_copy_has_the_adapters_merged():
     with engine_of(policy, shares_weights=False) as engine:
         assert not adapted_layers(engine._batch.model.causal_lm)
         for version in (1, 2):
-            with torch.no_grad():
-                for name, parameter in policy.named_parameters():
-                    if "lora_" in name:
-                        parameter.normal_(std=0.1)
+            tiny.draw_adapters(policy, 0.1)
             run(engine.update_weights(Weights(version=version, tensors=policy.named_weights)))
             (found,) = draw(engine, asked)
             for one in found:
@@ -239,10 +236,7 @@ def test_a_copy_takes_what_changes_when_it_has_had_all(owns_model):
     with engine_of(own, shares_weights=False, owns_model=owns_model) as engine:
         for version in (1, 2, 3):
             taken.append([])
-            with torch.no_grad():
-                for name, parameter in policy.named_parameters():
-                    if "lora_" in name:
-                        parameter.normal_(std=0.1)
+            tiny.draw_adapters(policy, 0.1)
             changing = functools.partial(tensors, changing_only=True)
             new = Weights(version=version, tensors=tensors, changing=changing)
             run(engine.update_weights(new))

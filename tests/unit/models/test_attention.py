@@ -11,15 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AttentionInterface
 
 import tiny
 from dense_oracle import ORACLE, dense_attention, oracle_of
 from laurel.data.forest import to_forest
 from laurel.errors import ModelError
-from laurel.models.forest.attention import FOREST, ForestPlan, forest_attention, register
+from laurel.models.forest.attention import ForestPlan, forest_attention
 from laurel.models.loading.pretrained import recompute_activations
-from laurel.types import Span, Tree
 
 ALL = sorted(tiny.ARCHITECTURES)
 SHAPES = [(40, [5, 1, 30]), (0, [7]), (3, [2, 2]), (1, [1, 1]), (0, [1]), (17, [3, 9, 1, 25])]
@@ -300,21 +298,6 @@ def test_without_a_plan_there_is_an_error_that_says_so():
     model = tiny.tiny_reward_model("llama")
     with pytest.raises(ModelError, match=r"without a plan.*set_attn_implementation\('sdpa'\)"):
         model.classifier(input_ids=torch.tensor([[5, 6, 7]]))
-
-
-def test_registering_again_changes_nothing():
-    register()
-    assert AttentionInterface()[FOREST] is forest_attention
-    register()
-    assert AttentionInterface()[FOREST] is forest_attention
-
-
-def test_a_plan_lists_the_segments_in_the_order_of_the_row():
-    trees = (
-        Tree(Span(0, 4), (Span(4, 5), Span(5, 8))),
-        Tree(Span(8, 8), (Span(8, 10),)),
-    )
-    assert ForestPlan(trees).lengths == [4, 1, 3, 0, 2]
 
 
 def test_the_largest_window_hides_nothing():

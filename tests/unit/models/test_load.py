@@ -298,14 +298,7 @@ BIDIRECTIONAL = {"use_bidirectional_attention": True, "head_dim": 8}
 PADDED = {
     "bert": ({"max_position_embeddings": 600}, "BertForSequenceClassification pools by itself"),
     "jamba": (
-        {
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 2,
-            "mamba_d_state": 4,
-            "mamba_dt_rank": 4,
-            "num_hidden_layers": 2,
-        },
+        tiny.JAMBA,
         "JambaForSequenceClassification does not take an attention implementation",
     ),
     "minimax": (

@@ -1,8 +1,6 @@
 """A model spread over processes gives the numbers of one process, and each holds its share."""
 
-import contextlib
 import math
-import os
 
 import pytest
 import torch
@@ -466,19 +464,3 @@ def test_what_cannot_be_spread_is_refused():
     assert "spread over ranks already" in said
     with pytest.raises(ConfigError, match="Linear has no list of layers"):
         decoder_layers(nn.Linear(1, 1))
-
-
-def test_a_rank_that_fails_ends_the_others():
-    with pytest.raises(RankError, match=r"rank 1 of 2: [\s\S]*this rank has had enough"):
-        together(parallel_work.fail, 2, 1)
-
-
-def test_ranks_that_do_not_end_are_killed(tmp_path):
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 have not ended in time"):
-        together(parallel_work.leave_pid_and_sleep, 2, str(tmp_path), 60.0, deadline=3.0)
-    pids = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(pids) == 2
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            pytest.fail(f"process {pid} is alive")

@@ -217,21 +217,7 @@ def test_weights_are_named_as_hugging_face_saves_them(name, tmp_path):
 
 
 def joined_experts():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "mixtral",
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=3,
-        num_experts_per_tok=1,
-    )
-    network = AutoModelForCausalLM.from_config(config)
-    return PolicyModel(network, path="padded", precision=torch.float32)
+    return PolicyModel(tiny.mixtral(1), path="padded", precision=torch.float32)
 
 
 def test_experts_that_are_joined_in_memory_come_one_by_one(tmp_path):

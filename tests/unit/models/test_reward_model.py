@@ -23,14 +23,7 @@ ENCODERS = {
     },
 }
 HYBRIDS = {
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 2,
-        "mamba_d_state": 4,
-        "mamba_dt_rank": 4,
-        "num_hidden_layers": 2,
-    },
+    "jamba": tiny.JAMBA,
     "qwen3_next": {
         "num_experts": 2,
         "num_experts_per_tok": 1,

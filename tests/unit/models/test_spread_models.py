@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
@@ -49,16 +48,9 @@ def models(tmp_path_factory):
         "tied": tiny.tiny_policy("qwen3-tied", std=0.05, path="padded").causal_lm,
         "rewards": tiny.tiny_classifier("qwen3", std=0.05),
         "decoder": tiny.tiny_language_model("gemma2"),
-        "experts": AutoModelForCausalLM.from_config(mixtral()),
+        "experts": tiny.mixtral(),
     }
     return {name: str(save_model(root / name, network)) for name, network in networks.items()}
-
-
-def mixtral():
-    return AutoConfig.for_model(
-        "mixtral",
-        **{**tiny.COMMON, "num_local_experts": 3, "num_experts_per_tok": 1, "num_hidden_layers": 2},
-    )
 
 
 def cases_of(models):
