@@ -336,10 +336,6 @@ def test_closing_ends_what_runs_and_waits_for_every_call(opened):
     assert pool.run(jobs(1))[0].reason == "the sandbox has been shut down"
 
 
-def test_a_pool_that_ran_nothing_ends_its_nodes(opened):
-    pool, nodes = opened("1")
-    pool.close()
-    assert nodes.newest("1").over.is_set()
 
 
 @pytest.mark.slow
