@@ -336,8 +336,6 @@ def test_closing_ends_what_runs_and_waits_for_every_call(opened):
     assert pool.run(jobs(1))[0].reason == "the sandbox has been shut down"
 
 
-
-
 @pytest.mark.slow
 def test_one_runner_can_be_closed_alone(tier):
     nodes = PretendedNodes("1", found={"1": tier})
