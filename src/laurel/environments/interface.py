@@ -1,4 +1,4 @@
-"""What an environment is, and the figures that every one reports.
+"""The class that environments derive from, and the metrics that every one reports.
 
 ::
 
@@ -16,33 +16,29 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from hashlib import blake2b
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from laurel.config.load import Checker, warnings_of
 from laurel.config.schema_info import with_defaults
 from laurel.config.yaml_tree import Section, graft
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.observe.hub import line_of
-from laurel.protocols import Environment, JudgingUnit, MessageLog
-from laurel.types import EnvironmentReturn, Task
+from laurel.protocols import EnvironmentSpec, MessageLog
+from laurel.types import EnvironmentReturn, RejectedTask, Task
 
 if TYPE_CHECKING:
     from laurel.workers.ray_actor import ActorMaker
 
 
 __all__ = [
-    "ConversationMemo",
     "EnvironmentInterface",
     "EnvironmentReturn",
+    "EnvironmentSpec",
     "RejectedTask",
     "batch_figures",
-    "group_id_of",
-    "judged_by",
     "mean_of",
-    "noise_floor_of",
     "numbers",
     "pass_at_k",
     "response_of",
@@ -56,15 +52,7 @@ ENVIRONMENT_ROLE = "environment"
 """Role of what an environment says."""
 GROUP_ID = "laurel_group_id"
 """Key of the metadata under which rollouts say whose completion a conversation is: the id that
-`batch["group_ids"]` has when figures are made."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RejectedTask:
-    """A task that its environment could not judge fairly, and why."""
-
-    task: Task
-    reason: str
+`batch["group_ids"]` has in the finished batch."""
 
 
 class EnvironmentInterface(ABC):
@@ -77,48 +65,42 @@ class EnvironmentInterface(ABC):
         ray.get(environment.shutdown.remote())
     """
 
-    judges: JudgingUnit = "group"
-    """What is to come in one call: a completion, a part of a group, a group or a batch."""
-    stop_strings: Sequence[str] = ()
-    """Where the policy's first turn ends."""
-    memo: ConversationMemo[Any] | None = None
-    """What it finds out about conversations for its figures, in values that JSON knows."""
+    spec = EnvironmentSpec()
+    """An environment that differs from the defaults has another one, of its class or its own."""
 
     @abstractmethod
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """See `protocols.Environment.step`."""
+        """Judge conversations; see `protocols.Environment.step`."""
 
     @abstractmethod
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """See `protocols.Environment.global_post_process_and_metrics`."""
+        """Measure a finished batch; see `protocols.Environment.global_post_process_and_metrics`."""
+
+    def end_batch(self, batch: Mapping[str, Any]) -> None:  # noqa: B027  most have no state
+        """Let the state go on from a batch that was learned from (`protocols.Environment`)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the state for a checkpoint, if `spec.has_state`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  most have no state
+        """Go on from a saved state, if `spec.has_state`."""
+
+    def noise_floor(self) -> float:
+        """Give the standard deviation of the rewards' own noise: that of `spec`."""
+        return self.spec.noise_floor or 0.0
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """The tasks whose own reference answer would not earn the reward; here none is checked."""
+        """List the tasks whose own reference answer would not earn the reward: none is checked."""
         return []
 
-    def notes(
-        self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None = None
-    ) -> Any:
-        """What figures of these conversations need besides them; see `protocols.Environment`."""
-        return None if self.memo is None else self.memo.get_all(message_logs, group_ids)
-
-    def take_notes(
-        self,
-        message_logs: Sequence[MessageLog],
-        notes: Any,
-        group_ids: Sequence[str] | None = None,
-    ) -> None:
-        """The same, from a checkpoint."""
-        if self.memo is None:
-            return
-        ids: Sequence[str | None] = group_ids or [None] * len(message_logs)
-        for message_log, note, group_id in zip(message_logs, notes, ids, strict=True):
-            if note is not None:
-                self.memo.put(message_log, note, group_id)
+    def resting(self) -> AbstractContextManager[None]:
+        """Give the memory of devices back meanwhile: there is none to give."""
+        return nullcontext()
 
     def shutdown(self) -> None:  # noqa: B027  many have nothing to free
         """Free processes and memory. Idempotent."""
@@ -191,87 +173,9 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
     return made
 
 
-def group_id_of(metadata: Mapping[str, Any] | None) -> str | None:
-    """The group that a conversation belongs to; None where `step` was called without rollouts."""
-    return None if metadata is None else metadata.get(GROUP_ID)
-
-
 def response_of(message_log: MessageLog) -> str:
     """All that the policy said in a conversation, one message after the other."""
     return "".join(m["content"] for m in message_log if m["role"] == "assistant")
-
-
-class ConversationMemo(Generic[T]):
-    """What an environment found out about a conversation, until the figures are made.
-
-    Looked up by what was said and in which group: the same words can answer two tasks with
-    different tests, and batches under way at the same time (training, validation) do not mix.
-    What was put without a group is found from every group. What was not used for longest goes when
-    the memo is full.
-    """
-
-    def __init__(self, capacity: int = 65_536) -> None:
-        self._kept: Memory[T] = Memory(capacity)
-
-    def put(self, message_log: MessageLog, value: T, group_id: str | None = None) -> None:
-        """Keep `value` for this conversation, in place of what was kept before."""
-        self._kept.put(_fingerprint(message_log, group_id), value)
-
-    def forget(self, message_log: MessageLog, group_id: str | None = None) -> None:
-        """Keep nothing for this conversation."""
-        self._kept.forget(_fingerprint(message_log, group_id))
-
-    def get(self, message_log: MessageLog, group_id: str | None = None) -> T | None:
-        """What was kept for this conversation, if it still is."""
-        found = self._kept.get(_fingerprint(message_log, group_id))
-        if found is None and group_id is not None:  # `step` may have been called by hand
-            found = self._kept.get(_fingerprint(message_log, None))
-        return found
-
-    def get_all(
-        self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None
-    ) -> list[T | None]:
-        """What was kept for each of these conversations. A batch that does not fit is logged."""
-        if (count := len(message_logs)) > self._kept.capacity:
-            logging.getLogger(__name__).warning(
-                "a batch of %s conversations: figures of what was found out about each are of the "
-                "last %s of them",
-                f"{count:,}",
-                f"{self._kept.capacity:,}",
-            )
-        ids: Sequence[str | None] = group_ids or [None] * len(message_logs)
-        return [self.get(one, own) for one, own in zip(message_logs, ids, strict=True)]
-
-
-def _fingerprint(message_log: MessageLog, group_id: str | None) -> bytes:
-    """The same before and after the environment's own words are added."""
-    digest = blake2b(digest_size=16)
-    said = [m for m in message_log if m["role"] != ENVIRONMENT_ROLE]
-    texts = [text for message in said for text in (message["role"], message["content"])]
-    # An odd number of texts has a group, an even number has none.
-    for text in texts if group_id is None else [group_id, *texts]:
-        written = text.encode("utf-8", "surrogatepass")
-        digest.update(len(written).to_bytes(8, "little"))
-        digest.update(written)
-    return digest.digest()
-
-
-def judged_by(environment: Environment) -> JudgingUnit:
-    """What an environment judges in one call.
-
-    Raises:
-        ConfigError: It says something else.
-    """
-    found = getattr(environment, "judges", "group")
-    if found not in get_args(JudgingUnit):
-        known = ", ".join(get_args(JudgingUnit))
-        raise ConfigError(f"{type(environment).__name__}: judges={found!r} must be one of {known}")
-    return cast(JudgingUnit, found)
-
-
-def noise_floor_of(environment: Environment) -> float:
-    """Standard deviation of the noise in an environment's rewards; 0 where it names none."""
-    return float(getattr(environment, "noise_floor", 0.0))
 
 
 # ------------------------------------------------------------------------------------------ figures
@@ -369,7 +273,7 @@ class Memory(Generic[T]):
 # file and the line of the one that returned something else.
 
 FIELDS = ("observations", "metadata", "next_stop_strings")
-MAY_MISS = ("answers", "failures")
+MAY_MISS = ("answers", "failures", "notes")
 
 
 def source_of(called: Callable[..., Any]) -> tuple[str, int] | None:

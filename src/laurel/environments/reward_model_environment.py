@@ -19,11 +19,10 @@ from laurel.config.environments import RewardModelEnvironmentConfig, ScoreTransf
 from laurel.data.forest import to_padded
 from laurel.environments.interface import (
     GROUP_ID,
-    ConversationMemo,
     EnvironmentInterface,
+    EnvironmentSpec,
     RejectedTask,
     batch_figures,
-    group_id_of,
     mean_of,
     numbers,
     settings_of,
@@ -68,9 +67,11 @@ PREFIX = "reward_model_env/"
 
 
 class _Judged(TypedDict):
-    """What is remembered of a conversation until its batch has ended."""
+    """The note of a conversation, for the batch that it ends in."""
 
     score: float
+    reference: float
+    """Score of the task's own answer, where it is subtracted; else 0."""
     truncated: bool
     parts: dict[str, float]
 
@@ -125,8 +126,9 @@ class RewardModelEnvironment(EnvironmentInterface):
         self._scorer = scorer if isinstance(scorer, ContractScorer) else BlockingScorer(scorer)
         self._reads_metadata: bool = getattr(scorer, "reads_metadata", False)
         self._judges_groups: bool = getattr(scorer, "judges_groups", False)
-        self.judges = self._judged_by(scorer)
-        self.memo: ConversationMemo[_Judged] = ConversationMemo()
+        self.spec = EnvironmentSpec(
+            judges=self._judged_by(scorer), noise_floor=None, has_state=True
+        )
         self._noise_probe = NoiseProbe()
         self._noise: float | None = getattr(scorer, "noise", None)
         self._lock = threading.Lock()
@@ -222,6 +224,17 @@ class RewardModelEnvironment(EnvironmentInterface):
                 case.conversation[-1].content if case.conversation else None for case in cases
             ],
             failures=[case.failure for case in cases],
+            notes=[
+                None
+                if case.failure is not None
+                else _Judged(
+                    score=case.score,
+                    reference=case.reference_score if case.reference else 0.0,
+                    truncated=case.truncated,
+                    parts=case.parts,
+                )
+                for case in cases
+            ],
         )
 
     def _judge(
@@ -229,7 +242,7 @@ class RewardModelEnvironment(EnvironmentInterface):
     ) -> list[Case]:
         cases = [read_case(log) for log in message_logs]
         for case, info in zip(cases, infos, strict=True):
-            # Which group it is tells two tasks apart in the memo, and is nothing to score by.
+            # Which group it is, is nothing to score by.
             case.info = {key: value for key, value in (info or {}).items() if key != GROUP_ID}
             if self.config.transform.subtract_reference:
                 case.add_reference(info)
@@ -255,10 +268,6 @@ class RewardModelEnvironment(EnvironmentInterface):
                 case.reward = reward
             else:
                 case.failure = "the reward is not finite"
-        for log, case, info in zip(message_logs, cases, infos, strict=True):
-            if case.failure is None:
-                judged = _Judged(score=case.score, truncated=case.truncated, parts=case.parts)
-                self.memo.put(log, judged, group_id_of(info))
         return cases
 
     def scores(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
@@ -289,10 +298,10 @@ class RewardModelEnvironment(EnvironmentInterface):
         """The batch as it is, and figures of its rewards.
 
         Their names begin with `reward_model_env/`. Mean, least and largest of nothing are absent,
-        and so is the deviation (divided by n - 1) of fewer than two. Where this very environment
-        judged every conversation of the batch: `num_truncated` and, where scores are not the
-        rewards, mean and deviation of the scores; and of their parts (`Score.parts`),
-        as `part/<name>/mean` and `part/<name>/std`.
+        and so is the deviation (divided by n - 1) of fewer than two. Where the batch has `notes` of
+        every conversation: `num_truncated` and, where scores are not the rewards, mean and
+        deviation of the scores; and of their parts (`Score.parts`), as `part/<name>/mean` and
+        `part/<name>/std`.
 
         Args:
             batch: See `protocols.Environment`; any of its entries may be missing.
@@ -305,18 +314,22 @@ class RewardModelEnvironment(EnvironmentInterface):
         figures |= _spread("reward", rewards)
         if rewards:
             figures |= {"min_reward": min(rewards), "max_reward": max(rewards)}
-        if "message_log" in batch:
-            found = self.memo.get_all(batch["message_log"], batch.get("group_ids"))
-            judged = [one for one in found if one is not None]
-            if len(judged) == len(found):
-                figures["num_truncated"] = float(sum(one["truncated"] for one in judged))
-                if not self.transform.changes_nothing:
-                    figures |= _spread("score", [one["score"] for one in judged])
-                figures |= _of_parts([one["parts"] for one in judged])
-        self.transform.end_batch()
+        notes = batch.get("notes")
+        if notes is not None and all(note is not None for note in notes):
+            figures["num_truncated"] = float(sum(note["truncated"] for note in notes))
+            if not self.transform.changes_nothing:
+                figures |= _spread("score", [note["score"] for note in notes])
+            figures |= _of_parts([note["parts"] for note in notes])
         return batch, {f"{PREFIX}{name}": value for name, value in figures.items()}
 
-    @property
+    def end_batch(self, batch: Mapping[str, Any]) -> None:
+        """Let `normalize: running` go on from the scores of a batch; it needs its `notes`."""
+        notes = [note for note in batch.get("notes") or () if note is not None]
+        self.transform.end_batch(
+            # A note without it is of an older checkpoint, where scores counted when they came.
+            [note["score"] - note["reference"] for note in notes if "reference" in note]
+        )
+
     def noise_floor(self) -> float:
         """How far apart rewards can be that mean the same: the noise of the scores, as rewards.
 
@@ -340,10 +353,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         return by_prompt(chosen) if len(chosen) > 1 else []
 
     def resting(self) -> contextlib.AbstractContextManager[None]:
-        """Give the memory of devices back meanwhile; see `ContractScorer.resting`.
-
-        What is no model of this process or its workers is left as it is.
-        """
+        """Give the memory of devices back meanwhile, where the run's own processes hold it."""
         return self._open().resting()
 
     # --------------------------------------------------------------------- resuming, and the end
@@ -635,18 +645,13 @@ class Moments:
         return math.sqrt(self.squares / self.count)
 
 
-MOST_WAITING = 65_536
-"""Scores of a batch at most: more than a step of any size has, and half a megabyte."""
-
-
 class ScoreTransform:
     """What `ScoreTransformConfig` says is done to scores. Safe to call from several threads.
 
     With `normalize: running` the mean and the deviation change only when a batch ends
     (`end_batch`), and before the first has ended scores stay as they are. Were they to change with
     every score, completions of one prompt that are judged at different times would be measured by
-    different rules, and learn from the difference. Where nobody ends batches (`step` alone is
-    called), a batch ends with `MOST_WAITING` scores.
+    different rules, and learn from the difference.
     """
 
     def __init__(
@@ -662,9 +667,8 @@ class ScoreTransform:
             ConfigError: They are needed and missing.
         """
         self.config = config
-        self._lock = threading.Lock()
-        self._seen = Moments()
-        self._waiting: list[float] = []
+        self.seen = Moments()
+        """Of all scores of the batches that have ended."""
         self._stored: tuple[float, float] | None = None
         if config.normalize == "stored":
             mean, std = stored
@@ -699,17 +703,6 @@ class ScoreTransform:
         config = self.config
         if references is not None:
             scores = [s - r for s, r in zip(scores, references, strict=True)]
-        if config.normalize == "running":
-            with self._lock:
-                self._waiting.extend(scores)
-                is_full = len(self._waiting) >= MOST_WAITING
-            if is_full:
-                logging.getLogger(__name__).warning(
-                    "env.reward_model.transform.normalize=running: %s scores have come since a "
-                    "batch ended (global_post_process_and_metrics); they count from now on",
-                    f"{MOST_WAITING:,}",
-                )
-                self.end_batch()
         mean, std = self._mean_and_std()
         if config.normalize == "stored" and references is not None:
             mean = 0.0
@@ -719,17 +712,10 @@ class ScoreTransform:
             rewards = [min(max(reward, low), high) for reward in rewards]
         return rewards
 
-    def end_batch(self) -> None:
-        """Let the scores since the last call count from now on."""
-        with self._lock:
-            self._seen = self._seen.joined(self._waiting)
-            self._waiting = []
-
-    @property
-    def seen(self) -> Moments:
-        """Of all scores of the batches that have ended."""
-        with self._lock:
-            return self._seen
+    def end_batch(self, scores: Sequence[float]) -> None:
+        """Let the scores of a batch count from now on, less those of references."""
+        if self.config.normalize == "running":
+            self.seen = self.seen.joined(scores)
 
     def _mean_and_std(self) -> tuple[float, float]:
         if self._stored is not None:
@@ -739,14 +725,11 @@ class ScoreTransform:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as JSON knows it."""
-        with self._lock:
-            return {"seen": asdict(self._seen), "waiting": list(self._waiting)}
+        return {"seen": asdict(self.seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        with self._lock:
-            self._seen = Moments(**state["seen"])
-            self._waiting = list(state["waiting"])
+        self.seen = Moments(**state["seen"])
 
 
 # --------------------------------------------------------------------------------------------------

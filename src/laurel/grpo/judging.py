@@ -21,7 +21,6 @@ from laurel.environments.interface import (
     GROUP_ID,
     checked_return,
     column_of,
-    judged_by,
     method_name,
     source_of,
     unfit,
@@ -59,6 +58,7 @@ class RolloutInProgress:
     num_turns: int = 0
     weight_version: int | None = None
     answer: str | None = None
+    note: Any = None
     stop_strings: tuple[str, ...] = ()
     observation: Mapping[str, str] = field(default_factory=dict)
     """What the environment said last."""
@@ -100,6 +100,7 @@ class RolloutInProgress:
             num_turns=self.num_turns,
             weight_version=self.weight_version or 0,
             answer=self.answer,
+            note=self.note,
         )
 
 
@@ -138,6 +139,7 @@ def take_verdict(
         stops = verdict.next_stop_strings[i]
         rollout.stop_strings = rollout.stop_strings if stops is None else tuple(stops)
         rollout.answer = verdict.answers[i] if verdict.answers is not None else None
+        rollout.note = verdict.notes[i] if verdict.notes is not None else None
         rollout.observation = observation
 
 
@@ -293,7 +295,7 @@ def judged_parts(
 
     Who comes with whom depends on their indices alone, never on who ends first.
     """
-    most = {"completion": len(rollouts), "part": MAX_PARTS}.get(judged_by(environment), 1)
+    most = {"completion": len(rollouts), "part": MAX_PARTS}.get(environment.spec.judges, 1)
     size = -(-len(rollouts) // most)
     return [list(rollouts[first : first + size]) for first in range(0, len(rollouts), size)]
 
@@ -306,7 +308,7 @@ def worth_separate_call(
     So at most half as much again is computed for a group as in one call. It depends on what was
     said alone, so it is the same in every run.
     """
-    if judged_by(environment) == "completion":
+    if environment.spec.judges == "completion":
         return True
     return (
         sum(len(ids) for rollout in part for ids in rollout.ids) >= MIN_TOKEN_RATIO * prompt_length

@@ -18,7 +18,6 @@ import numpy as np
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import LoggerConfig
 from laurel.data.forest import pack_evenly, pack_padded, to_forest, to_padded
-from laurel.environments.interface import noise_floor_of
 from laurel.grpo.advantages import (
     NO_DIVERGENCE,
     Advantages,
@@ -34,6 +33,7 @@ from laurel.grpo.advantages import (
 )
 from laurel.grpo.health import HealthWatch
 from laurel.grpo.metrics import (
+    end_batch,
     environment_metrics,
     failures_with,
     judging_metrics,
@@ -191,7 +191,7 @@ class GRPO(TrainingLoop):
         # Noise is measured of the rewards that environments give.
         by_reward = slope(settings.grpo.reward_scaling)
         asked = {group.task.environment for group in groups}
-        noises = {name: by_reward * noise_floor_of(self.parts.environments[name]) for name in asked}
+        noises = {name: by_reward * self.parts.environments[name].noise_floor() for name in asked}
         noise_B = [noises[group.task.environment] for group in groups]
         advantages = compute_advantages(
             rewards_BG,
@@ -276,7 +276,6 @@ class GRPO(TrainingLoop):
         with (
             self.progress.phase("validating", len(validation.chosen)) as phase,
             self.timers.time("total_validation_time"),
-            self.parts.source.leaving_nothing(),
             self.parts.learner_at_rest(),
         ):
             groups = validation.play(self.parts.source, while_waiting=partial(self._waited, phase))
@@ -297,7 +296,7 @@ class GRPO(TrainingLoop):
         logged["timing/validation/total_validation_time"] = seconds
         keyed = {f"validation_{k}": v for k, v in figures.items()}
         for name, own in validation.by_set(groups).items():
-            # Environments measure a batch once, and have.
+            # What environments measure is logged under their own names, of all sets.
             of_set = validation_metrics(own, {})
             self._show(f"validation-{name}", of_set, step)
             logged |= {f"validation-{name}/{k}": v for k, v in of_set.items()}
@@ -349,8 +348,8 @@ class GRPO(TrainingLoop):
         num_tokens = train.get("total_num_tokens", 0.0)
         num_completions = sum(len(group.rollouts_G) for group in groups)
         logged = self.parts.transfer_figures() | {f"train/{k}": v for k, v in train.items()}
-        with self.parts.source.measuring():
-            logged |= environment_metrics(groups, self.parts.environments)
+        logged |= environment_metrics(groups, self.parts.environments)
+        end_batch(groups, self.parts.environments)
         logged |= {f"timing/train/{name}": value for name, value in timing.items()}
         logged |= {
             "timing/train/rollout/generation": batch.stats.generation,
@@ -448,7 +447,7 @@ class PolicyParts:
     @property
     def noise(self) -> float:
         """Standard deviation of the own noise of the noisiest environment's rewards."""
-        return max(map(noise_floor_of, self.environments.values()), default=0.0)
+        return max((one.noise_floor() for one in self.environments.values()), default=0.0)
 
     def transfer_figures(self) -> dict[str, float]:
         """What went wrong between learner and generator, where weights travel in several ways."""
@@ -480,9 +479,7 @@ class PolicyParts:
         """Nothing is judged meanwhile, by models that can rest."""
         with ExitStack() as stack:
             for environment in self.environments.values() if self.judges_rest else ():
-                resting = getattr(environment, "resting", None)
-                if resting is not None:
-                    stack.enter_context(resting())
+                stack.enter_context(environment.resting())
             yield
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -157,20 +158,38 @@ def environment_metrics(
         if not own:
             continue
         measure = environment.global_post_process_and_metrics
-        try:
+        with _own_code(name, "measure", measure):
             measured = _figures(measure, measure(environment_batch(own)))
             bare = {_OWN_PREFIX.sub("", key): float(value) for key, value in measured.items()}
-        except EnvironmentFailedError as error:
-            raise EnvironmentFailedError(
-                f"the environment {name!r} could not measure its batch: {error}"
-            ) from error
-        except Exception as error:  # an environment's own code: anything can come out of it
-            raise EnvironmentFailedError(
-                f"the environment {name!r} could not measure its batch "
-                f"(global_post_process_and_metrics): {described(error, measure)}"
-            ) from error
         figures |= {f"env/{name}/{key}": value for key, value in bare.items()}
     return figures
+
+
+def end_batch(groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]) -> None:
+    """Let the state of environments go on from a batch that was learned from.
+
+    Raises:
+        EnvironmentFailedError: One of them raised something.
+    """
+    for name, environment in environments.items():
+        own = [group for group in groups if group.task.environment == name]
+        if own and environment.spec.has_state:
+            with _own_code(name, "end", environment.end_batch):
+                environment.end_batch(environment_batch(own))
+
+
+@contextmanager
+def _own_code(environment: str, doing: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Say whose code it was that failed: anything can come out of an environment's own."""
+    failed = f"the environment {environment!r} could not {doing} its batch"
+    try:
+        yield
+    except EnvironmentFailedError as error:
+        raise EnvironmentFailedError(f"{failed}: {error}") from error
+    except Exception as error:
+        raise EnvironmentFailedError(
+            f"{failed} ({method.__name__}): {described(error, method)}"
+        ) from error
 
 
 def _figures(measure: Callable[..., Any], returned: Any) -> Mapping[str, Any]:
@@ -180,32 +199,6 @@ def _figures(measure: Callable[..., Any], returned: Any) -> Mapping[str, Any]:
     if not isinstance(returned[1], Mapping):
         raise unfit(measure, f"{value_kind(returned[1])} as figures", "a dictionary of numbers")
     return returned[1]
-
-
-def environment_notes(
-    groups: Sequence[RolloutGroup], environments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What environments noted of batches that they have not measured yet, for a checkpoint."""
-    return {
-        name: environment.notes(own["message_log"], own["group_ids"])
-        for name, environment in environments.items()
-        if hasattr(environment, "notes") and (own := _batch_for(groups, name))
-    }
-
-
-def take_environment_notes(
-    groups: Sequence[RolloutGroup], environments: Mapping[str, Any], notes: Mapping[str, Any]
-) -> None:
-    """The same, from a checkpoint; of the same groups."""
-    for name, noted in notes.items():
-        own = _batch_for(groups, name)
-        environments[name].take_notes(own["message_log"], noted, own["group_ids"])
-
-
-def _batch_for(groups: Sequence[RolloutGroup], environment: str) -> dict[str, Any]:
-    """What an environment is to measure of these groups, empty where none of them is its own."""
-    own = [group for group in groups if group.task.environment == environment]
-    return environment_batch(own) if own else {}
 
 
 def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
@@ -234,5 +227,6 @@ def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
             [int(r.mask_L.sum()) for _, r in judged], dtype=torch.int64
         ),
         "answers": [r.answer for _, r in judged],
+        "notes": [r.note for _, r in judged],
         "num_failures": len(pairs) - len(judged),
     }

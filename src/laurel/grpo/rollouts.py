@@ -9,18 +9,16 @@ of a group, or to judge nothing before all has been drawn; see `protocols.Enviro
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from laurel.environments.interface import judged_by
 from laurel.errors import DataError, EngineError, EnvironmentFailedError
 from laurel.grpo.judging import (
     BatchBarrier,
@@ -146,20 +144,6 @@ class Rollouts:
         """Let go of the threads; the generator and the environments are the caller's."""
         self._judges.close()
 
-    def memories(self) -> dict[str, Any]:
-        """What the environments remember, by name, of those that remember anything."""
-        return {
-            name: copy.deepcopy(environment.state_dict())
-            for name, environment in self.environments.items()
-            if hasattr(environment, "state_dict")
-        }
-
-    def restore(self, memories: Mapping[str, Any]) -> None:
-        """Let the environments remember that, and nothing since."""
-        for name, memory in memories.items():
-            environment: Any = self.environments[name]
-            environment.load_state_dict(memory)
-
     async def play(
         self,
         tasks: Sequence[Task],
@@ -197,7 +181,7 @@ class Rollouts:
             barriers={
                 name: BatchBarrier(number)
                 for name, number in names.items()
-                if judged_by(self.environments[name]) == "batch"
+                if self.environments[name].spec.judges == "batch"
             },
         )
         started = played.last_completion
@@ -239,13 +223,12 @@ class Rollouts:
             numbers=(*batch.numbers, index),
             batch=batch,
         )
-        stops = tuple(getattr(environment, "stop_strings", None) or ())
         rollouts = [
             RolloutInProgress(
                 index=i,
                 metadata=dict(task.metadata),
                 group_id=context.group_id,
-                stop_strings=stops,
+                stop_strings=environment.spec.stop_strings,
             )
             for i in range(batch.num_generations)
         ]
@@ -255,7 +238,7 @@ class Rollouts:
             await together(self._go_on(context, rollout) for rollout in rollouts)
         else:
             await self._judge_in_parts(context, judged_parts(environment, rollouts))
-        if judged_by(environment) in ("completion", "part"):
+        if environment.spec.judges in ("completion", "part"):
             copy_reward_to_duplicates(rollouts)
         group = RolloutGroup(
             id=context.group_id,

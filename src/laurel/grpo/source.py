@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -26,7 +26,7 @@ from laurel.config.grpo import GRPOConfig
 from laurel.errors import EngineError, TrainingError
 from laurel.grpo.advantages import scaled, slope
 from laurel.grpo.judging import RolloutStats, end_all
-from laurel.grpo.metrics import environment_notes, failure_counts, take_environment_notes
+from laurel.grpo.metrics import failure_counts
 from laurel.grpo.rollouts import CLOSING_SECONDS, Rollouts
 from laurel.training.batches import Stream
 from laurel.training.stopping import NothingLeft
@@ -228,9 +228,8 @@ class _Ahead:
 
     step: int
     future: Future[Batch] = field(default_factory=Future)
-    before: tuple[int, dict[str, Any]] | None = None
-    """Where the stream was, and what environments remembered, when it was begun. None: not yet, or
-    all is as it was then."""
+    before: int | None = None
+    """Where the stream was when it was begun. None: not yet, or it is where it was."""
 
     @property
     def is_finished(self) -> bool:
@@ -279,8 +278,6 @@ class RolloutSource:
         """Held while the end of what was cancelled is waited for, and while the loop is stopped."""
         self._is_stopped = False
         self._nothing_left: NothingLeft | None = None
-        self._before: dict[str, Any] | None = None
-        """What the environments remembered before the rollouts that were given up last."""
         self._loop = asyncio.new_event_loop()
         self._one_at_a_time = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
@@ -310,7 +307,6 @@ class RolloutSource:
         if not self._ahead:
             self._next = step
         last = min(step + self._max_staleness, self._total_steps - 1)
-        self._forget_what_was_given_up()
         while self._next <= last:
             ahead = _Ahead(step=self._next)
             ahead.future = self._begin(self._collect(ahead))
@@ -367,78 +363,20 @@ class RolloutSource:
         However many environments fail to judge: see `check_failures`.
         """
         self._num_played = 0
-        with self.forgetting_what_is_given_up():
-            future = self._begin(
-                self._rollouts.play(
-                    tasks,
-                    num_generations=num_generations,
-                    sampling=sampling,
-                    batch=(VALIDATION, *batch),
-                    on_group=self._count,
-                )
+        future = self._begin(
+            self._rollouts.play(
+                tasks,
+                num_generations=num_generations,
+                sampling=sampling,
+                batch=(VALIDATION, *batch),
+                on_group=self._count,
             )
-            try:
-                return self._wait(future, while_waiting)
-            except BaseException:
-                self._drop([future])
-                raise
-
-    def memories(self) -> dict[str, Any]:
-        """What the environments remember, by name, without rollouts that were given up."""
-        return self._rollouts.memories() if self._before is None else self._before
-
-    def notes(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """What environments noted of these batches, by name; see `protocols.Environment`."""
-        groups = [group for batch in batches for group in batch.groups]
-        return environment_notes(groups, self._rollouts.environments)
-
-    def take_notes(self, batches: Sequence[Batch], notes: Mapping[str, Any]) -> None:
-        """The same, from a checkpoint."""
-        groups = [group for batch in batches for group in batch.groups]
-        take_environment_notes(groups, self._rollouts.environments, notes)
-
-    def restore(self, memories: Mapping[str, Any]) -> None:
-        """Let the environments remember what a checkpoint held."""
-        self._rollouts.restore(memories)
-
-    @contextlib.contextmanager
-    def forgetting_what_is_given_up(self) -> Iterator[None]:
-        """What ends with an exception leaves nothing in the environments' memories.
-
-        They forget it when something new begins: a call that is under way may end until then.
-        """
-        self._forget_what_was_given_up()
-        memories = self._rollouts.memories()
+        )
         try:
-            yield
+            return self._wait(future, while_waiting)
         except BaseException:
-            self._before = memories
+            self._drop([future])
             raise
-
-    def _forget_what_was_given_up(self) -> None:
-        if self._before is not None:
-            self._rollouts.restore(self._before)
-            self._before = None
-
-    @contextlib.contextmanager
-    def measuring(self) -> Iterator[None]:
-        """What environments learn from measuring a batch stays, though others were given up."""
-        is_given_up = self._before is not None
-        self._forget_what_was_given_up()
-        yield
-        if is_given_up:  # a call that is under way may end later
-            self._before = self._rollouts.memories()
-
-    @contextlib.contextmanager
-    def leaving_nothing(self) -> Iterator[None]:
-        """What is played and measured inside leaves nothing in the environments' memories.
-
-        For validations: what is learned next does not depend on whether there was one.
-        """
-        with self.forgetting_what_is_given_up():
-            memories = self._rollouts.memories()
-            yield
-            self._rollouts.restore(memories)
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """See `Rollouts.check_failures`."""
@@ -507,7 +445,7 @@ class RolloutSource:
         if lost:
             self._next = lost[0].step
         if lost and lost[0].before is not None:  # the others were begun after it, or not at all
-            self._collector.consumed, self._before = lost[0].before
+            self._collector.consumed = lost[0].before
 
     def _drop(self, futures: Iterable[Future[Any]]) -> None:
         """Stop playing; returns when nothing is drawn any more."""
@@ -526,13 +464,12 @@ class RolloutSource:
         async with self._one_at_a_time:
             if self._nothing_left is not None:
                 raise self._nothing_left
-            ahead.before = self.consumed, self._rollouts.memories()
+            ahead.before = self.consumed
             self._num_played = 0
             try:
                 return await self._collector.play(ahead.step, on_group=self._count)
             except NothingLeft as reason:  # more epochs would begin this step once more
-                (self._collector.consumed, memories), ahead.before = ahead.before, None
-                self._rollouts.restore(memories)
+                self._collector.consumed, ahead.before = ahead.before, None
                 self._nothing_left = reason
                 raise
 
