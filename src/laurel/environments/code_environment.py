@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from laurel.config.environments import CodeEnvironmentConfig, SandboxConfig
+from laurel.config.environments import CodeEnvironmentConfig
 from laurel.environments.code.answers import (
     Session,
     join_code,
@@ -108,7 +108,12 @@ class CodeEnvironment(EnvironmentInterface):
             judges="completion", stop_strings=tuple(self.config.stop_strings or ())
         )
         self._limits = program_limits(self.config.sandbox)
-        self._pool = _opened(self.config.placed_sandbox, detection, nodes)
+        placed = self.config.placed_sandbox
+        self._pool: SandboxPool = (
+            open_pool(placed, detection=detection or _detected())
+            if nodes is None or nodes.is_only_this()
+            else open_pool_on(placed, nodes)
+        )
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
@@ -150,10 +155,12 @@ class CodeEnvironment(EnvironmentInterface):
         try:
             if has_tests(given):
                 tests = read_tests(given, self.config)
-                attempt = _whole_number(given, "attempts") + 1
+                attempts = given.get("attempts", 0)
+                if not isinstance(attempts, int) or isinstance(attempts, bool):
+                    raise MalformedTaskError(f"attempts is {attempts!r}, not a number")
                 code = program_of(text, entry=tests.entry, prefix=tests.prefix)
                 judged = self._judge(tests, code, deadline, batch)
-                return lambda: self._judged(judged(), given, attempt)
+                return lambda: self._judged(judged(), given, attempts + 1)
             session = Session.of(given.get("code_session"))
             return self._run(text, session, given, deadline, batch)
         except (MalformedTaskError, ValueError) as error:
@@ -249,7 +256,7 @@ class CodeEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """The batch as it is, and its `accuracy`, `pass@...`, verdicts and calls.
+        """Measure `accuracy`, `pass@...`, verdicts and calls of a batch.
 
         A sample counts as correct if its reward is 1 and it was not cut off. Samples with tests
         have the share of each verdict (`verdict/<status>`; `no_code` is one), of tests that passed,
@@ -281,7 +288,7 @@ class CodeEnvironment(EnvironmentInterface):
         return batch, figures
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """The tasks whose tests cannot be run, or whose own `reference_solution` fails them."""
+        """List tasks whose tests cannot be run, or whose own `reference_solution` fails them."""
         checks = [self._check(dict(task.metadata)) for task in tasks]
         reasons = [check() for check in checks]
         return [
@@ -328,22 +335,6 @@ class _Answer:
     answer: str | None = None
     failure: str | None = None
     note: dict[str, Any] = field(default_factory=dict)
-
-
-def _whole_number(metadata: Mapping[str, Any], key: str) -> int:
-    value = metadata.get(key, 0)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise MalformedTaskError(f"{key} is {value!r}, not a number")
-    return value
-
-
-def _opened(
-    config: SandboxConfig, detection: Detection | None, nodes: ClusterNodes | None
-) -> SandboxPool:
-    """What runs the programs: the nodes of a cluster, or this machine."""
-    if nodes is not None and not nodes.is_only_this():
-        return open_pool_on(config, nodes)
-    return open_pool(config, detection=detection or _detected())
 
 
 @cache

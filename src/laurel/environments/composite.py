@@ -108,7 +108,7 @@ class CompositeEnvironment(EnvironmentInterface):
 
     @property
     def parts(self) -> Mapping[str, Environment]:
-        """Who judges, by name."""
+        """Give the environments that judge, by name."""
         return self._environments
 
     def step(
@@ -231,7 +231,7 @@ class CompositeEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """The batch as it is, and figures of it and of each part's share in it.
+        """Measure a batch, and each part's share in it.
 
         The parts' own figures are `<part>/<figure>`, over the samples that this part judged, with
         its own rewards: neither weighted nor gated. `gated_out` is the share of samples that a gate
@@ -279,7 +279,7 @@ class CompositeEnvironment(EnvironmentInterface):
         return mean_of("gated_out", shut_out)
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """The tasks that any part rejects, each once per part."""
+        """List the tasks that any part rejects, each once per part."""
         rejected = []
         for name, environment in self._environments.items():
             for one in environment.validate(tasks):
@@ -287,7 +287,7 @@ class CompositeEnvironment(EnvironmentInterface):
         return rejected
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the parts that have one."""
+        """Give the states of the parts that have one."""
         return {
             name: part.state_dict()
             for name, part in self._environments.items()
@@ -300,7 +300,7 @@ class CompositeEnvironment(EnvironmentInterface):
             self._environments[name].load_state_dict(own)
 
     def noise_floor(self) -> float:
-        """How far apart rewards can be that mean the same: that of the parts, weighted."""
+        """Add up the noise of the parts' rewards, by their weights."""
         return math.fsum(
             abs(part.weight) * self._environments[part.env].noise_floor() for part in self._added
         )
@@ -414,7 +414,7 @@ class PartCalls:
 def scatter_return(
     judged: EnvironmentReturn | None, chosen: Sequence[int], metadata: Sequence[Any]
 ) -> EnvironmentReturn:
-    """What a part said of some conversations, among those that it has not been asked about."""
+    """Put what a part said of some conversations among those that it was not asked about."""
     size, place = len(metadata), {index: i for i, index in enumerate(chosen)}
 
     def filled(values: Sequence[Any] | None, default: Any) -> list[Any]:
@@ -445,14 +445,14 @@ def scatter_return(
 
 
 def total_of(rewards: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """The reward of each sample, float32 [B]: the sum of its components where it has any."""
+    """Add up the components of each sample's reward, where it has any: float32 [B]."""
     if isinstance(rewards, Tensor):
         return rewards.float()
     return torch.stack([one.float() for one in rewards.values()]).sum(dim=0)
 
 
 def failures_of(judged: EnvironmentReturn, totals_B: Sequence[float]) -> list[str | None]:
-    """Why a part has no reward for each sample. One that is not finite is none."""
+    """Say why a part has no reward for each sample; one that is not finite is none."""
     given = judged.failures or [None] * len(totals_B)
     return [
         f"the reward is {reward}" if reason is None and not math.isfinite(reward) else reason
@@ -461,13 +461,13 @@ def failures_of(judged: EnvironmentReturn, totals_B: Sequence[float]) -> list[st
 
 
 def join_observations(returns: Returns, index: int) -> str:
-    """What all of them say to a conversation, each thing once."""
+    """Join what all parts say to a conversation, each thing once."""
     said = (one.observations[index]["content"] for one in returns.values())
     return "\n".join(dict.fromkeys(text for text in said if text))
 
 
 def stops(returns: Returns, index: int) -> list[str] | None:
-    """All strings that any part wants the policy to stop at."""
+    """Collect the strings that any part wants the policy to stop at."""
     wanted = [one.next_stop_strings[index] for one in returns.values()]
     if all(one is None for one in wanted):
         return None
@@ -475,13 +475,13 @@ def stops(returns: Returns, index: int) -> list[str] | None:
 
 
 def answer_of(returns: Returns, index: int) -> str | None:
-    """The answer as the first part read it that read one."""
+    """Give the answer as the first part read it that read one."""
     found = (one.answers[index] for one in returns.values() if one.answers is not None)
     return next((text for text in found if text is not None), None)
 
 
 def rows_of(batch: Mapping[str, Any], wanted: list[int]) -> dict[str, Any]:
-    """The batch with only these samples."""
+    """Take only these samples of a batch."""
     size = len(batch["group_ids"])
     rows: dict[str, Any] = {}
     for key, values in batch.items():

@@ -15,7 +15,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
@@ -107,7 +107,7 @@ class EnvironmentInterface(ABC):
 
     @classmethod
     def remote(cls, *args: Any, **kwargs: Any) -> Any:
-        """A Ray actor that holds an environment, at once; the arguments are those of the class.
+        """Make a Ray actor that holds an environment; the arguments are those of the class.
 
         Its methods are those of the environment, each as `method.remote(...)`. What goes wrong
         keeps its class, also where the environment could not be made: every call says so. Without
@@ -123,7 +123,7 @@ class EnvironmentInterface(ABC):
 
     @classmethod
     def options(cls, **options: Any) -> ActorMaker:
-        """Something with the same `remote`, for an actor with options of Ray's.
+        """Give something with the same `remote`, for an actor with options of Ray's.
 
         Example::
 
@@ -146,7 +146,7 @@ class EnvironmentInterface(ABC):
 
 
 def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -> S:
-    """The settings of an environment, from a section or from a plain dictionary.
+    """Read the settings of an environment from a section or a plain dictionary.
 
     Keys of other systems that mean nothing here are left out, and named in the log; an unknown one
     is a `ConfigError` with the nearest known key.
@@ -174,7 +174,7 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
 
 
 def response_of(message_log: MessageLog) -> str:
-    """All that the policy said in a conversation, one message after the other."""
+    """Join all that the policy said in a conversation, one message after the other."""
     return "".join(m["content"] for m in message_log if m["role"] == "assistant")
 
 
@@ -182,7 +182,7 @@ def response_of(message_log: MessageLog) -> str:
 
 
 def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
-    """What every environment can say of a finished batch. A mean over nothing is absent."""
+    """Measure what every environment can of a finished batch. A mean over nothing is absent."""
     figures = {
         "num_samples": float(len(batch["group_ids"])),
         "num_problems_in_batch": float(len(set(batch["group_ids"]))),
@@ -199,17 +199,17 @@ def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
 
 
 def mean_of(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The mean under its name, or nothing where there are no values."""
+    """Give the mean under its name, or nothing where there are no values."""
     return {name: math.fsum(values) / len(values)} if values else {}
 
 
 def numbers(values: Any) -> list[float]:
-    """The entries of a tensor, an array or a list, as plain floats."""
+    """Give the entries of a tensor, an array or a list, as plain floats."""
     return [float(value) for value in (values.tolist() if hasattr(values, "tolist") else values)]
 
 
 def pass_at_k(group_ids: Sequence[str], correct: Sequence[bool]) -> dict[str, float]:
-    """How often k tries would solve a problem.
+    """Estimate how often k tries would solve a problem.
 
     `pass@samples_per_prompt` is the share of groups with a correct sample. `pass@1`, `pass@2`,
     `pass@4`, ... up to the smallest group are the unbiased estimates `1 - C(n-c, k) / C(n, k)` from
@@ -222,14 +222,11 @@ def pass_at_k(group_ids: Sequence[str], correct: Sequence[bool]) -> dict[str, fl
         return {}
     tries = [(len(group), sum(group)) for group in outcomes.values()]
     figures = mean_of("pass@samples_per_prompt", [float(c > 0) for _, c in tries])
-    for k in _powers_of_two(min(n for n, _ in tries)):
+    smallest = min(n for n, _ in tries)
+    for k in (1 << exponent for exponent in range(smallest.bit_length())):
         solved = [1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in tries]
         figures |= mean_of(f"pass@{k}", solved)
     return figures
-
-
-def _powers_of_two(largest: int) -> Iterable[int]:
-    return (1 << exponent for exponent in range(largest.bit_length()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -277,13 +274,13 @@ MAY_MISS = ("answers", "failures", "notes")
 
 
 def source_of(called: Callable[..., Any]) -> tuple[str, int] | None:
-    """File and first line of a function; None where it is not written in Python."""
+    """Find the file and first line of a function; None where it is not written in Python."""
     code = getattr(getattr(called, "__func__", called), "__code__", None)
     return None if code is None else (code.co_filename, code.co_firstlineno)
 
 
 def method_name(called: Callable[..., Any]) -> str:
-    """A method as its author knows it: `module.Class.step (FILE:LINE)`."""
+    """Name a method as its author knows it: `module.Class.step (FILE:LINE)`."""
     owner = getattr(called, "__self__", None)
     where = source_of(called)
     kind = type(owner)
@@ -293,14 +290,14 @@ def method_name(called: Callable[..., Any]) -> str:
 
 
 def unfit(called: Callable[..., Any], returned: str, expected: str) -> EnvironmentFailedError:
-    """The error for a function that returned something that cannot be used."""
+    """Make the error for a function that returned something that cannot be used."""
     return EnvironmentFailedError(
         f"{method_name(called)} returned {returned}; expected is {expected}"
     )
 
 
 def checked_return(step: Callable[..., Any], returned: Any, size: int) -> EnvironmentReturn:
-    """What `step` returned, if it is a verdict on `size` conversations.
+    """Give back what `step` returned, if it is a verdict on `size` conversations.
 
     Whether each reward is finite is not looked at: one that is not is the failure of its sample.
 
@@ -329,7 +326,7 @@ def checked_return(step: Callable[..., Any], returned: Any, size: int) -> Enviro
 
 
 def reward_columns(returned: EnvironmentReturn) -> dict[str, Any]:
-    """The numbers of a verdict by what to call them: every component of the reward, and the end."""
+    """Name the numbers of a verdict: every component of the reward, and the end."""
     rewards = returned.rewards
     if isinstance(rewards, Mapping):
         named = {f"rewards[{name!r}]": values for name, values in rewards.items()}
@@ -339,7 +336,7 @@ def reward_columns(returned: EnvironmentReturn) -> dict[str, Any]:
 
 
 def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> list[Any]:
-    """A number for each conversation, as plain numbers.
+    """Give the number of each conversation, as plain numbers.
 
     Raises:
         EnvironmentFailedError: It is something else.
@@ -360,7 +357,7 @@ def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> li
 
 
 def value_kind(value: Any) -> str:
-    """What a value is, in few words."""
+    """Say in few words what a value is."""
     if value is None:
         return "None"
     kind = type(value)

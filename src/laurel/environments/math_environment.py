@@ -105,7 +105,7 @@ class MathEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """The batch as it is, and its `accuracy` and `pass@...`, lengths and verdicts.
+        """Measure `accuracy`, `pass@...`, lengths and verdicts of a batch.
 
         A sample counts as correct if its reward is 1 and it was not cut off. `timeouts` and
         `unparseable` are the numbers of such verdicts, where the batch has `notes`.
@@ -130,7 +130,7 @@ class MathEnvironment(EnvironmentInterface):
         return batch, figures
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """The tasks whose known answer cannot be read, or would not be taken for itself."""
+        """List the tasks whose known answer cannot be read, or would not be taken for itself."""
         golds = [_known_answer(dict(task.metadata)) for task in tasks]
         readable = [gold for gold in golds if isinstance(gold, str)]
         if self.config.verifier_type == "math":
@@ -142,19 +142,17 @@ class MathEnvironment(EnvironmentInterface):
         rejected = []
         for task, gold in zip(tasks, golds, strict=True):
             verdict = next(checked) if isinstance(gold, str) else gold
-            reason = verdict.reason or self._doubt(verdict, str(gold))
+            reason = verdict.reason
+            is_math = self.config.verifier_type == "math"
+            if reason is None and is_math and verdict.verdict != "correct":
+                why = {
+                    "timeout": f"takes more than {self.config.timeout_seconds:g} s to be read",
+                    "unparseable": "cannot be read",
+                }.get(verdict.verdict, "is not taken for itself")
+                reason = f"the known answer {str(gold)!r} {why}"
             if reason is not None:
                 rejected.append(RejectedTask(task=task, reason=reason))
         return rejected
-
-    def _doubt(self, checked: Checked, gold: str) -> str | None:
-        if self.config.verifier_type != "math" or checked.verdict == "correct":
-            return None
-        why = {
-            "timeout": f"takes more than {self.config.timeout_seconds:g} s to be read",
-            "unparseable": "cannot be read",
-        }.get(checked.verdict, "is not taken for itself")
-        return f"the known answer {gold!r} {why}"
 
     def shutdown(self) -> None:
         """End the processes that check. What is still being checked fails."""

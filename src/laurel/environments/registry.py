@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from laurel.config.environments import CompositeEnvironmentConfig, EnvironmentsConfig
+from laurel.config.environments import EnvironmentsConfig
 from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
 from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec
@@ -65,12 +65,12 @@ def register_env(name: str, class_path: str) -> None:
 
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
-    """Every name that `create_environment` knows."""
+    """List every name that `create_environment` knows."""
     return list(dict.fromkeys([*BUILT_IN, *config.composite, *config.custom, *_registered]))
 
 
 def create_environment(name: str, config: EnvironmentsConfig) -> Environment:
-    """The environment of this name, ready to judge.
+    """Make the environment of this name, ready to judge.
 
     Raises:
         ConfigError: There is none, or it cannot be made with its settings.
@@ -87,7 +87,7 @@ def create_environments(
     nodes: ClusterNodes | None = None,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, Environment]:
-    """The environments of these names, without duplicates among their parts.
+    """Make the environments of these names, without duplicates among their parts.
 
     What is named both by itself and as a part of a composite is made once. Shutting down each is
     safe, for that is idempotent.
@@ -148,7 +148,7 @@ class _Making:
         self._made: dict[str, Environment] = {}
 
     def made(self, name: str, inside: tuple[str, ...]) -> Environment:
-        """The environment of a name. `inside`: the composites on the way to it."""
+        """Make or find the environment of a name; `inside` are the composites on the way."""
         name = "math" if name == "math_default" else name
         if name not in self._made:
             self._made[name] = self._make(name, inside)
@@ -165,7 +165,11 @@ class _Making:
         if name in config.custom:
             return _checked(name, _called(f"env.custom.{name}", config.custom[name]))
         if name in config.composite:
-            return self._composite(name, config.composite[name], inside)
+            from laurel.environments.composite import CompositeEnvironment
+
+            settings = config.composite[name]
+            parts = {part.env: self.made(part.env, (*inside, name)) for part in settings.parts}
+            return CompositeEnvironment(settings, parts)
         if name in BUILT_IN:
             path, key = BUILT_IN[name]
             make = imported(path, f"environment '{name}'")
@@ -188,14 +192,6 @@ class _Making:
             "add your own under env.custom or with register_env()."
         )
 
-    def _composite(
-        self, name: str, config: CompositeEnvironmentConfig, inside: tuple[str, ...]
-    ) -> Environment:
-        from laurel.environments.composite import CompositeEnvironment
-
-        parts = {part.env: self.made(part.env, (*inside, name)) for part in config.parts}
-        return CompositeEnvironment(config, parts)
-
     def undo(self) -> None:
         """Shut down what was made."""
         for environment in self._made.values():
@@ -203,7 +199,7 @@ class _Making:
 
 
 def imported(path: str, where: str) -> Callable[..., Any]:
-    """What an import path names, which must be callable. `where` names the key in messages."""
+    """Import what a path names, which must be callable; `where` names the key in messages."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ConfigError(f"{where}: '{path}' is not of the form module.Class")
@@ -250,12 +246,14 @@ def _called(where: str, call: NamedCall) -> Any:
     try:
         return make(**call.kwargs)
     except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in call.kwargs.items())
+        given = given or "no arguments"
         hint = (
             ". An environment is a class; a function that scores goes under env.reward_model: "
             "function.path=MODULE:FUNCTION, enabled=true"
         )
         raise ConfigError(
-            f"{where}: {call.name} cannot be called with {_spelled(call.kwargs)}: {error}"
+            f"{where}: {call.name} cannot be called with {given}: {error}"
             + (hint if inspect.isfunction(make) else "")
         ) from error
     except LaurelError:  # says for itself what is wrong
@@ -264,10 +262,6 @@ def _called(where: str, call: NamedCall) -> Any:
         raise ConfigError(
             f"{where}: {call.name} cannot be made: {told_with_line(error)}"
         ) from error
-
-
-def _spelled(kwargs: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "no arguments"
 
 
 class TwoMethods(EnvironmentInterface):

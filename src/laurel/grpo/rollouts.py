@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 
 
 class Chat(Protocol):
-    """How conversations become the policy's tokens. See `models.chat.ChatFormat`."""
+    """Turns conversations into the policy's tokens, as `models.chat.ChatFormat` does."""
 
     def prompt_ids(self, conversation: Conversation, /) -> TokenIds:
-        """Tokens of a conversation, up to where the policy begins to write."""
+        """Give the tokens of a conversation, up to where the policy begins to write."""
 
     def observation_ids(
         self, observation: Mapping[str, str], /, *, history: Conversation, turn_ids: TokenIds
     ) -> TokenIds:
-        """Tokens between the policy's turn, which has these tokens, and its next one.
+        """Give the tokens between the policy's turn, which has these tokens, and its next one.
 
         `history` is what stands before the turn.
         """
@@ -91,7 +91,7 @@ class _RolloutContext:
 
     @property
     def group_id(self) -> str:
-        """Unique in the run."""
+        """Give an id that is unique in the run."""
         return "-".join(map(str, self.numbers))
 
 
@@ -312,7 +312,13 @@ class Rollouts:
         request = GenerationRequest(
             id=context.group_id + turn,
             prompt_ids=so_far,
-            seeds_G=tuple(self._seed_of(context, rollout) for rollout in rollouts),
+            seeds_G=tuple(
+                int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+                for entropy in (
+                    (self._seed, *context.numbers, rollout.index, rollout.num_turns)
+                    for rollout in rollouts
+                )
+            ),
             sampling=sampling,
         )
         missing = set(range(len(rollouts)))
@@ -361,21 +367,17 @@ class Rollouts:
             return
         rollout.hear(rollout.observation, ids)
 
-    def _seed_of(self, context: _RolloutContext, rollout: RolloutInProgress) -> int:
-        entropy = (self._seed, *context.numbers, rollout.index, rollout.num_turns)
-        return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
-
     # ---------------------------------------------------------------------------------- judging
 
     async def _judge(self, context: _RolloutContext, pending: Sequence[PendingJudgement]) -> None:
-        """One call of the table's environment, for conversations of this table and of others."""
+        """Judge conversations, of this task and perhaps of others, in one call."""
         num_groups = -(-len(pending) // context.batch.num_generations)
         await self._judges.judge(
             context.environment, pending, context.batch.calls, num_groups=num_groups
         )
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise EnvironmentFailedError where one could not judge too large a share of its own."""
+        """Raise EnvironmentFailedError where an environment failed on too many samples."""
         for name in self.environments:
             judged = [r for g in groups if g.task.environment == name for r in g.rollouts_G]
             failed = [r.failure for r in judged if r.failure is not None]

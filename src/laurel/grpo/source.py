@@ -77,7 +77,7 @@ class BatchCollector:
         shuffle: bool,
         noise: Callable[[str], float],
     ) -> None:
-        """See `RolloutSource`."""
+        """Begin with the first task; see `RolloutSource` for the arguments."""
         self.tasks = tasks
         self.consumed = 0
         """Tasks of the stream that batches were begun with."""
@@ -88,7 +88,7 @@ class BatchCollector:
         self._noise = noise
 
     async def play(self, step: int, *, on_group: Callable[[RolloutGroup], None]) -> Batch:
-        """The batch of a step.
+        """Draw and judge the batch of a step.
 
         Args:
             step: From 0.
@@ -233,7 +233,7 @@ class _Ahead:
 
     @property
     def is_finished(self) -> bool:
-        """Whether there is a batch."""
+        """Tell whether there is a batch."""
         future = self.future
         return future.done() and not future.cancelled() and future.exception() is None
 
@@ -285,16 +285,16 @@ class RolloutSource:
 
     @property
     def tasks(self) -> Sequence[Task]:
-        """The training set."""
+        """Give the training set."""
         return self._collector.tasks
 
     @property
     def consumed(self) -> int:
-        """Tasks of the stream that batches were begun with."""
+        """Count the tasks of the stream that batches were begun with."""
         return self._collector.consumed
 
     def take(self, step: int, *, while_waiting: Waiting = lambda num_groups: None) -> Batch:
-        """The batch of a step; those that may run ahead of it are begun.
+        """Give the batch of a step, and begin those that may run ahead of it.
 
         Args:
             step: Steps are taken in order.
@@ -322,7 +322,7 @@ class RolloutSource:
         return batch
 
     def settle(self, *, is_patient: Callable[[], bool] = lambda: True) -> list[Batch]:
-        """Wait until nothing is being played any more; the batches that are ahead.
+        """Wait until nothing is being played any more, and give the batches that are ahead.
 
         Args:
             is_patient: Asked a few times a second. Once it says no, what is not finished is given
@@ -379,7 +379,7 @@ class RolloutSource:
             raise
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """See `Rollouts.check_failures`."""
+        """Raise EnvironmentFailedError where an environment failed on too many samples."""
         self._rollouts.check_failures(groups)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -451,11 +451,17 @@ class RolloutSource:
         """Stop playing; returns when nothing is drawn any more."""
         for future in futures:
             future.cancel()
+
+        async def others_have_ended() -> None:
+            current = asyncio.current_task()
+            if others := [task for task in asyncio.all_tasks() if task is not current]:
+                await asyncio.wait(others, timeout=CLOSING_SECONDS)
+
         with self._ending:
             # The tasks behind the futures end a little later; that is what is waited for. Once the
             # loop is being stopped, `close` has done so, and nobody would answer.
             if not self._is_stopped:
-                self._begin(_everything_else(CLOSING_SECONDS)).result()
+                self._begin(others_have_ended()).result()
 
     def _count(self, group: RolloutGroup) -> None:
         self._num_played += 1
@@ -472,10 +478,3 @@ class RolloutSource:
                 self._collector.consumed, ahead.before = ahead.before, None
                 self._nothing_left = reason
                 raise
-
-
-async def _everything_else(patience: float) -> None:
-    """Wait for the other tasks of the loop that have been cancelled."""
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    if others:
-        await asyncio.wait(others, timeout=patience)

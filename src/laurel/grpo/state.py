@@ -67,9 +67,11 @@ class GRPORunState(PolicyRunState):
 
 # ---------------------------------------------------------------------- rollouts in a checkpoint
 
+_ARRAYS = ("ids_L", "mask_L", "logprobs_L")
+
 
 def batch_to_dict(batch: Batch) -> dict[str, Any]:
-    """A batch as `state_encoding.encode` takes it; tasks by their ids."""
+    """Write a batch as a checkpoint holds it, tasks by their ids."""
     return {
         "step": batch.step,
         "clock": asdict(batch.stats),
@@ -83,7 +85,15 @@ def batch_to_dict(batch: Batch) -> dict[str, Any]:
                 "id": group.id,
                 "task": group.task.id,
                 "prompt_ids": torch.from_numpy(np.array(group.prompt_ids)),
-                "rollouts": [_rollout_to_dict(rollout) for rollout in group.rollouts_G],
+                "rollouts": [
+                    {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
+                    | {
+                        "messages": [[m.role, m.content] for m in rollout.messages],
+                        "components": dict(rollout.components),
+                        **{k: torch.from_numpy(np.array(getattr(rollout, k))) for k in _ARRAYS},
+                    }
+                    for rollout in group.rollouts_G
+                ],
             }
             for group in batch.groups
         ],
@@ -91,7 +101,7 @@ def batch_to_dict(batch: Batch) -> dict[str, Any]:
 
 
 def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batch:
-    """The batch again; `tasks` by their ids."""
+    """Read a batch of a checkpoint; `tasks` are by their ids."""
     return Batch(
         step=saved["step"],
         stats=RolloutStats(**saved["clock"]),
@@ -105,7 +115,14 @@ def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batc
                 id=group["id"],
                 task=tasks[group["task"]],
                 prompt_ids=group["prompt_ids"].numpy(),
-                rollouts_G=tuple(_rollout_from_dict(rollout) for rollout in group["rollouts"]),
+                rollouts_G=tuple(
+                    Rollout(
+                        **rollout
+                        | {"messages": tuple(Message(*said) for said in rollout["messages"])}
+                        | {name: rollout[name].numpy() for name in _ARRAYS}
+                    )
+                    for rollout in group["rollouts"]
+                ),
             )
             for group in saved["groups"]
         ],
@@ -135,28 +152,8 @@ def _notes_of_rollouts(noted: Any) -> Sequence[Any]:
     ]
 
 
-_ARRAYS = ("ids_L", "mask_L", "logprobs_L")
-
-
-def _rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
-    values = {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
-    values["messages"] = [[m.role, m.content] for m in rollout.messages]
-    values["components"] = dict(rollout.components)
-    for name in _ARRAYS:
-        values[name] = torch.from_numpy(np.array(values[name]))
-    return values
-
-
-def _rollout_from_dict(saved: Mapping[str, Any]) -> Rollout:
-    values = dict(saved)
-    values["messages"] = tuple(Message(role, content) for role, content in saved["messages"])
-    for name in _ARRAYS:
-        values[name] = saved[name].numpy()
-    return Rollout(**values)
-
-
 def fingerprint_of_tasks(tasks: Sequence[Task]) -> str:
-    """A hash of the prompts and metadata of a task set, in order."""
+    """Hash the prompts and metadata of a task set, in order."""
     rows = ([[m.role, m.content] for m in task.prompt] for task in tasks)
     return hash_of(
         json.dumps([row, task.id, task.environment, dict(task.metadata)], default=repr)
