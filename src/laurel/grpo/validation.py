@@ -69,12 +69,16 @@ class PolicyValidation:
         groups: list[RolloutGroup] = []
         for first in range(0, len(tasks), self.config.val_batch_size):
             batch = tasks[first : first + self.config.val_batch_size]
+
+            def count(num_tasks: int, *, before: int = first) -> None:
+                while_waiting(before + num_tasks)
+
             groups += source.play(
                 batch,
                 num_generations=self.config.val_num_generations_per_prompt,
                 sampling=self.sampling,
                 batch=(first,),
-                while_waiting=lambda num_tasks, first=first: while_waiting(first + num_tasks),
+                while_waiting=count,
             )
             while_waiting(first + len(batch))
         # Of all at once: the last batch may be a single sample.

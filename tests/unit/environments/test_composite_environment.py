@@ -377,14 +377,14 @@ def test_a_part_that_never_comes_back_keeps_no_process_from_ending():
     program = """
 import threading, time
 from laurel.environments.composite import CompositeEnvironment
+from laurel.environments.interface import EnvironmentInterface
 
-class Hangs:
+class Hangs(EnvironmentInterface):
     def step(self, message_logs, metadata):
         has_begun.set()
         time.sleep(1000)
     def global_post_process_and_metrics(self, batch):
         return batch, {}
-    def shutdown(self): ...
 
 has_begun = threading.Event()
 environment = CompositeEnvironment({"parts": [{"env": "one"}]}, {"one": Hangs()})
