@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -312,7 +312,7 @@ def _reason(rule: KeyRule) -> str:
     return f"| {_listed(rule.keys)} | {_cell(rule.how)} |\n"
 
 
-def _listed(keys: Iterator[str] | tuple[str, ...]) -> str:
+def _listed(keys: Iterable[str]) -> str:
     return "<br>".join(f"`{key}`" for key in dict.fromkeys(keys))
 
 
@@ -334,8 +334,8 @@ def _defaults(system: System, run: Kind, table: MappingTable) -> Iterator[str]:
 
 def _nemo_rl() -> Iterator[str]:
     yield "\n## Not carried\n\n| NeMo RL | what to do |\n|---|---|\n"
-    for key, why in nemo_rl.LOST.items():
-        yield f"| `{key}` | {_cell(why)} |\n"
+    for why, names in nemo_rl.LOST.items():
+        yield f"| {_listed(names)} | {_cell(why)} |\n"
     yield "\n## Not needed\n\n| NeMo RL | why |\n|---|---|\n"
     for why, names in nemo_rl.UNNEEDED.items():
         yield f"| {_listed(names)} | {_cell(why)} |\n"

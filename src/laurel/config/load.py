@@ -45,13 +45,13 @@ from laurel.config.yaml_tree import (
     KeyPath,
     Section,
     YamlNode,
+    all_of,
     dotted,
     find_node,
     graft,
     nearest,
     read_file,
 )
-from laurel.errors import ConfigError
 
 __all__ = ["LoadedConfig", "check_tree", "load_config", "to_yaml"]
 
@@ -110,19 +110,9 @@ def check_tree(schema: type[T], tree: YamlNode, problems: Sequence[str] = ()) ->
     """
     checker = Checker(schema, tree, problems)
     config = checker.section(schema, tree)
-    if len(checker.problems) == 1:
-        raise ConfigError(checker.problems[0])
     if checker.problems or isinstance(config, _Broken):
-        in_order = sorted(checker.problems, key=_file_and_line)
-        told = "\n  ".join((f"{len(in_order)} problems in the configuration:", *in_order))
-        raise ConfigError(told)
+        raise all_of(checker.problems)
     return config, checker
-
-
-def _file_and_line(problem: str) -> tuple[bool, str, int]:
-    """Files first, by line; then overrides, as they were given."""
-    place = re.match(r"(?!override ')(.+?):(\d+): ", problem)
-    return (False, place[1], int(place[2])) if place else (True, "", 0)
 
 
 # --------------------------------------------------------------------------------------------------

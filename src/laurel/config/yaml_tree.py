@@ -114,6 +114,19 @@ def split_key(key: str) -> list[str | int]:
     return [int(index) if index else name for index, name in found]
 
 
+def all_of(problems: Sequence[str]) -> ConfigError:
+    """The error that tells several things: those of files by line, then those of overrides."""
+
+    def file_and_line(problem: str) -> tuple[bool, str, int]:
+        place = re.match(r"(?!override ')(.+?):(\d+): ", problem)
+        return (False, place[1], int(place[2])) if place else (True, "", 0)
+
+    if len(problems) == 1:
+        return ConfigError(problems[0])
+    told = sorted(problems, key=file_and_line)
+    return ConfigError("\n  ".join((f"{len(told)} problems in the configuration:", *told)))
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word most like `word`, if one is like it at all."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
