@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from laurel.cli.options import ConfigOption, Overrides
+from laurel.cli.options import App, ConfigOption, Overrides
 from laurel.observe.json_output import JsonOption, write_json
 
 SHOW = "show"
@@ -26,7 +26,7 @@ class ShowsByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-config_app = typer.Typer(cls=ShowsByDefault, no_args_is_help=False, rich_markup_mode=None)
+config_app = App(cls=ShowsByDefault, no_args_is_help=False)
 
 
 @config_app.callback()

@@ -7,7 +7,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from laurel.config.yaml_tree import nearest
 from laurel.errors import LaurelError
 from laurel.observe.console import Verbosity, set_verbosity
+from laurel.observe.json_output import JsonOption
 
 if TYPE_CHECKING:
     from laurel.config.schemas import Kind
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 # may
 # hold anything stands the same with its default. No model, data set or network is touched.
 
+Command = Callable[..., Any]
 Offer = tuple[str, str]
 """What is offered, and a word about it, which zsh and fish show."""
 
@@ -216,28 +218,113 @@ SettingsOption = Annotated[
         help="A key of the policy section, e.g. tokenizer.pad_token=auto.",
     ),
 ]
-ApiKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Variable with the API key; default: LAUREL_API_KEY, or else a file that is made.",
-    ),
-]
-AdminKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Variable with the key for /admin; default: LAUREL_ADMIN_KEY, or else the API key.",
-    ),
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What is planned, besides the configuration."""
+
+    kind: Annotated[
+        Literal["rm", "sft", "grpo"] | None,
+        typer.Option("--for", help="The command it is for; else told from the file's sections."),
+    ] = None
+    num_nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, help="Plan for so many nodes: cluster.num_nodes."),
+    ] = None
+    slots_per_node: Annotated[
+        int | None,
+        typer.Option("--gpus-per-node", min=1, help="Slots of each: cluster.gpus_per_node."),
+    ] = None
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of each device, e.g. 80GiB.")
+    ] = None
+    policy_shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="The policy, where its configuration cannot be read: num_parameters=70B,"
+            "hidden_size=8192,num_layers=80,intermediate_size=28672,num_heads=64,num_kv_heads=8,"
+            "vocab_size=128256.",
+        ),
+    ] = None
+    reward_shape: Annotated[
+        str | None,
+        typer.Option(metavar="KEY=VALUE,...", help="The same of the reward model that judges."),
+    ] = None
+    as_json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What is served, and how."""
+
+    model: ModelOption = ""
+    null: Annotated[
+        bool, typer.Option("--null", help="Serve no model but trivial scores, for load tests.")
+    ] = False
+    replicas: Annotated[
+        int, typer.Option(metavar="N", help="Processes with the model; 1: this one.")
+    ] = 1
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8000
+    engine: Annotated[Literal["laurel", "vllm"], typer.Option(help="What computes the scores.")] = (
+        "laurel"
+    )
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Variable with the API key; default: LAUREL_API_KEY, or else a file that is made.",
+        ),
+    ] = None
+    admin_key_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Variable with the key for /admin; default: LAUREL_ADMIN_KEY, or else the API "
+            "key.",
+        ),
+    ] = None
+    no_api_key: Annotated[
+        bool, typer.Option("--no-api-key", help="Need no key; on loopback only.")
+    ] = False
+    allow_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CIDR",
+            help="Private addresses, such as 10.0.0.0/8, that need no key for scores; repeatable.",
+        ),
+    ] = None
+    precision: PrecisionOption = "float32"
+    device: DeviceOption = "auto"
+    cpu_threads: ThreadsOption = None
+    max_length: MaxLengthOption = None
+    batch_tokens: BatchTokensOption = 8192
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Completions that may wait; further requests get 429.")
+    ] = 2000
+    request_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Of one request; then it gets 503.")
+    ] = 120.0
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="What was accepted may take when the server is ended.")
+    ] = 30.0
+    access_log: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="JSON lines of requests; - is stderr, none is none."),
+    ] = "-"
+    log_texts: Annotated[
+        bool, typer.Option("--log-texts", help="Put what is asked into the access log.")
+    ] = False
+    as_json: JsonOption = False
 
 
 # --------------------------------------------------------------------------------------------------
 # What every command has: `--quiet` and `--verbose`, which may stand anywhere; whole examples;
-# errors of its options in our words.
+# dataclasses as parameters; errors of its options in our words.
 
 _SAID = "laurel.verbosity"
-_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
 def begin(context: typer.Context) -> None:
@@ -277,42 +364,65 @@ def _options(*, is_hidden: bool) -> tuple[Any, Any]:
 QuietOption, VerboseOption = _options(is_hidden=False)
 
 
-def complete_commands(app: typer.Typer) -> None:
-    """Let every command of an app, and of the groups in it, take both options, too.
+class App(typer.Typer):
+    """Commands, or a group of them, each of which also takes `--quiet` and `--verbose`.
 
+    A parameter whose annotation is a dataclass stands for one option per field, each as the field
+    is annotated and with the field's default; the command is called with the dataclass made.
     Examples in their help stay in one line, which can be copied, and what is wrong with an option
     is told in our words, and so is a command that is none.
     """
-    if not isinstance(app.info.cls, type):  # one that says its class takes any word
-        app.info.cls = _PlainGroup
-    for command in app.registered_commands:
-        assert command.callback is not None
-        command.cls = _PlainCommand
-        text = inspect.getdoc(command.callback) or ""
-        command.help = re.sub(r"^Example: ", "\b\nExample:\n  ", text, flags=re.MULTILINE)
-        command.callback = _with_both(command.callback)
-    for group in app.registered_groups:
-        assert group.typer_instance is not None
-        complete_commands(group.typer_instance)
+
+    def __init__(self, *, cls: type[TyperGroup] | None = None, **settings: Any) -> None:
+        super().__init__(cls=cls or _PlainGroup, rich_markup_mode=None, **settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Command], Command]:
+        """What registers a function as a command, and leaves it as it is."""
+
+        def register(command: Command) -> Command:
+            text = inspect.getdoc(command) or ""
+            text = re.sub(r"^Example: ", "\b\nExample:\n  ", text, flags=re.MULTILINE)
+            base = super(App, self)
+            base.command(name, cls=_PlainCommand, help=text, **settings)(_with_options(command))
+            return command
+
+        return register
 
 
-def _with_both(command: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(command, eval_str=True)
+def _with_options(command: Command) -> Command:
+    """A command with the fields of its dataclasses as options, in their place and order."""
     quiet, verbose = _options(is_hidden=True)
-    both = [
-        inspect.Parameter("is_quiet", _BY_NAME, default=False, annotation=quiet),
-        inspect.Parameter("is_verbose", _BY_NAME, default=False, annotation=verbose),
-    ]
+    options: dict[str, tuple[Any, Any]] = {}
+    groups: dict[str, Any] = {}
+    hints = get_type_hints(command, include_extras=True)
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if is_dataclass(kind):
+            groups[parameter.name] = kind
+            types = get_type_hints(kind, include_extras=True)
+            options |= {one.name: (types[one.name], one.default) for one in fields(kind)}
+        else:
+            options[parameter.name] = kind, parameter.default
+    options |= {"is_quiet": (quiet, False), "is_verbose": (verbose, False)}
 
     @functools.wraps(command)
-    def called(**said: Any) -> Any:
-        for one in both:  # their callbacks have done what they are for
-            said.pop(one.name)
-        return command(**said)
+    def called(*, is_quiet: bool, is_verbose: bool, **said: Any) -> Any:
+        # The callbacks of the two have done what they are for.
+        made = {
+            name: kind(**{one.name: said.pop(one.name) for one in fields(kind)})
+            for name, kind in groups.items()
+        }
+        return command(**made, **said)
 
-    parameters = [one.replace(kind=_BY_NAME) for one in signature.parameters.values()]
-    called.__signature__ = inspect.Signature([*parameters, *both])  # type: ignore[attr-defined]
-    called.__annotations__ = {one.name: one.annotation for one in (*parameters, *both)}
+    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+            )
+            for name, (kind, default) in options.items()
+        ]
+    )
+    called.__annotations__ = {name: kind for name, (kind, _) in options.items()}
     return called
 
 
@@ -391,44 +501,3 @@ def _in_our_words(error: typer.BadParameter) -> str:
     if wording is None:
         return message
     return wording.format(input=told[0]["input"], **told[0].get("ctx", {}))
-
-
-# --------------------------------------------------------------------------------------------------
-# Options that several commands share: a dataclass of them is one parameter of a command.
-
-
-def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of its dataclasses as options, in their place and order.
-
-    A parameter whose annotation is a dataclass stands for one option per field, each as the field
-    is annotated and with the field's default. The command is called with the dataclass made.
-
-    Args:
-        command: What typer is to register.
-    """
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, Any] = {}
-    hints = get_type_hints(command, include_extras=True)
-    for parameter in inspect.signature(command).parameters.values():
-        kind = hints[parameter.name]
-        if not is_dataclass(kind):
-            parameters.append(parameter.replace(kind=_BY_NAME, annotation=kind))
-            continue
-        groups[parameter.name] = kind
-        types = get_type_hints(kind, include_extras=True)
-        parameters += [
-            inspect.Parameter(one.name, _BY_NAME, default=one.default, annotation=types[one.name])
-            for one in fields(kind)
-        ]
-
-    @functools.wraps(command)
-    def grouped(**said: Any) -> None:
-        made = {
-            name: kind(**{one.name: said.pop(one.name) for one in fields(kind)})
-            for name, kind in groups.items()
-        }
-        command(**made, **said)
-
-    grouped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    grouped.__annotations__ = {one.name: one.annotation for one in parameters}
-    return grouped
