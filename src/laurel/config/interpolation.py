@@ -12,7 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from laurel.config.yaml_tree import MISSING, KeyPath, YamlNode, dotted, nearest
+from laurel.config.schema_info import with_defaults
+from laurel.config.yaml_tree import MISSING, KeyPath, Section, YamlNode, dotted, nearest
 
 
 def _number(value: Any) -> int | float:
@@ -64,19 +65,32 @@ class UnresolvedError(Exception):
 
 
 class Interpolations:
-    """All values of a run, in which references are looked up."""
+    """All values of a run, in which references are looked up.
 
-    def __init__(self, tree: YamlNode) -> None:
-        register_resolvers()
+    Args:
+        tree: What is written.
+        schema: Whose defaults references reach, too.
+    """
+
+    def __init__(self, tree: YamlNode, schema: type[Section] | None = None) -> None:
         self.tree = tree
-        self.root = OmegaConf.create(_for_omegaconf(tree))
+        self.schema = schema
+
+    @functools.cached_property
+    def _whole(self) -> tuple[YamlNode, Any]:
+        """The tree with all defaults, and the same as OmegaConf's; many a run needs neither."""
+        register_resolvers()
+        tree = self.tree
+        if self.schema is not None:
+            tree = with_defaults(self.schema, tree, everything=True)
+        return tree, OmegaConf.create(_for_omegaconf(tree))
 
     def value(self, path: KeyPath, text: str) -> Any:
         """What the reference `text`, written at `path`, stands for. Raises UnresolvedError."""
         if not _is_well_formed(text):
             raise UnresolvedError(f"'{text}' is not a well-formed interpolation")
+        tree, value = self._whole
         try:
-            value: Any = self.root
             for key in path:
                 value = value[key]
             if isinstance(value, DictConfig | ListConfig):
@@ -88,7 +102,7 @@ class Interpolations:
             reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", line).strip('"')
             asked = re.search(r"'([^']+)'", str(error))
             is_key = isinstance(error, InterpolationKeyError) and asked
-            near = nearest(asked[1], map(dotted, _paths(self.tree, ()))) if is_key else None
+            near = nearest(asked[1], map(dotted, _paths(tree, ()))) if is_key else None
             hint = f"; did you mean '{near}'?" if near else ""
             raise UnresolvedError(f"'{text}': {reason}{hint}") from None
 

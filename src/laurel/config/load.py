@@ -1,5 +1,10 @@
 """Configuration files and command-line overrides, read into the sections of a schema.
 
+PyYAML parses, OmegaConf looks references up, and pydantic checks each section. What is our own:
+every value keeps the line it was written in, which neither of the three would carry to an error;
+all that is wrong is told at once, in words; and an override begins from the schema's defaults, and
+takes `a: b` for text, where OmegaConf's would drop siblings and read a mapping.
+
 The steps, each in a file of its own::
 
     yaml_tree      YAML files and what they inherit  -> a tree that knows every value's line
@@ -142,7 +147,7 @@ class Checker:
     def __init__(self, schema: type[Section], tree: YamlNode, problems: Sequence[str]) -> None:
         self.schema = schema
         self.tree = tree
-        self.interpolations = Interpolations(with_defaults(schema, tree, everything=True))
+        self.interpolations = Interpolations(tree, schema)
         self.problems = list(problems)
         self.ignored: list[str] = []
         self.without_effect: dict[str, str] = {}
@@ -157,12 +162,12 @@ class Checker:
         for key, child in node.value.items():
             here = (*path, key)
             if key in section.model_fields:
-                field = section.model_fields[key]
-                kinds = kinds_of(field.annotation)
-                if self._is_left_out(field, kinds, child, here):
+                kinds = kinds_of(section.model_fields[key].annotation)
+                value = self._value(kinds, child, here)
+                if value is None and self._is_left_out(section.model_fields[key], kinds, here):
                     continue
-                values[key] = self._value(kinds, child, here)
-                whole = whole and not _has_broken(values[key])
+                values[key] = value
+                whole = whole and not _has_broken(value)
             elif key in section.foreign_keys or (key in section.removed and child.value is None):
                 self.ignored.append(dotted(here))
             else:
@@ -201,16 +206,12 @@ class Checker:
             told = ", ".join(f"{key}={value}" for key, value in self.nulls.items())
             yield f"these keys are null, which leaves them at their defaults: {told}"
 
-    def _is_left_out(self, field: FieldInfo, kinds: Kinds, node: YamlNode, path: KeyPath) -> bool:
-        """Whether a key is null that cannot be: then nothing is said, and its default holds.
+    def _is_left_out(self, field: FieldInfo, kinds: Kinds, path: KeyPath) -> bool:
+        """Whether a key that is null cannot be: then nothing is said, and its default holds.
 
         Null is how YAML says that there is no value; a key that must be given is refused.
         """
-        try:
-            value = self._resolved(node, path).value
-        except UnresolvedError:
-            return False
-        if value is not None or field.is_required() or not {Any, NoneType}.isdisjoint(kinds):
+        if field.is_required() or not {Any, NoneType}.isdisjoint(kinds):
             return False
         default = field.get_default(call_default_factory=True)
         if default:  # else the default is nothing, too

@@ -21,7 +21,7 @@ import yaml
 
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.interpolation import Interpolations, UnresolvedError
-from laurel.config.schema_info import step_into, with_defaults
+from laurel.config.schema_info import step_into
 from laurel.config.yaml_tree import (
     MISSING,
     KeyPath,
@@ -198,9 +198,8 @@ class _Values:
     """The values of a tree, references looked up."""
 
     def __init__(self, schema: type[Section], tree: YamlNode) -> None:
-        self.schema = schema
         self.tree = tree
-        self._interpolations: Interpolations | None = None
+        self.interpolations = Interpolations(tree, schema)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key; `default` where there is none."""
@@ -209,31 +208,29 @@ class _Values:
 
     def leaves(self, pattern: str) -> Iterator[tuple[str, YamlNode, Any]]:
         """The keys that a pattern fits, with their values."""
-        parts = pattern.split(".")
-        yield from self._below(self.tree, (), parts)
 
-    def _below(
-        self, node: YamlNode, path: KeyPath, parts: Sequence[str]
-    ) -> Iterator[tuple[str, YamlNode, Any]]:
-        if not parts:
+        def below(node: YamlNode, path: KeyPath, parts: Sequence[str]) -> Iterator[KeyPath]:
+            if not parts:
+                yield path
+            elif isinstance(node.value, dict):
+                for key, child in node.value.items():
+                    if fnmatch.fnmatchcase(key, parts[0]):
+                        yield from below(child, (*path, key), parts[1:])
+            elif isinstance(node.value, list):  # several sets
+                for index, child in enumerate(node.value):
+                    yield from below(child, (*path, index), parts)
+
+        for path in below(self.tree, (), pattern.split(".")):
+            node = find_node(self.tree, path)
+            assert node is not None
             yield dotted(path), node, self._of(node, path)
-            return
-        if isinstance(node.value, dict):
-            for key, child in node.value.items():
-                if fnmatch.fnmatchcase(key, parts[0]):
-                    yield from self._below(child, (*path, key), parts[1:])
-        elif isinstance(node.value, list):  # several sets
-            for index, child in enumerate(node.value):
-                yield from self._below(child, (*path, index), parts)
 
     def _of(self, node: YamlNode, path: KeyPath) -> Any:
-        if not node.reference:
-            return plain_values(node)
-        if self._interpolations is None:
-            whole = with_defaults(self.schema, self.tree, everything=True)
-            self._interpolations = Interpolations(whole)
         try:
-            return self._interpolations.value(path, node.value)
+            is_reference = node.reference
+            return (
+                self.interpolations.value(path, node.value) if is_reference else plain_values(node)
+            )
         except UnresolvedError:  # told where the key is checked, if it is needed
             return node.value
 
