@@ -14,10 +14,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.interpolation import Interpolations, UnresolvedError
@@ -31,15 +28,13 @@ from laurel.config.yaml_tree import (
     dotted,
     find_node,
     graft,
+    nemo_rl_tables,
     plain_values,
     split_key,
     with_key,
 )
 
-_TABLES = yaml.load(
-    files(__package__).joinpath("nemo_rl.yaml").read_text(encoding="utf-8"),
-    Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
-)
+_TABLES = nemo_rl_tables()
 
 # ------------------------------------------------------------------------- keys that are left alone
 

@@ -209,23 +209,23 @@ def _changed(schema: type[Section], tree: YamlNode, override: Override) -> YamlN
             if sections:
                 raise problem(unknown_key(schema, sections[0], name))
             raise problem(f"is not there to be changed; to add it: '+{override.text}'")
-        is_written = child is not None and child.place != DEFAULT
-        if is_last and is_written and override.sign == "+":
-            raise problem(f"is already set in {child.place}; to change it leave out '+'")
+        place = DEFAULT if child is None else child.place
+        if is_last and place != DEFAULT and override.sign == "+":
+            raise problem(f"is already set in {place}; to change it leave out '+'")
         # A section that nobody wrote begins with what the schema puts there on purpose, and a
         # mapping is laid over it and over what files say, as that of another file would be.
         is_section = sole_section(step.kinds) is not None
         if child is None and (is_section or not is_last):
             child = default_node(step.field)
         if not is_last:
-            is_begun = child is not None and child.value is not None and child.value is not MISSING
-            child = copied(child) if is_begun else YamlNode({}, override.place)
-        elif child is None or not (is_written or is_section):
-            child = override.value
+            is_empty = child is None or child.value is None or child.value is MISSING
+            below = copied(YamlNode({}, DEFAULT) if child is None or is_empty else child)
         else:
-            child = overlay(child, override.value)
-        block.value[key] = child
-        block, kinds = child, step.kinds
+            assert override.value is not None
+            is_laid_over = child is not None and (place != DEFAULT or is_section)
+            below = overlay(child, override.value) if child and is_laid_over else override.value
+        block.value[key] = below
+        block, kinds = below, step.kinds
     return top
 
 

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -345,6 +347,20 @@ def _off_is_0(value: Any) -> Any:
 
 OffPeriod = Annotated[int, BeforeValidator(_off_is_0)]
 """Steps between two things; 0, or -1 as other systems write it, switches them off."""
+
+
+@cache
+def nemo_rl_tables() -> Mapping[str, Any]:
+    """What is known of files written for NeMo RL."""
+    text = files(__package__).joinpath("nemo_rl.yaml").read_text(encoding="utf-8")
+    tables: Mapping[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return tables
+
+
+def foreign(*sections: str) -> frozenset[str]:
+    """The keys that NeMo RL's sections have and these of ours do not."""
+    lists = nemo_rl_tables()["foreign_keys"]
+    return frozenset(key for section in sections for key in lists[section])
 
 
 class Section(BaseModel):
