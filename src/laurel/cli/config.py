@@ -77,7 +77,7 @@ def import_config(
         typer.Option("--from", help="Where it is from; else told from its keys."),
     ] = None,
     kind: Annotated[
-        Literal["rm", "grpo", "sft"] | None,
+        Literal["rm", "sft", "grpo"] | None,
         typer.Option("--for", help="The command it is for; else told from its keys."),
     ] = None,
     output: Annotated[

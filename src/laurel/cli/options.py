@@ -376,14 +376,16 @@ class App(typer.Typer):
     def __init__(self, *, cls: type[TyperGroup] | None = None, **settings: Any) -> None:
         super().__init__(cls=cls or _PlainGroup, rich_markup_mode=None, **settings)
 
-    def command(self, name: str | None = None, **settings: Any) -> Callable[[Command], Command]:
+    def command(  # type: ignore[override]
+        self, name: str | None = None, **settings: Any
+    ) -> Callable[[Command], Command]:
         """What registers a function as a command, and leaves it as it is."""
 
         def register(command: Command) -> Command:
             text = inspect.getdoc(command) or ""
             text = re.sub(r"^Example: ", "\b\nExample:\n  ", text, flags=re.MULTILINE)
-            base = super(App, self)
-            base.command(name, cls=_PlainCommand, help=text, **settings)(_with_options(command))
+            settings.update(cls=_PlainCommand, help=text)
+            typer.Typer.command(self, name, **settings)(_with_options(command))
             return command
 
         return register

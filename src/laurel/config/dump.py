@@ -159,6 +159,7 @@ def _sections(schema: type[Section]) -> Iterator[tuple[type[Section], bool]]:
         kinds = kinds_of(field.annotation)
         for section in sections_of(kinds):
             yield from _sections(section)
-        for section in sections_of([inside for kind in kinds for inside in item_kinds(kind) or ()]):
+        inside = (one for kind in kinds for one in item_kinds(kind) or ())
+        for section in sections_of(tuple(inside)):
             yield from _sections(section)
             yield section, True

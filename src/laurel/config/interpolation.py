@@ -101,8 +101,9 @@ class Interpolations:
             line = str(error).splitlines()[0]
             reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", line).strip('"')
             asked = re.search(r"'([^']+)'", str(error))
-            is_key = isinstance(error, InterpolationKeyError) and asked
-            near = nearest(asked[1], map(dotted, _paths(tree, ()))) if is_key else None
+            near = None
+            if isinstance(error, InterpolationKeyError) and asked:
+                near = nearest(asked[1], map(dotted, _paths(tree, ())))
             hint = f"; did you mean '{near}'?" if near else ""
             raise UnresolvedError(f"'{text}': {reason}{hint}") from None
 

@@ -43,7 +43,7 @@ UNNEEDED: Mapping[str, Sequence[str]] = _TABLES["unneeded"]
 LOST: Mapping[str, Sequence[str]] = _TABLES["lost"]
 """What to do instead, or what is done, and the last parts of keys that may change a run."""
 
-_REASONS = {key: (why, False) for why, keys in reversed(UNNEEDED.items()) for key in keys}
+_REASONS = {key: (why, False) for why, keys in reversed(list(UNNEEDED.items())) for key in keys}
 _REASONS |= {key: (why, True) for why, keys in LOST.items() for key in keys}
 _CARRIED = {f"{block}.{key}" for block, keys in _TABLES["carried"].items() for key in keys}
 _OFF: tuple[Any, ...] = (None, False, -1, 0, [], {})

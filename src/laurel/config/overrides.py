@@ -185,7 +185,7 @@ def _changed(schema: type[Section], tree: YamlNode, override: Override) -> YamlN
     top = block = copied(tree)
     kinds: Kinds = (schema,)
     for name in override.keys:
-        key: str | int = name
+        key: Any = name  # of a mapping; of a list it becomes a position
         if block.reference:
             raise problem(f"is '{block.value}'; set the key it names, or replace it")
         if isinstance(block.value, list):

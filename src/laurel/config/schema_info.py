@@ -188,8 +188,11 @@ def describe_kinds(kinds: Kinds, metadata: Sequence[Any] = ()) -> str:
 
 def choices_of(kinds: Kinds) -> list[str]:
     """The words a key may hold, where only certain words are allowed."""
-    choices = (get_args(kind) for kind in kinds if get_origin(kind) is Literal)
-    return [str(choice) for words in choices for choice in words]
+    words: list[str] = []
+    for kind in kinds:
+        origin: Any = get_origin(kind)
+        words += map(str, get_args(kind)) if origin is Literal else ()
+    return words
 
 
 def _describe_one(kind: Any, *, many: bool = False) -> str:

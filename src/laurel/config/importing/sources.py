@@ -89,8 +89,8 @@ def import_configuration(request: ImportRequest) -> ImportReport:
                 "a file of NeMo RL may name others (defaults), and is read by its name"
             )
         kinds: tuple[Kind, ...] = ("grpo", "sft", "rm")
-        its_run = request.run or next((kind for kind in kinds if kind in read.values), "rm")
-        imported = nemo_rl.import_file(request.path, its_run)
+        told = [kind for kind in kinds if kind in read.values]
+        imported = nemo_rl.import_file(request.path, request.run or [*told, *kinds[-1:]][0])
         return ImportReport(imported=imported, system=system, by=by)
     run, run_by = _run(request, read, system, name)
     table = TABLES[system][run]
