@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from laurel.cli.options import App, ConfigOption, Overrides
+from laurel.cli.app import App
+from laurel.cli.options import ConfigOption, Overrides
 from laurel.observe.json_output import JsonOption, write_json
 
 SHOW = "show"

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from laurel.cli.options import App, offer_layers
+from laurel.cli.app import App
+from laurel.cli.options import offer_layers
 from laurel.errors import ConfigError
 from laurel.observe.console import make_console, visible
 from laurel.observe.json_output import JsonOption, write_json

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from laurel.cli.app import App
 from laurel.cli.options import (
-    App,
     BatchTokensOption,
     ColumnKeys,
     ConfigOption,

@@ -12,13 +12,13 @@ from typing import Annotated, Literal
 import typer
 
 from laurel import __version__
+from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
 from laurel.cli.data import data_app
 from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
 from laurel.cli.export import export_command
 from laurel.cli.options import (
-    App,
     BatchTokensOption,
     ColumnKeys,
     ConfigOption,
@@ -28,12 +28,9 @@ from laurel.cli.options import (
     Overrides,
     PlanOptions,
     PrecisionOption,
-    QuietOption,
     ServeOptions,
     SettingsOption,
     ThreadsOption,
-    VerboseOption,
-    begin,
 )
 from laurel.cli.report import report
 from laurel.errors import ConfigError, LaurelError

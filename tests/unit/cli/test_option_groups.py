@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.testing import CliRunner
 
-from laurel.cli.options import App
+from laurel.cli.app import App
 
 
 @dataclass(frozen=True, kw_only=True)
