@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # What the shell offers at a Tab: keys of the configuration, data sets, environments.
 #
 # A shell puts a blank behind the only thing that is offered, and takes whatever all that is offered
-# begins with. So a section is never offered alone, but with what is in it; and beside a key that may
-# hold anything stands the same with its default. No model, data set or network is touched.
+# begins with. So a section is never offered alone, but with what is in it; and beside a key that
+# may hold anything stands the same with its default. No model, data set or network is touched.
 
 Offer = tuple[str, str]
 """What is offered, and a word about it, which zsh and fish show."""
