@@ -161,5 +161,5 @@ def _sections(schema: type[Section]) -> Iterator[tuple[type[Section], bool]]:
             yield from _sections(section)
         inside = (one for kind in kinds for one in item_kinds(kind) or ())
         for section in sections_of(tuple(inside)):
-            yield from _sections(section)
             yield section, True
+            yield from ((below, False) for below, _ in _sections(section))

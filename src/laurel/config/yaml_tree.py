@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -25,11 +24,12 @@ DEFAULT = "the schema's defaults"
 """The place of a value that nobody wrote."""
 
 
-class _Marker(Enum):
-    MISSING = "???"
+class _Marker:
+    def __repr__(self) -> str:
+        return "???"
 
 
-MISSING = _Marker.MISSING
+MISSING = _Marker()
 """The value of a key whose file says `???`: to be given in another file or by an override."""
 
 
