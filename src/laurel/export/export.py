@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from laurel.errors import CheckpointError, ConfigError, DataError, key_of, speaking
-from laurel.export.directory import check_target, whole_directory
+from laurel.errors import CheckpointError, ConfigError, DataError, key_of, setting_of, speaking
 from laurel.export.options import ExportOptions
 from laurel.models.tokenizer import first_line
 from laurel.observe.console import message_console, quiet_libraries
+from laurel.observe.files import replace_directory
 from laurel.observe.json_output import write_json
 from laurel.rewards.open import (
     ModelPlace,
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.models.checkpoint.card import EvaluationTable
+
+
+_MARK = "config.json"
+"""The file of a directory that may be overwritten: that of a model has it."""
 
 
 def run_export(
@@ -64,7 +68,7 @@ def run_export(
     with (
         messages.status("writing the model, and loading it with plain transformers"),
         speaking(OPTIONS),
-        whole_directory(target) as directory,
+        replace_directory(target) as directory,
     ):
         _write(directory, place, options, tables, say)
     say(f"written to {options.output}")
@@ -74,6 +78,50 @@ def run_export(
         say(f"pushed  to {options.push_to_hub}")
     if options.as_json:
         write_json({"model": place.name, "output": options.output, "hub": options.push_to_hub})
+
+
+def check_target(path: Path, *, overwrite: bool, read_from: str) -> Path:
+    """Refuse a directory that could not be written, before any work is done.
+
+    Args:
+        path: What was asked for.
+        overwrite: Whether a model that is there may be replaced.
+        read_from: The directory or name that is read.
+
+    Returns:
+        The path, links followed.
+
+    Raises:
+        ConfigError: Something is there, or it would take the place of what is read.
+        DataError: It cannot be made there.
+    """
+    asked = setting_of("--output", path)
+    target = Path(os.path.realpath(path.expanduser()))
+    source = Path(os.path.realpath(Path(read_from).expanduser()))
+    if source.is_dir() and (target == source or target in source.parents):
+        raise ConfigError(f"{asked} is, or holds, the model that is read ({source}); name another")
+    if target.is_dir() and any(target.iterdir()):
+        if not overwrite:
+            raise ConfigError(
+                f"{asked} is there and not empty; name another directory, or add "
+                f"{key_of('--overwrite')} to replace it"
+            )
+        if not (target / _MARK).is_file():
+            raise ConfigError(
+                f"{asked} holds no model ({_MARK}), so {key_of('--overwrite')} does not delete "
+                "it; name another "
+                " directory, or delete it yourself"
+            )
+    elif target.exists() and not target.is_dir():
+        raise ConfigError(f"{asked} is a file; name a directory")
+    there = target.parent
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise DataError(f"{asked} cannot be made: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise DataError(f"{asked} cannot be written: no permission in {there}")
+    return target
 
 
 def _find(options: ExportOptions) -> ModelPlace:
