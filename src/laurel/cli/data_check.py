@@ -91,12 +91,14 @@ class Findings:
     first: Row
     known: KnownFormat | None
     readings: list[Reading]
+    evaluation: str | None
+    """The benchmark that `laurel eval` reads it as, where no command that trains is asked about."""
     near: list[Suggestion]
 
     @property
     def is_usable(self) -> bool:
         """Whether any of the commands that were asked about can use a row."""
-        return self.shown is not None
+        return self.shown is not None or self.evaluation is not None
 
     @property
     def shown(self) -> Reading | None:
@@ -146,6 +148,7 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
         first=first,
         known=known,
         readings=readings,
+        evaluation=known.evaluation if known is not None and trainer is None else None,
         near=[one for one in near if trainer is None or one.trainer in (None, trainer)],
     )
 
@@ -264,6 +267,7 @@ def _as_facts(findings: Findings, row: FirstRow | None) -> dict[str, Any]:
             }
             for one in findings.readings
         },
+        "evaluation": findings.evaluation,
         "suggestions": [
             {"says": one.says, "command": one.trainer, "settings": list(one.settings)}
             for one in findings.near
@@ -294,7 +298,14 @@ def _show(
     form = "none that is known by default" if known is None else f"{known.name}: {known.says}"
     _line(console, "format", form)
     _show_fits(console, findings, overrides)
-    _show_near(console, findings)
+    if findings.evaluation is not None:
+        words = ["laurel", "eval", findings.evaluation, "--model", "DIR", "-d", findings.path]
+        _line(console, "eval", shlex.join(words), "bold")
+    for near in findings.near:
+        _line(console, "hint", f"it looks like {near.says}", "bold")
+        if near.trainer is not None:
+            words = ["laurel", "data", "check", findings.path, "--for", near.trainer]
+            _say(console, f"         {shlex.join([*words, *near.settings])}")
     if not findings.is_usable:
         _show_formats(console, findings)
     reading = findings.shown
@@ -363,16 +374,7 @@ def _counts(
     if on_bad_row and on_bad_row[-1].endswith("=skip"):  # the last of several counts
         rows = counted(reading.num_malformed, "malformed row")
         return f"{said}. The run leaves out {rows}, the first at {first}"
-    advice = "unless you mend the rows or set data.on_bad_row=skip"
-    return f"{said}. The run stops at {first} {advice}"
-
-
-def _show_near(console: Console, findings: Findings) -> None:
-    check = ["laurel", "data", "check", findings.path, "--for"]
-    for near in findings.near:
-        _line(console, "hint", f"it looks like {near.says}", "bold")
-        if near.trainer is not None:
-            _say(console, f"         {shlex.join([*check, near.trainer, *near.settings])}")
+    return f"{said}. The run stops at {first} unless you mend the rows or set data.on_bad_row=skip"
 
 
 def _show_formats(console: Console, findings: Findings) -> None:
@@ -401,7 +403,6 @@ class Piece:
     ids: tuple[int, ...]
     text: str
     in_loss: bool = False
-    """Whether it counts in the loss."""
     pooled: bool = False
     """Whether the score is read from it."""
 
@@ -413,7 +414,6 @@ class RowPart:
     title: str
     messages: Conversation
     was_cut: bool = False
-    """Whether the conversation was too long."""
     tokens: Sequence[Piece] = ()
 
 

@@ -52,6 +52,7 @@ def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path: Path) -> Non
     assert "stops at rows.jsonl:3 unless you mend the rows or set data.on_bad_row=skip" in said
     assert "sft yes" in said
     assert "grpo yes" in said
+    assert "laurel eval pairs" in said
     assert "add --model DIR" in said
 
 
