@@ -75,8 +75,6 @@ def outputs_of(path: Path) -> list[tuple[Block, Block]]:
     return [(run, shown) for run, shown in pairwise(blocks_of(path)) if shown.kind == "output"]
 
 
-# ------------------------------------------------------------------------------- comparing outputs
-
 # What differs from run to run: colours, hashes, figures, durations, paths, widths.
 _MASKS = (
     (re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]"), ""),
@@ -105,9 +103,6 @@ def same(shown: str, real: str, *, exact: bool = False) -> bool:
     )
     lines = [comparable(line) + "\n" for line in real.strip("\n").splitlines()]
     return re.fullmatch(pattern, "".join(lines)) is not None
-
-
-# ----------------------------------------------------------------------------------- running a page
 
 
 class BlockFailed(AssertionError):
