@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal
 
 from laurel.errors import CheckpointError, ConfigError, DataError, key_of, setting_of, speaking
 from laurel.export.options import ExportOptions
@@ -27,6 +27,7 @@ from laurel.run.scorer import OPTIONS, policy_of_settings, say_on
 from laurel.run.specs import model_spec, scorer_spec
 
 if TYPE_CHECKING:
+    from huggingface_hub import HfApi
     from rich.console import Console
 
     from laurel.models.checkpoint.card import EvaluationTable
@@ -37,7 +38,7 @@ _MARK = "config.json"
 
 
 def run_export(
-    options: ExportOptions, *, hub: HubApi | None = None, messages: Console | None = None
+    options: ExportOptions, *, hub: HfApi | None = None, messages: Console | None = None
 ) -> None:
     """Write a model as a directory that needs nothing of Laurel.
 
@@ -58,7 +59,9 @@ def run_export(
     place = _find(options)
     target = check_target(options.output, overwrite=options.overwrite, read_from=place.name)
     if options.push_to_hub is not None:
-        hub = hub or connect_hub()
+        from huggingface_hub import HfApi
+
+        hub = hub or HfApi()
         check_hub(hub, options.push_to_hub)
     tables = _tables(options, place, say)
     with messages.status("checking the files of the model"):
@@ -220,30 +223,7 @@ def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model
 # Bringing a directory to the Hugging Face hub.
 
 
-class HubApi(Protocol):
-    """What is used of `huggingface_hub.HfApi`."""
-
-    def whoami(self) -> dict[str, Any]:
-        """Who is logged in; an error where nobody is."""
-        ...
-
-    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> object:
-        """Make a repository."""
-        ...
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> object:
-        """Add a directory to it as one commit."""
-        ...
-
-
-def connect_hub() -> HubApi:
-    """The hub that this machine is set up for."""
-    from huggingface_hub import HfApi
-
-    return cast("HubApi", HfApi())
-
-
-def check_hub(api: HubApi, name: str) -> None:
+def check_hub(api: HfApi, name: str) -> None:
     """Refuse to go on to the hub where nobody could be let in, before any work is done.
 
     Args:
@@ -271,7 +251,7 @@ def check_hub(api: HubApi, name: str) -> None:
         ) from error
 
 
-def push(api: HubApi, name: str, directory: Path, *, private: bool) -> None:
+def push(api: HfApi, name: str, directory: Path, *, private: bool) -> None:
     """Make the repository where it is missing, and add the files of a directory.
 
     Raises:
