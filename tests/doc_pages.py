@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = ROOT / "tests" / "docs"
 ASK = (sys.executable, "-S", "-E", str(SCRIPTS / "ask_warm_server.py"))
-PATIENCE = 300
+PATIENCE = 600
 """Seconds for one block."""
 BESIDE = ("examples", "recipes", "benchmarks", "LICENSE")
 """Names of a checkout that a page may use, at the same place in the page's folder."""
