@@ -133,11 +133,13 @@ def put_in_place(
 
 
 def sync_tree(directory: Path) -> None:
-    """Force all that lies in a directory to the disk."""
-    for folder, _, names in os.walk(directory, topdown=False):
-        for name in names:
+    """Force all that lies in a directory to the disk: the files, then their names, inner first."""
+    for folder, subfolders, names in os.walk(directory):
+        subfolders.sort()
+        for name in sorted(names):
             with (Path(folder) / name).open("rb") as file:
                 os.fsync(file.fileno())
+    for folder, _, _ in os.walk(directory, topdown=False):
         sync_directory(Path(folder))
 
 
