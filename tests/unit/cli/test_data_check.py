@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import gzip
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -24,23 +20,23 @@ CHAT = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     """A tiny language model with ChatML."""
     directory = tmp_path_factory.mktemp("model")
     return str(save_model(directory, tiny_language_model("qwen3")))
 
 
-def write(path: Path, *rows: Any) -> str:
+def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
-def check(*arguments: str) -> tuple[int, str, BaseException | None]:
+def check(*arguments):
     done = CliRunner().invoke(app, ["data", "check", *arguments])
     return done.exit_code, re.sub(r" +", " ", done.stdout.replace("\n", " ")), done.exception
 
 
-def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path: Path) -> None:
+def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path):
     path = write(tmp_path / "rows.jsonl", PAIR, {**PAIR, "chosen": "No."}, {"prompt": "x"}, PAIR)
     code, said, _ = check(path)
     assert code == 0
@@ -56,7 +52,7 @@ def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path: Path) -> Non
     assert "add --model DIR" in said
 
 
-def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path: Path, model: str) -> None:
+def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", PAIR)
     code, said, _ = check(path, "--for", "rm", "--model", model, "--json")
     assert code == 0
@@ -75,7 +71,7 @@ def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path: Path, mo
     assert len(leaf["ids"]) == 4  # its bytes
 
 
-def test_what_the_assistant_says_counts_in_the_loss(tmp_path: Path, model: str) -> None:
+def test_what_the_assistant_says_counts_in_the_loss(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", CHAT)
     code, said, _ = check(path, "--for", "sft", "--model", model, "--json")
     (part,) = json.loads(said)["first_row"]["parts"]
@@ -85,7 +81,7 @@ def test_what_the_assistant_says_counts_in_the_loss(tmp_path: Path, model: str) 
     assert "brief" not in learned
 
 
-def test_without_colours_the_layout_says_the_same(tmp_path: Path, model: str) -> None:
+def test_without_colours_the_layout_says_the_same(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", PAIR)
     _, said, _ = check(path, "--for", "rm", "--model", model)
     assert "\x1b" not in said
@@ -109,9 +105,7 @@ def test_without_colours_the_layout_says_the_same(tmp_path: Path, model: str) ->
         ("bad.parquet", b"PAR", "no Parquet file"),
     ],
 )
-def test_what_holds_no_rows_is_an_error(
-    name: str, content: bytes | None, says: str, tmp_path: Path
-) -> None:
+def test_what_holds_no_rows_is_an_error(name, content, says, tmp_path):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -120,7 +114,7 @@ def test_what_holds_no_rows_is_an_error(
     assert getattr(error, "exit_code", None) == 2
 
 
-def test_a_file_that_fits_nothing_lists_what_does(tmp_path: Path) -> None:
+def test_a_file_that_fits_nothing_lists_what_does(tmp_path):
     code, said, _ = check(write(tmp_path / "rows.jsonl", {"foo": 1, "bar": 2}))
     assert code == 2
     assert "rm no: 1 malformed" in said
@@ -129,14 +123,14 @@ def test_a_file_that_fits_nothing_lists_what_does(tmp_path: Path) -> None:
     assert "pairs prompt, chosen, rejected (rm, sft, grpo, eval pairs)" in said
 
 
-def test_a_file_for_another_command_is_told_so(tmp_path: Path) -> None:
+def test_a_file_for_another_command_is_told_so(tmp_path):
     code, said, _ = check(write(tmp_path / "rows.jsonl", CHAT), "--for", "rm")
     assert code == 2
     assert "this format is for laurel sft and laurel grpo" in said
     assert "HumanEval" not in said
 
 
-def test_tests_are_held_against_what_the_run_asks_of_them(tmp_path: Path) -> None:
+def test_tests_are_held_against_what_the_run_asks_of_them(tmp_path):
     one = {"prompt": "Add.", "test_list": ["assert add(1) == 1", "assert add(2) == 2"]}
     two = {"prompt": "Or.", "test_list": ["assert add(1) == 1", "assert sub(2) == 2"]}
     code, said, _ = check(write(tmp_path / "both.jsonl", one, two))
@@ -149,7 +143,7 @@ def test_tests_are_held_against_what_the_run_asks_of_them(tmp_path: Path) -> Non
     assert "leave --for out" not in said  # nobody said it
 
 
-def test_preferences_that_are_to_be_checked_against_are_warned_of(tmp_path: Path) -> None:
+def test_preferences_that_are_to_be_checked_against_are_warned_of(tmp_path):
     row = {"prompt": "Where?", "chosen": "Here.", "rejected": "No."}
     path = write(tmp_path / "pairs.jsonl", row)
     _, said, _ = check(path, "data.env_name=math")
@@ -158,7 +152,7 @@ def test_preferences_that_are_to_be_checked_against_are_warned_of(tmp_path: Path
     assert "warning" not in said
 
 
-def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path: Path) -> None:
+def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path):
     row = {"Frage (user)": "Wo?", "gute Antwort": "Hier.", "schlechte_Antwort": "Nein."}
     path = write(tmp_path / "rows.jsonl", row)
     code, said, _ = check(path)
@@ -169,7 +163,7 @@ def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path: Path) -> None:
     assert code == 0
 
 
-def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path: Path) -> None:
+def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path):
     row = {"question": "Where?", "better": "Here.", "worse": "No."}
     path = write(tmp_path / "rows.jsonl", row)
     keys = ["data.prompt_key=question", "data.chosen_key=better", "data.rejected_key=worse"]
@@ -183,18 +177,14 @@ def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path: Path
     assert "did you mean 'prompt_key'?" in str(error)
 
 
-def test_a_model_that_cannot_be_used_is_told_after_what_was_found(
-    tmp_path: Path, model: str
-) -> None:
+def test_a_model_that_cannot_be_used_is_told_after_what_was_found(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", PAIR)
     _, said, error = check(path, "--model", model, "policy.tokenizer.chat_template=zzz")
     assert "rm yes: 1 of 1 row" in said
     assert "'zzz' is neither a template nor a known name" in str(error)
 
 
-def test_who_names_an_environment_is_given_no_other_and_told_how_ones_own_is_named(
-    tmp_path: Path,
-) -> None:
+def test_who_names_an_environment_is_given_no_other_and_told_how_ones_own_is_named(tmp_path):
     path = write(tmp_path / "tasks.jsonl", *({"prompt": f"say {i}"} for i in range(4)))
     _, said, _ = check(path, "--for", "grpo")
     assert "it looks like prompts" in said
@@ -206,7 +196,7 @@ def test_who_names_an_environment_is_given_no_other_and_told_how_ones_own_is_nam
     assert "is named by +env.custom.mine.name=MODULE.CLASS" in str(error)
 
 
-def test_who_leaves_malformed_rows_out_is_not_advised_to(tmp_path: Path) -> None:
+def test_who_leaves_malformed_rows_out_is_not_advised_to(tmp_path):
     path = write(tmp_path / "rows.jsonl", PAIR, {"prompt": "x"}, {"prompt": "y"})
     code, said, _ = check(path, "data.on_bad_row=skip")
     assert code == 0
