@@ -15,6 +15,7 @@ import numpy as np
 
 from laurel.config.environments import EnvironmentsConfig
 from laurel.observe.console import completion_text, shorten_middle
+from laurel.observe.files import replace_file
 from laurel.observe.health import (
     FAILURES,
     LENGTH_CORRELATION,
@@ -80,9 +81,8 @@ class HealthWatch:
             return
         with self._path.open(encoding="utf-8", newline="\n") as lines:
             kept = [line for line in lines if _counts(line, until=step)]
-        beside = self._path.with_suffix(".new")
-        beside.write_text("".join(kept), encoding="utf-8", newline="\n")
-        beside.replace(self._path)
+        with replace_file(self._path) as file:
+            file.writelines(kept)
 
     def step(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]
