@@ -38,13 +38,13 @@ _TABLES = nemo_rl_tables()
 
 # ------------------------------------------------------------------------- keys that are left alone
 
-UNNEEDED: Mapping[str, Sequence[str]] = _TABLES["unneeded"]
-"""Why a key is not needed, and the last parts of such keys."""
-LOST: Mapping[str, Sequence[str]] = _TABLES["lost"]
-"""What to do instead, or what is done, and the last parts of keys that may change a run."""
-
-_REASONS = {key: (why, False) for why, keys in reversed(list(UNNEEDED.items())) for key in keys}
-_REASONS |= {key: (why, True) for why, keys in LOST.items() for key in keys}
+# Of a key that several reasons name, the first holds, and that something is lost before all.
+_REASONS = {
+    key: (why, block == "lost")
+    for block in ("unneeded", "lost")
+    for why, keys in reversed(_TABLES[block].items())
+    for key in keys
+}
 _CARRIED = {f"{block}.{key}" for block, keys in _TABLES["carried"].items() for key in keys}
 _OFF: tuple[Any, ...] = (None, False, -1, 0, [], {})
 
