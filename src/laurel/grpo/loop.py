@@ -31,8 +31,8 @@ from laurel.grpo.advantages import (
     slope,
     subtract_divergences,
 )
-from laurel.grpo.health import HealthWatch
 from laurel.grpo.metrics import (
+    HealthWatch,
     end_batch,
     environment_metrics,
     failures_with,

@@ -191,8 +191,8 @@ def _with_policy(
         # Replicas of generation are started from it again when one is lost.
         context.store.pin(resume_from)
     found = load_policy_bundle(context, data, environments)
-    from laurel.grpo.health import members_of
     from laurel.grpo.loop import GRPO, GRPOSettings
+    from laurel.grpo.metrics import members_of
     from laurel.grpo.state import GRPORunState, fingerprint_of_tasks
     from laurel.observe.health import Alarms
     from laurel.training.loop import Schedule
