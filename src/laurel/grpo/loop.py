@@ -59,7 +59,7 @@ from laurel.training.batches import Batcher, global_batches, select_completions,
 from laurel.training.learner import Learner, ModelRole, Update
 from laurel.training.loop import RunOutcome, RunServices, TrainingLoop
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
-from laurel.training.state import Position
+from laurel.training.stopping import Position
 from laurel.types import PaddedRows, RolloutGroup, TokenForest, TokenGroup
 
 if TYPE_CHECKING:

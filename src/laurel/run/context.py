@@ -27,7 +27,7 @@ from laurel.observe.run_record import DATA_REPORT
 from laurel.planning.memory import MASTER_BYTES, optimizer_states
 from laurel.run.allocation import Allocation, PlannedAllocation, open_allocation
 from laurel.training.selection import Selection
-from laurel.training.stopping import Deadline, StopRequest
+from laurel.training.stopping import Deadline, Position, StopRequest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from laurel.protocols import Environment
     from laurel.training.learner_group import ModelFacts
     from laurel.training.loop import RunServices, Schedule
-    from laurel.training.state import Position, RunState
+    from laurel.training.state import RunState
     from laurel.types import Score
 
 R = TypeVar("R", bound=Run)
