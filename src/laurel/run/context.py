@@ -18,7 +18,6 @@ from laurel.config.load import to_yaml
 from laurel.config.policy import CheckpointingConfig
 from laurel.config.schemas import Run
 from laurel.errors import CheckpointError, ConfigError, counted
-from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.models.checkpoint.store import LOCK_NAME, CheckpointStore
 from laurel.observe.console import visible
 from laurel.observe.loggers import next_run_dir, open_loggers
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.environments.reward_model_environment import RewardModelEnvironment
+    from laurel.evaluation.benchmarks import BenchmarkSet
     from laurel.protocols import Environment
     from laurel.training.learner_group import ModelFacts
     from laurel.training.loop import RunServices, Schedule
@@ -282,6 +282,10 @@ def judge_benchmarks(configs: Mapping[str, BenchmarkSetConfig]) -> list[Benchmar
     Raises:
         DataError: Rows that cannot be used.
     """
+    if not configs:
+        return []
+    from laurel.evaluation.benchmarks import BenchmarkSet
+
     return [BenchmarkSet.load(name, config) for name, config in configs.items()]
 
 
