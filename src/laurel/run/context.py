@@ -23,7 +23,8 @@ from laurel.observe.console import visible
 from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
-from laurel.planning.memory import MASTER_BYTES, optimizer_states
+from laurel.planning.memory import MASTER_BYTES
+from laurel.planning.request import optimizer_states
 from laurel.run.allocation import Allocation, PlannedAllocation, open_allocation
 from laurel.training.selection import Selection
 from laurel.training.stopping import Deadline, Position, StopRequest
