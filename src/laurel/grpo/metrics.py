@@ -22,6 +22,7 @@ from laurel.environments.interface import unfit, value_kind
 from laurel.errors import EnvironmentFailedError
 from laurel.grpo.judging import RolloutStats, described
 from laurel.observe.console import completion_text, shorten_middle
+from laurel.observe.files import replace_file
 from laurel.observe.health import (
     FAILURES,
     LENGTH_CORRELATION,
@@ -290,9 +291,8 @@ class HealthWatch:
             return
         with self._path.open(encoding="utf-8", newline="\n") as lines:
             kept = [line for line in lines if _counts(line, until=step)]
-        beside = self._path.with_suffix(".new")
-        beside.write_text("".join(kept), encoding="utf-8", newline="\n")
-        beside.replace(self._path)
+        with replace_file(self._path) as file:
+            file.writelines(kept)
 
     def step(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.config.policy import ClusterConfig, Milestones, NamedCall
 from laurel.errors import BroadcastError, CheckpointError, WorkerError
-from laurel.models.checkpoint.store import is_disk_error
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.forest.policy import Reference
 from laurel.models.loading.adapters import adapted_layers
@@ -23,6 +22,7 @@ from laurel.models.loading.policy import LoadedPolicy, check_policy_paths
 from laurel.models.parallel.mesh import AcrossRanks, ParallelShape, held_bytes
 from laurel.models.scoring import ScoringContract
 from laurel.observe.console import quiet_libraries
+from laurel.observe.files import is_disk_error
 from laurel.protocols import WorkerGroup
 from laurel.rewards.scorer import check_golden, check_paths
 from laurel.sandbox.limits import available_cores
