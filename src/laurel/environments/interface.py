@@ -25,8 +25,8 @@ from laurel.config.schema_info import with_defaults
 from laurel.config.yaml_tree import Section, graft
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.observe.hub import line_of
-from laurel.protocols import EnvironmentSpec, MessageLog
-from laurel.types import EnvironmentReturn, RejectedTask, Task
+from laurel.protocols import MessageLog
+from laurel.types import EnvironmentReturn, EnvironmentSpec, RejectedTask, Task
 
 if TYPE_CHECKING:
     from laurel.workers.ray_actor import ActorMaker
