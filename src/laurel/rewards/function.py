@@ -26,7 +26,7 @@ from laurel.models.spec import ModelSpec
 from laurel.observe.hub import own_line_of
 from laurel.rewards.remote.replica import failed
 from laurel.types import Group, Score
-from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessWork
+from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
 
 MOST_AT_ONCE = 16
 """Calls of a function that is not async, in as many threads."""
@@ -89,13 +89,13 @@ class FunctionScorer:
         if num_workers and function is None:
             # It is not even imported here: that may take a library that shall not be in this one.
             self._processes = ProcessPool(
-                ProcessWork(
+                ProcessPoolSpec(
                     name=f"{where}: the process for the function",
                     prepare="laurel.rewards.function:prepare",
+                    num_workers=num_workers,
+                    timeout_seconds=config.timeout,
                     settings=config.model_dump(mode="json") | {"where": where},
-                ),
-                num_workers=num_workers,
-                timeout_seconds=config.timeout,
+                )
             )
             try:
                 self._processes.start()
@@ -258,7 +258,7 @@ class _RaisedError(Exception):
 
 
 def prepare(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], Any]]:
-    """Find the function in every process anew; see `ProcessWork.prepare`.
+    """Find the function in every process anew; see `ProcessPoolSpec.prepare`.
 
     What its module begins when it is imported, such as threads, does not outlive a fork.
     """

@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessWork
+from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
 from sandbox_processes import END, is_gone, wait_until
 
 WORK = """
@@ -66,15 +67,24 @@ def start_another(path):
 """
 
 
+def spec_of(*, num_workers: int = 1, timeout_seconds: float = END, **given: Any) -> ProcessPoolSpec:
+    return ProcessPoolSpec(
+        name="the pool",
+        prepare="work_of_the_test:prepare",
+        num_workers=num_workers,
+        timeout_seconds=timeout_seconds,
+        **given,
+    )
+
+
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessPool]]:
     (tmp_path / "work_of_the_test.py").write_text(WORK)
     monkeypatch.syspath_prepend(tmp_path)
     pools = []
 
-    def make(*, num_workers: int = 1, timeout_seconds: float = END, **given: object) -> ProcessPool:
-        work = ProcessWork(name="the pool", prepare="work_of_the_test:prepare", **given)  # type: ignore[arg-type]
-        pools.append(ProcessPool(work, num_workers=num_workers, timeout_seconds=timeout_seconds))
+    def make(**given: Any) -> ProcessPool:
+        pools.append(ProcessPool(spec_of(**given)))
         return pools[-1]
 
     yield make
@@ -203,8 +213,7 @@ def test_closing_fails_what_runs_and_waits(opened) -> None:
 
 
 def test_a_forgotten_pool_takes_its_processes_with_it(tmp_path: Path, opened) -> None:
-    work = ProcessWork(name="the pool", prepare="work_of_the_test:prepare")
-    pool = ProcessPool(work, num_workers=1, timeout_seconds=END)
+    pool = ProcessPool(spec_of())
     done(pool, "where")
     ids = pool.process_ids()
     del pool
@@ -214,9 +223,11 @@ def test_a_forgotten_pool_takes_its_processes_with_it(tmp_path: Path, opened) ->
 
 PROGRAM = """
 import sys, time
-from laurel.workers.process_pool import ProcessPool, ProcessWork
-work = ProcessWork(name="the pool", prepare="work_of_the_test:prepare")
-pool = ProcessPool(work, num_workers=2, timeout_seconds=1000.0)
+from laurel.workers.process_pool import ProcessPool, ProcessPoolSpec
+spec = ProcessPoolSpec(
+    name="the pool", prepare="work_of_the_test:prepare", num_workers=2, timeout_seconds=1000.0
+)
+pool = ProcessPool(spec)
 pool.submit(["hang"])
 pool.submit(["start_another", sys.argv[1]])
 while not open(sys.argv[1]).read():

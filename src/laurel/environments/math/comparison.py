@@ -82,7 +82,7 @@ def failed_self_test() -> list[str]:
 
 
 def prepare(settings: None) -> Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]:
-    """Make this process ready to check answers; see `ProcessWork.prepare`.
+    """Make this process ready to check answers; see `ProcessPoolSpec.prepare`.
 
     Raises:
         EnvironmentFailedError: math-verify gives wrong verdicts.

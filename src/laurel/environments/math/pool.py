@@ -21,7 +21,7 @@ from laurel.environments.math.answers import (
     too_much_to_read,
 )
 from laurel.sandbox.limits import available_cores
-from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessWork
+from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
 
 LONGEST_KNOWN_ANSWER = 10_000
 MEMORY_LIMIT = 2 << 30
@@ -94,16 +94,16 @@ class AnswerChecker:
         """
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         self.pool = ProcessPool(
-            ProcessWork(
+            ProcessPoolSpec(
                 name="the checker of answers",
                 prepare="laurel.environments.math.comparison:prepare",
+                num_workers=min(num_workers, available_cores()),
+                timeout_seconds=timeout_seconds,
                 attempts=2,  # it may have died by another's hand
                 items_of_a_life=items_of_a_life,
                 memory_limit=MEMORY_LIMIT,
                 environment=kept | _OWN_VARIABLES,
-            ),
-            num_workers=min(num_workers, available_cores()),
-            timeout_seconds=timeout_seconds,
+            )
         )
         self._forbid_unevaluated = forbid_unevaluated
         self._memory: Memory[Checked] = Memory(_REMEMBERED)
