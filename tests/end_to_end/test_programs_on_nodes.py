@@ -15,12 +15,11 @@ import psutil
 import pytest
 
 from laurel.config.environments import SandboxConfig
-from laurel.environments.code import nodes as node_runner
-from laurel.environments.code.nodes import ClusterNodes, open_pool_on
+from laurel.environments.code import nodes as code_nodes
+from laurel.environments.code.nodes import ClusterNodes, NodePool
 from laurel.sandbox.detection import detect
 from laurel.sandbox.inside.monitor import RUNNING
 from laurel.sandbox.jobs import Limits, SandboxJob, Status
-from laurel.sandbox.pool import SandboxPool
 from laurel.sandbox.tiers import Tier
 from policy_runs import (
     completions_of,
@@ -81,16 +80,14 @@ def groups() -> list[NodeGroup]:
 
 
 @pytest.fixture
-def pool(two_nodes: Any, groups: list[NodeGroup]) -> Iterator[SandboxPool]:
+def pool(two_nodes: Any, groups: list[NodeGroup]) -> Iterator[NodePool]:
     def make(*args: Any, **kwargs: Any) -> NodeGroup:
         groups.append(NodeGroup(*args, **kwargs))
         return groups[-1]
 
     with RayCluster(two_nodes.address):
         config = SandboxConfig(num_workers=2, min_tier="D")
-        with open_pool_on(
-            config, ClusterNodes(nodes_to_work_on, make, is_on_the_only_node)
-        ) as pool:
+        with NodePool(config, ClusterNodes(nodes_to_work_on, make, is_on_the_only_node)) as pool:
             yield pool
 
 
@@ -113,7 +110,7 @@ def running_below(group: NodeGroup) -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(
-    pool: SandboxPool, groups: list[NodeGroup], caplog: pytest.LogCaptureFixture
+    pool: NodePool, groups: list[NodeGroup], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not is_on_the_only_node()
     assert pool.num_workers == 4 or os.sched_getaffinity(0) == {0}
@@ -140,7 +137,7 @@ def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(
 
 @pytest.mark.slow
 def test_a_node_that_is_lost_leaves_its_programs_to_the_other(
-    pool: SandboxPool,
+    pool: NodePool,
     groups: list[NodeGroup],
     two_nodes: Any,
     caplog: pytest.LogCaptureFixture,
@@ -157,12 +154,11 @@ def test_a_node_that_is_lost_leaves_its_programs_to_the_other(
 
 @pytest.mark.slow
 def test_an_actor_that_hangs_is_lost_and_ended(
-    pool: SandboxPool, groups: list[NodeGroup], monkeypatch: pytest.MonkeyPatch
+    pool: NodePool, groups: list[NodeGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_all_right(pool.run(jobs(4)))
-    for name in ("START_SECONDS", "GRACE_SECONDS"):
-        monkeypatch.setattr(node_runner, name, 1.0)
-    monkeypatch.setattr(node_runner, "MARGIN_SECONDS", 2.0)
+    monkeypatch.setattr(code_nodes, "COLLECT_SECONDS", 1.0)
+    monkeypatch.setattr(code_nodes, "MARGIN_SECONDS", 3.0)
     victim = groups[1]
     left = [victim._pids[0], *(one.pid for one in below(victim._pids[0]))]
     os.kill(victim._pids[0], signal.SIGSTOP)
@@ -176,13 +172,13 @@ def test_an_actor_that_hangs_is_lost_and_ended(
 
 @pytest.mark.slow
 def test_closing_in_the_middle_of_everything_leaves_the_cluster_in_peace(
-    pool: SandboxPool, groups: list[NodeGroup]
+    pool: NodePool, groups: list[NodeGroup]
 ) -> None:
     futures = [pool.submit(job) for job in jobs(40)]
     wait_until(lambda: all(running_below(group) for group in groups))
     begun = time.monotonic()
     pool.close()
-    assert not [thread for thread in pool._threads if thread.is_alive()]
+    assert not [node for node in pool._nodes.members if node.thread.is_alive()]
     assert time.monotonic() - begun < END
     statuses = Counter(future.result(0).status for future in futures)
     assert statuses.keys() <= {Status.OK, Status.SANDBOX_ERROR}
@@ -225,7 +221,7 @@ def test_a_run_on_a_cluster_has_the_rewards_of_one_in_process(
     submit = NodeGroup._submit
 
     def submit_and_note(group: NodeGroup, calls: Any) -> Any:
-        asked.extend(group._node_ids[0] for call in calls.values() if call.method == "pair")
+        asked.extend(group._node_ids[0] for call in calls.values() if call.method == "submit")
         return submit(group, calls)
 
     monkeypatch.setattr(NodeGroup, "_submit", submit_and_note)

@@ -21,7 +21,7 @@ from laurel.environments.code.answers import (
     program_of,
     tagged,
 )
-from laurel.environments.code.nodes import ClusterNodes, open_pool_on
+from laurel.environments.code.nodes import ClusterNodes, NodePool
 from laurel.environments.code.sandbox import open_pool, program_limits
 from laurel.environments.code.tests import (
     NO_CODE,
@@ -343,10 +343,10 @@ def _whole_number(metadata: Mapping[str, Any], key: str) -> int:
 
 def _opened(
     config: SandboxConfig, detection: Detection | None, nodes: ClusterNodes | None
-) -> SandboxPool:
+) -> SandboxPool | NodePool:
     """What runs the programs: the nodes of a cluster, or this machine."""
     if nodes is not None and not nodes.is_only_this():
-        return open_pool_on(config, nodes)
+        return NodePool(config, nodes)
     return open_pool(config, detection=detection or _detected())
 
 

@@ -398,16 +398,6 @@ def test_asserts_that_are_run_one_by_one_have_the_same_time_together(pool):
         SandboxJob(code="", mode="tests", entry="f", tests=["", "f(1)"])
 
 
-def test_a_worker_that_cannot_be_made_fails_its_jobs(tier):
-    def refuse():
-        raise RuntimeError("no room for it")
-
-    with SandboxPool(tier=tier, num_workers=2, make_runner=refuse) as pool:
-        for result in pool.run([SandboxJob(code="print(1)")] * 3):
-            assert result.status is Status.SANDBOX_ERROR
-            assert "RuntimeError: no room for it" in result.reason
-
-
 def test_whoever_fills_the_backlog_waits(tier):
     with SandboxPool(tier=tier, num_workers=1, backlog=1) as pool:
         first = pool.submit(SandboxJob(code=SLEEP, limits=LONG))
