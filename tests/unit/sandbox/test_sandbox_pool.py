@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from laurel.config.environments import SandboxConfig
-from laurel.environments.code.nodes import open_pool_on
+from laurel.environments.code.nodes import NodePool
 from laurel.sandbox.detection import detect
 from laurel.sandbox.inside.monitor import RUNNING
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, Status, StdioTest
@@ -41,7 +41,7 @@ def pool(tier, request):
     else:
         nodes = PretendedNodes("1", "2", found={"1": tier, "2": tier})
         config = SandboxConfig(num_workers=1, min_tier="D", allow_unsafe=True)
-        pool = open_pool_on(config, nodes.cluster)
+        pool = NodePool(config, nodes.cluster)
     with pool:
         yield pool
 

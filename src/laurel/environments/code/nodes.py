@@ -181,9 +181,12 @@ class NodePool:
         """The result to come; see `SandboxPool.submit`."""
         return self._nodes.submit(_Sent(job, deadline, batch, Future()))
 
-    def run(self, jobs: Sequence[SandboxJob]) -> list[SandboxResult]:
-        """The results, in the order of the jobs."""
-        futures = [self.submit(job, batch=len(jobs)) for job in jobs]
+    def run(
+        self, jobs: Sequence[SandboxJob], *, timeout_s: float | None = None
+    ) -> list[SandboxResult]:
+        """The results, in the order of the jobs; see `SandboxPool.run`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        futures = [self.submit(job, deadline=deadline, batch=len(jobs)) for job in jobs]
         return [future.result() for future in futures]
 
     def close(self) -> None:
