@@ -394,7 +394,6 @@ class _Node:
         with self._nodes.changed:
             self.group = None
             had, self.outstanding = list(self.outstanding.values()), {}
-        group.shutdown()
         for sent in had[: self.num_workers]:  # these may have been running, and be to blame
             sent.losses += 1
         for sent in had:
@@ -402,6 +401,7 @@ class _Node:
                 self._nodes.place(sent)
             else:
                 self._nodes.fail(sent, str(error).partition("\n")[0])
+        group.shutdown()
 
     def _restart(self, loss: LaurelError) -> None:
         """Start another process, unless there is to be none."""
