@@ -296,6 +296,8 @@ class _Nodes:
 
     def end(self, sent: _Sent, result: SandboxResult) -> None:
         """Hand out a result."""
+        with self.changed:
+            self.changed.notify_all()  # somebody may wait for room in the backlog
         if sent.future.set_running_or_notify_cancel():
             sent.future.set_result(result)
 
@@ -386,7 +388,6 @@ class _Node:
                 self.last_failure = None
                 with self._nodes.changed:
                     sent = self.outstanding.pop(number)
-                    self._nodes.changed.notify_all()
                 self._nodes.end(sent, replace(result, attempt=result.attempt + sent.losses))
 
     def _hand_over(self, group: WorkerGroup, error: WorkerError) -> None:
