@@ -1,14 +1,10 @@
 """Programs on the nodes of a cluster: who runs what, and what becomes of nodes that are lost."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -30,7 +26,7 @@ SLEEP = SandboxJob(code="import time\ntime.sleep(1000)", limits=LONG)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tier() -> Tier:
+def tier():
     found = detect()
     if found.tier in (None, Tier.LIMITS_ONLY):
         pytest.skip(found.sentence())
@@ -38,15 +34,12 @@ def tier() -> Tier:
     return found.tier
 
 
-Opening = Callable[..., tuple[NodePool, PretendedNodes]]
-
-
 @pytest.fixture
-def opened(tier: Tier) -> Iterator[Opening]:
+def opened(tier):
     """Opens pools on nodes that say of themselves what this machine was found to give."""
     pools = []
 
-    def open_on(*names: str, each: int = 1) -> tuple[NodePool, PretendedNodes]:
+    def open_on(*names, each=1):
         nodes = PretendedNodes(*names, found=dict.fromkeys(names, tier))
         config = SandboxConfig(num_workers=each, min_tier="D")
         pools.append(NodePool(config, nodes.cluster))
@@ -57,27 +50,24 @@ def opened(tier: Tier) -> Iterator[Opening]:
         pool.close()
 
 
-def jobs(count: int, seconds: float = 0.0) -> list[SandboxJob]:
+def jobs(count, seconds=0.0):
     return [
         SandboxJob(id=str(n), code=WAIT.format(seconds=seconds, number=n), limits=LONG)
         for n in range(count)
     ]
 
 
-def is_running(nodes: PretendedNodes, name: str) -> bool:
+def is_running(nodes, name):
     return any(below(pid, RUNNING) for pid in nodes.zygotes(name))
 
 
-def assert_all_right(results: list[Any]) -> None:
+def assert_all_right(results):
     assert [(one.status, one.stdout) for one in results] == [
         (Status.OK, f"{n}\n") for n in range(len(results))
     ], [one.reason for one in results]
 
 
-# ---------------------------------------------------------------------------------- who runs what
-
-
-def test_every_node_runs_programs_as_many_at_a_time_as_each_is_given(opened: Opening) -> None:
+def test_every_node_runs_programs_as_many_at_a_time_as_each_is_given(opened):
     pool, nodes = opened("1", "2", "3", each=2)
     assert pool.num_workers == 6
     running = [pool.submit(job) for job in jobs(6, 1.0)]
@@ -87,7 +77,7 @@ def test_every_node_runs_programs_as_many_at_a_time_as_each_is_given(opened: Ope
         assert [call.method for call in nodes.newest(name).calls].count("submit") == 2, name
 
 
-def test_few_programs_are_spread_and_nodes_with_more_room_get_more(opened: Opening) -> None:
+def test_few_programs_are_spread_and_nodes_with_more_room_get_more(opened):
     pool, _ = opened("1", "2", each=2)
     pool._nodes.members[1].num_workers = 4
     futures = [pool.submit(job) for job in jobs(6, 1.0)]
@@ -99,7 +89,7 @@ def test_few_programs_are_spread_and_nodes_with_more_room_get_more(opened: Openi
     assert_all_right([future.result(END) for future in few])
 
 
-def test_the_code_environment_runs_where_it_is_told(tier: Tier) -> None:
+def test_the_code_environment_runs_where_it_is_told(tier):
     nodes = PretendedNodes("1", "2", found={"1": tier, "2": tier})
     config = {"num_workers": 1, "sandbox": {"min_tier": "D"}}
     environment = CodeEnvironment(config, nodes=nodes.cluster)
@@ -119,10 +109,7 @@ def test_the_code_environment_runs_where_it_is_told(tier: Tier) -> None:
         assert len(here._pool.process_ids()) == 1, "without the way through the cluster"
 
 
-# ------------------------------------------------------------------------------------------- tiers
-
-
-def test_nodes_below_the_minimum_are_refused_with_their_addresses_before_any_program() -> None:
+def test_nodes_below_the_minimum_are_refused_with_their_addresses_before_any_program():
     found = {"1": Tier.FULL, "2": Tier.SECCOMP_ONLY, "3": None}
     nodes = PretendedNodes("1", "2", "3", found=found)
     with pytest.raises(ConfigError) as caught:
@@ -137,7 +124,7 @@ def test_nodes_below_the_minimum_are_refused_with_their_addresses_before_any_pro
     assert "submit" not in {call.method for call in nodes.calls()}
 
 
-def test_nodes_that_cannot_be_opened_end_the_others() -> None:
+def test_nodes_that_cannot_be_opened_end_the_others():
     nodes = PretendedNodes("1", "2", found={"1": Tier.FULL, "2": Tier.FULL})
     nodes.broken["2"] = "other versions"
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 \(2\): other versions"):
@@ -146,9 +133,7 @@ def test_nodes_that_cannot_be_opened_end_the_others() -> None:
 
 
 @pytest.mark.slow
-def test_a_result_has_the_tier_of_its_node_and_the_pool_that_of_the_worst(
-    tier: Tier, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_result_has_the_tier_of_its_node_and_the_pool_that_of_the_worst(tier, caplog):
     caplog.set_level(logging.INFO)
     worse = Tier.SECCOMP_ONLY
     if tier is worse:
@@ -163,7 +148,7 @@ def test_a_result_has_the_tier_of_its_node_and_the_pool_that_of_the_worst(
     assert "2 sandbox workers on 2 nodes" in caplog.text
 
 
-def test_a_node_that_lost_a_layer_runs_nothing(tier: Tier) -> None:
+def test_a_node_that_lost_a_layer_runs_nothing(tier):
     """What it said is better than what its zygotes turn out to have."""
     nodes = PretendedNodes("1", found={"1": tier})
     with NodePool(SandboxConfig(num_workers=1, min_tier="D"), nodes.cluster) as pool:
@@ -174,11 +159,8 @@ def test_a_node_that_lost_a_layer_runs_nothing(tier: Tier) -> None:
     assert "lost a layer" in result.reason
 
 
-# ------------------------------------------------------------------------------------- what is lost
-
-
 @pytest.mark.slow
-def test_a_zygote_that_dies_is_replaced_where_it_was(opened: Opening) -> None:
+def test_a_zygote_that_dies_is_replaced_where_it_was(opened):
     pool, nodes = opened("1")
     future = pool.submit(jobs(1, 2.0)[0])
     wait_until(lambda: is_running(nodes, "1"))
@@ -189,9 +171,7 @@ def test_a_zygote_that_dies_is_replaced_where_it_was(opened: Opening) -> None:
     assert len(nodes.groups["1"]) == 1, "its process went on"
 
 
-def test_a_process_that_dies_in_the_middle_is_started_again_and_no_result_is_lost(
-    opened: Opening, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_that_dies_in_the_middle_is_started_again_and_no_result_is_lost(opened, caplog):
     pool, nodes = opened("1", "2", each=2)
     futures = [pool.submit(job) for job in jobs(16, 0.5)]
     wait_until(lambda: is_running(nodes, "2"))
@@ -207,7 +187,7 @@ def test_a_process_that_dies_in_the_middle_is_started_again_and_no_result_is_los
 
 
 @pytest.mark.slow
-def test_a_job_that_loses_its_process_twice_is_a_failure_of_ours(opened: Opening) -> None:
+def test_a_job_that_loses_its_process_twice_is_a_failure_of_ours(opened):
     pool, nodes = opened("1", each=2)
     future = pool.submit(SLEEP)
     for number in (1, 2):
@@ -221,7 +201,7 @@ def test_a_job_that_loses_its_process_twice_is_a_failure_of_ours(opened: Opening
 
 
 @pytest.mark.slow
-def test_what_only_waited_where_a_process_was_lost_is_not_to_blame(opened: Opening) -> None:
+def test_what_only_waited_where_a_process_was_lost_is_not_to_blame(opened):
     pool, nodes = opened("1")
     futures = [pool.submit(job) for job in jobs(4, 1.0)]
     wait_until(lambda: is_running(nodes, "1"))
@@ -232,9 +212,7 @@ def test_what_only_waited_where_a_process_was_lost_is_not_to_blame(opened: Openi
 
 
 @pytest.mark.slow
-def test_a_node_that_has_left_is_given_up_and_others_run_what_it_had(
-    opened: Opening, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_that_has_left_is_given_up_and_others_run_what_it_had(opened, caplog):
     pool, nodes = opened("1", "2", each=2)
     futures = [pool.submit(job) for job in jobs(12, 0.4)]
     wait_until(lambda: is_running(nodes, "2"))
@@ -247,9 +225,7 @@ def test_a_node_that_has_left_is_given_up_and_others_run_what_it_had(
     assert_all_right(pool.run(jobs(4)))
 
 
-def test_restarts_have_an_end_and_without_a_node_everything_is_a_failure(
-    opened: Opening, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_restarts_have_an_end_and_without_a_node_everything_is_a_failure(opened, caplog):
     pool, nodes = opened("1", each=2)
     assert_all_right(pool.run(jobs(2)))
     nodes.broken["1"] = "no room"
@@ -260,9 +236,7 @@ def test_restarts_have_an_end_and_without_a_node_everything_is_a_failure(
     assert "there are 0 on other nodes" in caplog.text
 
 
-def test_a_node_that_does_not_answer_is_lost(
-    opened: Opening, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_does_not_answer_is_lost(opened, monkeypatch):
     for name in ("COLLECT_SECONDS", "MARGIN_SECONDS"):
         monkeypatch.setattr(code_nodes, name, 0.5)
     pool, nodes = opened("1")
@@ -275,10 +249,7 @@ def test_a_node_that_does_not_answer_is_lost(
     assert "no answer" in str(nodes.groups["1"][0].failure)
 
 
-# -------------------------------------------------------------------------------------------- ends
-
-
-def test_closing_ends_what_runs_and_waits_for_every_call(opened: Opening) -> None:
+def test_closing_ends_what_runs_and_waits_for_every_call(opened):
     pool, nodes = opened("1", "2")
     futures = [pool.submit(SLEEP) for _ in range(4)]
     wait_until(lambda: all(is_running(nodes, name) for name in nodes.names))
@@ -297,14 +268,8 @@ def test_closing_ends_what_runs_and_waits_for_every_call(opened: Opening) -> Non
     assert pool.run(jobs(1))[0].reason == "the sandbox has been shut down"
 
 
-def test_a_pool_that_ran_nothing_ends_its_nodes(opened: Opening) -> None:
-    pool, nodes = opened("1")
-    pool.close()
-    assert nodes.newest("1").over.is_set()
-
-
 @pytest.mark.slow
-def test_a_run_in_one_process_has_nothing_of_ray() -> None:
+def test_a_run_in_one_process_has_nothing_of_ray():
     program = (
         "import sys\n"
         "from laurel.environments.code_environment import CodeEnvironment\n"

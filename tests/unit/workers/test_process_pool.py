@@ -1,16 +1,11 @@
 """A pool of processes: what an item can do to the process that has it, and to nobody else."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -67,7 +62,7 @@ def start_another(path):
 """
 
 
-def spec_of(*, num_workers: int = 1, timeout_seconds: float = END, **given: Any) -> ProcessPoolSpec:
+def spec_of(*, num_workers=1, timeout_seconds=END, **given):
     return ProcessPoolSpec(
         name="the pool",
         prepare="work_of_the_test:prepare",
@@ -78,12 +73,12 @@ def spec_of(*, num_workers: int = 1, timeout_seconds: float = END, **given: Any)
 
 
 @pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessPool]]:
+def opened(tmp_path, monkeypatch):
     (tmp_path / "work_of_the_test.py").write_text(WORK)
     monkeypatch.syspath_prepend(tmp_path)
     pools = []
 
-    def make(**given: Any) -> ProcessPool:
+    def make(**given):
         pools.append(ProcessPool(spec_of(**given)))
         return pools[-1]
 
@@ -92,11 +87,11 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         pool.close()
 
 
-def done(pool: ProcessPool, *item: object) -> object:
+def done(pool, *item):
     return pool.submit(item).result(END)
 
 
-def test_items_are_done_side_by_side_in_processes_of_one_zygote(opened) -> None:
+def test_items_are_done_side_by_side_in_processes_of_one_zygote(opened):
     pool = opened(num_workers=2)
     assert pool.process_ids() == []
     pool.start()
@@ -108,7 +103,7 @@ def test_items_are_done_side_by_side_in_processes_of_one_zygote(opened) -> None:
 
 
 @pytest.mark.parametrize("item", ["leave", "crash", "raises"])
-def test_a_process_that_dies_costs_its_item_alone(opened, item: str) -> None:
+def test_a_process_that_dies_costs_its_item_alone(opened, item):
     pool = opened()
     futures = [pool.submit([name]) for name in ("where", item, "where", item, "where")]
     for future in futures[1::2]:
@@ -117,7 +112,7 @@ def test_a_process_that_dies_costs_its_item_alone(opened, item: str) -> None:
     assert len({future.result(END)[0] for future in futures[::2]}) == 3
 
 
-def test_an_item_that_takes_too_long_is_ended_and_what_waits_is_done(opened) -> None:
+def test_an_item_that_takes_too_long_is_ended_and_what_waits_is_done(opened):
     pool = opened(num_workers=2, timeout_seconds=1.0)
     futures = [pool.submit([name]) for name in ("hang", *["where"] * 8, "hang", "where")]
     for number in (0, 9):
@@ -126,7 +121,7 @@ def test_an_item_that_takes_too_long_is_ended_and_what_waits_is_done(opened) -> 
     assert len([future.result(END) for future in futures]) == 9
 
 
-def test_an_idle_process_that_is_killed_costs_no_item(opened) -> None:
+def test_an_idle_process_that_is_killed_costs_no_item(opened):
     """Nor does a zygote: no item had been given to either."""
     pool = opened()
     for number in (1, 0):
@@ -134,10 +129,10 @@ def test_an_idle_process_that_is_killed_costs_no_item(opened) -> None:
         ids = pool.process_ids()
         os.kill(ids[number], signal.SIGKILL)
         wait_until(lambda ids=ids: is_gone(ids[1]))
-        assert done(pool, "where")[0] not in ids  # type: ignore[index]
+        assert done(pool, "where")[0] not in ids
 
 
-def test_what_an_item_has_started_ends_with_it(opened, tmp_path: Path) -> None:
+def test_what_an_item_has_started_ends_with_it(opened, tmp_path):
     path = tmp_path / "pid"
     pool = opened(timeout_seconds=3.0)
     with pytest.raises(TimeoutError):
@@ -145,7 +140,7 @@ def test_what_an_item_has_started_ends_with_it(opened, tmp_path: Path) -> None:
     wait_until(lambda: is_gone(int(path.read_text())))
 
 
-def test_memory_is_limited_and_a_process_that_has_filled_half_is_replaced(opened) -> None:
+def test_memory_is_limited_and_a_process_that_has_filled_half_is_replaced(opened):
     pool = opened(memory_limit=1 << 30)
     assert done(pool, "swell", 1) == 1 << 20
     first = done(pool, "where")
@@ -156,16 +151,16 @@ def test_memory_is_limited_and_a_process_that_has_filled_half_is_replaced(opened
         done(pool, "swell", 2_000)
 
 
-def test_a_process_is_replaced_after_its_share_of_items(opened) -> None:
+def test_a_process_is_replaced_after_its_share_of_items(opened):
     pool = opened(items_of_a_life=2)
     found = [done(pool, "where") for _ in range(6)]
     assert found[::2] == found[1::2]
-    assert len({one[0] for one in found}) == 3  # type: ignore[index]
+    assert len({one[0] for one in found}) == 3
 
 
 def test_variables_are_those_that_are_given_and_settings_are_on_no_command_line(
-    opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    opened, monkeypatch
+):
     monkeypatch.setenv("SOME_TOKEN", "secret")
     with_all, with_few = opened(settings="hidden"), opened(environment={"PATH": os.environ["PATH"]})
     assert done(with_all, "secret") == "secret"
@@ -182,9 +177,7 @@ def test_variables_are_those_that_are_given_and_settings_are_on_no_command_line(
         ("broken", EnvironmentFailedError, "^the pool does not start: ImportError: a wheel is"),
     ],
 )
-def test_what_cannot_be_ready_says_why_every_time(
-    opened, settings: str, kind: type[Exception], said: str
-) -> None:
+def test_what_cannot_be_ready_says_why_every_time(opened, settings, kind, said):
     pool = opened(settings=settings)
     for _ in range(2):
         with pytest.raises(kind, match=said):
@@ -193,12 +186,12 @@ def test_what_cannot_be_ready_says_why_every_time(
             done(pool, "where")
 
 
-def test_what_json_cannot_carry_is_refused_at_once(opened) -> None:
+def test_what_json_cannot_carry_is_refused_at_once(opened):
     with pytest.raises(TypeError):
         opened().submit([object()])
 
 
-def test_closing_fails_what_runs_and_waits(opened) -> None:
+def test_closing_fails_what_runs_and_waits(opened):
     pool = opened(num_workers=2)
     futures = [pool.submit(["hang"]) for _ in range(4)]
     wait_until(lambda: len(pool.process_ids()) == 3)
@@ -212,7 +205,7 @@ def test_closing_fails_what_runs_and_waits(opened) -> None:
         pool.submit(["where"])
 
 
-def test_a_forgotten_pool_takes_its_processes_with_it(tmp_path: Path, opened) -> None:
+def test_a_forgotten_pool_takes_its_processes_with_it(tmp_path, opened):
     pool = ProcessPool(spec_of())
     done(pool, "where")
     ids = pool.process_ids()
@@ -239,8 +232,8 @@ time.sleep(1000)
 
 @pytest.mark.slow
 def test_nothing_is_left_of_a_program_that_is_killed_and_has_no_guard_of_its_main_part(
-    opened, tmp_path: Path
-) -> None:
+    opened, tmp_path
+):
     path, program = tmp_path / "pid", tmp_path / "program.py"
     path.touch()
     program.write_text(PROGRAM)

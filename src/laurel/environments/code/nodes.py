@@ -28,7 +28,7 @@ from laurel.sandbox.pool import ATTEMPTS, CLOSED, SandboxPool, affordable_worker
 from laurel.sandbox.tiers import Tier
 from laurel.sandbox.zygote_process import END_SECONDS
 from laurel.workers.reservations import NodeState
-from laurel.workers.worker_actor import Restarts
+from laurel.workers.supervisor import Restarts
 
 if TYPE_CHECKING:
     from laurel.workers.rendezvous import RankPlace
