@@ -200,6 +200,13 @@ def test_a_program_that_raises_in_the_asserts(pool):
     assert run(pool, "def g():\n    return 1", **fields).status is Status.RUNTIME_ERROR
 
 
+@pytest.mark.slow
+def test_a_program_that_leaves_its_tests_is_waited_for(pool):
+    code = "import os, time\ndef f():\n    os.closerange(3, 64)\n    time.sleep(1)\n    os._exit(7)"
+    result = run(pool, code, mode="tests", entry="f", test_code="assert f() == 1")
+    assert (result.status, result.exit_code) == (Status.RUNTIME_ERROR, 7)
+
+
 def test_asserts_may_use_modules_that_only_the_program_imports(pool):
     fields = {"mode": "tests", "entry": "f"}
     code = "import sys\ndef f(x):\n    return sys.getsizeof(x)\ndef copy(x):\n    return x + 1"

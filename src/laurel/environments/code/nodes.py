@@ -39,8 +39,9 @@ MAX_RESTARTS = 8
 """Of all nodes together."""
 OPENING_SECONDS = 180.0
 """Limit for a node to start its process, and then to try its canaries."""
-MARGIN_SECONDS = 20.0
-"""What a call to a node may take beyond what is waited for there; a later one is lost."""
+MARGIN_SECONDS = 60.0
+"""What a call to a node may take beyond what is waited for there, on one that is busy with other
+things; with a later one its process is lost."""
 COLLECT_SECONDS = 5.0
 """How long a node is asked for results before it is asked again."""
 AT_A_TIME = 8
