@@ -11,8 +11,8 @@ from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.reward_model.open import open_reward_model
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.protocols import JudgingUnit
 from laurel.rewards.loop_scorer import LoopScorer
+from laurel.types import JudgingUnit
 from policy_fakes import Judge
 from reward_models import small_model, write_model
 
