@@ -50,9 +50,6 @@ def seeds_of(found):
     return [one.ids_L.tolist()[0] for one in found]
 
 
-# --------------------------------------------------------------------------------- who draws what
-
-
 def test_a_request_goes_whole_to_the_replica_with_the_least_work():
     company = Company(held_back)
 
@@ -138,9 +135,6 @@ def test_idle_replicas_are_asked_nothing():
         # Who waits in a loop is never at rest; what else runs in this process now and then is.
         assert any(processor_share(0.5) < 0.1 for _ in range(5))
         assert [len(group.calls) for group in company.groups] == calls
-
-
-# --------------------------------------------------------------------------------------- losses
 
 
 def lose(generator, company, *, after, then=lambda: None):
@@ -356,9 +350,6 @@ def test_an_engine_that_stops_short_is_a_failure():
         draw(generator, request(seeds=(1, 2, 3)))
 
 
-# ------------------------------------------------------------------------------ losses and weights
-
-
 def test_a_replica_that_comes_back_draws_with_the_weights_of_the_others():
     company = Company()
     asked = []
@@ -526,9 +517,6 @@ def test_a_loss_while_it_rests(method):
         assert [engine.is_asleep for engine in awake] == [False, False]
         draw(generator, request(), request())
     assert company.made == [0, 1, 1]
-
-
-# ----------------------------------------------------------------------------------------- weights
 
 
 def test_weights_travel_in_buckets_to_all():
@@ -803,9 +791,6 @@ def test_the_transformers_engine_answers_the_probe_with_its_own_weights():
         assert whole.max() < policy.vocab_size
 
 
-# ------------------------------------------------------------------------------------------ aborts
-
-
 def test_closing_the_iterator_frees_its_replica():
     company = Company(lambda engine, number: setattr(engine, "allowed", 2))
 
@@ -862,9 +847,6 @@ def test_a_request_may_be_given_up_before_it_was_sent(asleep):
 
     with replicas_of(company, 1) as generator:
         assert seeds_of(run(given_up(generator))) == [4]
-
-
-# ------------------------------------------------------------------------------- beginning and end
 
 
 def test_a_replica_that_cannot_be_made_is_told_and_the_others_end():

@@ -76,9 +76,6 @@ def scores_by_the_card(directory):
     return names["scores"](conversations()), names
 
 
-# ------------------------------------------------------------------------------------- whole models
-
-
 @pytest.mark.parametrize(
     ("name", "make"),
     [
@@ -140,7 +137,7 @@ def test_a_regression_model_gives_all_its_attributes(tmp_path):
 
 
 def test_an_encoder_by_its_card(tmp_path):
-    from laurel.models.forest.reward_model import RewardModel
+    from laurel.models.forest.decoder import RewardModel
 
     classifier = tiny.randomised("bert", {"max_position_embeddings": 128}, std=0.1)
     model = RewardModel(classifier, head_name=None, path="padded", precision=torch.float32)
@@ -169,9 +166,6 @@ def test_what_the_card_tells():
         assert part in card, part
     front = card.split("---")[1]
     assert "pipeline_tag: text-classification" in front
-
-
-# ----------------------------------------------------------------------------------------- adapters
 
 
 @pytest.fixture
