@@ -61,8 +61,12 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
 
 
 def pydantic_classes(trees: list[ast.Module]) -> set[str]:
-    """By name: whatever is derived from a section or from pydantic's own base."""
+    """By name: whatever is derived from a section or from pydantic's own base.
+
+    Bodies that travel are left out: their fields are what the protocols call them.
+    """
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in classes if node.name != "Body"]
     found = set(PYDANTIC)
     while True:
         more = {c.name for c in classes for base in c.bases if _name(base) in found} - found

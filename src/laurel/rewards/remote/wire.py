@@ -158,7 +158,7 @@ class TooLargeError(ProtocolError):
 class Body(BaseModel):
     """What a body of a request or an answer is made of: JSON's own types, never converted."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @classmethod
     def read(cls, value: Any, what: str = "the request") -> Self:

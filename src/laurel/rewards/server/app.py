@@ -153,7 +153,7 @@ class Gate:
         self._api = api
         routes = [route for route in api.routes if isinstance(route, BodyRoute)]
         self._answers = {
-            (one, route.path): route.answer for route in routes for one in route.methods
+            (one, route.path): route.answer for route in routes for one in route.methods or ()
         }
         self._options = options
         self._metrics: ServerMetrics = api.state.scoring.metrics
