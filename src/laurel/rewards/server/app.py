@@ -19,7 +19,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, get_type_hints
 from urllib.parse import parse_qs
@@ -1043,5 +1043,4 @@ def _of_the_scorer(service: RewardService) -> dict[str, float]:
     stats: Any = getattr(service.served and service.served.scorer, "stats", None)
     if stats is None:
         return {}
-    counted = stats()
-    return {name: getattr(counted, name) for name in counted.__slots__}
+    return asdict(stats())

@@ -449,27 +449,17 @@ def check_settings(settings: ModelSettings) -> None:
         check_at_once(find_model(settings.model))
 
 
-def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, BatchingScorer]:
-    """Load a model, make it prove itself, and put a batcher before it. Blocks.
+def open_backend(settings: ModelSettings, *, say: Say) -> tuple[str, str, Backend]:
+    """Load a model, and make it prove itself. Blocks.
 
     Returns:
-        Its name, its version, and the scorer.
+        Its name, its version, and what computes its scores.
 
     Raises:
         UserError: Not a reward model, or not the one it was: see `load_scorer`.
     """
-    limits = BatcherLimits(
-        batch_tokens=settings.batch_tokens,
-        max_delay=settings.max_delay,
-        max_waiting=settings.max_waiting,
-        cache_entries=65536 if settings.model else 0,
-    )
-
-    def batcher(backend: Backend, version: str) -> BatchingScorer:
-        return BatchingScorer(backend, model_version=version, limits=limits)
-
     if not settings.model:
-        return NULL_NAME, NULL_VERSION, batcher(NullScorer(), NULL_VERSION)
+        return NULL_NAME, NULL_VERSION, NullScorer()
     check_settings(settings)
     from laurel.workers.process import prepare
 
@@ -487,13 +477,23 @@ def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, Batchi
         scorer: Backend = load_vllm_scorer(place, spec, say=say)
     else:
         scorer = load_scorer(place, spec, say=say)
-    version = model_version(place.name)
-    return settings.model, version, batcher(scorer, version)
+    return settings.model, model_version(place.name), scorer
+
+
+def batcher_limits(settings: ModelSettings) -> BatcherLimits:
+    """How requests to a served model are merged."""
+    return BatcherLimits(
+        batch_tokens=settings.batch_tokens,
+        max_delay=settings.max_delay,
+        max_waiting=settings.max_waiting,
+        cache_entries=65536 if settings.model else 0,
+    )
 
 
 def open_served(settings: ModelSettings, *, say: Say) -> ServedModel:
-    """The same as what a service takes."""
-    name, version, scorer = open_batcher(settings, say=say)
+    """A model in this process, as a service takes it; see `open_backend`."""
+    name, version, backend = open_backend(settings, say=say)
+    scorer = BatchingScorer(backend, model_version=version, limits=batcher_limits(settings))
     return ServedModel(name=name, version=version, scorer=scorer)
 
 
