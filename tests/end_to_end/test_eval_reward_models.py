@@ -11,7 +11,7 @@ import pytest
 
 from eval_rows import SUBSETS, WORDS, accuracies, list_rows, pair_rows, refused, write
 from laurel.evaluation.reward_bench import NUM_ROWS
-from laurel.rewards.open import open_model_scorer
+from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model
 from reward_servers import RewardServer
@@ -26,7 +26,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def own_scores(model: Path, rows: list[dict[str, Any]], key: str) -> list[float | None]:
     """What the scorer says of each answer when it is asked for it alone."""
-    scorer = open_model_scorer(str(model), say=lambda _: None)
+    scorer = open_local(str(model), say=lambda _: None)
     groups = [
         group_of((Message("user", row["prompt"]),), (row[key],), group_id="g") for row in rows
     ]

@@ -33,7 +33,8 @@ from laurel.rewards.server.service import (
     check_settings,
     open_served,
 )
-from laurel.run.scorer import OPTIONS
+from laurel.rewards.spec import ModelPlace
+from laurel.run.specs import OPTIONS
 
 if TYPE_CHECKING:
     from laurel.rewards.server.app import App
@@ -116,7 +117,7 @@ def run_serve(options: ServeOptions) -> None:
             f"the admin key is the API key: {admin_key.header[1:]} has to hold another one, or none"
         )
     with speaking(OPTIONS):
-        check_settings(options.settings())
+        found = check_settings(options.settings())
     access_log = _open_log(options.access_log)
     listener = listen(options.host, options.port)
     port = listener.getsockname()[1]
@@ -124,7 +125,9 @@ def run_serve(options: ServeOptions) -> None:
     _raise_file_limit()
 
     async def open_model(model: str = "") -> ServedModel:
-        return await _open(replace(options, model=model or options.model))
+        if not model:
+            return await _open(options, found)
+        return await _open(replace(options, model=model), None)
 
     async def load(model: str) -> ServedModel:
         if not Path(model).is_dir():
@@ -346,13 +349,13 @@ def _app(
     return make_app(service, gate, access_log=log)
 
 
-async def _open(options: ServeOptions) -> ServedModel:
+async def _open(options: ServeOptions, found: ModelPlace | None) -> ServedModel:
     """The model, in this process or in others."""
     from laurel.rewards.server.run import in_thread
 
     settings = options.settings()
     if options.replicas == 1:
-        return await in_thread(lambda: open_served(settings, say=say), name="loading")
+        return await in_thread(lambda: open_served(settings, say=say, found=found), name="loading")
     from laurel.rewards.remote.router import RouterOptions
     from laurel.rewards.server.replicas import ReplicaProcesses, ServedReplicas
 

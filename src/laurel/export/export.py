@@ -13,18 +13,10 @@ from laurel.errors import CheckpointError, ConfigError, DataError, key_of, speak
 from laurel.export.directory import check_target, whole_directory
 from laurel.export.options import ExportOptions
 from laurel.models.tokenizer import first_line
-from laurel.observe.console import message_console, quiet_libraries
+from laurel.observe.console import message_console, quiet_libraries, say_on
 from laurel.observe.json_output import write_json
-from laurel.rewards.open import (
-    ModelPlace,
-    Say,
-    ScorerSpec,
-    check_files,
-    find_model,
-    read_rules,
-)
-from laurel.run.scorer import OPTIONS, policy_of_settings, say_on
-from laurel.run.specs import model_spec, scorer_spec
+from laurel.rewards.spec import ModelPlace, Say, ScorerSpec, check_files, find_model
+from laurel.run.specs import OPTIONS, model_spec, policy_of_settings, scorer_spec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +41,6 @@ def run_export(
             that would give other scores.
     """
     messages = messages or message_console()
-
     say = say_on(messages)
     place = _find(options)
     target = check_target(options.output, overwrite=options.overwrite, read_from=place.name)
@@ -121,6 +112,7 @@ def _write(
     say: Say,
 ) -> None:
     from laurel.export import writing
+    from laurel.rewards.open import read_rules
     from laurel.workers.process import prepare
 
     prepare(options.device, cpu_threads=options.cpu_threads, seed=0)

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -262,6 +262,15 @@ def shorten_middle(text: str, length: int) -> str:
     rest = length - len(" ... ")
     head = rest // 2
     return shown[:head] + " ... " + shown[len(shown) - (rest - head) :]
+
+
+def say_on(console: Console) -> Callable[[str], None]:
+    """Return what says lines on a console, whatever stands in them."""
+
+    def say(text: str) -> None:
+        console.print(Text("\n".join(map(visible, text.split("\n")))), soft_wrap=True)
+
+    return say
 
 
 def visible(text: str) -> str:

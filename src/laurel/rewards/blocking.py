@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from laurel.errors import EnvironmentFailedError
 from laurel.protocols import Scorer
@@ -32,7 +32,12 @@ class BlockingScorer:
     """
 
     def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+        """Take over a scorer, and start the thread.
+
+        Args:
+            scorer: It ends when this one is closed.
+        """
+        self.scorer = scorer
         self._closing = threading.Lock()
         self._closed = False
         self._under_way: set[Future[Any]] = set()
@@ -46,7 +51,7 @@ class BlockingScorer:
         Raises:
             EnvironmentFailedError: It is closed, or was before the scores came.
         """
-        return self.wait_for(lambda: self._scorer.score(groups))
+        return self.wait_for(lambda: self.scorer.score(groups))
 
     def score_afresh(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """The same, of a scorer that remembers what it was asked as well.
@@ -54,12 +59,12 @@ class BlockingScorer:
         Raises:
             EnvironmentFailedError: See `score_now`.
         """
-        return self.wait_for(lambda: afresh(self._scorer, groups))
+        return self.wait_for(lambda: afresh(self.scorer, groups))
 
     def resting(self) -> AbstractContextManager[None]:
         """See `ContractScorer.resting`; nothing of a scorer that cannot."""
         rest: Callable[[], AbstractContextManager[None]] = getattr(
-            self._scorer, "resting", nullcontext
+            self.scorer, "resting", nullcontext
         )
         return rest()
 
@@ -95,6 +100,12 @@ class BlockingScorer:
         if self._thread.is_alive():  # something holds up the event loop itself
             self._leave_behind()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _run(self) -> None:
         loop = self._loop
         try:
@@ -105,7 +116,7 @@ class BlockingScorer:
             if under_way:  # else whoever waits for them would wait for ever
                 loop.run_until_complete(asyncio.wait(under_way, timeout=_SECONDS_TO_END))
             self._leave_behind()
-            loop.run_until_complete(_end(self._scorer))
+            loop.run_until_complete(_end(self.scorer))
         finally:
             loop.close()
 

@@ -17,9 +17,10 @@ from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, ScoringContractError, UserError
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.open import ScorerSpec, find_model, load_scorer, read_contract
+from laurel.rewards.open import load_scorer, read_contract
 from laurel.rewards.remote.foreign import sigmoid
 from laurel.rewards.scorer import LocalScorer
+from laurel.rewards.spec import ScorerSpec, find_model
 from laurel.types import Score
 from reward_models import small_model, write_foreign_model, write_model
 from reward_servers import Answer, RewardServer, wait_until

@@ -10,7 +10,7 @@ from laurel.config.policy import LoraConfig, PolicyConfig, ScratchConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTPolicyConfig, SFTRun
 from laurel.models.spec import ModelSpec
-from laurel.rewards.open import ScorerSpec
+from laurel.rewards.spec import ScorerSpec
 from laurel.run.specs import generator_spec, model_spec, scorer_spec, step_order
 
 SECTION = {

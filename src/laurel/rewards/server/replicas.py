@@ -34,7 +34,6 @@ from laurel.errors import (
     spoken_in,
     terms_in_use,
 )
-from laurel.rewards.open import Say
 from laurel.rewards.remote.foreign import LaurelDialect
 from laurel.rewards.remote.http import HttpReplica
 from laurel.rewards.remote.replica import ReplicaFault, ReplicaReply
@@ -43,9 +42,9 @@ from laurel.rewards.server.service import (
     ModelSettings,
     RewardService,
     ServedModel,
-    check_settings,
     open_served,
 )
+from laurel.rewards.spec import Say
 from laurel.sandbox.limits import available_cores
 from laurel.types import Group, Score
 
@@ -96,7 +95,6 @@ class ReplicaProcesses:
         """
         if num_replicas < 1:
             raise ConfigError(f"num_replicas={num_replicas}: at least one is needed")
-        check_settings(settings)
         if settings.cpu_threads is None:
             settings = replace(settings, cpu_threads=max(1, available_cores() // num_replicas))
         options = options or RouterOptions()
