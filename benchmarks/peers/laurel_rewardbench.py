@@ -28,7 +28,7 @@ from laurel.evaluation.rewardbench_tokens import (  # noqa: E402
     summary,
 )
 from laurel.observe.console import make_console  # noqa: E402
-from laurel.rewards.open import ScorerSpec  # noqa: E402
+from laurel.rewards.spec import ScorerSpec  # noqa: E402
 from laurel.run.evaluation.run import (  # noqa: E402
     EvalScorer,
     EvaluationRequest,

@@ -49,7 +49,14 @@ from laurel.protocols import JudgingUnit, MessageLog, Scorer
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer
 from laurel.rewards.loop_scorer import LoopScorer
-from laurel.rewards.open import HERE, MakeGroup, ScorerPlacement, open_scorer, read_statistics
+from laurel.rewards.open import (
+    HERE,
+    MakeGroup,
+    ScorerPlacement,
+    blocking,
+    open_scorer,
+    read_statistics,
+)
 from laurel.rewards.replicas import ROLE
 from laurel.rewards.scorer import ContractScorer, LocalScorer, conversation_group
 from laurel.rewards.spec import Device, MemberSpec, Say, ScorerSpec
@@ -122,11 +129,11 @@ class RewardModelEnvironment(EnvironmentInterface):
         self._scorer: ContractScorer | BlockingScorer | None = None
         self.config = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
         stored: tuple[float | None, float | None] = (None, None)
-        if isinstance(scorer, ContractScorer):
+        if isinstance(scorer, ContractScorer | LoopScorer):
             stored = scorer.contract.rules.mean, scorer.contract.rules.std
         if scorer is not None:
             self.transform = ScoreTransform(self.config.transform, stored=stored)
-            self._scorer = scorer if isinstance(scorer, ContractScorer) else BlockingScorer(scorer)
+            self._scorer = blocking(scorer)
         else:
             spec = scorer_spec_of(self.config, device=device)
             if self.config.transform.normalize == "stored":
@@ -197,7 +204,7 @@ class RewardModelEnvironment(EnvironmentInterface):
                 "input_lengths": empty,
                 "truncated": empty.bool(),
             }
-        rows = to_padded(groups, pad_id=scorer.pad_id)
+        rows = to_padded(groups, pad_id=scorer.contract.rules.pad_id or 0)
         return {
             "input_ids": rows.ids_NL,
             "input_lengths": rows.lengths_N,
@@ -279,7 +286,7 @@ class RewardModelEnvironment(EnvironmentInterface):
     @property
     def _shares_prompts(self) -> bool:
         """Whether a group is computed as one; padded rows gain nothing, and split better alone."""
-        is_padded = isinstance(self._scorer, ContractScorer) and self._scorer.path == "padded"
+        is_padded = getattr(self._scorer, "path", None) == "padded"
         return self.config.sequence_packing.share_prompts and not is_padded
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
@@ -345,7 +352,8 @@ class RewardModelEnvironment(EnvironmentInterface):
     def _noise_material(self) -> list[Group]:
         """Conversations to measure on, by prompt; none where there are too few."""
         scorer = self._open()
-        golden = scorer.contract.rules.golden if isinstance(scorer, ContractScorer) else ()
+        holds_contract = isinstance(scorer, ContractScorer | LoopScorer)
+        golden = scorer.contract.rules.golden if holds_contract else ()
         chosen = [entry.messages for entry in golden]
         chosen = list(dict.fromkeys(chosen if len(chosen) > 1 else self._noise_probe.all()))
         return by_prompt(chosen) if len(chosen) > 1 else []
@@ -395,9 +403,9 @@ class RewardModelEnvironment(EnvironmentInterface):
             raise EnvironmentFailedError("the reward-model environment was shut down")
         return scorer
 
-    def _with_contract(self) -> ContractScorer:
+    def _with_contract(self) -> ContractScorer | LoopScorer:
         scorer = self._open()
-        if not isinstance(scorer, ContractScorer):
+        if not isinstance(scorer, ContractScorer | LoopScorer):
             raise ConfigError("the scorer in use renders by itself: its tokens are not seen here")
         return scorer
 
@@ -809,7 +817,7 @@ def noise_of(scorer: ContractScorer | BlockingScorer, groups: Sequence[Group]) -
         return scorer.directly(lambda model: noise_of(model, groups))
     with contextlib.suppress(ValueError):
         if isinstance(scorer, BlockingScorer):
-            return measure_noise(scorer.score_afresh, groups)
+            return measure_noise(scorer.score_afresh_now, groups)
         if not scorer.has_exact_scores:
             return measure_noise(scorer.score_now, groups)
         # Not every device and not every kernel knows float64, or has the memory.
@@ -1034,7 +1042,7 @@ def merges(scorer: Scorer) -> bool:
     """Whether completions of a prompt may come one by one and nothing is computed twice for it."""
     if isinstance(scorer, EnsembleScorer):
         return all(merges(member.scorer) for member in scorer.members)
-    return isinstance(scorer, LoopScorer) or not isinstance(scorer, ContractScorer)
+    return not isinstance(scorer, ContractScorer)
 
 
 # --------------------------------------------------------------------------------------------------

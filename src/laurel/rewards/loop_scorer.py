@@ -8,14 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-import numpy as np
-
-from laurel.models.forest.decoder import Path
-from laurel.models.scoring import ScoringContract
 from laurel.rewards.batching import BatcherLimits, BatchingScorer
 from laurel.rewards.blocking import BlockingScorer
-from laurel.rewards.preparing import Prepared, Rendered
-from laurel.rewards.scorer import ContractScorer, OnBatch
+from laurel.rewards.preparing import Preparing
+from laurel.rewards.scorer import ContractScorer
 from laurel.types import Group, Score, TokenGroup
 
 T = TypeVar("T")
@@ -47,8 +43,8 @@ class ScoringBackend(Protocol):
         """End everything. Idempotent."""
 
 
-class LoopScorer(ContractScorer):
-    """A `ContractScorer` that may be asked from any number of threads at once.
+class LoopScorer(BlockingScorer):
+    """A scorer of a model that may be asked from any number of threads at once.
 
     What they ask at the same time is computed together, and what two of them ask is computed once;
     who shares a batch depends on when they ask, and scores by that much: on rounding.
@@ -56,17 +52,12 @@ class LoopScorer(ContractScorer):
 
     def __init__(self, backend: ScoringBackend) -> None:
         """Take over a backend; `close` ends it."""
-        self._path: Path
-        contract, batch_tokens, batch_size, self._path = backend.directly(_about)
-        super().__init__(contract, batch_tokens=batch_tokens, batch_size=batch_size)
+        self.contract, self.path = backend.directly(lambda model: (model.contract, model.path))
+        self.preparers: Preparing | None = None
+        """Who renders and tokenises for the models. They end with the context of the scorer."""
         self._backend = backend
-        self._asking = BlockingScorer(backend)
         self._awake = threading.Lock()
-
-    @property
-    def path(self) -> Path:
-        """See `ContractScorer`."""
-        return self._path
+        super().__init__(backend)
 
     def directly(self, work: Callable[[ContractScorer], T]) -> T:
         """What a model says that is asked for itself: nothing is merged, nothing remembered."""
@@ -74,69 +65,31 @@ class LoopScorer(ContractScorer):
             return self._backend.directly(work)
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`."""
+        """See `protocols.Scorer`. Its event loop is another than that of the caller."""
         return await asyncio.to_thread(self.score_now, groups)
 
     async def score_afresh(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """What a model says that is asked for itself."""
-        return await asyncio.to_thread(self.directly, lambda scorer: scorer.score_now(groups))
-
-    def score_now(
-        self, groups: Sequence[Group], on_batch: OnBatch | None = None
-    ) -> list[tuple[Score, ...]]:
-        """See `ContractScorer`. Nobody is told of progress: batches are not this caller's own."""
-        return self._asking.score_now(groups)
-
-    def score_exactly(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `ContractScorer`."""
-        return self.directly(lambda scorer: scorer.score_exactly(groups))
-
-    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """See `ContractScorer`."""
-        return self.directly(lambda scorer: scorer.prepare(groups))
-
-    def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        """See `ContractScorer`."""
-        return self.directly(lambda scorer: scorer.prepare_rendered(row))
-
-    def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
-        """See `ContractScorer`."""
-        return self.directly(lambda scorer: scorer.score_tokens(tokens))
+        return await asyncio.to_thread(self.directly, lambda model: model.score_now(groups))
 
     def encode(self, groups: Sequence[Group]) -> list[TokenGroup]:
-        """See `ContractScorer`."""
-        return self.directly(lambda scorer: scorer.encode(groups))
-
-    def _values(
-        self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
-    ) -> np.ndarray:
-        raise AssertionError("the models behind the backend compute")
+        """See `ContractScorer.encode`."""
+        return self.directly(lambda model: model.encode(groups))
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """See `ContractScorer`."""
+        """See `ContractScorer.resting`."""
         with self._awake:
             try:
-                self.sleep()
+                self.wait_for(lambda: self._backend.set_asleep(True))
                 yield
             finally:
-                self.wake()
+                self.wait_for(lambda: self._backend.set_asleep(False))
 
-    def sleep(self) -> None:
-        """See `ContractScorer`."""
-        self._asking.wait_for(lambda: self._backend.set_asleep(True))
-
-    def wake(self) -> None:
-        """See `ContractScorer`."""
-        self._asking.wait_for(lambda: self._backend.set_asleep(False))
-
-    def close(self) -> None:
-        """End the backend. What is under way fails."""
-        self._asking.close()
-
-
-def _about(scorer: ContractScorer) -> tuple[ScoringContract, int, int | None, Path]:
-    return scorer.contract, scorer.batch_tokens, scorer.batch_size, scorer.path
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        if self.preparers is not None:
+            self.preparers.close()
 
 
 class SingleModelBackend:

@@ -135,7 +135,12 @@ def open_scorer(
         EngineError: vLLM does not start.
     """
     scorer = _open(spec, placement, say)
-    return scorer if isinstance(scorer, ContractScorer) else BlockingScorer(scorer)
+    return blocking(scorer)
+
+
+def blocking(scorer: Scorer) -> ContractScorer | BlockingScorer:
+    """Any scorer, for callers without an event loop. It ends with what is returned."""
+    return scorer if isinstance(scorer, ContractScorer | BlockingScorer) else BlockingScorer(scorer)
 
 
 def open_local(model: ScorerSpec | str, *, say: Say) -> LocalScorer:
@@ -314,12 +319,12 @@ def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 # ----------------------------------------------------------------- a model, here or in processes
 
-C = TypeVar("C", bound=ContractScorer)
+C = TypeVar("C", bound=ContractScorer | LoopScorer)
 
 
 def _open_model(
     spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str
-) -> ContractScorer:
+) -> ContractScorer | LoopScorer:
     if placement.make_group is None:
         if (ranks := spec.model.tensor_parallel_size) > 1:
             raise ConfigError(
@@ -378,7 +383,7 @@ def _open_replicas(
     make_group: Callable[[str, range | None], MakeGroup],
     say: Say,
     name: str,
-) -> ContractScorer:
+) -> GroupScorer | LoopScorer:
     """A model in groups of workers: in the loop each replica in its own, else all in one."""
     shape = placement.shape
     spec = replace(spec, model=replace(spec.model, tensor_parallel_size=shape.tp))

@@ -204,7 +204,7 @@ def test_a_replica_that_fails_in_the_same_way_at_once_is_given_up(
 def test_what_is_asked_directly_outlives_a_replica_too(replica_set: Callable[..., Made]) -> None:
     made = replica_set(2)
     made.kill(0)
-    exact = made.scorer.score_exactly(groups(2))
+    exact = made.scorer.directly(lambda model: model.score_exactly(groups(2)))
     expected = scoring_groups.local(True).score_exactly(groups(2))
     assert [s.value for row in exact for s in row] == pytest.approx(
         [s.value for row in expected for s in row], abs=NEAR
@@ -311,9 +311,12 @@ def test_who_renders_for_all_is_lost_and_no_replica_is_to_blame(
         assert isinstance(group, SpawnedGroup)
         group._process.kill()
         group._process.wait()
-        for ask in (made.scorer.score_now, made.scorer.prepare):
+        for ask in (
+            lambda: made.scorer.score_now(groups(1)),
+            lambda: made.scorer.directly(lambda model: model.prepare(groups(1))),
+        ):
             with pytest.raises(WorkerError, match="reward_worker 0 was lost") as end:
-                ask(groups(1))
+                ask()
             assert end.value.is_lost
         assert made.replica_set._router.counts["attempts"] == 1
         assert made.replica_set.restarts.number == 0
