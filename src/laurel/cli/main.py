@@ -19,8 +19,6 @@ from laurel.cli.evaluate import eval_app
 from laurel.cli.export import export_command
 from laurel.cli.init import init
 from laurel.cli.options import (
-    AdminKeyOption,
-    ApiKeyOption,
     BatchTokensOption,
     ColumnKeys,
     ConfigOption,
@@ -30,11 +28,13 @@ from laurel.cli.options import (
     Overrides,
     PrecisionOption,
     QuietOption,
+    ServeOptions,
     SettingsOption,
     ThreadsOption,
     VerboseOption,
     begin,
     complete_commands,
+    with_option_groups,
 )
 from laurel.cli.report import report
 from laurel.errors import LaurelError
@@ -218,54 +218,8 @@ app.command("init")(init)
 
 
 @app.command("serve")
-def serve_command(
-    model: ModelOption = "",
-    null: Annotated[
-        bool, typer.Option("--null", help="Serve no model but trivial scores, for load tests.")
-    ] = False,
-    replicas: Annotated[
-        int, typer.Option(metavar="N", help="Processes with the model; 1: this one.")
-    ] = 1,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8000,
-    engine: Annotated[
-        Literal["laurel", "vllm"], typer.Option(help="What computes the scores.")
-    ] = "laurel",
-    api_key_env: ApiKeyOption = None,
-    admin_key_env: AdminKeyOption = None,
-    no_api_key: Annotated[
-        bool, typer.Option("--no-api-key", help="Need no key; on loopback only.")
-    ] = False,
-    allow_from: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CIDR",
-            help="Private addresses, such as 10.0.0.0/8, that need no key for scores; repeatable.",
-        ),
-    ] = None,
-    precision: PrecisionOption = "float32",
-    device: DeviceOption = "auto",
-    cpu_threads: ThreadsOption = None,
-    max_length: MaxLengthOption = None,
-    batch_tokens: BatchTokensOption = 8192,
-    max_waiting: Annotated[
-        int, typer.Option(min=1, help="Completions that may wait; further requests get 429.")
-    ] = 2000,
-    request_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Of one request; then it gets 503.")
-    ] = 120.0,
-    drain_seconds: Annotated[
-        float, typer.Option(min=0, help="What was accepted may take when the server is ended.")
-    ] = 30.0,
-    access_log: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="JSON lines of requests; - is stderr, none is none."),
-    ] = "-",
-    log_texts: Annotated[
-        bool, typer.Option("--log-texts", help="Put what is asked into the access log.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
+@with_option_groups
+def serve_command(options: ServeOptions) -> None:
     """Serve a reward model over HTTP.
 
     Clients of Laurel, vLLM, SGLang, OpenRLHF and slime understand it. With --json one line of JSON
@@ -273,31 +227,8 @@ def serve_command(
 
     Example: laurel serve --model results/rm --replicas 2 --port 8000
     """
-    from laurel.cli.serve import ServeOptions, run_serve
+    from laurel.cli.serve import run_serve
 
-    options = ServeOptions(
-        model=model,
-        null=null,
-        replicas=replicas,
-        host=host,
-        port=port,
-        engine=engine,
-        api_key_env=api_key_env,
-        admin_key_env=admin_key_env,
-        no_api_key=no_api_key,
-        allow_from=tuple(allow_from or ()),
-        precision=precision,
-        device=device,
-        cpu_threads=cpu_threads,
-        max_length=max_length,
-        batch_tokens=batch_tokens,
-        max_waiting=max_waiting,
-        request_seconds=request_seconds,
-        drain_seconds=drain_seconds,
-        access_log=access_log,
-        log_texts=log_texts,
-        as_json=as_json,
-    )
     run_serve(options)
 
 

@@ -7,7 +7,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from laurel.config.yaml_tree import nearest
 from laurel.errors import LaurelError
 from laurel.observe.console import Verbosity, set_verbosity
+from laurel.observe.json_output import JsonOption
 
 if TYPE_CHECKING:
     from laurel.config.schemas import Kind
@@ -432,3 +433,55 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     grouped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     grouped.__annotations__ = {one.name: one.annotation for one in parameters}
     return grouped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What is served, how, and to whom."""
+
+    model: ModelOption = ""
+    null: Annotated[
+        bool, typer.Option("--null", help="Serve no model but trivial scores, for load tests.")
+    ] = False
+    replicas: Annotated[
+        int, typer.Option(metavar="N", help="Processes with the model; 1: this one.")
+    ] = 1
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8000
+    engine: Annotated[Literal["laurel", "vllm"], typer.Option(help="What computes the scores.")] = (
+        "laurel"
+    )
+    api_key_env: ApiKeyOption = None
+    admin_key_env: AdminKeyOption = None
+    no_api_key: Annotated[
+        bool, typer.Option("--no-api-key", help="Need no key; on loopback only.")
+    ] = False
+    allow_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CIDR",
+            help="Private addresses, such as 10.0.0.0/8, that need no key for scores; repeatable.",
+        ),
+    ] = None
+    precision: PrecisionOption = "float32"
+    device: DeviceOption = "auto"
+    cpu_threads: ThreadsOption = None
+    max_length: MaxLengthOption = None
+    batch_tokens: BatchTokensOption = 8192
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Completions that may wait; further requests get 429.")
+    ] = 2000
+    request_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Of one request; then it gets 503.")
+    ] = 120.0
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="What was accepted may take when the server is ended.")
+    ] = 30.0
+    access_log: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="JSON lines of requests; - is stderr, none is none."),
+    ] = "-"
+    log_texts: Annotated[
+        bool, typer.Option("--log-texts", help="Put what is asked into the access log.")
+    ] = False
+    as_json: JsonOption = False

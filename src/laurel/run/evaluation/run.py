@@ -24,7 +24,7 @@ from laurel.evaluation.benchmarks import (
 )
 from laurel.evaluation.reward_bench import ZeroSpread
 from laurel.evaluation.statistics import Measured
-from laurel.observe.console import make_console, message_console, say_on, visible
+from laurel.observe.console import make_console, message_console, new_table, say_on, visible
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import RowProgress
@@ -32,7 +32,6 @@ from laurel.rewards.spec import ScorerSpec
 from laurel.run.evaluation.results import Evaluation, check_output_directory, write_results
 from laurel.run.evaluation.tables import (
     diagnostics_report,
-    new_table,
     print_compatibility,
     print_diagnostics,
     print_evaluation,
@@ -585,10 +584,8 @@ def _evaluated(
 
 def _print_summary(evaluations: Sequence[Evaluation], absent: Sequence[BenchmarkName]) -> None:
     console = make_console()
-    table = new_table(f"all: {evaluations[0].model}")
-    table.add_column("", no_wrap=True)
-    for name in ("score", "longer wins", "rows", "failed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("", "score", "longer wins", "rows", "failed")
+    table = new_table(f"all: {evaluations[0].model}", *columns)
     for one in evaluations:
         final = one.measured.final
         table.add_row(
