@@ -92,20 +92,33 @@ def evaluated(name: BenchmarkName, request: EvaluationRequest, console: Console)
         UserError: A model, a row, a file or a setting that cannot be used.
     """
     request = checked_request(request)
-    told: list[str] = []
+    (evaluation,) = _evaluated({name: request}, request, console)
+    return evaluation
+
+
+def _evaluated(
+    asked: Mapping[BenchmarkName, EvaluationRequest], request: EvaluationRequest, console: Console
+) -> list[Evaluation]:
+    """Read the rows of benchmarks, open the scorer of a request, and evaluate it on each."""
+    notes: list[str] = []
     with console.status("reading the rows"):
-        rows = BENCHMARKS[name].read(request, told.append)
+        rows = {name: BENCHMARKS[name].read(one, notes.append) for name, one in asked.items()}
         training = _training(request)
-    for said in told:
-        console.print(f"note    {visible(said)}", soft_wrap=True)
-    if training is not None:
-        for note in training.notes:
-            console.print(f"note    {visible(note)}", soft_wrap=True)
+    for note in (*notes, *(training.notes if training is not None else ())):
+        console.print(f"note    {visible(note)}", soft_wrap=True)
+    evaluations = []
     started = time.monotonic()
     with open_evaluation_scorer(request.scorer, console) as scorer:
-        evaluation = evaluate_rows(name, rows, request, scorer, started=started, training=training)
-    write_evaluation(evaluation, request, console)
-    return evaluation
+        for name, one in asked.items():
+            if one is not request:  # of several
+                title = BENCHMARKS[name].title
+                console.print(f"scoring {title}: {counted(len(rows[name]), 'row')}")
+            evaluations.append(
+                evaluate_rows(name, rows[name], one, scorer, started=started, training=training)
+            )
+            write_evaluation(evaluations[-1], one, console)
+            started = time.monotonic()
+    return evaluations
 
 
 def checked_request(request: EvaluationRequest) -> EvaluationRequest:
@@ -528,14 +541,9 @@ def run_all(request: EvaluationRequest, *, hub: bool) -> int:
             "(may be repeated), "
             "or --hub to read each benchmark from its own place on the hub"
         )
-    told: list[str] = []
-    with console.status("reading the rows"):
-        asked = _asked(request, hub=hub)
-        rows = {name: BENCHMARKS[name].read(one, told.append) for name, one in asked.items()}
-    for said in told:
-        console.print(f"note    {visible(said)}", soft_wrap=True)
+    asked = _asked(request, hub=hub)
     absent: list[BenchmarkName] = [name for name in BENCHMARKS if name not in asked]
-    evaluations = _evaluated(asked, rows, request, console)
+    evaluations = _evaluated(asked, request, console)
     if request.as_json:
         write_json(_report(evaluations, request, absent))
     else:
@@ -562,24 +570,6 @@ def _asked(request: EvaluationRequest, *, hub: bool) -> dict[BenchmarkName, Eval
         elif hub and name in ON_HUB:
             asked[name] = replace(request, data=(), split=None)
     return asked
-
-
-def _evaluated(
-    asked: dict[BenchmarkName, EvaluationRequest],
-    rows: dict[BenchmarkName, list[BenchmarkRow]],
-    request: EvaluationRequest,
-    console: Console,
-) -> list[Evaluation]:
-    evaluations = []
-    started = time.monotonic()
-    with open_evaluation_scorer(request.scorer, console) as scorer:
-        for name, one in asked.items():
-            console.print(f"scoring {BENCHMARKS[name].title}: {counted(len(rows[name]), 'row')}")
-            evaluation = evaluate_rows(name, rows[name], one, scorer, started=started)
-            write_evaluation(evaluation, one, console)
-            evaluations.append(evaluation)
-            started = time.monotonic()
-    return evaluations
 
 
 def _print_summary(evaluations: Sequence[Evaluation], absent: Sequence[BenchmarkName]) -> None:
