@@ -153,7 +153,7 @@ def training(*, is_quick: bool) -> Callable[[], Any]:
 
     from laurel.data.forest import to_forest
     from laurel.models.forest.attention import FOREST, register
-    from laurel.models.forest.reward_model import RewardModel
+    from laurel.models.forest.decoder import RewardModel
 
     register()
     shape = TINY_SHAPE if is_quick else TRAINING_SHAPE
@@ -179,7 +179,7 @@ def scoring(*, is_quick: bool) -> Callable[[], Any]:
     from rm_scoring import random_groups
 
     from laurel.models.forest.attention import FOREST, register
-    from laurel.models.forest.reward_model import RewardModel
+    from laurel.models.forest.decoder import RewardModel
     from laurel.rewards.scorer import score_tokens
 
     register()

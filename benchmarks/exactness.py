@@ -35,8 +35,8 @@ from torch import Tensor
 from laurel.data.forest import to_forest
 from laurel.generation.transformers.cpu_matmul import fast_matmul
 from laurel.models.forest.attention import FOREST, register
+from laurel.models.forest.decoder import RewardModel
 from laurel.models.forest.policy import PolicyModel
-from laurel.models.forest.reward_model import RewardModel
 from laurel.types import TokenGroup
 
 GROUP_SIZES = (1, 2, 3, 5, 8, 16)

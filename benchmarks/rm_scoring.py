@@ -26,7 +26,7 @@ from material import SCORING_SHAPE, TINY_SHAPE, Shape, classifier, qwen3_config
 from rounds import add_clock, machine, seconds_of, spread, table, write_json
 
 from laurel.models.forest.attention import FOREST, register
-from laurel.models.forest.reward_model import RewardModel
+from laurel.models.forest.decoder import RewardModel
 from laurel.rewards.scorer import score_tokens
 from laurel.types import TokenGroup
 

@@ -18,10 +18,9 @@ from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
 from laurel.errors import ModelError
 from laurel.models.forest.attention import FOREST, register
-from laurel.models.forest.decoder import Decoder
+from laurel.models.forest.decoder import Decoder, RewardModel
 from laurel.models.forest.outputs import VocabularyShare, all_logits, token_logprobs
 from laurel.models.forest.policy import PolicyModel
-from laurel.models.forest.reward_model import RewardModel
 from laurel.models.loading.adapters import add_adapters
 from laurel.models.loading.pretrained import recompute_activations
 from laurel.models.parallel.mesh import (

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from laurel.models.forest.attention import FOREST, register
+from laurel.models.forest.decoder import RewardModel
 from laurel.models.forest.policy import PolicyModel
-from laurel.models.forest.reward_model import RewardModel
 from laurel.types import PaddedRows, TokenGroup
 
 VOCABULARY = 300

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 import tiny  # noqa: E402
 from laurel.data.forest import to_forest  # noqa: E402
-from laurel.models.forest.reward_model import RewardModel  # noqa: E402
+from laurel.models.forest.decoder import RewardModel  # noqa: E402
 from laurel.types import TokenGroup  # noqa: E402
 
 NAMES = (

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from laurel.data.forest import bin_pack, pack_padded, to_forest, to_padded
 from laurel.errors import ScoringContractError
-from laurel.models.forest.decoder import Path, weights_as
-from laurel.models.forest.reward_model import RewardModel
+from laurel.models.forest.decoder import Path, RewardModel, weights_as
 from laurel.models.loading.policy import (
     Probe,
     check_batches,

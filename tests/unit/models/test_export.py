@@ -140,7 +140,7 @@ def test_a_regression_model_gives_all_its_attributes(tmp_path):
 
 
 def test_an_encoder_by_its_card(tmp_path):
-    from laurel.models.forest.reward_model import RewardModel
+    from laurel.models.forest.decoder import RewardModel
 
     classifier = tiny.randomised("bert", {"max_position_embeddings": 128}, std=0.1)
     model = RewardModel(classifier, head_name=None, path="padded", precision=torch.float32)

@@ -7,7 +7,7 @@ import torch
 
 import tiny
 from laurel.data.forest import to_forest, to_padded
-from laurel.models.forest.reward_model import RewardModel
+from laurel.models.forest.decoder import RewardModel
 from laurel.models.loading.pretrained import recompute_activations
 from laurel.types import PaddedRows
 

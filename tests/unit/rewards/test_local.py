@@ -13,7 +13,7 @@ import tiny_tokenizers as made
 from laurel.data.forest import to_forest
 from laurel.errors import ScoringContractError
 from laurel.models.checkpoint.export import save_reward_model
-from laurel.models.forest.reward_model import RewardModel
+from laurel.models.forest.decoder import RewardModel
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec

@@ -7,7 +7,7 @@ from torch import nn
 import tiny
 from laurel.errors import ModelError
 from laurel.models.forest.attention import FOREST
-from laurel.models.forest.reward_model import RewardModel
+from laurel.models.forest.decoder import RewardModel
 from laurel.rewards.scorer import check_paths
 from planted_faults import double_logits
 

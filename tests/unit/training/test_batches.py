@@ -10,7 +10,7 @@ import torch
 
 from laurel.config.policy import NamedCall, PolicyConfig
 from laurel.config.reward_model import LossConfig
-from laurel.models.forest.reward_model import RewardModel
+from laurel.models.forest.decoder import RewardModel
 from laurel.training.batches import Batcher
 from laurel.training.learner import LocalLearner, MicroBatch
 from laurel.training.losses import RewardLoss

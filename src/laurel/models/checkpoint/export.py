@@ -14,9 +14,8 @@ from torch import Tensor
 from laurel.errors import ScoringContractError
 from laurel.models.checkpoint.card import CARD
 from laurel.models.checkpoint.store import Background
-from laurel.models.forest.decoder import Decoder
+from laurel.models.forest.decoder import Decoder, RewardModel
 from laurel.models.forest.policy import PolicyModel
-from laurel.models.forest.reward_model import RewardModel
 from laurel.models.loading.adapters import save_adapters, trained_weights
 from laurel.models.parallel.mesh import fail_together
 from laurel.models.parallel.weights import FILE_BYTES, in_files, saved_weights, write_weights

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.errors import ConfigError, DataError, ModelError, key_of
 from laurel.models.forest.attention import register
-from laurel.models.forest.reward_model import RewardModel
+from laurel.models.forest.decoder import RewardModel
 from laurel.models.loading.adapters import with_adapters
 from laurel.models.loading.pretrained import (
     REWARD_HEADS,
