@@ -140,7 +140,8 @@ class RewardModelEnvironment(EnvironmentInterface):
                 stored = read_statistics(spec)
             self.transform = ScoreTransform(self.config.transform, stored=stored)
             self._scorer = open_scorer(spec, say=say or _log, placement=opening or HERE)
-            scorer = getattr(self._scorer, "scorer", self._scorer)
+            opened = self._scorer
+            scorer = opened.scorer if isinstance(opened, BlockingScorer) else opened
         self._reads_metadata: bool = getattr(scorer, "reads_metadata", False)
         self._judges_groups: bool = getattr(scorer, "judges_groups", False)
         self.judges = self._judged_by(scorer)
@@ -352,9 +353,9 @@ class RewardModelEnvironment(EnvironmentInterface):
     def _noise_material(self) -> list[Group]:
         """Conversations to measure on, by prompt; none where there are too few."""
         scorer = self._open()
-        holds_contract = isinstance(scorer, ContractScorer | LoopScorer)
-        golden = scorer.contract.rules.golden if holds_contract else ()
-        chosen = [entry.messages for entry in golden]
+        chosen = []
+        if isinstance(scorer, ContractScorer | LoopScorer):
+            chosen = [entry.messages for entry in scorer.contract.rules.golden]
         chosen = list(dict.fromkeys(chosen if len(chosen) > 1 else self._noise_probe.all()))
         return by_prompt(chosen) if len(chosen) > 1 else []
 

@@ -94,7 +94,7 @@ def test_what_members_remember_is_computed_again_where_that_is_asked_for():
     first = scorer.score_now(GROUPS)
     assert scorer.score_now(GROUPS) == first
     asked = len(batches)
-    afresh = scorer.score_afresh(GROUPS)
+    afresh = scorer.score_afresh_now(GROUPS)
     assert len(batches) == asked + 1
     values_of = [[s.value for row in found for s in row] for found in (first, afresh)]
     assert values_of[1] == pytest.approx(values_of[0], abs=1e-5)
