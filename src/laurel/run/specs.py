@@ -19,7 +19,6 @@ from laurel.config.sft import SFTPolicyConfig, SFTRun
 from laurel.errors import ConfigError, Terms, key_of, speaking
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import say_on
-from laurel.rewards.spec import Say, ScorerSpec, find_reward_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from laurel.generation.requests import GeneratorSpec
     from laurel.models.scoring import ScoringRules
     from laurel.rewards.scorer import LocalScorer
+    from laurel.rewards.spec import Say, ScorerSpec
     from laurel.training.batches import StepOrder
 
 
@@ -127,6 +127,8 @@ def asked_scorer(model: str, options: ScorerSpec, *, or_server: bool = False) ->
             f"no reward model is named; add {key_of('--model')} with a directory (of a model, a "
             f"checkpoint, or a run with checkpoints){places}"
         )
+    from laurel.rewards.spec import find_reward_model
+
     with speaking(OPTIONS):
         found = find_reward_model(model)
     terms = (OPTIONS, Terms({"policy.max_total_sequence_length": "--max-length"}))
@@ -169,6 +171,8 @@ def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:
     Raises:
         ConfigError: It is no address, or no name of a variable.
     """
+    from laurel.rewards.spec import ScorerSpec
+
     section = "env.reward_model"
     terms = Terms(
         {
