@@ -175,7 +175,7 @@ def measure(model: str, precision: str) -> dict[str, Any]:
         values, true = scores(scorer, texts), scores(exact, texts)
         equals = closest(true, GROUP)
         company = [scores(scorer, [texts[0], *texts[9 : 9 + 3 * k]])[0] for k in range(GROUP)]
-        floor = environment.noise_floor
+        floor = environment.noise_floor()
         groups = [
             ("one answer, eight times", [true[0]] * GROUP, company),
             ("nearly equal answers", [true[i] for i in equals], [values[i] for i in equals]),

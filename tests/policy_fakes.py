@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from laurel.environments.interface import EnvironmentInterface
 from laurel.environments.math_environment import MathEnvironment
 from laurel.grpo.rollouts import Rollouts
-from laurel.protocols import JudgingUnit
+from laurel.protocols import EnvironmentSpec, JudgingUnit
 from laurel.types import (
     Conversation,
     EnvironmentReturn,
@@ -123,7 +122,7 @@ class Judge(EnvironmentInterface):
     """Judges by a function of the latest answer and the metadata; remembers its calls.
 
     The verdict is a dictionary: `reward` (or `rewards`, named), `over`, `observation`, `stops`,
-    `metadata`, `failure`, `answer`.
+    `metadata`, `failure`, `answer`, `note`.
     """
 
     def __init__(
@@ -131,12 +130,14 @@ class Judge(EnvironmentInterface):
         verdict: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda text, metadata: {},
         *,
         judges: JudgingUnit = "group",
-        stop_strings: Sequence[str] | None = None,
+        stop_strings: Sequence[str] = (),
+        noise: float = 0.0,
         before: Callable[[list[str]], None] = lambda texts: None,
     ) -> None:
         self.verdict = verdict
-        self.judges = judges
-        self.stop_strings = stop_strings
+        self.spec = EnvironmentSpec(
+            judges=judges, stop_strings=tuple(stop_strings), noise_floor=noise
+        )
         self.before = before
         self.calls: list[list[str]] = []
         self.logs: list[Any] = []
@@ -165,6 +166,7 @@ class Judge(EnvironmentInterface):
             terminateds=torch.tensor([v.get("over", True) for v in verdicts]),
             answers=[v.get("answer") for v in verdicts],
             failures=[v.get("failure") for v in verdicts],
+            notes=[v.get("note") for v in verdicts],
         )
 
     def global_post_process_and_metrics(
@@ -205,14 +207,14 @@ class Matches(Judge):
     def __init__(
         self, *, poison: str | None = None, reward: float = 1.0, noise: float = 0.0
     ) -> None:
-        self.noise_floor = noise
-
         def verdict(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
             if poison is not None and poison in text:
                 return {"failure": f"{poison!r} is poison"}
             return {"reward": reward * (str(metadata["ground_truth"]) in text), "answer": text}
 
-        super().__init__(verdict, before=lambda texts: HOOKS.get("judge", lambda: None)())
+        super().__init__(
+            verdict, noise=noise, before=lambda texts: HOOKS.get("judge", lambda: None)()
+        )
 
 
 class HookedAdamW(torch.optim.AdamW):
@@ -224,7 +226,7 @@ class HookedAdamW(torch.optim.AdamW):
 class Shouts(EnvironmentInterface):
     """Asks everybody twice, and rewards both answers, never with 0 or 1."""
 
-    judges = "completion"
+    spec = EnvironmentSpec(judges="completion")
 
     def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
         over = [sum(m["role"] == "assistant" for m in log) > 1 for log in message_log_batch]
@@ -278,37 +280,31 @@ class Fades(Matches):
 
 
 class Tires(Matches):
-    """Gives less and less, by how many batches it has measured; remembers that in checkpoints."""
+    """Gives less and less, by how many samples were learned from; checkpoints hold the number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_judged = self.num_measured = 0
-        self.lock = threading.Lock()
+        self.spec = replace(self.spec, has_state=True)
+        self.num_learned = 0
 
     def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
         found = super().step(message_log_batch, metadata)
-        with self.lock:
-            self.num_judged += len(message_log_batch)
-        return found._replace(rewards=found.rewards / (1 + self.num_measured))
+        return found._replace(rewards=found.rewards / (1 + self.num_learned))
 
-    def global_post_process_and_metrics(
-        self, batch: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        self.num_measured += self.num_judged
-        self.num_judged = 0
-        return super().global_post_process_and_metrics(batch)
+    def end_batch(self, batch: Mapping[str, Any]) -> None:
+        self.num_learned += len(batch["rewards"])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"judged": self.num_judged, "measured": self.num_measured}
+        return {"learned": self.num_learned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_judged, self.num_measured = state["judged"], state["measured"]
+        self.num_learned = state["learned"]
 
 
 class RemoteMath(EnvironmentInterface):
     """A math environment in an actor of Ray, which is killed after so many batches."""
 
-    judges: JudgingUnit = "batch"
+    spec = EnvironmentSpec(judges="batch")
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self._left = int((config or {}).get("batches", 1))

@@ -20,7 +20,12 @@ import torch
 
 from laurel import api
 from laurel.demo.data import NUMBER_REQUESTS, boxed, in_words, numbers
-from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn, response_of
+from laurel.environments.interface import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    EnvironmentSpec,
+    response_of,
+)
 
 plt.style.use("tableau-colorblind10")  # colours that everybody can tell apart
 SEED = 0  # of all that is drawn by chance; try others
@@ -44,7 +49,7 @@ here.mkdir(parents=True)
 class Digits(EnvironmentInterface):
     """The share of the digits in the box that are right; nothing where their number is wrong."""
 
-    judges = "completion"  # each is judged by itself, as soon as it ends
+    spec = EnvironmentSpec(judges="completion")  # each by itself, as soon as it ends
 
     def step(self, message_log_batch, metadata):
         answers = [response_of(log) for log in message_log_batch]

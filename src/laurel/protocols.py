@@ -7,14 +7,19 @@ that every implementation passes.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
 
+from laurel.errors import ConfigError
 from laurel.types import (
     EnvironmentReturn,
     Generated,
     GenerationRequest,
     Group,
+    RejectedTask,
     Score,
+    Task,
     Weights,
 )
 
@@ -84,18 +89,36 @@ class Scorer(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec:
+    """What an environment is, for whoever calls it."""
+
+    judges: JudgingUnit = "group"
+    """What it is to be given in one call."""
+    stop_strings: tuple[str, ...] = ()
+    """Where the policy's first turn ends."""
+    noise_floor: float | None = 0.0
+    """Standard deviation of the rewards' own noise. None: `Environment.noise_floor` measures it."""
+    has_state: bool = False
+    """Rewards depend on more than the conversation. Then checkpoints hold its `state_dict`, and
+    `end_batch` is called."""
+
+    def __post_init__(self) -> None:
+        if self.judges not in get_args(JudgingUnit):
+            known = ", ".join(get_args(JudgingUnit))
+            raise ConfigError(f"EnvironmentSpec: judges={self.judges!r} must be one of {known}")
+
+
 class Environment(Protocol):
     """Judges what the policy says, and answers it where the conversation goes on.
 
-    Optional attributes: `judges` ("group"): what comes in one call, see `JudgingUnit`;
-    `stop_strings` (none): where the policy's first turn ends.
-    `noise_floor` (0): standard deviation of the reward's own noise. And, together, `state_dict()`
-    and `load_state_dict(state)`: what rewards depend on besides the conversation. Checkpoints hold
-    it; validations, and rollouts that are given up, leave nothing in it. And, together,
-    `notes(message_logs, group_ids)` and `take_notes(message_logs, notes, group_ids)`: what its
-    figures of finished conversations need besides them. Checkpoints hold that of batches that are
-    yet to be measured.
+    `environments.interface.EnvironmentInterface` has all of it but `step` and
+    `global_post_process_and_metrics`.
     """
+
+    @property
+    def spec(self) -> EnvironmentSpec:
+        """What it is. The same for as long as it lives."""
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
@@ -103,7 +126,8 @@ class Environment(Protocol):
         """The verdict on each conversation, in order. Any number of them, from 1 up.
 
         A conversation that cannot be judged is a failure in the return value; an exception says
-        that the environment itself is broken. May be called from several threads at once.
+        that the environment itself is broken. May be called from several threads at once, for
+        conversations that are never learned from: it leaves the state as it is.
 
         Args:
             message_log_batch: Whole conversations, the policy's latest message last.
@@ -115,18 +139,41 @@ class Environment(Protocol):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """The batch as it is, and figures of it. Called once for each finished batch.
+        """The batch as it is, and figures of it, computed from it alone. Changes nothing.
 
         Args:
             batch: One entry per finished conversation of this environment that has a reward, in
                 order: `message_log`, `prompt` and `completion` (text), `group_ids`, `rewards`
                 (float32 [B]), `components` (name -> float32 [B]), `is_end` (bool [B]: not cut
-                off), `prompt_lengths` and `generation_lengths` (int64 [B], tokens), `answers`.
-                And `num_failures`: how many more had none.
+                off), `prompt_lengths` and `generation_lengths` (int64 [B], tokens), `answers`,
+                and `notes`, see `EnvironmentReturn`. And `num_failures`: how many more had none.
 
         Returns:
             The figures' names have no prefix; they are logged as `env/<name>/<figure>`.
         """
+
+    def end_batch(self, batch: Mapping[str, Any]) -> None:
+        """Let the state go on from a batch that was learned from; the only call that changes it.
+
+        Args:
+            batch: See `global_post_process_and_metrics`. Batches come in the order of their steps;
+                those of validations do not come.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state, in values that JSON knows, tensors and arrays."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+
+    def noise_floor(self) -> float:
+        """Standard deviation of the rewards' own noise: differences below it mean nothing."""
+
+    def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
+        """The tasks that it could not judge fairly: whose own reference would not be rewarded."""
+
+    def resting(self) -> AbstractContextManager[None]:
+        """Give the memory of devices back meanwhile; nothing is judged."""
 
     def shutdown(self) -> None:
         """Free processes and memory. Idempotent."""

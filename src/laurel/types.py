@@ -327,13 +327,16 @@ class _SixFields(NamedTuple):
 class EnvironmentReturn(_SixFields):
     """The verdicts of an environment on a batch of conversations, in order.
 
-    It unpacks into the six fields that environments of NeMo RL return; `failures` is an attribute
-    beside them.
+    It unpacks into the six fields that environments of NeMo RL return; `failures` and `notes` are
+    attributes beside them.
     """
 
     failures: list[str | None] | None = None
     """Why a conversation has no reward. What `rewards` holds there is not read, and the sample
     takes no part in any figure, baseline or loss."""
+    notes: Sequence[Any] | None = None
+    """What the environment found out about each conversation and wants back with the finished
+    batch, in values that JSON knows. Those of a conversation's last turn count."""
 
     def __new__(
         cls,
@@ -344,21 +347,30 @@ class EnvironmentReturn(_SixFields):
         terminateds: Tensor,
         answers: list[str | None] | None = None,
         failures: list[str | None] | None = None,
+        notes: Sequence[Any] | None = None,
     ) -> EnvironmentReturn:
-        """Six fields, and why some have no reward."""
+        """Six fields, and the attributes beside them."""
         made = super().__new__(
             cls, observations, metadata, next_stop_strings, rewards, terminateds, answers
         )
-        made.failures = failures
+        made.failures, made.notes = failures, notes
         return made
 
     def _replace(self, **changes: Any) -> EnvironmentReturn:
-        """The same with other fields, `failures` among them."""
-        fields = {**self._asdict(), "failures": self.failures}
+        """The same with other fields, `failures` and `notes` among them."""
+        fields = {**self._asdict(), "failures": self.failures, "notes": self.notes}
         return EnvironmentReturn(**(fields | changes))
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, failures={self.failures!r})"
+        return f"{super().__repr__()[:-1]}, failures={self.failures!r}, notes={self.notes!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectedTask:
+    """A task that its environment could not judge fairly, and why."""
+
+    task: Task
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -383,6 +395,8 @@ class Rollout:
     num_turns: int = 1
     weight_version: int = 0
     answer: str | None = None
+    note: Any = None
+    """See `EnvironmentReturn.notes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,10 +17,16 @@ import psutil
 import pytest
 import torch
 
+from laurel.config.environments import EnvironmentsConfig
 from laurel.environments.code_environment import CodeEnvironment
 from laurel.environments.composite import CompositeEnvironment
-from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
+from laurel.environments.interface import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    EnvironmentSpec,
+)
 from laurel.environments.math_environment import MathEnvironment
+from laurel.environments.registry import create_environment
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.models.checkpoint.state import decode, encode
 from laurel.rewards.scorer import LocalScorer
@@ -78,6 +84,65 @@ class Echo(EnvironmentInterface):
 
     def global_post_process_and_metrics(self, batch):
         return batch, {"num_samples": float(len(batch["group_ids"]))}
+
+
+class Plain:
+    """Of two methods, as environments of NeMo RL are, derived from nothing."""
+
+    def step(self, message_log_batch, metadata):
+        said = [one[-1]["content"] for one in message_log_batch]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""} for _ in said],
+            metadata=list(metadata),
+            next_stop_strings=[None for _ in said],
+            rewards=torch.tensor([float(len(text)) for text in said]),
+            terminateds=torch.ones(len(said), dtype=torch.bool),
+            failures=[None if text else "nothing was said" for text in said],
+        )
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {"num_samples": float(len(batch["group_ids"]))}
+
+
+class Demanding(EnvironmentInterface):
+    """Takes off the mean of what it has given in the batches before."""
+
+    spec = EnvironmentSpec(judges="completion", has_state=True)
+
+    def __init__(self):
+        self._total, self._count = 0.0, 0
+
+    def step(self, message_log_batch, metadata):
+        returned = Plain().step(message_log_batch, metadata)
+        lengths = returned.rewards.tolist()
+        mean = self._total / self._count if self._count else 0.0
+        returned.notes = [{"length": length} for length in lengths]
+        return returned._replace(rewards=returned.rewards - mean)
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {"longest": max((note["length"] for note in batch["notes"]), default=0.0)}
+
+    def end_batch(self, batch):
+        self._total += sum(note["length"] for note in batch["notes"])
+        self._count += len(batch["notes"])
+
+    def state_dict(self):
+        return {"total": self._total, "count": self._count}
+
+    def load_state_dict(self, state):
+        self._total, self._count = state["total"], state["count"]
+
+
+SHORT_AND_LONG = [(log("Hi", "a"), {}), (log("Hi", "abcd"), {"level": 2}), (log("Ho", "ab"), None)]
+
+
+def plain_case():
+    custom = {"plain": {"name": f"{__name__}.Plain"}}
+    return Case(
+        environment=create_environment("plain", EnvironmentsConfig(custom=custom)),
+        good=SHORT_AND_LONG,
+        bad=(log("Hi", ""), {}),
+    )
 
 
 GOOD_ANSWERS = [
@@ -159,7 +224,7 @@ def remote_code_case():
 class Brevity(EnvironmentInterface):
     """Shorter is better, and nothing at all is beyond judgement."""
 
-    judges = "completion"
+    spec = EnvironmentSpec(judges="completion")
 
     def step(self, message_log_batch, metadata):
         said = [one[-1]["content"] for one in message_log_batch]
@@ -252,6 +317,10 @@ MAKERS: dict[str, Callable[[], Case]] = {
         bad=(log("Hi", ""), {}),
         single_turn=False,
     ),
+    "two methods alone": plain_case,
+    "with a state": lambda: Case(
+        environment=Demanding(), good=SHORT_AND_LONG, bad=(log("Hi", ""), {})
+    ),
     "math": math_case,
     "multiple choice": multiple_choice_case,
     "code": code_case,
@@ -261,6 +330,15 @@ MAKERS: dict[str, Callable[[], Case]] = {
     "reward model": reward_model_case,
     "reward model, transformed": lambda: reward_model_case(
         subtract_reference=True, scale=2.0, shift=1.0, clip=[-50.0, 50.0]
+    ),
+    "reward model, with a state": lambda: reward_model_case(normalize="running"),
+    "composite with a state": lambda: Case(
+        environment=CompositeEnvironment(
+            {"parts": [{"env": "brevity"}, {"env": "demanding", "weight": 3.0}]},
+            {"brevity": Brevity(), "demanding": Demanding()},
+        ),
+        good=SHORT_AND_LONG,
+        bad=(log("Hi", ""), {}),
     ),
     "composite, components apart": lambda: composite_case(as_components=True, gate=1.0),
     "math, an actor of Ray": remote_math_case,
@@ -392,6 +470,7 @@ def batch_of(case, pairs):
         "prompt_lengths": torch.full((len(pairs),), 4),
         "generation_lengths": torch.arange(len(pairs)) + 1,
         "answers": returned.answers or [None] * len(pairs),
+        "notes": returned.notes or [None] * len(pairs),
         "num_failures": 2,
     }
 
@@ -410,14 +489,48 @@ def test_d25_figures_of_a_batch(case):
 
 
 def test_figures_of_conversations_that_another_process_judged(case, request):
-    """A checkpoint holds what they need besides the batch."""
+    """They are computed from the batch alone, whose notes have been in a checkpoint."""
     batch = batch_of(case, case.good)
     _, expected = case.environment.global_post_process_and_metrics(batch)
-    written = json.loads(json.dumps(encode(case.environment.notes(batch["message_log"]), "x", {})))
+    batch["notes"] = saved(batch["notes"])
     with made(request.node.callspec.params["case"], request).environment as other:
-        other.take_notes(batch["message_log"], decode(written, {}))
         _, figures = other.global_post_process_and_metrics(batch)
     assert figures == expected
+
+
+def saved(value):
+    """As it comes back from a checkpoint."""
+    return decode(json.loads(json.dumps(encode(value, "x", {}))), {})
+
+
+def test_only_the_end_of_a_batch_changes_its_state(case, request):
+    name = request.node.callspec.params["case"]
+    environment = made(name, request).environment
+    own = Case(environment=environment, good=case.good, bad=case.bad)
+    before = saved(environment.state_dict())
+    batch = batch_of(own, case.good)
+    environment.global_post_process_and_metrics(batch)
+    assert saved(environment.state_dict()) == before
+    assert total(judge(own, case.good)) == near(batch["rewards"].tolist(), case)
+    environment.end_batch(batch)
+    after = saved(environment.state_dict())
+    assert (after != before) == ("with a state" in name)
+    with made(name, request).environment as other:
+        other.load_state_dict(after)
+        assert saved(other.state_dict()) == after
+        rewards = total(judge(Case(environment=other, good=[], bad=case.bad), case.good))
+    assert total(judge(own, case.good)) == near(rewards, case)
+    assert (rewards != near(batch["rewards"].tolist(), case)) == ("with a state" in name)
+    environment.shutdown()
+
+
+def test_what_it_says_of_itself(case):
+    if not case.is_remote:  # whoever has a handle says how it is called
+        spec = case.environment.spec
+        assert isinstance(spec, EnvironmentSpec)
+        assert spec == case.environment.spec
+        assert bool(case.environment.state_dict()) == spec.has_state
+    assert case.environment.noise_floor() >= 0.0
 
 
 def test_figures_of_an_empty_batch_are_no_numbers_from_nowhere(case):

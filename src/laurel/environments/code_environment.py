@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from laurel.config.environments import CodeEnvironmentConfig, SandboxConfig
+from laurel.config.environments import CodeEnvironmentConfig
 from laurel.environments.code.answers import (
     Session,
     join_code,
@@ -34,19 +34,18 @@ from laurel.environments.code.tests import (
 )
 from laurel.environments.interface import (
     ENVIRONMENT_ROLE,
-    ConversationMemo,
     EnvironmentInterface,
     EnvironmentReturn,
+    EnvironmentSpec,
     RejectedTask,
     batch_figures,
-    group_id_of,
     mean_of,
     numbers,
     pass_at_k,
     settings_of,
 )
 from laurel.errors import EnvironmentFailedError
-from laurel.protocols import JudgingUnit, MessageLog
+from laurel.protocols import MessageLog
 from laurel.sandbox.detection import Detection, detect
 from laurel.sandbox.jobs import SandboxResult
 from laurel.sandbox.pool import SandboxPool
@@ -86,8 +85,6 @@ class CodeEnvironment(EnvironmentInterface):
     without code is answered with nothing, or is the answer (`terminate_without_code`).
     """
 
-    judges: JudgingUnit = "completion"
-
     def __init__(
         self,
         env_config: CodeEnvironmentConfig | Mapping[str, Any],
@@ -107,16 +104,21 @@ class CodeEnvironment(EnvironmentInterface):
                 less well than they ask for.
         """
         self.config = settings_of(CodeEnvironmentConfig, env_config, where="env.code")
-        self.stop_strings = tuple(self.config.stop_strings or ())
+        self.spec = EnvironmentSpec(
+            judges="completion", stop_strings=tuple(self.config.stop_strings or ())
+        )
         self._limits = program_limits(self.config.sandbox)
-        self._pool = _opened(self.config.placed_sandbox, detection, nodes)
-        # A batch that is finished does not say how its rewards came about.
-        self.memo: ConversationMemo[dict[str, Any]] = ConversationMemo()
+        placed = self.config.placed_sandbox
+        self._pool: SandboxPool = (
+            open_pool(placed, detection=detection or _detected())
+            if nodes is None or nodes.is_only_this()
+            else open_pool_on(placed, nodes)
+        )
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """See `protocols.Environment.step`.
+        """Run the programs of conversations, and judge those of tasks with tests.
 
         What comes back as metadata also has the `tier`; with tests, the `verdict`, the share of
         tests that passed (`passed_share`), the number of `attempts` and their reward so far
@@ -133,16 +135,16 @@ class CodeEnvironment(EnvironmentInterface):
             for message_log, given in zip(message_log_batch, metadata, strict=True)
         ]
         answers = [finish() for finish in begun]
-        for message_log, answer, given in zip(message_log_batch, answers, metadata, strict=True):
-            self.memo.put(message_log, answer.note, group_id_of(given))
         return EnvironmentReturn(
             observations=[{"role": one.role, "content": one.content} for one in answers],
             metadata=[one.metadata for one in answers],
-            next_stop_strings=[list(self.stop_strings) or None for _ in answers],
+            next_stop_strings=[list(self.spec.stop_strings) or None for _ in answers],
             rewards=torch.tensor([one.reward for one in answers], dtype=torch.float32),
             terminateds=torch.tensor([one.is_over for one in answers], dtype=torch.bool),
             answers=[one.answer for one in answers],
             failures=[one.failure for one in answers],
+            # A batch that is finished does not say how its rewards came about.
+            notes=[one.note for one in answers],
         )
 
     def _begin(
@@ -153,10 +155,12 @@ class CodeEnvironment(EnvironmentInterface):
         try:
             if has_tests(given):
                 tests = read_tests(given, self.config)
-                attempt = _whole_number(given, "attempts") + 1
+                attempts = given.get("attempts", 0)
+                if not isinstance(attempts, int) or isinstance(attempts, bool):
+                    raise MalformedTaskError(f"attempts is {attempts!r}, not a number")
                 code = program_of(text, entry=tests.entry, prefix=tests.prefix)
                 judged = self._judge(tests, code, deadline, batch)
-                return lambda: self._judged(judged(), given, attempt)
+                return lambda: self._judged(judged(), given, attempts + 1)
             session = Session.of(given.get("code_session"))
             return self._run(text, session, given, deadline, batch)
         except (MalformedTaskError, ValueError) as error:
@@ -252,12 +256,12 @@ class CodeEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """See `protocols.Environment.global_post_process_and_metrics`.
+        """Measure `accuracy`, `pass@...`, verdicts and calls of a batch.
 
-        A sample counts as correct in `accuracy` and `pass@...` if its reward is 1 and it was not
-        cut off. Of samples with tests: the share of each verdict (`verdict/<status>`; `no_code` is
-        one), of tests that passed, and attempts. Of those without: blocks that were run, and the
-        share that raised. `sandbox_failures` is the number of samples without a reward;
+        A sample counts as correct if its reward is 1 and it was not cut off. Samples with tests
+        have the share of each verdict (`verdict/<status>`; `no_code` is one), of tests that passed,
+        and attempts; those without have blocks that were run, and the share that raised; both only
+        where the batch has `notes`. `sandbox_failures` is the number of samples without a reward;
         `tier_is_full` is 1 where programs are locked in as well as Laurel can.
         """
         ended = [one > 0 for one in numbers(batch["is_end"])]
@@ -268,8 +272,7 @@ class CodeEnvironment(EnvironmentInterface):
         figures = batch_figures(batch)
         figures |= mean_of("accuracy", [float(one) for one in correct])
         figures |= pass_at_k(batch["group_ids"], correct)
-        kept = self.memo.get_all(batch["message_log"], batch["group_ids"])
-        noted = [note or {} for note in kept]
+        noted = [note or {} for note in batch.get("notes") or ()]
         judged = [note for note in noted if "verdict" in note]
         for status, count in Counter(note["verdict"] for note in judged).items():
             figures[f"verdict/{status}"] = count / len(judged)
@@ -285,7 +288,7 @@ class CodeEnvironment(EnvironmentInterface):
         return batch, figures
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """The tasks whose tests cannot be run, or whose own `reference_solution` fails them."""
+        """List tasks whose tests cannot be run, or whose own `reference_solution` fails them."""
         checks = [self._check(dict(task.metadata)) for task in tasks]
         reasons = [check() for check in checks]
         return [
@@ -316,7 +319,7 @@ class CodeEnvironment(EnvironmentInterface):
         return reason_of
 
     def shutdown(self) -> None:
-        """See `protocols.Environment.shutdown`. What is still running fails."""
+        """End the processes that run programs. What is still running fails."""
         self._pool.close()
 
 
@@ -332,22 +335,6 @@ class _Answer:
     answer: str | None = None
     failure: str | None = None
     note: dict[str, Any] = field(default_factory=dict)
-
-
-def _whole_number(metadata: Mapping[str, Any], key: str) -> int:
-    value = metadata.get(key, 0)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise MalformedTaskError(f"{key} is {value!r}, not a number")
-    return value
-
-
-def _opened(
-    config: SandboxConfig, detection: Detection | None, nodes: ClusterNodes | None
-) -> SandboxPool:
-    """What runs the programs: the nodes of a cluster, or this machine."""
-    if nodes is not None and not nodes.is_only_this():
-        return open_pool_on(config, nodes)
-    return open_pool(config, detection=detection or _detected())
 
 
 @cache

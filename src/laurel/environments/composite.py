@@ -14,16 +14,13 @@ from torch import Tensor
 from laurel.config.environments import CompositeEnvironmentConfig
 from laurel.environments.interface import (
     GROUP_ID,
-    ConversationMemo,
     EnvironmentInterface,
     EnvironmentReturn,
+    EnvironmentSpec,
     RejectedTask,
     batch_figures,
     checked_return,
-    group_id_of,
-    judged_by,
     mean_of,
-    noise_floor_of,
     numbers,
     settings_of,
 )
@@ -101,29 +98,27 @@ class CompositeEnvironment(EnvironmentInterface):
             )
         self._environments = {name: environments[name] for name in names}
         self._calls = {name: PartCalls(name) for name in names}
-        parts = self._environments.values()
-        # The most patient of them has its way.
-        self.judges = max(map(judged_by, parts), key=get_args(JudgingUnit).index)
-        wanted = (text for part in parts for text in getattr(part, "stop_strings", None) or ())
-        self.stop_strings = tuple(dict.fromkeys(wanted))
-        # What each part said itself: a gate is no component, and a weight may be 0.
-        self.memo: ConversationMemo[dict[str, float | None]] = ConversationMemo()
+        specs = [part.spec for part in self._environments.values()]
+        self.spec = EnvironmentSpec(
+            judges=max((one.judges for one in specs), key=get_args(JudgingUnit).index),
+            stop_strings=tuple(dict.fromkeys(text for one in specs for text in one.stop_strings)),
+            noise_floor=None,
+            has_state=any(one.has_state for one in specs),
+        )
 
     @property
     def parts(self) -> Mapping[str, Environment]:
-        """Who judges, by name."""
+        """Give the environments that judge, by name."""
         return self._environments
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """See `protocols.Environment.step`."""
+        """Let every part judge, and add up what they say."""
         returns = self._ask_all(message_log_batch, metadata)
         totals = {name: total_of(one.rewards) for name, one in returns.items()}
         failed = {name: failures_of(one, totals[name].tolist()) for name, one in returns.items()}
         said = [_said_by_all(given, totals, failed, index) for index, given in enumerate(metadata)]
-        for message_log, one, given in zip(message_log_batch, said, metadata, strict=True):
-            self.memo.put(message_log, one, group_id_of(given))
         deciding = returns.values() if self._conductor is None else [returns[self._conductor]]
         terminateds = torch.stack([one.terminateds.bool() for one in deciding]).any(dim=0)
         return EnvironmentReturn(
@@ -140,6 +135,14 @@ class CompositeEnvironment(EnvironmentInterface):
             terminateds=terminateds,
             answers=[answer_of(returns, index) for index in range(len(message_log_batch))],
             failures=self._failures(failed, len(message_log_batch)),
+            # What each part said itself: a gate is no component, and a weight may be 0.
+            notes=[
+                {
+                    "rewards": one,
+                    "parts": {name: of.notes and of.notes[index] for name, of in returns.items()},
+                }
+                for index, one in enumerate(said)
+            ],
         )
 
     def _ask_all(
@@ -228,91 +231,78 @@ class CompositeEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """See `protocols.Environment.global_post_process_and_metrics`.
+        """Measure a batch, and each part's share in it.
 
         The parts' own figures are `<part>/<figure>`, over the samples that this part judged, with
         its own rewards: neither weighted nor gated. `gated_out` is the share of samples that a gate
-        shut out. A part with weight 0 has `<part>/reward_mean`, too.
+        shut out. A part with weight 0 has `<part>/reward_mean`, too. A batch without `notes` does
+        not say what the parts have judged.
         """
         figures = batch_figures(batch) | mean_of("reward_mean", numbers(batch["rewards"]))
-        noted = self.memo.get_all(batch["message_log"], batch.get("group_ids"))
-        said = [one or {} for one in noted]
-        for name, environment in self._environments.items():
-            judged = [index for index, one in enumerate(said) if one.get(name) is not None]
-            failed = sum(1 for one in said if name in one and one[name] is None)
-            rewards = torch.tensor([said[index][name] for index in judged], dtype=torch.float32)
-            theirs = rows_of(batch, judged) | {
-                "rewards": rewards,
-                "components": {},
-                "num_failures": failed,
-            }
-            _, of_part = environment.global_post_process_and_metrics(theirs)
+        for name, theirs in self._batches_of_parts(batch).items():
+            _, of_part = self._environments[name].global_post_process_and_metrics(theirs)
             for figure, value in of_part.items():
                 figures[f"{name}/{figure.removeprefix(f'{name}_env/')}"] = value
             if name in self._watched:
-                figures |= mean_of(f"{name}/reward_mean", numbers(rewards))
-        return batch, figures | self._gated_out(said)
+                figures |= mean_of(f"{name}/reward_mean", numbers(theirs["rewards"]))
+        return batch, figures | self._gated_out(batch.get("notes") or ())
 
-    def _gated_out(self, said: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    def end_batch(self, batch: Mapping[str, Any]) -> None:
+        """Let the parts with a state go on from what they have judged of it."""
+        for name, theirs in self._batches_of_parts(batch).items():
+            if self._environments[name].spec.has_state:
+                self._environments[name].end_batch(theirs)
+
+    def _batches_of_parts(self, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What each part has judged of a batch, as a batch of its own."""
+        notes = batch.get("notes") or ()
+        batches = {}
+        for name in self._environments:
+            rewards = [note["rewards"][name] if note else None for note in notes]
+            judged = [index for index, reward in enumerate(rewards) if reward is not None]
+            batches[name] = rows_of(batch, judged) | {
+                "rewards": torch.tensor([rewards[index] for index in judged], dtype=torch.float32),
+                "components": {},
+                "notes": [notes[index]["parts"].get(name) for index in judged],
+                "num_failures": sum(note is not None for note in notes) - len(judged),
+            }
+        return batches
+
+    def _gated_out(self, notes: Sequence[Mapping[str, Any] | None]) -> dict[str, float]:
         shut_out = []
-        for one in said:
-            own = [(one.get(name), gate) for name, gate in self._gates]
+        for note in notes:
+            said = note["rewards"] if note else {}
+            own = [(said.get(name), gate) for name, gate in self._gates]
             known = [(reward, gate) for reward, gate in own if reward is not None]
             if own and len(known) == len(own):
                 shut_out.append(float(any(reward < gate for reward, gate in known)))
         return mean_of("gated_out", shut_out)
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """The tasks that any part rejects, each once per part."""
+        """List the tasks that any part rejects, each once per part."""
         rejected = []
         for name, environment in self._environments.items():
-            check = getattr(environment, "validate", None)
-            for one in check(tasks) if check is not None else []:
+            for one in environment.validate(tasks):
                 rejected.append(RejectedTask(task=one.task, reason=f"{name}: {one.reason}"))
         return rejected
 
     def state_dict(self) -> dict[str, Any]:
-        """What the parts need to go on as they are, of those that need something."""
+        """Give the states of the parts that have one."""
         return {
             name: part.state_dict()
             for name, part in self._environments.items()
-            if hasattr(part, "state_dict")
+            if part.spec.has_state
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the parts go on from a saved state."""
         for name, own in state.items():
-            part: Any = self._environments[name]
-            part.load_state_dict(own)
+            self._environments[name].load_state_dict(own)
 
-    def notes(
-        self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None = None
-    ) -> Any:
-        """Its own notes, and those of the parts that keep any."""
-        of_parts = {
-            name: part.notes(message_logs, group_ids)
-            for name, part in self._environments.items()
-            if hasattr(part, "notes")
-        }
-        return {"own": super().notes(message_logs, group_ids), "parts": of_parts}
-
-    def take_notes(
-        self,
-        message_logs: Sequence[MessageLog],
-        notes: Any,
-        group_ids: Sequence[str] | None = None,
-    ) -> None:
-        """The same, from a checkpoint."""
-        super().take_notes(message_logs, notes["own"], group_ids)
-        for name, own in notes["parts"].items():
-            part: Any = self._environments[name]
-            part.take_notes(message_logs, own, group_ids)
-
-    @property
     def noise_floor(self) -> float:
-        """How far apart rewards can be that mean the same: that of the parts, weighted."""
+        """Add up the noise of the parts' rewards, by their weights."""
         return math.fsum(
-            abs(part.weight) * noise_floor_of(self._environments[part.env]) for part in self._added
+            abs(part.weight) * self._environments[part.env].noise_floor() for part in self._added
         )
 
     def shutdown(self) -> None:
@@ -424,7 +414,7 @@ class PartCalls:
 def scatter_return(
     judged: EnvironmentReturn | None, chosen: Sequence[int], metadata: Sequence[Any]
 ) -> EnvironmentReturn:
-    """What a part said of some conversations, among those that it has not been asked about."""
+    """Put what a part said of some conversations among those that it was not asked about."""
     size, place = len(metadata), {index: i for i, index in enumerate(chosen)}
 
     def filled(values: Sequence[Any] | None, default: Any) -> list[Any]:
@@ -450,18 +440,19 @@ def scatter_return(
         terminateds=torch.zeros(size, dtype=torch.bool),
         answers=filled(judged and judged.answers, None),
         failures=filled(judged and judged.failures, None),
+        notes=filled(judged and judged.notes, None),
     )
 
 
 def total_of(rewards: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """The reward of each sample, float32 [B]: the sum of its components where it has any."""
+    """Add up the components of each sample's reward, where it has any: float32 [B]."""
     if isinstance(rewards, Tensor):
         return rewards.float()
     return torch.stack([one.float() for one in rewards.values()]).sum(dim=0)
 
 
 def failures_of(judged: EnvironmentReturn, totals_B: Sequence[float]) -> list[str | None]:
-    """Why a part has no reward for each sample. One that is not finite is none."""
+    """Say why a part has no reward for each sample; one that is not finite is none."""
     given = judged.failures or [None] * len(totals_B)
     return [
         f"the reward is {reward}" if reason is None and not math.isfinite(reward) else reason
@@ -470,13 +461,13 @@ def failures_of(judged: EnvironmentReturn, totals_B: Sequence[float]) -> list[st
 
 
 def join_observations(returns: Returns, index: int) -> str:
-    """What all of them say to a conversation, each thing once."""
+    """Join what all parts say to a conversation, each thing once."""
     said = (one.observations[index]["content"] for one in returns.values())
     return "\n".join(dict.fromkeys(text for text in said if text))
 
 
 def stops(returns: Returns, index: int) -> list[str] | None:
-    """All strings that any part wants the policy to stop at."""
+    """Collect the strings that any part wants the policy to stop at."""
     wanted = [one.next_stop_strings[index] for one in returns.values()]
     if all(one is None for one in wanted):
         return None
@@ -484,13 +475,13 @@ def stops(returns: Returns, index: int) -> list[str] | None:
 
 
 def answer_of(returns: Returns, index: int) -> str | None:
-    """The answer as the first part read it that read one."""
+    """Give the answer as the first part read it that read one."""
     found = (one.answers[index] for one in returns.values() if one.answers is not None)
     return next((text for text in found if text is not None), None)
 
 
 def rows_of(batch: Mapping[str, Any], wanted: list[int]) -> dict[str, Any]:
-    """The batch with only these samples."""
+    """Take only these samples of a batch."""
     size = len(batch["group_ids"])
     rows: dict[str, Any] = {}
     for key, values in batch.items():

@@ -1,4 +1,4 @@
-"""What an environment is, and the figures that every one reports.
+"""The class that environments derive from, and the metrics that every one reports.
 
 ::
 
@@ -15,34 +15,30 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from laurel.config.load import Checker, warnings_of
 from laurel.config.schema_info import with_defaults
 from laurel.config.yaml_tree import Section, graft
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.observe.hub import line_of
-from laurel.protocols import Environment, JudgingUnit, MessageLog
-from laurel.types import EnvironmentReturn, Task
+from laurel.protocols import EnvironmentSpec, MessageLog
+from laurel.types import EnvironmentReturn, RejectedTask, Task
 
 if TYPE_CHECKING:
     from laurel.workers.ray_actor import ActorMaker
 
 
 __all__ = [
-    "ConversationMemo",
     "EnvironmentInterface",
     "EnvironmentReturn",
+    "EnvironmentSpec",
     "RejectedTask",
     "batch_figures",
-    "group_id_of",
-    "judged_by",
     "mean_of",
-    "noise_floor_of",
     "numbers",
     "pass_at_k",
     "response_of",
@@ -56,15 +52,7 @@ ENVIRONMENT_ROLE = "environment"
 """Role of what an environment says."""
 GROUP_ID = "laurel_group_id"
 """Key of the metadata under which rollouts say whose completion a conversation is: the id that
-`batch["group_ids"]` has when figures are made."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RejectedTask:
-    """A task that its environment could not judge fairly, and why."""
-
-    task: Task
-    reason: str
+`batch["group_ids"]` has in the finished batch."""
 
 
 class EnvironmentInterface(ABC):
@@ -77,55 +65,49 @@ class EnvironmentInterface(ABC):
         ray.get(environment.shutdown.remote())
     """
 
-    judges: JudgingUnit = "group"
-    """What is to come in one call: a completion, a part of a group, a group or a batch."""
-    stop_strings: Sequence[str] = ()
-    """Where the policy's first turn ends."""
-    memo: ConversationMemo[Any] | None = None
-    """What it finds out about conversations for its figures, in values that JSON knows."""
+    spec = EnvironmentSpec()
+    """An environment that differs from the defaults has another one, of its class or its own."""
 
     @abstractmethod
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """See `protocols.Environment.step`."""
+        """Judge conversations; see `protocols.Environment.step`."""
 
     @abstractmethod
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """See `protocols.Environment.global_post_process_and_metrics`."""
+        """Measure a finished batch; see `protocols.Environment.global_post_process_and_metrics`."""
+
+    def end_batch(self, batch: Mapping[str, Any]) -> None:  # noqa: B027  most have no state
+        """Let the state go on from a batch that was learned from (`protocols.Environment`)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the state for a checkpoint, if `spec.has_state`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  most have no state
+        """Go on from a saved state, if `spec.has_state`."""
+
+    def noise_floor(self) -> float:
+        """Give the standard deviation of the rewards' own noise: that of `spec`."""
+        return self.spec.noise_floor or 0.0
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """The tasks whose own reference answer would not earn the reward; here none is checked."""
+        """List the tasks whose own reference answer would not earn the reward: none is checked."""
         return []
 
-    def notes(
-        self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None = None
-    ) -> Any:
-        """What figures of these conversations need besides them; see `protocols.Environment`."""
-        return None if self.memo is None else self.memo.get_all(message_logs, group_ids)
-
-    def take_notes(
-        self,
-        message_logs: Sequence[MessageLog],
-        notes: Any,
-        group_ids: Sequence[str] | None = None,
-    ) -> None:
-        """The same, from a checkpoint."""
-        if self.memo is None:
-            return
-        ids: Sequence[str | None] = group_ids or [None] * len(message_logs)
-        for message_log, note, group_id in zip(message_logs, notes, ids, strict=True):
-            if note is not None:
-                self.memo.put(message_log, note, group_id)
+    def resting(self) -> AbstractContextManager[None]:
+        """Give the memory of devices back meanwhile: there is none to give."""
+        return nullcontext()
 
     def shutdown(self) -> None:  # noqa: B027  many have nothing to free
         """Free processes and memory. Idempotent."""
 
     @classmethod
     def remote(cls, *args: Any, **kwargs: Any) -> Any:
-        """A Ray actor that holds an environment, at once; the arguments are those of the class.
+        """Make a Ray actor that holds an environment; the arguments are those of the class.
 
         Its methods are those of the environment, each as `method.remote(...)`. What goes wrong
         keeps its class, also where the environment could not be made: every call says so. Without
@@ -141,7 +123,7 @@ class EnvironmentInterface(ABC):
 
     @classmethod
     def options(cls, **options: Any) -> ActorMaker:
-        """Something with the same `remote`, for an actor with options of Ray's.
+        """Give something with the same `remote`, for an actor with options of Ray's.
 
         Example::
 
@@ -164,7 +146,7 @@ class EnvironmentInterface(ABC):
 
 
 def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -> S:
-    """The settings of an environment, from a section or from a plain dictionary.
+    """Read the settings of an environment from a section or a plain dictionary.
 
     Keys of other systems that mean nothing here are left out, and named in the log; an unknown one
     is a `ConfigError` with the nearest known key.
@@ -191,94 +173,16 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
     return made
 
 
-def group_id_of(metadata: Mapping[str, Any] | None) -> str | None:
-    """The group that a conversation belongs to; None where `step` was called without rollouts."""
-    return None if metadata is None else metadata.get(GROUP_ID)
-
-
 def response_of(message_log: MessageLog) -> str:
-    """All that the policy said in a conversation, one message after the other."""
+    """Join all that the policy said in a conversation, one message after the other."""
     return "".join(m["content"] for m in message_log if m["role"] == "assistant")
-
-
-class ConversationMemo(Generic[T]):
-    """What an environment found out about a conversation, until the figures are made.
-
-    Looked up by what was said and in which group: the same words can answer two tasks with
-    different tests, and batches under way at the same time (training, validation) do not mix.
-    What was put without a group is found from every group. What was not used for longest goes when
-    the memo is full.
-    """
-
-    def __init__(self, capacity: int = 65_536) -> None:
-        self._kept: Memory[T] = Memory(capacity)
-
-    def put(self, message_log: MessageLog, value: T, group_id: str | None = None) -> None:
-        """Keep `value` for this conversation, in place of what was kept before."""
-        self._kept.put(_fingerprint(message_log, group_id), value)
-
-    def forget(self, message_log: MessageLog, group_id: str | None = None) -> None:
-        """Keep nothing for this conversation."""
-        self._kept.forget(_fingerprint(message_log, group_id))
-
-    def get(self, message_log: MessageLog, group_id: str | None = None) -> T | None:
-        """What was kept for this conversation, if it still is."""
-        found = self._kept.get(_fingerprint(message_log, group_id))
-        if found is None and group_id is not None:  # `step` may have been called by hand
-            found = self._kept.get(_fingerprint(message_log, None))
-        return found
-
-    def get_all(
-        self, message_logs: Sequence[MessageLog], group_ids: Sequence[str] | None
-    ) -> list[T | None]:
-        """What was kept for each of these conversations. A batch that does not fit is logged."""
-        if (count := len(message_logs)) > self._kept.capacity:
-            logging.getLogger(__name__).warning(
-                "a batch of %s conversations: figures of what was found out about each are of the "
-                "last %s of them",
-                f"{count:,}",
-                f"{self._kept.capacity:,}",
-            )
-        ids: Sequence[str | None] = group_ids or [None] * len(message_logs)
-        return [self.get(one, own) for one, own in zip(message_logs, ids, strict=True)]
-
-
-def _fingerprint(message_log: MessageLog, group_id: str | None) -> bytes:
-    """The same before and after the environment's own words are added."""
-    digest = blake2b(digest_size=16)
-    said = [m for m in message_log if m["role"] != ENVIRONMENT_ROLE]
-    texts = [text for message in said for text in (message["role"], message["content"])]
-    # An odd number of texts has a group, an even number has none.
-    for text in texts if group_id is None else [group_id, *texts]:
-        written = text.encode("utf-8", "surrogatepass")
-        digest.update(len(written).to_bytes(8, "little"))
-        digest.update(written)
-    return digest.digest()
-
-
-def judged_by(environment: Environment) -> JudgingUnit:
-    """What an environment judges in one call.
-
-    Raises:
-        ConfigError: It says something else.
-    """
-    found = getattr(environment, "judges", "group")
-    if found not in get_args(JudgingUnit):
-        known = ", ".join(get_args(JudgingUnit))
-        raise ConfigError(f"{type(environment).__name__}: judges={found!r} must be one of {known}")
-    return cast(JudgingUnit, found)
-
-
-def noise_floor_of(environment: Environment) -> float:
-    """Standard deviation of the noise in an environment's rewards; 0 where it names none."""
-    return float(getattr(environment, "noise_floor", 0.0))
 
 
 # ------------------------------------------------------------------------------------------ figures
 
 
 def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
-    """What every environment can say of a finished batch. A mean over nothing is absent."""
+    """Measure what every environment can of a finished batch. A mean over nothing is absent."""
     figures = {
         "num_samples": float(len(batch["group_ids"])),
         "num_problems_in_batch": float(len(set(batch["group_ids"]))),
@@ -295,17 +199,17 @@ def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
 
 
 def mean_of(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The mean under its name, or nothing where there are no values."""
+    """Give the mean under its name, or nothing where there are no values."""
     return {name: math.fsum(values) / len(values)} if values else {}
 
 
 def numbers(values: Any) -> list[float]:
-    """The entries of a tensor, an array or a list, as plain floats."""
+    """Give the entries of a tensor, an array or a list, as plain floats."""
     return [float(value) for value in (values.tolist() if hasattr(values, "tolist") else values)]
 
 
 def pass_at_k(group_ids: Sequence[str], correct: Sequence[bool]) -> dict[str, float]:
-    """How often k tries would solve a problem.
+    """Estimate how often k tries would solve a problem.
 
     `pass@samples_per_prompt` is the share of groups with a correct sample. `pass@1`, `pass@2`,
     `pass@4`, ... up to the smallest group are the unbiased estimates `1 - C(n-c, k) / C(n, k)` from
@@ -318,14 +222,11 @@ def pass_at_k(group_ids: Sequence[str], correct: Sequence[bool]) -> dict[str, fl
         return {}
     tries = [(len(group), sum(group)) for group in outcomes.values()]
     figures = mean_of("pass@samples_per_prompt", [float(c > 0) for _, c in tries])
-    for k in _powers_of_two(min(n for n, _ in tries)):
+    smallest = min(n for n, _ in tries)
+    for k in (1 << exponent for exponent in range(smallest.bit_length())):
         solved = [1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in tries]
         figures |= mean_of(f"pass@{k}", solved)
     return figures
-
-
-def _powers_of_two(largest: int) -> Iterable[int]:
-    return (1 << exponent for exponent in range(largest.bit_length()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -369,17 +270,17 @@ class Memory(Generic[T]):
 # file and the line of the one that returned something else.
 
 FIELDS = ("observations", "metadata", "next_stop_strings")
-MAY_MISS = ("answers", "failures")
+MAY_MISS = ("answers", "failures", "notes")
 
 
 def source_of(called: Callable[..., Any]) -> tuple[str, int] | None:
-    """File and first line of a function; None where it is not written in Python."""
+    """Find the file and first line of a function; None where it is not written in Python."""
     code = getattr(getattr(called, "__func__", called), "__code__", None)
     return None if code is None else (code.co_filename, code.co_firstlineno)
 
 
 def method_name(called: Callable[..., Any]) -> str:
-    """A method as its author knows it: `module.Class.step (FILE:LINE)`."""
+    """Name a method as its author knows it: `module.Class.step (FILE:LINE)`."""
     owner = getattr(called, "__self__", None)
     where = source_of(called)
     kind = type(owner)
@@ -389,14 +290,14 @@ def method_name(called: Callable[..., Any]) -> str:
 
 
 def unfit(called: Callable[..., Any], returned: str, expected: str) -> EnvironmentFailedError:
-    """The error for a function that returned something that cannot be used."""
+    """Make the error for a function that returned something that cannot be used."""
     return EnvironmentFailedError(
         f"{method_name(called)} returned {returned}; expected is {expected}"
     )
 
 
 def checked_return(step: Callable[..., Any], returned: Any, size: int) -> EnvironmentReturn:
-    """What `step` returned, if it is a verdict on `size` conversations.
+    """Give back what `step` returned, if it is a verdict on `size` conversations.
 
     Whether each reward is finite is not looked at: one that is not is the failure of its sample.
 
@@ -425,7 +326,7 @@ def checked_return(step: Callable[..., Any], returned: Any, size: int) -> Enviro
 
 
 def reward_columns(returned: EnvironmentReturn) -> dict[str, Any]:
-    """The numbers of a verdict by what to call them: every component of the reward, and the end."""
+    """Name the numbers of a verdict: every component of the reward, and the end."""
     rewards = returned.rewards
     if isinstance(rewards, Mapping):
         named = {f"rewards[{name!r}]": values for name, values in rewards.items()}
@@ -435,7 +336,7 @@ def reward_columns(returned: EnvironmentReturn) -> dict[str, Any]:
 
 
 def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> list[Any]:
-    """A number for each conversation, as plain numbers.
+    """Give the number of each conversation, as plain numbers.
 
     Raises:
         EnvironmentFailedError: It is something else.
@@ -456,7 +357,7 @@ def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> li
 
 
 def value_kind(value: Any) -> str:
-    """What a value is, in few words."""
+    """Say in few words what a value is."""
     if value is None:
         return "None"
     kind = type(value)

@@ -10,22 +10,21 @@ import torch
 
 from laurel.config.environments import MathEnvironmentConfig
 from laurel.environments.interface import (
-    ConversationMemo,
     EnvironmentInterface,
     EnvironmentReturn,
+    EnvironmentSpec,
     RejectedTask,
     batch_figures,
-    group_id_of,
     mean_of,
     numbers,
     pass_at_k,
     response_of,
     settings_of,
 )
-from laurel.environments.math.answers import Checked, Verdict, check_choice
+from laurel.environments.math.answers import Checked, check_choice
 from laurel.environments.math.pool import AnswerChecker
 from laurel.errors import EnvironmentFailedError
-from laurel.protocols import JudgingUnit, MessageLog
+from laurel.protocols import MessageLog
 from laurel.types import Task
 
 
@@ -35,8 +34,6 @@ class MathEnvironment(EnvironmentInterface):
     The answer is that of all assistant messages together, and the known one is the task's
     `ground_truth`. A task without a known answer that can be read is a failure, not a 0.
     """
-
-    judges: JudgingUnit = "completion"
 
     def __init__(self, env_config: MathEnvironmentConfig | Mapping[str, Any]) -> None:
         """Start nothing yet: processes come with the first answer that needs one.
@@ -48,14 +45,14 @@ class MathEnvironment(EnvironmentInterface):
             ConfigError: Unknown or unusable settings.
         """
         self.config = settings_of(MathEnvironmentConfig, env_config, where="env.math")
-        self.stop_strings = tuple(self.config.stop_strings or ())
+        self.spec = EnvironmentSpec(
+            judges="completion", stop_strings=tuple(self.config.stop_strings or ())
+        )
         self._checker = AnswerChecker(
             num_workers=self.config.num_workers,
             timeout_seconds=self.config.timeout_seconds,
             forbid_unevaluated=self.config.forbid_unevaluated,
         )
-        # A batch that is finished does not say how its zeros came about.
-        self.memo: ConversationMemo[Verdict] = ConversationMemo()
 
     def step(
         self,
@@ -63,7 +60,7 @@ class MathEnvironment(EnvironmentInterface):
         metadata: Sequence[dict[str, Any] | None],
         return_extracted_answer: bool = True,
     ) -> EnvironmentReturn:
-        """See `protocols.Environment.step`. Metadata comes back as it was given.
+        """Check answers; metadata comes back as it was given.
 
         With `return_extracted_answer=False` (an argument of NeMo RL's environment) the `answers`
         are None.
@@ -75,8 +72,6 @@ class MathEnvironment(EnvironmentInterface):
         responses = [response_of(message_log) for message_log in message_log_batch]
         golds = [_known_answer(given) for given in metadata]
         verdicts = self._check(responses, golds)
-        for message_log, checked, given in zip(message_log_batch, verdicts, metadata, strict=True):
-            self._remember(message_log, checked, group_id_of(given))
         right = [checked.verdict == "correct" for checked in verdicts]
         said = ["correct" if one else "incorrect" for one in right]
         return EnvironmentReturn(
@@ -84,11 +79,13 @@ class MathEnvironment(EnvironmentInterface):
                 {"role": "environment", "content": f"Environment: {one}"} for one in said
             ],
             metadata=list(metadata),
-            next_stop_strings=[list(self.stop_strings) or None for _ in verdicts],
+            next_stop_strings=[list(self.spec.stop_strings) or None for _ in verdicts],
             rewards=torch.tensor(right, dtype=torch.float32),
             terminateds=torch.ones(len(verdicts), dtype=torch.bool),
             answers=[one.answer for one in verdicts] if return_extracted_answer else None,
-            failures=[checked.reason for checked in verdicts],
+            failures=[one.reason for one in verdicts],
+            # A batch that is finished does not say how its zeros came about.
+            notes=[one.verdict for one in verdicts],
         )
 
     def _check(self, responses: list[str], golds: list[str | Checked]) -> list[Checked]:
@@ -105,19 +102,13 @@ class MathEnvironment(EnvironmentInterface):
             checked = iter([check_choice(r, gold, multilingual=multilingual) for r, gold in known])
         return [next(checked) if isinstance(gold, str) else gold for gold in golds]
 
-    def _remember(self, message_log: MessageLog, checked: Checked, group_id: str | None) -> None:
-        if checked.verdict in ("correct", "incorrect"):
-            self.memo.forget(message_log, group_id)
-        else:
-            self.memo.put(message_log, checked.verdict, group_id)
-
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """See `protocols.Environment.global_post_process_and_metrics`.
+        """Measure `accuracy`, `pass@...`, lengths and verdicts of a batch.
 
-        A sample counts as correct in `accuracy` and `pass@...` if its reward is 1 and it was not
-        cut off. `timeouts` and `unparseable` are the numbers of such verdicts in the batch.
+        A sample counts as correct if its reward is 1 and it was not cut off. `timeouts` and
+        `unparseable` are the numbers of such verdicts, where the batch has `notes`.
         """
         ended = [one > 0 for one in numbers(batch["is_end"])]
         correct = [
@@ -132,15 +123,14 @@ class MathEnvironment(EnvironmentInterface):
             "correct_solution_generation_lengths",
             [length for length, one in zip(lengths, correct, strict=True) if one],
         )
-        counts = Counter(self.memo.get_all(batch["message_log"], batch["group_ids"]))
-        figures |= {
-            "timeouts": float(counts["timeout"]),
-            "unparseable": float(counts["unparseable"]),
-        }
+        if (notes := batch.get("notes")) is not None:
+            counts = Counter(notes)
+            figures["timeouts"] = float(counts["timeout"])
+            figures["unparseable"] = float(counts["unparseable"])
         return batch, figures
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """The tasks whose known answer cannot be read, or would not be taken for itself."""
+        """List the tasks whose known answer cannot be read, or would not be taken for itself."""
         golds = [_known_answer(dict(task.metadata)) for task in tasks]
         readable = [gold for gold in golds if isinstance(gold, str)]
         if self.config.verifier_type == "math":
@@ -152,22 +142,20 @@ class MathEnvironment(EnvironmentInterface):
         rejected = []
         for task, gold in zip(tasks, golds, strict=True):
             verdict = next(checked) if isinstance(gold, str) else gold
-            reason = verdict.reason or self._doubt(verdict, str(gold))
+            reason = verdict.reason
+            is_math = self.config.verifier_type == "math"
+            if reason is None and is_math and verdict.verdict != "correct":
+                why = {
+                    "timeout": f"takes more than {self.config.timeout_seconds:g} s to be read",
+                    "unparseable": "cannot be read",
+                }.get(verdict.verdict, "is not taken for itself")
+                reason = f"the known answer {str(gold)!r} {why}"
             if reason is not None:
                 rejected.append(RejectedTask(task=task, reason=reason))
         return rejected
 
-    def _doubt(self, checked: Checked, gold: str) -> str | None:
-        if self.config.verifier_type != "math" or checked.verdict == "correct":
-            return None
-        why = {
-            "timeout": f"takes more than {self.config.timeout_seconds:g} s to be read",
-            "unparseable": "cannot be read",
-        }.get(checked.verdict, "is not taken for itself")
-        return f"the known answer {gold!r} {why}"
-
     def shutdown(self) -> None:
-        """See `protocols.Environment.shutdown`. What is still being checked fails."""
+        """End the processes that check. What is still being checked fails."""
         self._checker.close()
 
 

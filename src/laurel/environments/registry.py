@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from laurel.config.environments import CompositeEnvironmentConfig, EnvironmentsConfig
+from laurel.config.environments import EnvironmentsConfig
 from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
-from laurel.environments.interface import judged_by
+from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec
 from laurel.errors import ConfigError, LaurelError
 from laurel.observe.hub import told_with_line
 from laurel.protocols import Environment
@@ -32,9 +32,13 @@ BUILT_IN: dict[str, tuple[str, str]] = {
 """Name -> class, and the key of `EnvironmentsConfig` with its settings. A class is imported when
 it is asked for."""
 
-_NEEDED = ("step", "global_post_process_and_metrics", "shutdown")
-_PAIRS = (("state_dict", "load_state_dict"), ("notes", "take_notes"))
-"""What an environment has together, or not at all."""
+_NEEDED = ("step", "global_post_process_and_metrics")
+_STATE = ("state_dict", "load_state_dict", "end_batch")
+"""What an environment with a state defines, and one without does not."""
+_OF_INTERFACE = (*_STATE, "noise_floor", "validate", "resting")
+"""What is asked of an environment that derives from the interface, and of no other."""
+_SAID_BY_SPEC = ("judges", "stop_strings", "take_notes")
+"""What was asked of environments before they had a spec."""
 _registered: dict[str, str] = {}
 
 
@@ -61,12 +65,12 @@ def register_env(name: str, class_path: str) -> None:
 
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
-    """Every name that `create_environment` knows."""
+    """List every name that `create_environment` knows."""
     return list(dict.fromkeys([*BUILT_IN, *config.composite, *config.custom, *_registered]))
 
 
 def create_environment(name: str, config: EnvironmentsConfig) -> Environment:
-    """The environment of this name, ready to judge.
+    """Make the environment of this name, ready to judge.
 
     Raises:
         ConfigError: There is none, or it cannot be made with its settings.
@@ -83,7 +87,7 @@ def create_environments(
     nodes: ClusterNodes | None = None,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, Environment]:
-    """The environments of these names, without duplicates among their parts.
+    """Make the environments of these names, without duplicates among their parts.
 
     What is named both by itself and as a part of a composite is made once. Shutting down each is
     safe, for that is idempotent.
@@ -143,7 +147,7 @@ class _Making:
         self._made: dict[str, Environment] = {}
 
     def made(self, name: str, inside: tuple[str, ...]) -> Environment:
-        """The environment of a name. `inside`: the composites on the way to it."""
+        """Make or find the environment of a name; `inside` are the composites on the way."""
         name = "math" if name == "math_default" else name
         if name not in self._made:
             self._made[name] = self._make(name, inside)
@@ -160,7 +164,11 @@ class _Making:
         if name in config.custom:
             return _checked(name, _called(f"env.custom.{name}", config.custom[name]))
         if name in config.composite:
-            return self._composite(name, config.composite[name], inside)
+            from laurel.environments.composite import CompositeEnvironment
+
+            settings = config.composite[name]
+            parts = {part.env: self.made(part.env, (*inside, name)) for part in settings.parts}
+            return CompositeEnvironment(settings, parts)
         if name in BUILT_IN:
             path, key = BUILT_IN[name]
             make = imported(path, f"environment '{name}'")
@@ -183,14 +191,6 @@ class _Making:
             "add your own under env.custom or with register_env()."
         )
 
-    def _composite(
-        self, name: str, config: CompositeEnvironmentConfig, inside: tuple[str, ...]
-    ) -> Environment:
-        from laurel.environments.composite import CompositeEnvironment
-
-        parts = {part.env: self.made(part.env, (*inside, name)) for part in config.parts}
-        return CompositeEnvironment(config, parts)
-
     def undo(self) -> None:
         """Shut down what was made."""
         for environment in self._made.values():
@@ -198,7 +198,7 @@ class _Making:
 
 
 def imported(path: str, where: str) -> Callable[..., Any]:
-    """What an import path names, which must be callable. `where` names the key in messages."""
+    """Import what a path names, which must be callable; `where` names the key in messages."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ConfigError(f"{where}: '{path}' is not of the form module.Class")
@@ -245,12 +245,14 @@ def _called(where: str, call: NamedCall) -> Any:
     try:
         return make(**call.kwargs)
     except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in call.kwargs.items())
+        given = given or "no arguments"
         hint = (
             ". An environment is a class; a function that scores goes under env.reward_model: "
             "function.path=MODULE:FUNCTION, enabled=true"
         )
         raise ConfigError(
-            f"{where}: {call.name} cannot be called with {_spelled(call.kwargs)}: {error}"
+            f"{where}: {call.name} cannot be called with {given}: {error}"
             + (hint if inspect.isfunction(make) else "")
         ) from error
     except LaurelError:  # says for itself what is wrong
@@ -261,46 +263,74 @@ def _called(where: str, call: NamedCall) -> Any:
         ) from error
 
 
-def _spelled(kwargs: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "no arguments"
+class TwoMethods(EnvironmentInterface):
+    """An environment of which nothing is known but how it judges and measures."""
+
+    step: Any = None
+    global_post_process_and_metrics: Any = None
+
+    def __init__(self, made: Any) -> None:
+        """Take over the two methods, and `shutdown` where there is one."""
+        # They stay those of their class, so that an error says whose they are, and the line.
+        self.step = made.step
+        self.global_post_process_and_metrics = made.global_post_process_and_metrics
+        self._shutdown: Callable[[], None] = getattr(made, "shutdown", lambda: None)
+
+    def shutdown(self) -> None:
+        """Free what the class frees."""
+        self._shutdown()
 
 
 def _checked(name: str, made: Any) -> Environment:
-    """What was made, if it can do what an environment must."""
+    """What was made, if it can do what an environment must.
+
+    Raises:
+        ConfigError: It lacks a method, has something that nobody would ask for, or would lose its
+            state at a checkpoint without a word.
+    """
+    where = f"environment '{name}': {type(made).__name__}"
     missing = [method for method in _NEEDED if not callable(getattr(made, method, None))]
     if missing:
         raise ConfigError(
-            f"environment '{name}': {type(made).__name__} lacks {', '.join(missing)}; derive it "
-            "from laurel.environments.interface.EnvironmentInterface"
+            f"{where} lacks {', '.join(missing)}; derive it from "
+            "laurel.environments.interface.EnvironmentInterface"
         )
-    _check_pairs(name, made)
-    environment: Environment = made
-    judged_by(environment)
-    return environment
-
-
-def _check_pairs(name: str, made: Any) -> None:
-    """Refuse what would lose its state at a checkpoint without a word.
-
-    Raises:
-        ConfigError: It has half of a pair, or wraps an environment whose state it does not pass on.
-    """
-    where = f"environment '{name}': {type(made).__name__}"
-    for save, load in _PAIRS:
-        has = [method for method in (save, load) if callable(getattr(made, method, None))]
-        if len(has) == 1:
-            lacks = load if has == [save] else save
+    if isinstance(made, EnvironmentInterface):
+        environment: EnvironmentInterface = made
+        ignored = [one for one in _SAID_BY_SPEC if hasattr(made, one)]
+        ignored += [] if callable(made.noise_floor) else ["noise_floor"]
+    else:
+        environment = TwoMethods(made)
+        ignored = [one for one in (*_SAID_BY_SPEC, *_OF_INTERFACE) if hasattr(made, one)]
+        ignored += ["spec"] if isinstance(getattr(made, "spec", None), EnvironmentSpec) else []
+    if ignored:
+        raise ConfigError(
+            f"{where} has {', '.join(ignored)}, which nobody asks for: derive it from "
+            "laurel.environments.interface.EnvironmentInterface, and let its `spec`, an "
+            "EnvironmentSpec, say what it judges, its stop strings, its noise floor and whether it "
+            "has a state; what its figures need of conversations goes into `notes` of what `step` "
+            "returns"
+        )
+    spec, methods = environment.spec, type(environment)
+    if not isinstance(spec, EnvironmentSpec):
+        raise ConfigError(f"{where}: its spec is {spec!r}, and must be an EnvironmentSpec")
+    own = [m for m in _STATE if getattr(methods, m) is not getattr(EnvironmentInterface, m)]
+    if spec.has_state and len(own) < len(_STATE):
+        raise ConfigError(
+            f"{where} has a state, as its spec says, but not all of {', '.join(_STATE)}: what it "
+            "remembers would be lost when the run is resumed"
+        )
+    if own and not spec.has_state:
+        raise ConfigError(
+            f"{where} has {', '.join(own)}, but no state, as its spec says: what it remembers "
+            "would be lost when the run is resumed. Set has_state=True in its EnvironmentSpec"
+        )
+    for attribute, inside in getattr(made, "__dict__", {}).items():
+        if isinstance(inside, EnvironmentInterface) and inside.spec.has_state > spec.has_state:
             raise ConfigError(
-                f"{where} has {has[0]}, but not {lacks}: what it remembers would be lost when the "
-                "run is resumed. Define both, or neither"
+                f"{where} wraps a {type(inside).__name__} ({attribute}), and does not pass on its "
+                "state, which would be lost when the run is resumed. Define "
+                f"{', '.join(_STATE)}, e.g. by calling those of the environment inside, and set "
+                "has_state=True in its EnvironmentSpec"
             )
-        if has:
-            continue
-        for attribute, wrapped in getattr(made, "__dict__", {}).items():
-            is_environment = all(callable(getattr(wrapped, each, None)) for each in _NEEDED)
-            if is_environment and callable(getattr(wrapped, save, None)):
-                raise ConfigError(
-                    f"{where} wraps a {type(wrapped).__name__} ({attribute}), and does not pass on "
-                    f"its {save} and {load}: what it remembers would be lost when the run is "
-                    "resumed. Define both, e.g. by calling those of the environment inside"
-                )
+    return environment

@@ -25,11 +25,10 @@ from laurel.config.policy import DTensorConfig
 from laurel.data.forest import to_padded
 from laurel.environments.interface import (
     GROUP_ID,
-    ConversationMemo,
     EnvironmentInterface,
+    EnvironmentSpec,
     RejectedTask,
     batch_figures,
-    group_id_of,
     mean_of,
     numbers,
     settings_of,
@@ -82,9 +81,11 @@ PREFIX = "reward_model_env/"
 
 
 class _Judged(TypedDict):
-    """What is remembered of a conversation until its batch has ended."""
+    """The note of a conversation, for the batch that it ends in."""
 
     score: float
+    reference: float
+    """Score of the task's own answer, where it is subtracted; else 0."""
     truncated: bool
     parts: dict[str, float]
 
@@ -144,15 +145,23 @@ class RewardModelEnvironment(EnvironmentInterface):
             scorer = opened.scorer if isinstance(opened, BlockingScorer) else opened
         self._reads_metadata: bool = getattr(scorer, "reads_metadata", False)
         self._judges_groups: bool = getattr(scorer, "judges_groups", False)
-        self.judges = self._judged_by(scorer)
-        self.memo: ConversationMemo[_Judged] = ConversationMemo()
+        judges: JudgingUnit
+        if not self.config.use_reward_loop:
+            judges = "batch"
+        elif self._judges_groups:
+            judges = "group"
+        else:
+            # What is not merged depends on itself alone: the same run gives the same scores, bit
+            # for bit, and in parts a prompt is not computed for each of its completions.
+            judges = "completion" if merges(scorer) else "part"
+        self.spec = EnvironmentSpec(judges=judges, noise_floor=None, has_state=True)
         self._noise_probe = NoiseProbe()
         self._noise: float | None = getattr(scorer, "noise", None)
         self._lock = threading.Lock()
 
     @classmethod
     def options(cls, **options: Any) -> ActorMaker:
-        """See `EnvironmentInterface`. The actor takes a GPU where the cluster has any.
+        """Give something with the same `remote`; the actor takes a GPU where there are any.
 
         Where `dtensor_cfg.tensor_parallel_size` or `resources` ask for more than one rank, the
         model is spread over as many actors beside it.
@@ -165,25 +174,16 @@ class RewardModelEnvironment(EnvironmentInterface):
 
     @property
     def tokenizer(self) -> Any:
-        """The reward model's own, with the template that conversations are rendered by.
+        """Give the reward model's tokenizer, with the template that renders conversations.
 
         Not to be used while another thread judges.
         """
         return self._with_contract().contract.tokenizer
 
-    def _judged_by(self, scorer: Scorer) -> JudgingUnit:
-        if not self.config.use_reward_loop:
-            return "batch"
-        if self._judges_groups:
-            return "group"
-        # What is not merged depends on itself alone: the same run gives the same scores, bit for
-        # bit, and in parts a prompt is not computed for each of its completions.
-        return "completion" if merges(scorer) else "part"
-
     # ------------------------------------------------------------------------------- judging
 
     def preprocess_data(self, message_logs: Sequence[MessageLog]) -> dict[str, torch.Tensor]:
-        """What the model reads of conversations.
+        """Render conversations as the model reads them.
 
         Returns:
             `input_ids` int64 [B, L], padded on the right with the model's padding token;
@@ -217,7 +217,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         message_logs: Sequence[MessageLog],
         env_infos: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> EnvironmentReturn:
-        """The rewards of conversations. Any number of them, from several threads at once.
+        """Judge any number of conversations, from several threads at once.
 
         A conversation that gets no finite score is a failure, and its reward NaN. Conversations
         with the same prompt share its computation; those that say the same get the same reward.
@@ -241,6 +241,17 @@ class RewardModelEnvironment(EnvironmentInterface):
                 case.conversation[-1].content if case.conversation else None for case in cases
             ],
             failures=[case.failure for case in cases],
+            notes=[
+                None
+                if case.failure is not None
+                else _Judged(
+                    score=case.score,
+                    reference=case.reference_score if case.reference else 0.0,
+                    truncated=case.truncated,
+                    parts=case.parts,
+                )
+                for case in cases
+            ],
         )
 
     def _judge(
@@ -248,16 +259,18 @@ class RewardModelEnvironment(EnvironmentInterface):
     ) -> list[Case]:
         cases = [read_case(log) for log in message_logs]
         for case, info in zip(cases, infos, strict=True):
-            # Which group it is tells two tasks apart in the memo, and is nothing to score by.
+            # Which group it is, is nothing to score by.
             case.info = {key: value for key, value in (info or {}).items() if key != GROUP_ID}
             if self.config.transform.subtract_reference:
                 case.add_reference(info)
         readable = [case for case in cases if case.failure is None]
+        # Padded rows gain nothing by a group that is computed as one, and split better alone.
+        is_padded = getattr(self._scorer, "path", None) == "padded"
         with speaking(IN_THE_SECTION):
             score_cases(
                 readable,
                 self._open().score_now,
-                share_prompts=self._shares_prompts,
+                share_prompts=self.config.sequence_packing.share_prompts and not is_padded,
                 reads_metadata=self._reads_metadata,
                 judges_groups=self._judges_groups,
             )
@@ -274,24 +287,14 @@ class RewardModelEnvironment(EnvironmentInterface):
                 case.reward = reward
             else:
                 case.failure = "the reward is not finite"
-        for log, case, info in zip(message_logs, cases, infos, strict=True):
-            if case.failure is None:
-                judged = _Judged(score=case.score, truncated=case.truncated, parts=case.parts)
-                self.memo.put(log, judged, group_id_of(info))
         return cases
 
     def scores(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """What the model says of groups, before it is made a reward; nothing is remembered."""
+        """Score groups with the model, before a score is made a reward."""
         return self._open().score_now(groups)
 
-    @property
-    def _shares_prompts(self) -> bool:
-        """Whether a group is computed as one; padded rows gain nothing, and split better alone."""
-        is_padded = getattr(self._scorer, "path", None) == "padded"
-        return self.config.sequence_packing.share_prompts and not is_padded
-
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """The tasks that lack the reference answer which is to be subtracted."""
+        """List the tasks that lack the reference answer which is to be subtracted."""
         if not self.config.transform.subtract_reference:
             return []
         return [
@@ -305,13 +308,13 @@ class RewardModelEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """The batch as it is, and figures of its rewards.
+        """Measure the rewards of a batch.
 
         Their names begin with `reward_model_env/`. Mean, least and largest of nothing are absent,
-        and so is the deviation (divided by n - 1) of fewer than two. Where this very environment
-        judged every conversation of the batch: `num_truncated` and, where scores are not the
-        rewards, mean and deviation of the scores; and of their parts (`Score.parts`),
-        as `part/<name>/mean` and `part/<name>/std`.
+        and so is the deviation (divided by n - 1) of fewer than two. Where the batch has `notes` of
+        every conversation: `num_truncated` and, where scores are not the rewards, mean and
+        deviation of the scores; and of their parts (`Score.parts`), as `part/<name>/mean` and
+        `part/<name>/std`.
 
         Args:
             batch: See `protocols.Environment`; any of its entries may be missing.
@@ -324,20 +327,26 @@ class RewardModelEnvironment(EnvironmentInterface):
         figures |= _spread("reward", rewards)
         if rewards:
             figures |= {"min_reward": min(rewards), "max_reward": max(rewards)}
-        if "message_log" in batch:
-            found = self.memo.get_all(batch["message_log"], batch.get("group_ids"))
-            judged = [one for one in found if one is not None]
-            if len(judged) == len(found):
-                figures["num_truncated"] = float(sum(one["truncated"] for one in judged))
-                if not self.transform.changes_nothing:
-                    figures |= _spread("score", [one["score"] for one in judged])
-                figures |= _of_parts([one["parts"] for one in judged])
-        self.transform.end_batch()
+        notes = batch.get("notes")
+        if notes is not None and all(note is not None for note in notes):
+            figures["num_truncated"] = float(sum(note["truncated"] for note in notes))
+            if not self.transform.changes_nothing:
+                figures |= _spread("score", [note["score"] for note in notes])
+            for part in sorted({name for note in notes for name in note["parts"]}):
+                spread = _spread("", [n["parts"][part] for n in notes if part in n["parts"]])
+                figures |= {f"part/{part}/{key.strip('_')}": v for key, v in spread.items()}
         return batch, {f"{PREFIX}{name}": value for name, value in figures.items()}
 
-    @property
+    def end_batch(self, batch: Mapping[str, Any]) -> None:
+        """Let `normalize: running` go on from the scores of a batch; it needs its `notes`."""
+        notes = [note for note in batch.get("notes") or () if note is not None]
+        self.transform.end_batch(
+            # A note without it is of an older checkpoint, where scores counted when they came.
+            [note["score"] - note["reference"] for note in notes if "reference" in note]
+        )
+
     def noise_floor(self) -> float:
-        """How far apart rewards can be that mean the same: the noise of the scores, as rewards.
+        """Give the noise of the scores, as rewards: differences below it mean nothing.
 
         Measured when it is first asked for: on the golden conversations that the model was saved
         with, or else on the first that were judged. See `measure_noise`.
@@ -360,16 +369,13 @@ class RewardModelEnvironment(EnvironmentInterface):
         return by_prompt(chosen) if len(chosen) > 1 else []
 
     def resting(self) -> contextlib.AbstractContextManager[None]:
-        """Give the memory of devices back meanwhile; see `ContractScorer.resting`.
-
-        What is no model of this process or its workers is left as it is.
-        """
+        """Give the memory of devices back meanwhile, where the run's own processes hold it."""
         return self._open().resting()
 
     # --------------------------------------------------------------------- resuming, and the end
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to judge as this one would, as JSON knows it."""
+        """Give what a resumed run needs to judge as this one would, as JSON knows it."""
         return {"transform": self.transform.state_dict(), "noise": self._noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -415,14 +421,6 @@ def _log(line: str) -> None:
     """Write to the log; what somebody should see who waits is a warning there."""
     is_urgent = line.startswith(("warning", "waiting"))
     logging.getLogger(__name__).log(logging.WARNING if is_urgent else logging.INFO, line)
-
-
-def _of_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    figures: dict[str, float] = {}
-    for name in sorted({name for one in parts for name in one}):
-        spread = _spread("", [one[name] for one in parts if name in one])
-        figures |= {f"part/{name}/{key.strip('_')}": value for key, value in spread.items()}
-    return figures
 
 
 def _spread(what: str, values: Sequence[float]) -> dict[str, float]:
@@ -473,14 +471,14 @@ class Case:
 
     @property
     def observation(self) -> str:
-        """What the environment says of it."""
+        """Say what became of it."""
         if self.failure is not None:
             return f"Environment: no reward ({self.failure})"
         return f"Environment: {self.reward:.6g}"
 
 
 def read_case(message_log: MessageLog) -> Case:
-    """A message log as a conversation that ends with an answer, or as a failure."""
+    """Read a message log as a conversation that ends with an answer, or as a failure."""
     messages: list[Message] = []
     for number, message in enumerate(message_log, start=1):
         said = message if isinstance(message, Mapping) else {}
@@ -508,7 +506,7 @@ def _is_text(content: str) -> bool:
 
 
 def reference_of(info: Mapping[str, Any] | None) -> str | None:
-    """The reference answer in a task's metadata."""
+    """Find the reference answer in a task's metadata."""
     answer = (info or {}).get(REFERENCE)
     return answer if isinstance(answer, str) and _is_text(answer) else None
 
@@ -573,7 +571,7 @@ class _Asked:
     def add(
         self, case: Case, conversation: Conversation, *, is_reference: bool = False
     ) -> tuple[int, int]:
-        """Its group, and its place there."""
+        """Add a conversation; give its group, and its place there."""
         info = case.info if self._reads_metadata else {}
         key = (
             conversation[:-1] if self._share_prompts else conversation,
@@ -591,7 +589,7 @@ class _Asked:
         return place
 
     def groups(self) -> list[Group]:
-        """Those that scores are asked for."""
+        """Give the groups that scores are asked for."""
         return [
             _group(members, row, info)
             for row, (members, info) in enumerate(zip(self._members, self._infos, strict=True))
@@ -599,7 +597,7 @@ class _Asked:
 
 
 def by_prompt(conversations: Iterable[Conversation]) -> list[Group]:
-    """Different conversations as groups: those that differ in their last message only."""
+    """Group conversations that differ in their last message only."""
     prompts: dict[Conversation, list[Conversation]] = {}
     for conversation in conversations:
         prompts.setdefault(conversation[:-1], []).append(conversation)
@@ -630,7 +628,7 @@ class Moments:
     squares: float = 0.0
 
     def joined(self, values: Sequence[float]) -> Moments:
-        """With more numbers. Their order changes nothing, to the last bit.
+        """Take in more numbers; their order changes nothing, to the last bit.
 
         Welford's update in the form for whole batches; the batch's own moments are exact sums.
         """
@@ -654,18 +652,13 @@ class Moments:
         return math.sqrt(self.squares / self.count)
 
 
-MOST_WAITING = 65_536
-"""Scores of a batch at most: more than a step of any size has, and half a megabyte."""
-
-
 class ScoreTransform:
     """What `ScoreTransformConfig` says is done to scores. Safe to call from several threads.
 
     With `normalize: running` the mean and the deviation change only when a batch ends
     (`end_batch`), and before the first has ended scores stay as they are. Were they to change with
     every score, completions of one prompt that are judged at different times would be measured by
-    different rules, and learn from the difference. Where nobody ends batches (`step` alone is
-    called), a batch ends with `MOST_WAITING` scores.
+    different rules, and learn from the difference.
     """
 
     def __init__(
@@ -681,9 +674,8 @@ class ScoreTransform:
             ConfigError: They are needed and missing.
         """
         self.config = config
-        self._lock = threading.Lock()
-        self._seen = Moments()
-        self._waiting: list[float] = []
+        self.seen = Moments()
+        """Of all scores of the batches that have ended."""
         self._stored: tuple[float, float] | None = None
         if config.normalize == "stored":
             mean, std = stored
@@ -708,7 +700,7 @@ class ScoreTransform:
     def rewards(
         self, scores: Sequence[float], references: Sequence[float] | None = None
     ) -> list[float]:
-        """The rewards of scores.
+        """Make rewards of scores.
 
         Args:
             scores: Of the conversations.
@@ -718,17 +710,6 @@ class ScoreTransform:
         config = self.config
         if references is not None:
             scores = [s - r for s, r in zip(scores, references, strict=True)]
-        if config.normalize == "running":
-            with self._lock:
-                self._waiting.extend(scores)
-                is_full = len(self._waiting) >= MOST_WAITING
-            if is_full:
-                logging.getLogger(__name__).warning(
-                    "env.reward_model.transform.normalize=running: %s scores have come since a "
-                    "batch ended (global_post_process_and_metrics); they count from now on",
-                    f"{MOST_WAITING:,}",
-                )
-                self.end_batch()
         mean, std = self._mean_and_std()
         if config.normalize == "stored" and references is not None:
             mean = 0.0
@@ -738,17 +719,10 @@ class ScoreTransform:
             rewards = [min(max(reward, low), high) for reward in rewards]
         return rewards
 
-    def end_batch(self) -> None:
-        """Let the scores since the last call count from now on."""
-        with self._lock:
-            self._seen = self._seen.joined(self._waiting)
-            self._waiting = []
-
-    @property
-    def seen(self) -> Moments:
-        """Of all scores of the batches that have ended."""
-        with self._lock:
-            return self._seen
+    def end_batch(self, scores: Sequence[float]) -> None:
+        """Let the scores of a batch count from now on, less those of references."""
+        if self.config.normalize == "running":
+            self.seen = self.seen.joined(scores)
 
     def _mean_and_std(self) -> tuple[float, float]:
         if self._stored is not None:
@@ -757,15 +731,12 @@ class ScoreTransform:
         return (0.0, 1.0) if seen.std is None else (seen.mean, seen.std)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON knows it."""
-        with self._lock:
-            return {"seen": asdict(self._seen), "waiting": list(self._waiting)}
+        """Give what a resumed run needs, as JSON knows it."""
+        return {"seen": asdict(self.seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        with self._lock:
-            self._seen = Moments(**state["seen"])
-            self._waiting = list(state["waiting"])
+        self.seen = Moments(**state["seen"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -807,13 +778,13 @@ class NoiseProbe:
                 del self._by_digest[max(self._by_digest)]
 
     def all(self) -> list[Conversation]:
-        """Those that were kept, in an order of their own."""
+        """Give those that were kept, in an order of their own."""
         with self._lock:
             return [self._by_digest[digest] for digest in sorted(self._by_digest)]
 
 
 def noise_of(scorer: ContractScorer | BlockingScorer, groups: Sequence[Group]) -> float:
-    """The noise; 0 where it cannot be measured, as nothing of it can be scored."""
+    """Measure the noise of a scorer; it is 0 where nothing can be scored."""
     if isinstance(scorer, LoopScorer):  # which would remember what it is asked several times
         return scorer.directly(lambda model: noise_of(model, groups))
     with contextlib.suppress(ValueError):
@@ -831,7 +802,7 @@ def noise_of(scorer: ContractScorer | BlockingScorer, groups: Sequence[Group]) -
 def measure_noise(
     score: ScoreNow, groups: Sequence[Group], *, exact: ScoreNow | None = None
 ) -> float:
-    """The noise of a scorer, in units of its scores; about one standard deviation.
+    """Measure the noise of a scorer in units of its scores: about one standard deviation.
 
     A conversation has one true score, but sums are rounded, and how depends on what is said and on
     what is computed with it. So two things are measured, and the larger is the result; it is never
@@ -854,7 +825,9 @@ def measure_noise(
         ValueError: No conversation could be scored.
     """
     together = score(groups)
-    found = [_of_company(score, groups, together), RESOLUTION * _size(together)]
+    sizes = [value for value in _values(together) if value is not None]
+    size = _root_mean_square(sizes) if sizes else 0.0
+    found = [_of_company(score, groups, together), RESOLUTION * size]
     if exact is not None:
         found.append(_of_rounding(together, exact(groups)))
     return max(found)
@@ -901,11 +874,6 @@ def _of_rounding(rounded: Sequence[tuple[Score, ...]], exact: Sequence[tuple[Sco
         squares += math.fsum((error - mean) ** 2 for error in errors_G)
         freedom += len(errors_G) - 1
     return math.sqrt(squares / freedom) if freedom > 0 else 0.0
-
-
-def _size(scored: Sequence[tuple[Score, ...]]) -> float:
-    sizes = [value for value in _values(scored) if value is not None]
-    return _root_mean_square(sizes) if sizes else 0.0
 
 
 def _values(scored: Sequence[tuple[Score, ...]]) -> list[float | None]:
@@ -1059,7 +1027,7 @@ def gpus_of_actor(
     device: Device = "auto",
     say: Say | None = None,
 ) -> float:
-    """GPUs of the actor itself; see `RewardModelEnvironment` for the arguments.
+    """Count the GPUs of the actor itself; `RewardModelEnvironment` has the arguments.
 
     Raises:
         ConfigError: The settings are wrong.
@@ -1077,7 +1045,7 @@ def make_in_actor(
     device: Device = "auto",
     say: Say | None = None,
 ) -> RewardModelEnvironment:
-    """The environment; where its settings ask for several ranks, its model is in those.
+    """Make the environment, with its model in several ranks where its settings ask for them.
 
     Raises:
         UserError: A setting, or a model, that cannot be used.
@@ -1095,7 +1063,7 @@ def _has_ranks(config: RewardModelEnvironmentConfig) -> bool:
 
 
 def ranks_of(config: RewardModelEnvironmentConfig) -> ParallelShape:
-    """Replicas and the ranks of each: those of one, if `resources` does not say how many in all.
+    """Count replicas and ranks: those of one, if `resources` does not say how many in all.
 
     Raises:
         ConfigError: The slots cannot be divided into replicas.

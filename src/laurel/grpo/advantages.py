@@ -111,7 +111,7 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
 
 
 def teaches(values: Floats) -> bool:
-    """Whether any of these advantages moves the policy."""
+    """Tell whether any of these advantages moves the policy."""
     return bool(np.any(values != 0.0))
 
 
@@ -122,7 +122,7 @@ def compute_advantages(
     noise: float | Sequence[float] = 0.0,
     components_BG: Sequence[Sequence[Mapping[str, float]]] | None = None,
 ) -> Advantages:
-    """The advantages of a batch of groups.
+    """Compute the advantages of a batch of groups.
 
     Metrics, over the samples that have a reward: `advantages/{mean,max,min,std,sum}`; `reward` and
     `reward_std` (of these rewards, over the batch); `reward_group_std` (mean over groups);
@@ -250,7 +250,8 @@ def _against_groups(
         is_floor = False
         if rule.scale == "group" and n >= 2:
             if rule.leave_one_out_std:
-                stds = _deviation(_others(row), rule.std_ddof)
+                others = np.tile(row, (n, 1))[~np.eye(n, dtype=bool)].reshape(n, n - 1)
+                stds = _deviation(others, rule.std_ddof)
             else:
                 stds = np.full(n, _deviation(row, rule.std_ddof))
             divisors, is_floor = _divisors(stds, rule, noise)
@@ -315,12 +316,6 @@ def _deviation(rows: Floats, ddof: int) -> Floats:
     return np.asarray(np.sqrt(squares.sum(axis=-1) / (n - ddof)), np.float64)
 
 
-def _others(row: Floats) -> Floats:
-    """[n, n - 1]: for each sample, all but itself."""
-    n = len(row)
-    return np.tile(row, (n, 1))[~np.eye(n, dtype=bool)].reshape(n, n - 1)
-
-
 def _spread(values: list[Floats], rule: AdvantageRule) -> float:
     """Deviation over all groups in which there was something to compare."""
     compared = [row for row in values if len(row) > 1]
@@ -382,14 +377,14 @@ class ShapedRewards:
 
 
 def scaled(reward: float, config: RewardScalingConfig) -> float:
-    """The reward, cut to the source range and mapped linearly to the target range."""
+    """Cut a reward to the source range, and map it linearly to the target range."""
     cut = min(max(reward, config.source_min), config.source_max)
     share = (cut - config.source_min) / (config.source_max - config.source_min)
     return config.target_min + share * (config.target_max - config.target_min)
 
 
 def slope(config: RewardScalingConfig) -> float:
-    """How much a scaled reward differs where the reward differs by 1, inside the source range."""
+    """Say how much a scaled reward differs where the reward differs by 1."""
     if not config.enabled:
         return 1.0
     width = config.target_max - config.target_min
@@ -397,7 +392,7 @@ def slope(config: RewardScalingConfig) -> float:
 
 
 def overlong_penalty(num_tokens: int, config: RewardShapingConfig, *, longest: int) -> float:
-    """What a completion of this length loses (DAPO, arXiv 2503.14476); never below 0.
+    """Compute what a completion of this length loses (DAPO, arXiv 2503.14476); never below 0.
 
     Nothing up to `max_response_length - overlong_buffer_length` tokens, `overlong_buffer_penalty`
     at `max_response_length`, a straight line in between and, as in NeMo RL, beyond.
@@ -413,7 +408,7 @@ def overlong_penalty(num_tokens: int, config: RewardShapingConfig, *, longest: i
 
 
 def stopped_improperly(reward: float, *, coefficient: float) -> float:
-    """The reward of a completion that was cut off: never more than it would have had.
+    """Lower the reward of a completion that was cut off: never more than it would have had.
 
     A positive reward is multiplied by the coefficient. Doing so to a negative one would raise it:
     that one is divided by the coefficient, or doubled where the coefficient is below 0.5.
@@ -424,7 +419,7 @@ def stopped_improperly(reward: float, *, coefficient: float) -> float:
 
 
 def shaped(rollout: Rollout, reward: float, config: RewardShapingConfig, *, longest: int) -> float:
-    """The reward after its penalty; with a `stop_properly_penalty_coef`, that is the only one."""
+    """Take the penalty off a reward; a `stop_properly_penalty_coef` is the only one."""
     if config.stop_properly_penalty_coef is None:
         num_tokens = int(rollout.mask_L.sum())
         return reward - overlong_penalty(num_tokens, config, longest=longest)
@@ -436,7 +431,7 @@ def shaped(rollout: Rollout, reward: float, config: RewardShapingConfig, *, long
 def shape_rewards(
     groups: Sequence[RolloutGroup], config: GRPOConfig, *, longest: int
 ) -> ShapedRewards:
-    """The rewards of a batch as `reward_scaling`, `reward_shaping` and `overlong_filtering` say.
+    """Shape rewards as `reward_scaling`, `reward_shaping` and `overlong_filtering` say.
 
     Args:
         groups: The rollouts, judged.
@@ -480,7 +475,7 @@ def shape_rewards(
 def completion_divergence(
     policy_L: LogProbs, reference_L: LogProbs, mask_L: Mask, config: PolicyLossConfig
 ) -> float:
-    """The estimated divergence of a whole completion from the reference policy.
+    """Estimate the divergence of a whole completion from the reference policy.
 
     The sum over the policy's own tokens of the estimator of `reference_policy_kl_type`, with its
     clamps. Not weighted by the penalty. k1 is the unbiased choice here; it may be negative. NaN
@@ -516,7 +511,7 @@ NO_DIVERGENCE = "the divergence from the reference policy is not finite (loss_fn
 def fail_without_divergence(
     groups: Sequence[RolloutGroup], divergences_BG: Sequence[Sequence[float]]
 ) -> list[RolloutGroup]:
-    """The groups, where a completion with a reward and no finite divergence has failed."""
+    """Let completions with a reward and no finite divergence fail."""
     return [
         replace(
             group,
@@ -532,7 +527,7 @@ def fail_without_divergence(
 
 
 def lacks_divergences(groups: Sequence[RolloutGroup]) -> bool:
-    """Whether that is why there is no completion to learn from."""
+    """Tell whether no completion is left to learn from because of that."""
     failures = [rollout.failure for group in groups for rollout in group.rollouts_G]
     return None not in failures and NO_DIVERGENCE in failures
 
@@ -540,7 +535,7 @@ def lacks_divergences(groups: Sequence[RolloutGroup]) -> bool:
 def mean_divergence(
     rewards_BG: Sequence[Sequence[float | None]], divergences_BG: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """`kl_in_reward`: the mean over the samples with a reward; nothing where there is none."""
+    """Give `kl_in_reward`, the mean over the samples with a reward, if there is any."""
     rows = zip(rewards_BG, divergences_BG, strict=True)
     counted = [kl for row in rows for reward, kl in zip(*row, strict=True) if reward is not None]
     return {"kl_in_reward": float(np.mean(counted))} if counted else {}
@@ -552,7 +547,7 @@ def subtract_divergences(
     *,
     weight: float,
 ) -> list[list[float | None]]:
-    """Rewards minus `weight` times the divergence of each completion; None stays None."""
+    """Subtract `weight` times the divergence of each completion; None stays None."""
     return [
         [None if reward is None else reward - weight * kl for reward, kl in zip(*rows, strict=True)]
         for rows in zip(rewards_BG, divergences_BG, strict=True)

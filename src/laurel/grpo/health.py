@@ -42,7 +42,7 @@ Played = tuple[RolloutGroup, Rollout]
 
 
 def members_of(config: EnvironmentsConfig) -> tuple[str, ...]:
-    """Names of the reward models, where there are several."""
+    """Name the reward models, where there are several."""
     return tuple(part.name for part in config.reward_model.models or ())
 
 
@@ -67,7 +67,7 @@ class HealthWatch:
 
     @property
     def reason_to_stop(self) -> str | None:
-        """Which alarms are raised that end the run (`stop_on`), in words."""
+        """Name the raised alarms that end the run (`stop_on`), in a sentence."""
         names = self._alarms.stopping if self._is_enabled else ()
         if not names:
             return None
@@ -75,7 +75,7 @@ class HealthWatch:
         return f"ended by an alarm: {rising} (grpo.health.stop_on); {self._path} has the evidence"
 
     def resumed(self, step: int) -> None:
-        """A run goes on from a checkpoint: what was written beyond its step will come again."""
+        """Take out what was written beyond the step of a checkpoint: it will come again."""
         if not self._path.is_file():
             return
         with self._path.open(encoding="utf-8", newline="\n") as lines:
@@ -87,7 +87,7 @@ class HealthWatch:
     def step(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]
     ) -> dict[str, float]:
-        """Judge a step.
+        """Show the alarms what a step has measured, and tell what they say.
 
         Args:
             step: Its number.
@@ -108,7 +108,7 @@ class HealthWatch:
     def validated(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]
     ) -> None:
-        """Judge a validation; as `step`."""
+        """Show the alarms what a validation has measured, and tell what they say."""
         if self._is_enabled:
             self._judge(step, groups, figures)
 
@@ -182,7 +182,7 @@ def _counts(line: str, *, until: int) -> bool:
 def completion_figures(
     groups: Sequence[RolloutGroup], figures: Mapping[str, float]
 ) -> dict[str, float]:
-    """What alarms read and a step does not log otherwise. A mean over nothing is absent.
+    """Measure what alarms read and a step does not log otherwise.
 
     Args:
         groups: The rollouts of the step.
@@ -202,7 +202,7 @@ def completion_figures(
 
 
 def repeated_share(ids_L: TokenIds) -> float | None:
-    """Share of a text's 4-grams of tokens that it has said before; None where it has none."""
+    """Give the share of a text's 4-grams of tokens that it has said before; None without any."""
     count = len(ids_L) - GRAM + 1
     if count < 1:
         return None
@@ -214,7 +214,7 @@ def repeated_share(ids_L: TokenIds) -> float | None:
 
 
 def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:
-    """Correlation of reward and length within groups, over all of them.
+    """Correlate reward and length within groups, over all of them.
 
     None where nowhere both of them differ.
     """
@@ -236,14 +236,26 @@ def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:
 
 
 def samples_of(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[dict[str, Any]]:
-    """A few completions that show what an alarm is about, each of another prompt if possible."""
+    """Choose completions that show what an alarm is about, of different prompts if possible."""
     ordered = _ordered(groups, evidence)
-    chosen: list[Played] = []
-    for candidates in (_first_of_groups(ordered), ordered):
-        for one in candidates:
-            if len(chosen) < NUM_SAMPLES and not any(one is other for other in chosen):
-                chosen.append(one)
-    return [_sample(group, rollout) for group, rollout in chosen]
+    first: dict[str, Played] = {}
+    for one in ordered:
+        first.setdefault(one[0].id, one)
+    others = [one for one in ordered if one is not first[one[0].id]]
+    samples = []
+    for group, rollout in [*first.values(), *others][:NUM_SAMPLES]:
+        prompt = "\n".join(m.content for m in group.task.prompt)
+        sample: dict[str, Any] = {
+            "prompt": shorten_middle(prompt, LONGEST_TEXT),
+            "completion": shorten_middle(completion_text(rollout.messages), LONGEST_TEXT),
+            "reward": rollout.reward,
+            "num_tokens": int(rollout.mask_L.sum()),
+            "truncated": rollout.truncated,
+        }
+        if rollout.failure is not None:
+            sample["failure"] = rollout.failure
+        samples.append(sample)
+    return samples
 
 
 def _ordered(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[Played]:
@@ -270,25 +282,3 @@ def _ordered(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[Played]
 def _spread(group: RolloutGroup) -> float:
     rewards = [r.reward for r in group.rollouts_G if r.reward is not None]
     return max(rewards) - min(rewards) if rewards else 0.0
-
-
-def _first_of_groups(ordered: Sequence[Played]) -> list[Played]:
-    first: dict[str, Played] = {}
-    for one in ordered:
-        first.setdefault(one[0].id, one)
-    return list(first.values())
-
-
-def _sample(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
-    sample: dict[str, Any] = {
-        "prompt": _text("\n".join(m.content for m in group.task.prompt)),
-        "completion": _text(completion_text(rollout.messages)),
-        "reward": rollout.reward,
-        "num_tokens": int(rollout.mask_L.sum()),
-        "truncated": rollout.truncated,
-    }
-    return sample if rollout.failure is None else sample | {"failure": rollout.failure}
-
-
-def _text(text: str) -> str:
-    return shorten_middle(text, LONGEST_TEXT)

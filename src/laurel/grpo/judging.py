@@ -21,7 +21,6 @@ from laurel.environments.interface import (
     GROUP_ID,
     checked_return,
     column_of,
-    judged_by,
     method_name,
     source_of,
     unfit,
@@ -59,6 +58,7 @@ class RolloutInProgress:
     num_turns: int = 0
     weight_version: int | None = None
     answer: str | None = None
+    note: Any = None
     stop_strings: tuple[str, ...] = ()
     observation: Mapping[str, str] = field(default_factory=dict)
     """What the environment said last."""
@@ -87,7 +87,7 @@ class RolloutInProgress:
         self.failure, self.is_over = reason, True
 
     def finished(self) -> Rollout:
-        """What became of it."""
+        """Give what became of it."""
         return Rollout(
             messages=tuple(self.messages),
             ids_L=np.concatenate(self.ids),
@@ -100,6 +100,7 @@ class RolloutInProgress:
             num_turns=self.num_turns,
             weight_version=self.weight_version or 0,
             answer=self.answer,
+            note=self.note,
         )
 
 
@@ -124,7 +125,10 @@ def take_verdict(
             if failure is None and not np.isfinite(value):
                 what = f"the reward {value}" + (f" as {name!r}" if name else "")
                 failure = str(unfit(step, what, "a finite number, or a reason in `failures`"))
-        if failure is None and not over[i] and not _is_message(observation):
+        is_message = isinstance(observation, Mapping) and all(
+            isinstance(observation.get(key), str) for key in ("role", "content")
+        )
+        if failure is None and not over[i] and not is_message:
             failure = f"{observation!r} is no observation: a role and a content are expected"
         if failure is not None:
             rollout.fail(failure)
@@ -138,13 +142,8 @@ def take_verdict(
         stops = verdict.next_stop_strings[i]
         rollout.stop_strings = rollout.stop_strings if stops is None else tuple(stops)
         rollout.answer = verdict.answers[i] if verdict.answers is not None else None
+        rollout.note = verdict.notes[i] if verdict.notes is not None else None
         rollout.observation = observation
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(value.get(key), str) for key in ("role", "content")
-    )
 
 
 PendingJudgement = tuple[Conversation, RolloutInProgress]
@@ -177,7 +176,7 @@ class RolloutStats:
 
     @property
     def hidden_share(self) -> float | None:
-        """How much of the judging was done while completions were still being drawn, 0 to 1."""
+        """Give the share of the judging that was done while completions were drawn, 0 to 1."""
         if not self.judging:
             return None
         return max(0.0, 1.0 - self.exposed / self.judging)
@@ -208,7 +207,7 @@ class Calls:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """An environment is being called."""
+        """Count a call of an environment, as long as it takes."""
         started = time.monotonic()
         if not self._num_open:
             self._began = started
@@ -224,7 +223,7 @@ class Calls:
 
 
 class Judges:
-    """Calls environments in threads; what they say or fail to say is taken down."""
+    """Calls environments in threads, and gives conversations their verdicts or failures."""
 
     def __init__(self, *, timeout: float, num_threads: int) -> None:
         """Hold no thread yet.
@@ -237,7 +236,7 @@ class Judges:
         self._threads = PatientThreads(num_threads, name="environment")
 
     def begin(self, stats: RolloutStats) -> Calls:
-        """What the calls for one batch have in common."""
+        """Make what the calls for one batch have in common."""
         return Calls(stats, self._threads.limit)
 
     def close(self) -> None:
@@ -252,13 +251,16 @@ class Judges:
         *,
         num_groups: int = 1,
     ) -> None:
-        """One call for all of them.
+        """Judge conversations in one call.
 
         Raises:
             WorkerError: Who judges is lost.
         """
         rollouts = [rollout for _, rollout in pending]
-        logs = [[_plain(m) for m in (*prompt, *rollout.messages)] for prompt, rollout in pending]
+        logs = [
+            [{"role": m.role, "content": m.content} for m in (*prompt, *rollout.messages)]
+            for prompt, rollout in pending
+        ]
         metadata = [
             {**(rollout.metadata or {}), GROUP_ID: rollout.group_id} for rollout in rollouts
         ]
@@ -282,18 +284,14 @@ class Judges:
                     rollout.fail(described(error, environment.step))
 
 
-def _plain(message: Message) -> dict[str, str]:
-    return {"role": message.role, "content": message.content}
-
-
 def judged_parts(
     environment: Environment, rollouts: Sequence[RolloutInProgress]
 ) -> list[list[RolloutInProgress]]:
-    """Those of a group that come together, as soon as the last of them has ended.
+    """Divide a group into those that are judged together, when the last of them has ended.
 
     Who comes with whom depends on their indices alone, never on who ends first.
     """
-    most = {"completion": len(rollouts), "part": MAX_PARTS}.get(judged_by(environment), 1)
+    most = {"completion": len(rollouts), "part": MAX_PARTS}.get(environment.spec.judges, 1)
     size = -(-len(rollouts) // most)
     return [list(rollouts[first : first + size]) for first in range(0, len(rollouts), size)]
 
@@ -301,12 +299,12 @@ def judged_parts(
 def worth_separate_call(
     part: Sequence[RolloutInProgress], environment: Environment, prompt_length: int
 ) -> bool:
-    """Whether a part is worth a call of its own, which computes the prompt once more.
+    """Tell whether a part is worth a call of its own, which computes the prompt once more.
 
     So at most half as much again is computed for a group as in one call. It depends on what was
     said alone, so it is the same in every run.
     """
-    if judged_by(environment) == "completion":
+    if environment.spec.judges == "completion":
         return True
     return (
         sum(len(ids) for rollout in part for ids in rollout.ids) >= MIN_TOKEN_RATIO * prompt_length
@@ -392,7 +390,7 @@ class PatientThreads:
         *arguments: Any,
         timeout: float,
     ) -> T:
-        """What the function returns; what it raises is raised.
+        """Call the function; what it returns is returned, what it raises is raised.
 
         Args:
             slots: Of the event loop; has `limit` places.
@@ -437,27 +435,23 @@ _Outcome = Callable[[], T]
 
 
 def described(error: BaseException, called: Callable[..., Any] | None = None) -> str:
-    """An exception in one line, with the line of code that it comes from.
+    """Describe an exception in one line, with the line of code that it comes from.
 
     Args:
         error: What was raised.
         called: The function whose author is to read it: the innermost line of
             its own, or of what else is neither Laurel's nor of a package, is shown.
     """
-    where = _line_of(error, called)
-    return f"{type(error).__name__}: {error}" + (f" ({where})" if where else "")
-
-
-def _line_of(error: BaseException, called: Callable[..., Any] | None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     source = None if called is None else source_of(called)
     if called is not None and source is not None:
         own = [f for f in frames if f.filename == source[0] or not is_installed(f.filename)]
         if own:
-            return line_of(own[-1].filename, own[-1].lineno)
-        if all(is_ours(frame.filename) for frame in frames):
-            return f"calling {method_name(called)}"  # it did not take how it was called
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+            where = f" ({line_of(own[-1].filename, own[-1].lineno)})"
+        elif all(is_ours(frame.filename) for frame in frames):
+            where = f" (calling {method_name(called)})"  # it did not take how it was called
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -18,7 +18,6 @@ import numpy as np
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import LoggerConfig
 from laurel.data.forest import pack_evenly, pack_padded, to_forest, to_padded
-from laurel.environments.interface import noise_floor_of
 from laurel.grpo.advantages import (
     NO_DIVERGENCE,
     Advantages,
@@ -34,6 +33,7 @@ from laurel.grpo.advantages import (
 )
 from laurel.grpo.health import HealthWatch
 from laurel.grpo.metrics import (
+    end_batch,
     environment_metrics,
     failures_with,
     judging_metrics,
@@ -110,20 +110,20 @@ class GRPO(TrainingLoop):
         )
 
     def run(self, position: Position) -> RunOutcome:
-        """See `TrainingLoop`."""
+        """Take all steps, from this position on."""
         if position.step > 0:  # a new generator knows nothing of the steps before
             self._hand_over(position.step)
             self.health.resumed(position.step)
         return super().run(position)
 
     def alarm(self) -> str | None:
-        """See `TrainingLoop`."""
+        """Say why the run is to end, if an alarm of `stop_on` is raised."""
         return self.health.reason_to_stop
 
     # ------------------------------------------------------------------------------------- a step
 
     def step(self, position: Position) -> Position:
-        """See `TrainingLoop`."""
+        """Draw a batch, judge it, learn from it, and hand the weights over."""
         time, grpo = self.timers.time, self.settings.grpo
         num_groups = None if grpo.use_dynamic_sampling else grpo.num_prompts_per_step
         with time("total_step_time"):
@@ -147,17 +147,15 @@ class GRPO(TrainingLoop):
                 ):
                     updates = self._learn(batch.groups, labels)
             with time("exposed_generation"), self.progress.phase("generating ahead", timed=True):
-                self.parts.source.settle(is_patient=self._is_patient)
+                # A signal leaves little time to wait for what is ahead.
+                patience = grpo.stop_patience_seconds
+                self.parts.source.settle(is_patient=lambda: self.stop.seconds <= patience)
             if self.stop.signal is None:  # else nothing more is drawn
                 with time("prepare_for_generation/transfer_and_update_weights"):
                     has_changed = any(update.failure is None for update in updates)
                     self._hand_over(position.step + 1, has_changed=has_changed)
         figures |= _over_updates([u.metrics for u in updates if u.failure is None])
         return self._report(position, batch, advantages, updates, figures)
-
-    def _is_patient(self) -> bool:
-        """Whether there is time to wait for what is ahead: a signal leaves little."""
-        return self.stop.seconds <= self.settings.grpo.stop_patience_seconds
 
     def _waited(self, phase: ProgressPhase, num_groups: int) -> None:
         phase.advance(num_groups - phase.done)
@@ -191,7 +189,7 @@ class GRPO(TrainingLoop):
         # Noise is measured of the rewards that environments give.
         by_reward = slope(settings.grpo.reward_scaling)
         asked = {group.task.environment for group in groups}
-        noises = {name: by_reward * noise_floor_of(self.parts.environments[name]) for name in asked}
+        noises = {name: by_reward * self.parts.environments[name].noise_floor() for name in asked}
         noise_B = [noises[group.task.environment] for group in groups]
         advantages = compute_advantages(
             rewards_BG,
@@ -270,13 +268,12 @@ class GRPO(TrainingLoop):
     # --------------------------------------------------------------------------------- validating
 
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """See `TrainingLoop`."""
+        """Validate the policy; the figures are by logged names, and by those of checkpoints."""
         validation = self.parts.validation
         assert validation is not None
         with (
             self.progress.phase("validating", len(validation.chosen)) as phase,
             self.timers.time("total_validation_time"),
-            self.parts.source.leaving_nothing(),
             self.parts.learner_at_rest(),
         ):
             groups = validation.play(self.parts.source, while_waiting=partial(self._waited, phase))
@@ -297,7 +294,7 @@ class GRPO(TrainingLoop):
         logged["timing/validation/total_validation_time"] = seconds
         keyed = {f"validation_{k}": v for k, v in figures.items()}
         for name, own in validation.by_set(groups).items():
-            # Environments measure a batch once, and have.
+            # What environments measure is logged under their own names, of all sets.
             of_set = validation_metrics(own, {})
             self._show(f"validation-{name}", of_set, step)
             logged |= {f"validation-{name}/{k}": v for k, v in of_set.items()}
@@ -330,7 +327,10 @@ class GRPO(TrainingLoop):
         bad_steps = self._bad_steps(updates, step, batch, position.bad_steps)
         rollouts = failures_with(rollout_metrics(groups), batch.failures_left_out)
         train = {**advantages.metrics, **rollouts, **unended_metrics(batch.stats), **figures}
-        self._note_unended(step, batch)
+        note = unended_note(batch.stats, max_turns=self.settings.grpo.max_rollout_turns)
+        if note is not None and not self._noted_unended:
+            self._noted_unended = True
+            self.progress.message(f"step {step}: {note}")
         train.setdefault("lr", self.parts.learner.learning_rate)  # where no update was made
         train["bad_steps_in_a_row"] = float(bad_steps)
         train["optimizer_steps"] = float(sum(u.failure is None for u in updates))
@@ -349,8 +349,8 @@ class GRPO(TrainingLoop):
         num_tokens = train.get("total_num_tokens", 0.0)
         num_completions = sum(len(group.rollouts_G) for group in groups)
         logged = self.parts.transfer_figures() | {f"train/{k}": v for k, v in train.items()}
-        with self.parts.source.measuring():
-            logged |= environment_metrics(groups, self.parts.environments)
+        logged |= environment_metrics(groups, self.parts.environments)
+        end_batch(groups, self.parts.environments)
         logged |= {f"timing/train/{name}": value for name, value in timing.items()}
         logged |= {
             "timing/train/rollout/generation": batch.stats.generation,
@@ -365,26 +365,15 @@ class GRPO(TrainingLoop):
         self.logger.log(logged, step=step)
         self.progress.step(step, logged, pairs=num_completions, tokens=int(num_tokens))
         if self.settings.logging.write_completions:
-            self._write_completions(step, groups, advantages)
+            path = self.state.run_dir / "completions" / f"step_{step:06d}.parquet"
+            rows = completion_rows(groups, step=step, advantages_BG=advantages.values_BG)
+            try:
+                write_completions(path, rows)
+            except OSError as error:  # a full disk must not cost the step that was taken
+                said = f"step {step}: its completions could not be written: {error}"
+                self.progress.message(said)
         train_metrics = {f"train_{name}": value for name, value in train.items()}
         return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
-
-    def _note_unended(self, step: int, batch: Batch) -> None:
-        """Once a run: the policy never got the next turn that its environment had given it."""
-        note = unended_note(batch.stats, max_turns=self.settings.grpo.max_rollout_turns)
-        if note is not None and not self._noted_unended:
-            self._noted_unended = True
-            self.progress.message(f"step {step}: {note}")
-
-    def _write_completions(
-        self, step: int, groups: Sequence[RolloutGroup], advantages: Advantages
-    ) -> None:
-        path = self.state.run_dir / "completions" / f"step_{step:06d}.parquet"
-        rows = completion_rows(groups, step=step, advantages_BG=advantages.values_BG)
-        try:
-            write_completions(path, rows)
-        except OSError as error:  # a full disk must not cost the step that was taken
-            self.progress.message(f"step {step}: its completions could not be written: {error}")
 
     def _bad_steps(self, updates: Sequence[Update], step: int, batch: Batch, before: int) -> int:
         """Bad steps in a row after this one: those of which nothing was applied."""
@@ -447,11 +436,11 @@ class PolicyParts:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the own noise of the noisiest environment's rewards."""
-        return max(map(noise_floor_of, self.environments.values()), default=0.0)
+        """Give the standard deviation of the noise of the noisiest environment's rewards."""
+        return max((one.noise_floor() for one in self.environments.values()), default=0.0)
 
     def transfer_figures(self) -> dict[str, float]:
-        """What went wrong between learner and generator, where weights travel in several ways."""
+        """Count what went wrong where weights travel in several ways."""
         number = getattr(self.generator, "num_weight_fallbacks", None)
         return {} if number is None else {"performance/weight_transfer_fallbacks": float(number)}
 
@@ -459,7 +448,7 @@ class PolicyParts:
 
     @contextmanager
     def generator_at_rest(self, timers: Timers) -> Iterator[None]:
-        """Nothing is drawn meanwhile."""
+        """Draw nothing meanwhile."""
         if not self.generator_rests:
             yield
             return
@@ -472,17 +461,15 @@ class PolicyParts:
                 self.source.wait_for(self.generator.wake())
 
     def learner_at_rest(self) -> AbstractContextManager[None]:
-        """Nothing is learned meanwhile."""
+        """Learn nothing meanwhile."""
         return self.learner.resting() if self.learner_rests else nullcontext()
 
     @contextmanager
     def judges_at_rest(self) -> Iterator[None]:
-        """Nothing is judged meanwhile, by models that can rest."""
+        """Judge nothing meanwhile, by models that can rest."""
         with ExitStack() as stack:
             for environment in self.environments.values() if self.judges_rest else ():
-                resting = getattr(environment, "resting", None)
-                if resting is not None:
-                    stack.enter_context(resting())
+                stack.enter_context(environment.resting())
             yield
 
 
@@ -503,7 +490,7 @@ def policy_logprobs(
     share_prompts: bool = True,
     dp_size: int = 1,
 ) -> list[list[LogProbs]]:
-    """Log-probabilities of every token of every completion, without gradients and dropout.
+    """Compute the log-probability of every completion's every token, without gradients.
 
     Args:
         outputs: Of the policy, or of the reference.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,14 @@ from laurel.errors import EnvironmentFailedError
 from laurel.grpo.judging import RolloutStats, described
 from laurel.protocols import Environment
 from laurel.rewards.remote.replica import failure_reason
-from laurel.types import Rollout, RolloutGroup
+from laurel.types import RolloutGroup
 
 _OWN_PREFIX = re.compile(r"^\w+_env/")
 """What NeMo RL's environments write before their figures, e.g. `reward_model_env/`."""
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Figures of all rollouts, judged or not; lengths in tokens."""
+    """Measure all rollouts, judged or not; lengths are in tokens."""
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     if not rollouts:
         return {}
@@ -58,11 +59,23 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         figures["completions/min_terminated_length"] = ended.min()
         figures["completions/max_terminated_length"] = ended.max()
     figures |= {f"reward/failed_{word}": n for word, n in failure_counts(groups).items()}
-    return {name: float(value) for name, value in figures.items()} | _rewards(rollouts)
+    judged = [rollout for rollout in rollouts if rollout.reward is not None]
+    if judged:
+        rewards = np.array([r.reward for r in judged], dtype=np.float64)
+        figures |= {
+            "reward": rewards.mean(),
+            "reward_std": rewards.std(),
+            "reward_min": rewards.min(),
+            "reward_max": rewards.max(),
+        }
+    for name in sorted({name for r in judged for name in r.components}):
+        part = [r.components[name] for r in judged if name in r.components]
+        figures |= {f"rewards/{name}/mean": np.mean(part), f"rewards/{name}/std": np.std(part)}
+    return {name: float(value) for name, value in figures.items()}
 
 
 def judging_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Where the time of environments went, in seconds, and how much of it drawing has hidden."""
+    """Measure where the time of environments went, and how much of it drawing has hidden."""
     figures = {
         "timing/train/rollout/environment": stats.environment,
         "timing/train/rollout/environment_busy": stats.judging,
@@ -73,13 +86,13 @@ def judging_metrics(stats: RolloutStats) -> dict[str, float]:
 
 
 def unended_metrics(stats: RolloutStats) -> dict[str, float]:
-    """How many conversations ended though their environment would have gone on, by the reason."""
+    """Count conversations that ended though their environment would have gone on."""
     found = {"unended_out_of_turns": stats.num_out_of_turns, "unended_cut_off": stats.num_cut_off}
     return {name: float(number) for name, number in found.items() if number}
 
 
 def unended_note(stats: RolloutStats, *, max_turns: int) -> str | None:
-    """What to say of them; None where there are none, or a limit above 1 has ended them all."""
+    """Explain them; None where there are none, or a limit above 1 has ended them all."""
     said = []
     if stats.num_out_of_turns and max_turns == 1:
         said.append(
@@ -97,7 +110,7 @@ def unended_note(stats: RolloutStats, *, max_turns: int) -> str | None:
 
 
 def failures_with(figures: dict[str, float], left_out: Mapping[str, int]) -> dict[str, float]:
-    """Figures of a batch, with the failures of groups that were left out of it.
+    """Add the failures of groups that were left out of a batch to its figures.
 
     They are in the counters of each reason, but not in `num_failures`, which is of the batch.
     """
@@ -109,44 +122,21 @@ def failures_with(figures: dict[str, float], left_out: Mapping[str, int]) -> dic
 
 
 def failure_counts(groups: Sequence[RolloutGroup]) -> Counter[str]:
-    """How many completions have no reward, by the word for why (`rewards.replica.REASONS`)."""
-    reasons = [r.failure for group in groups for r in group.rollouts_G if r.failure is not None]
-    return Counter(_word_for(reason) for reason in reasons)
-
-
-def _word_for(failure: str) -> str:
-    """The word for a failure; parts of composites put their names before it."""
-    words = (failure_reason(part) for part in _tails(failure))
-    return next((word for word in words if word != "other"), "other")
-
-
-def _tails(failure: str) -> list[str]:
-    """The failure, and what is left of it without the first names before colons."""
-    parts = failure.split(": ", 3)
-    return [": ".join(parts[first:]) for first in range(len(parts))]
-
-
-def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    rewards = np.array([r.reward for r in rollouts if r.reward is not None], dtype=np.float64)
-    if not rewards.size:
-        return {}
-    figures = {
-        "reward": rewards.mean(),
-        "reward_std": rewards.std(),
-        "reward_min": rewards.min(),
-        "reward_max": rewards.max(),
-    }
-    judged = [rollout for rollout in rollouts if rollout.reward is not None]
-    for name in sorted({name for r in judged for name in r.components}):
-        part = [r.components[name] for r in judged if name in r.components]
-        figures |= {f"rewards/{name}/mean": np.mean(part), f"rewards/{name}/std": np.std(part)}
-    return {name: float(value) for name, value in figures.items()}
+    """Count completions without a reward, by the word for why (`failure_reason`)."""
+    counts: Counter[str] = Counter()
+    for failure in (r.failure for group in groups for r in group.rollouts_G):
+        if failure is not None:
+            # Parts of composites put their names before it, each with a colon.
+            parts = failure.split(": ", 3)
+            words = (failure_reason(": ".join(parts[first:])) for first in range(len(parts)))
+            counts[next((word for word in words if word != "other"), "other")] += 1
+    return counts
 
 
 def environment_metrics(
     groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]
 ) -> dict[str, float]:
-    """What each environment measures of its own samples, as `env/<name>/<figure>`.
+    """Let each environment measure its own samples, as `env/<name>/<figure>`.
 
     Raises:
         EnvironmentFailedError: It raised something, or what it gave are no figures.
@@ -157,59 +147,48 @@ def environment_metrics(
         if not own:
             continue
         measure = environment.global_post_process_and_metrics
-        try:
-            measured = _figures(measure, measure(environment_batch(own)))
-            bare = {_OWN_PREFIX.sub("", key): float(value) for key, value in measured.items()}
-        except EnvironmentFailedError as error:
-            raise EnvironmentFailedError(
-                f"the environment {name!r} could not measure its batch: {error}"
-            ) from error
-        except Exception as error:  # an environment's own code: anything can come out of it
-            raise EnvironmentFailedError(
-                f"the environment {name!r} could not measure its batch "
-                f"(global_post_process_and_metrics): {described(error, measure)}"
-            ) from error
+        with _own_code(name, "measure", measure):
+            returned: Any = measure(environment_batch(own))
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                expected = "the batch, and a dictionary of figures"
+                raise unfit(measure, value_kind(returned), expected)
+            if not isinstance(returned[1], Mapping):
+                kind = f"{value_kind(returned[1])} as figures"
+                raise unfit(measure, kind, "a dictionary of numbers")
+            bare = {_OWN_PREFIX.sub("", key): float(value) for key, value in returned[1].items()}
         figures |= {f"env/{name}/{key}": value for key, value in bare.items()}
     return figures
 
 
-def _figures(measure: Callable[..., Any], returned: Any) -> Mapping[str, Any]:
-    """The figures of what an environment returned of a batch."""
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise unfit(measure, value_kind(returned), "the batch, and a dictionary of figures")
-    if not isinstance(returned[1], Mapping):
-        raise unfit(measure, f"{value_kind(returned[1])} as figures", "a dictionary of numbers")
-    return returned[1]
+def end_batch(groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]) -> None:
+    """Let the state of environments go on from a batch that was learned from.
+
+    Raises:
+        EnvironmentFailedError: One of them raised something.
+    """
+    for name, environment in environments.items():
+        own = [group for group in groups if group.task.environment == name]
+        if own and environment.spec.has_state:
+            with _own_code(name, "end", environment.end_batch):
+                environment.end_batch(environment_batch(own))
 
 
-def environment_notes(
-    groups: Sequence[RolloutGroup], environments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What environments noted of batches that they have not measured yet, for a checkpoint."""
-    return {
-        name: environment.notes(own["message_log"], own["group_ids"])
-        for name, environment in environments.items()
-        if hasattr(environment, "notes") and (own := _batch_for(groups, name))
-    }
-
-
-def take_environment_notes(
-    groups: Sequence[RolloutGroup], environments: Mapping[str, Any], notes: Mapping[str, Any]
-) -> None:
-    """The same, from a checkpoint; of the same groups."""
-    for name, noted in notes.items():
-        own = _batch_for(groups, name)
-        environments[name].take_notes(own["message_log"], noted, own["group_ids"])
-
-
-def _batch_for(groups: Sequence[RolloutGroup], environment: str) -> dict[str, Any]:
-    """What an environment is to measure of these groups, empty where none of them is its own."""
-    own = [group for group in groups if group.task.environment == environment]
-    return environment_batch(own) if own else {}
+@contextmanager
+def _own_code(environment: str, doing: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Say whose code it was that failed: anything can come out of an environment's own."""
+    failed = f"the environment {environment!r} could not {doing} its batch"
+    try:
+        yield
+    except EnvironmentFailedError as error:
+        raise EnvironmentFailedError(f"{failed}: {error}") from error
+    except Exception as error:
+        raise EnvironmentFailedError(
+            f"{failed} ({method.__name__}): {described(error, method)}"
+        ) from error
 
 
 def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """Finished conversations as an environment's figures are made of them (see `protocols`)."""
+    """Make the batch that an environment measures (`protocols.Environment`)."""
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts_G]
     judged = [(group, rollout) for group, rollout in pairs if rollout.reward is not None]
     names = sorted({name for _, rollout in judged for name in rollout.components})
@@ -234,5 +213,6 @@ def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
             [int(r.mask_L.sum()) for _, r in judged], dtype=torch.int64
         ),
         "answers": [r.answer for _, r in judged],
+        "notes": [r.note for _, r in judged],
         "num_failures": len(pairs) - len(judged),
     }

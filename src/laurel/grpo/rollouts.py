@@ -9,18 +9,16 @@ of a group, or to judge nothing before all has been drawn; see `protocols.Enviro
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from laurel.environments.interface import judged_by
 from laurel.errors import DataError, EngineError, EnvironmentFailedError
 from laurel.grpo.judging import (
     BatchBarrier,
@@ -49,15 +47,15 @@ if TYPE_CHECKING:
 
 
 class Chat(Protocol):
-    """How conversations become the policy's tokens. See `models.chat.ChatFormat`."""
+    """Turns conversations into the policy's tokens, as `models.chat.ChatFormat` does."""
 
     def prompt_ids(self, conversation: Conversation, /) -> TokenIds:
-        """Tokens of a conversation, up to where the policy begins to write."""
+        """Give the tokens of a conversation, up to where the policy begins to write."""
 
     def observation_ids(
         self, observation: Mapping[str, str], /, *, history: Conversation, turn_ids: TokenIds
     ) -> TokenIds:
-        """Tokens between the policy's turn, which has these tokens, and its next one.
+        """Give the tokens between the policy's turn, which has these tokens, and its next one.
 
         `history` is what stands before the turn.
         """
@@ -93,7 +91,7 @@ class _RolloutContext:
 
     @property
     def group_id(self) -> str:
-        """Unique in the run."""
+        """Give an id that is unique in the run."""
         return "-".join(map(str, self.numbers))
 
 
@@ -146,20 +144,6 @@ class Rollouts:
         """Let go of the threads; the generator and the environments are the caller's."""
         self._judges.close()
 
-    def memories(self) -> dict[str, Any]:
-        """What the environments remember, by name, of those that remember anything."""
-        return {
-            name: copy.deepcopy(environment.state_dict())
-            for name, environment in self.environments.items()
-            if hasattr(environment, "state_dict")
-        }
-
-    def restore(self, memories: Mapping[str, Any]) -> None:
-        """Let the environments remember that, and nothing since."""
-        for name, memory in memories.items():
-            environment: Any = self.environments[name]
-            environment.load_state_dict(memory)
-
     async def play(
         self,
         tasks: Sequence[Task],
@@ -197,7 +181,7 @@ class Rollouts:
             barriers={
                 name: BatchBarrier(number)
                 for name, number in names.items()
-                if judged_by(self.environments[name]) == "batch"
+                if self.environments[name].spec.judges == "batch"
             },
         )
         started = played.last_completion
@@ -239,13 +223,12 @@ class Rollouts:
             numbers=(*batch.numbers, index),
             batch=batch,
         )
-        stops = tuple(getattr(environment, "stop_strings", None) or ())
         rollouts = [
             RolloutInProgress(
                 index=i,
                 metadata=dict(task.metadata),
                 group_id=context.group_id,
-                stop_strings=stops,
+                stop_strings=environment.spec.stop_strings,
             )
             for i in range(batch.num_generations)
         ]
@@ -255,7 +238,7 @@ class Rollouts:
             await together(self._go_on(context, rollout) for rollout in rollouts)
         else:
             await self._judge_in_parts(context, judged_parts(environment, rollouts))
-        if judged_by(environment) in ("completion", "part"):
+        if environment.spec.judges in ("completion", "part"):
             copy_reward_to_duplicates(rollouts)
         group = RolloutGroup(
             id=context.group_id,
@@ -329,7 +312,13 @@ class Rollouts:
         request = GenerationRequest(
             id=context.group_id + turn,
             prompt_ids=so_far,
-            seeds_G=tuple(self._seed_of(context, rollout) for rollout in rollouts),
+            seeds_G=tuple(
+                int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+                for entropy in (
+                    (self._seed, *context.numbers, rollout.index, rollout.num_turns)
+                    for rollout in rollouts
+                )
+            ),
             sampling=sampling,
         )
         missing = set(range(len(rollouts)))
@@ -378,21 +367,17 @@ class Rollouts:
             return
         rollout.hear(rollout.observation, ids)
 
-    def _seed_of(self, context: _RolloutContext, rollout: RolloutInProgress) -> int:
-        entropy = (self._seed, *context.numbers, rollout.index, rollout.num_turns)
-        return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
-
     # ---------------------------------------------------------------------------------- judging
 
     async def _judge(self, context: _RolloutContext, pending: Sequence[PendingJudgement]) -> None:
-        """One call of the table's environment, for conversations of this table and of others."""
+        """Judge conversations, of this task and perhaps of others, in one call."""
         num_groups = -(-len(pending) // context.batch.num_generations)
         await self._judges.judge(
             context.environment, pending, context.batch.calls, num_groups=num_groups
         )
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise EnvironmentFailedError where one could not judge too large a share of its own."""
+        """Raise EnvironmentFailedError where an environment failed on too many samples."""
         for name in self.environments:
             judged = [r for g in groups if g.task.environment == name for r in g.rollouts_G]
             failed = [r.failure for r in judged if r.failure is not None]

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -26,7 +26,7 @@ from laurel.config.grpo import GRPOConfig
 from laurel.errors import EngineError, TrainingError
 from laurel.grpo.advantages import scaled, slope
 from laurel.grpo.judging import RolloutStats, end_all
-from laurel.grpo.metrics import environment_notes, failure_counts, take_environment_notes
+from laurel.grpo.metrics import failure_counts
 from laurel.grpo.rollouts import CLOSING_SECONDS, Rollouts
 from laurel.training.batches import Stream
 from laurel.training.stopping import NothingLeft
@@ -77,7 +77,7 @@ class BatchCollector:
         shuffle: bool,
         noise: Callable[[str], float],
     ) -> None:
-        """See `RolloutSource`."""
+        """Begin with the first task; see `RolloutSource` for the arguments."""
         self.tasks = tasks
         self.consumed = 0
         """Tasks of the stream that batches were begun with."""
@@ -88,7 +88,7 @@ class BatchCollector:
         self._noise = noise
 
     async def play(self, step: int, *, on_group: Callable[[RolloutGroup], None]) -> Batch:
-        """The batch of a step.
+        """Draw and judge the batch of a step.
 
         Args:
             step: From 0.
@@ -228,13 +228,12 @@ class _Ahead:
 
     step: int
     future: Future[Batch] = field(default_factory=Future)
-    before: tuple[int, dict[str, Any]] | None = None
-    """Where the stream was, and what environments remembered, when it was begun. None: not yet, or
-    all is as it was then."""
+    before: int | None = None
+    """Where the stream was when it was begun. None: not yet, or it is where it was."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether there is a batch."""
+        """Tell whether there is a batch."""
         future = self.future
         return future.done() and not future.cancelled() and future.exception() is None
 
@@ -279,8 +278,6 @@ class RolloutSource:
         """Held while the end of what was cancelled is waited for, and while the loop is stopped."""
         self._is_stopped = False
         self._nothing_left: NothingLeft | None = None
-        self._before: dict[str, Any] | None = None
-        """What the environments remembered before the rollouts that were given up last."""
         self._loop = asyncio.new_event_loop()
         self._one_at_a_time = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
@@ -288,16 +285,16 @@ class RolloutSource:
 
     @property
     def tasks(self) -> Sequence[Task]:
-        """The training set."""
+        """Give the training set."""
         return self._collector.tasks
 
     @property
     def consumed(self) -> int:
-        """Tasks of the stream that batches were begun with."""
+        """Count the tasks of the stream that batches were begun with."""
         return self._collector.consumed
 
     def take(self, step: int, *, while_waiting: Waiting = lambda num_groups: None) -> Batch:
-        """The batch of a step; those that may run ahead of it are begun.
+        """Give the batch of a step, and begin those that may run ahead of it.
 
         Args:
             step: Steps are taken in order.
@@ -310,7 +307,6 @@ class RolloutSource:
         if not self._ahead:
             self._next = step
         last = min(step + self._max_staleness, self._total_steps - 1)
-        self._forget_what_was_given_up()
         while self._next <= last:
             ahead = _Ahead(step=self._next)
             ahead.future = self._begin(self._collect(ahead))
@@ -326,7 +322,7 @@ class RolloutSource:
         return batch
 
     def settle(self, *, is_patient: Callable[[], bool] = lambda: True) -> list[Batch]:
-        """Wait until nothing is being played any more; the batches that are ahead.
+        """Wait until nothing is being played any more, and give the batches that are ahead.
 
         Args:
             is_patient: Asked a few times a second. Once it says no, what is not finished is given
@@ -367,81 +363,23 @@ class RolloutSource:
         However many environments fail to judge: see `check_failures`.
         """
         self._num_played = 0
-        with self.forgetting_what_is_given_up():
-            future = self._begin(
-                self._rollouts.play(
-                    tasks,
-                    num_generations=num_generations,
-                    sampling=sampling,
-                    batch=(VALIDATION, *batch),
-                    on_group=self._count,
-                )
+        future = self._begin(
+            self._rollouts.play(
+                tasks,
+                num_generations=num_generations,
+                sampling=sampling,
+                batch=(VALIDATION, *batch),
+                on_group=self._count,
             )
-            try:
-                return self._wait(future, while_waiting)
-            except BaseException:
-                self._drop([future])
-                raise
-
-    def memories(self) -> dict[str, Any]:
-        """What the environments remember, by name, without rollouts that were given up."""
-        return self._rollouts.memories() if self._before is None else self._before
-
-    def notes(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """What environments noted of these batches, by name; see `protocols.Environment`."""
-        groups = [group for batch in batches for group in batch.groups]
-        return environment_notes(groups, self._rollouts.environments)
-
-    def take_notes(self, batches: Sequence[Batch], notes: Mapping[str, Any]) -> None:
-        """The same, from a checkpoint."""
-        groups = [group for batch in batches for group in batch.groups]
-        take_environment_notes(groups, self._rollouts.environments, notes)
-
-    def restore(self, memories: Mapping[str, Any]) -> None:
-        """Let the environments remember what a checkpoint held."""
-        self._rollouts.restore(memories)
-
-    @contextlib.contextmanager
-    def forgetting_what_is_given_up(self) -> Iterator[None]:
-        """What ends with an exception leaves nothing in the environments' memories.
-
-        They forget it when something new begins: a call that is under way may end until then.
-        """
-        self._forget_what_was_given_up()
-        memories = self._rollouts.memories()
+        )
         try:
-            yield
+            return self._wait(future, while_waiting)
         except BaseException:
-            self._before = memories
+            self._drop([future])
             raise
 
-    def _forget_what_was_given_up(self) -> None:
-        if self._before is not None:
-            self._rollouts.restore(self._before)
-            self._before = None
-
-    @contextlib.contextmanager
-    def measuring(self) -> Iterator[None]:
-        """What environments learn from measuring a batch stays, though others were given up."""
-        is_given_up = self._before is not None
-        self._forget_what_was_given_up()
-        yield
-        if is_given_up:  # a call that is under way may end later
-            self._before = self._rollouts.memories()
-
-    @contextlib.contextmanager
-    def leaving_nothing(self) -> Iterator[None]:
-        """What is played and measured inside leaves nothing in the environments' memories.
-
-        For validations: what is learned next does not depend on whether there was one.
-        """
-        with self.forgetting_what_is_given_up():
-            memories = self._rollouts.memories()
-            yield
-            self._rollouts.restore(memories)
-
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """See `Rollouts.check_failures`."""
+        """Raise EnvironmentFailedError where an environment failed on too many samples."""
         self._rollouts.check_failures(groups)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -507,17 +445,23 @@ class RolloutSource:
         if lost:
             self._next = lost[0].step
         if lost and lost[0].before is not None:  # the others were begun after it, or not at all
-            self._collector.consumed, self._before = lost[0].before
+            self._collector.consumed = lost[0].before
 
     def _drop(self, futures: Iterable[Future[Any]]) -> None:
         """Stop playing; returns when nothing is drawn any more."""
         for future in futures:
             future.cancel()
+
+        async def others_have_ended() -> None:
+            current = asyncio.current_task()
+            if others := [task for task in asyncio.all_tasks() if task is not current]:
+                await asyncio.wait(others, timeout=CLOSING_SECONDS)
+
         with self._ending:
             # The tasks behind the futures end a little later; that is what is waited for. Once the
             # loop is being stopped, `close` has done so, and nobody would answer.
             if not self._is_stopped:
-                self._begin(_everything_else(CLOSING_SECONDS)).result()
+                self._begin(others_have_ended()).result()
 
     def _count(self, group: RolloutGroup) -> None:
         self._num_played += 1
@@ -526,19 +470,11 @@ class RolloutSource:
         async with self._one_at_a_time:
             if self._nothing_left is not None:
                 raise self._nothing_left
-            ahead.before = self.consumed, self._rollouts.memories()
+            ahead.before = self.consumed
             self._num_played = 0
             try:
                 return await self._collector.play(ahead.step, on_group=self._count)
             except NothingLeft as reason:  # more epochs would begin this step once more
-                (self._collector.consumed, memories), ahead.before = ahead.before, None
-                self._rollouts.restore(memories)
+                self._collector.consumed, ahead.before = ahead.before, None
                 self._nothing_left = reason
                 raise
-
-
-async def _everything_else(patience: float) -> None:
-    """Wait for the other tasks of the loop that have been cancelled."""
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    if others:
-        await asyncio.wait(others, timeout=patience)

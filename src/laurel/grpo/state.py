@@ -15,54 +15,63 @@ from laurel.config.grpo import HealthConfig
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.source import Batch, RolloutSource
 from laurel.observe.health import Alarms
+from laurel.protocols import Environment
 from laurel.training.learner import Learner
 from laurel.training.state import PolicyRunState, hash_of, write_bad_rows
 from laurel.types import Message, Rollout, RolloutGroup, Task
 
 
 class GRPORunState(PolicyRunState):
-    """Besides the policy: where the stream of tasks is, the rollouts that are ahead of the step,
-    what the environments remember, and what the alarms have seen."""
+    """Besides the policy, it holds where the stream of tasks is, the rollouts that are ahead of the
+    step, the state of the environments, and what the alarms have seen."""
 
     def __init__(
         self,
         learner: Learner,
         *,
         source: RolloutSource,
+        environments: Mapping[str, Environment],
         alarms: Alarms | None = None,
         **others: Any,
     ) -> None:
         super().__init__(learner, **others)
         self._source = source
+        self._environments = environments
         self.alarms = alarms or Alarms(HealthConfig(enabled=False))
 
     def more(self) -> dict[str, Any]:
-        """See `RunState`."""
-        ahead = self._source.settle()
+        """Give what a checkpoint holds besides the policy (`RunState`)."""
         return {
             "consumed": self._source.consumed,
-            "ahead": [batch_to_dict(batch) for batch in ahead],
-            "notes": self._source.notes(ahead),
-            "environments": self._source.memories(),
+            "ahead": [batch_to_dict(batch) for batch in self._source.settle()],
+            "environments": {
+                name: environment.state_dict()
+                for name, environment in self._environments.items()
+                if environment.spec.has_state
+            },
             "alarms": self.alarms.state_dict(),
         }
 
     def restore_more(self, more: Mapping[str, Any]) -> None:
-        """See `RunState`."""
+        """Go on from what a checkpoint held besides the policy (`RunState`)."""
         tasks = {task.id: task for task in self._source.tasks}
+        if "notes" in more:  # in older checkpoints they are not in the rollouts
+            _distribute_notes(more["ahead"], more["notes"], tasks)
         ahead = [batch_from_dict(batch, tasks) for batch in more["ahead"]]
         self._source.put_back(ahead, consumed=more["consumed"])
-        self._source.take_notes(ahead, more.get("notes", {}))  # older checkpoints have none
-        self._source.restore(more["environments"])
+        for name, state in more["environments"].items():
+            self._environments[name].load_state_dict(state)
         if "alarms" in more:  # older checkpoints have none
             self.alarms.load_state_dict(more["alarms"])
 
 
 # ---------------------------------------------------------------------- rollouts in a checkpoint
 
+_ARRAYS = ("ids_L", "mask_L", "logprobs_L")
+
 
 def batch_to_dict(batch: Batch) -> dict[str, Any]:
-    """A batch as `state_encoding.encode` takes it; tasks by their ids."""
+    """Write a batch as a checkpoint holds it, tasks by their ids."""
     return {
         "step": batch.step,
         "clock": asdict(batch.stats),
@@ -76,7 +85,15 @@ def batch_to_dict(batch: Batch) -> dict[str, Any]:
                 "id": group.id,
                 "task": group.task.id,
                 "prompt_ids": torch.from_numpy(np.array(group.prompt_ids)),
-                "rollouts": [_rollout_to_dict(rollout) for rollout in group.rollouts_G],
+                "rollouts": [
+                    {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
+                    | {
+                        "messages": [[m.role, m.content] for m in rollout.messages],
+                        "components": dict(rollout.components),
+                        **{k: torch.from_numpy(np.array(getattr(rollout, k))) for k in _ARRAYS},
+                    }
+                    for rollout in group.rollouts_G
+                ],
             }
             for group in batch.groups
         ],
@@ -84,7 +101,7 @@ def batch_to_dict(batch: Batch) -> dict[str, Any]:
 
 
 def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batch:
-    """The batch again; `tasks` by their ids."""
+    """Read a batch of a checkpoint; `tasks` are by their ids."""
     return Batch(
         step=saved["step"],
         stats=RolloutStats(**saved["clock"]),
@@ -98,35 +115,45 @@ def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batc
                 id=group["id"],
                 task=tasks[group["task"]],
                 prompt_ids=group["prompt_ids"].numpy(),
-                rollouts_G=tuple(_rollout_from_dict(rollout) for rollout in group["rollouts"]),
+                rollouts_G=tuple(
+                    Rollout(
+                        **rollout
+                        | {"messages": tuple(Message(*said) for said in rollout["messages"])}
+                        | {name: rollout[name].numpy() for name in _ARRAYS}
+                    )
+                    for rollout in group["rollouts"]
+                ),
             )
             for group in saved["groups"]
         ],
     )
 
 
-_ARRAYS = ("ids_L", "mask_L", "logprobs_L")
+def _distribute_notes(
+    batches: Sequence[Mapping[str, Any]], notes: Mapping[str, Any], tasks: Mapping[str, Task]
+) -> None:
+    """Give saved rollouts their notes, which older checkpoints hold apart, by environment."""
+    left = {name: iter(_notes_of_rollouts(noted)) for name, noted in notes.items()}
+    for group in (group for batch in batches for group in batch["groups"]):
+        name = tasks[group["task"]].environment
+        for rollout in group["rollouts"]:
+            if name in left and rollout["reward"] is not None:
+                rollout["note"] = next(left[name], None)
 
 
-def _rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
-    values = {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
-    values["messages"] = [[m.role, m.content] for m in rollout.messages]
-    values["components"] = dict(rollout.components)
-    for name in _ARRAYS:
-        values[name] = torch.from_numpy(np.array(values[name]))
-    return values
-
-
-def _rollout_from_dict(saved: Mapping[str, Any]) -> Rollout:
-    values = dict(saved)
-    values["messages"] = tuple(Message(role, content) for role, content in saved["messages"])
-    for name in _ARRAYS:
-        values[name] = saved[name].numpy()
-    return Rollout(**values)
+def _notes_of_rollouts(noted: Any) -> Sequence[Any]:
+    if not isinstance(noted, Mapping):
+        return noted or ()
+    # Those of a composite: its own, and those of its parts, which may be composites.
+    parts = {name: _notes_of_rollouts(of_part) for name, of_part in noted["parts"].items()}
+    return [
+        rewards and {"rewards": rewards, "parts": {name: p[i] for name, p in parts.items() if p}}
+        for i, rewards in enumerate(noted["own"])
+    ]
 
 
 def fingerprint_of_tasks(tasks: Sequence[Task]) -> str:
-    """A hash of the prompts and metadata of a task set, in order."""
+    """Hash the prompts and metadata of a task set, in order."""
     rows = ([[m.role, m.content] for m in task.prompt] for task in tasks)
     return hash_of(
         json.dumps([row, task.id, task.environment, dict(task.metadata)], default=repr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -32,7 +31,7 @@ class PolicyValidation:
 
     @property
     def chosen(self) -> list[Task]:
-        """The tasks that are used: the first `max_val_samples`, of each set that has a name."""
+        """List the tasks that are used: the first `max_val_samples` of each set that has a name."""
         counts: Counter[str] = Counter()
         chosen = []
         for task in self.tasks:
@@ -43,7 +42,7 @@ class PolicyValidation:
         return chosen
 
     def by_set(self, groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
-        """What became of the tasks of each set that has a name."""
+        """Divide what became of the tasks by the sets that have a name."""
         named: dict[str, list[RolloutGroup]] = {}
         for group in groups:
             name = self.set_of.get(group.task.id)
@@ -70,12 +69,16 @@ class PolicyValidation:
         groups: list[RolloutGroup] = []
         for first in range(0, len(tasks), self.config.val_batch_size):
             batch = tasks[first : first + self.config.val_batch_size]
+
+            def count(num_tasks: int, *, before: int = first) -> None:
+                while_waiting(before + num_tasks)
+
             groups += source.play(
                 batch,
                 num_generations=self.config.val_num_generations_per_prompt,
                 sampling=self.sampling,
                 batch=(first,),
-                while_waiting=partial(_from, first, while_waiting),
+                while_waiting=count,
             )
             while_waiting(first + len(batch))
         # Of all at once: the last batch may be a single sample.
@@ -83,14 +86,10 @@ class PolicyValidation:
         return groups
 
 
-def _from(first: int, report: Waiting, num_tasks: int) -> None:
-    report(first + num_tasks)
-
-
 def validation_metrics(
     groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]
 ) -> dict[str, float]:
-    """Figures of a validation, by bare name.
+    """Measure a validation, by bare names.
 
     `reward_mean` always; `accuracy` (its other name) only where every reward is 0 or 1, and then
     `pass@k` too, over the tasks with k > 1 completions that were all judged; `avg_length` in

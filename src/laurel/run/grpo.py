@@ -16,7 +16,6 @@ from laurel.config.environments import (
 from laurel.config.grpo import GRPORun
 from laurel.config.load import to_yaml
 from laurel.data.tasks import TaskData, load_task_data
-from laurel.environments.interface import noise_floor_of
 from laurel.environments.registry import environment_names
 from laurel.errors import ConfigError, DataError
 from laurel.generation.vllm.settings import check_has_vllm
@@ -204,6 +203,7 @@ def _with_policy(
     state = GRPORunState(
         parts.learner,
         source=parts.source,
+        environments=environments,
         identity=grpo_identity(config),
         alarms=Alarms(
             config.grpo.health, members=members_of(config.env), settings=config.model_dump()
@@ -398,7 +398,7 @@ def _parts(
         sampling_of(config),
         shuffle=config.data.shuffle,
         total_steps=num_steps,
-        noise=lambda name: noise_floor_of(environments[name]),
+        noise=lambda name: environments[name].noise_floor(),
     )
     context.stack.callback(source.close)
     validation = None
@@ -435,7 +435,6 @@ def rollouts_of(
     chat: ChatFormat,
 ) -> Rollouts:
     """How conversations are played."""
-    from laurel.environments.interface import judged_by
     from laurel.grpo.rollouts import Rollouts
 
     return Rollouts(
@@ -449,7 +448,9 @@ def rollouts_of(
         generation_timeout=config.policy.generation.timeout_seconds,
         max_failed_share=config.env.max_failed_share,
         # Whoever takes completions one by one can merge only what it is asked at the same time.
-        num_threads=64 if any(judged_by(e) == "completion" for e in environments.values()) else 16,
+        num_threads=64
+        if any(one.spec.judges == "completion" for one in environments.values())
+        else 16,
     )
 
 

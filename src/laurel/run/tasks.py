@@ -13,12 +13,12 @@ from laurel.config.environments import (
 from laurel.config.grpo import GRPORun
 from laurel.data.tasks import TaskData, TaskNeeds
 from laurel.environments.code.tests import problem_of
-from laurel.environments.interface import RejectedTask
 from laurel.environments.registry import create_environments
 from laurel.errors import DataError
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
 from laurel.run.request import uses_reward_model
+from laurel.types import RejectedTask
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,12 +78,11 @@ def check_answers(data: TaskData, environments: dict[str, Environment], console:
     """Leave out tasks whose own answer would not earn the reward, and say so in the report."""
     for name, tasks in (("train", data.train), ("validation", data.validation)):
         for env_name, environment in environments.items():
-            validate = getattr(environment, "validate", None)
             own = [task for task in tasks if task.environment == env_name][:NUM_CHECKED]
-            if validate is None or not own:
+            if not own:
                 continue
             with console.status(f"checking the known answers and tests of {name}"):
-                rejected = validate(own)
+                rejected = environment.validate(own)
             leave_out(rejected, tasks, data.reports[name], name=name, environment=env_name)
 
 

@@ -102,6 +102,7 @@ def batch_of(logs, returned, group_ids, is_end=None):
         "prompt_lengths": torch.full((size,), 10),
         "generation_lengths": torch.arange(1, size + 1),
         "answers": returned.answers,
+        "notes": returned.notes,
         "num_failures": 1,
     }
 
@@ -276,7 +277,7 @@ def turn(environment, said, metadata, log=()):
 
 def test_variables_last_from_turn_to_turn(make):
     environment = make(terminate_on_evaluation=False)
-    assert environment.stop_strings == ("</code>",)
+    assert environment.spec.stop_strings == ("</code>",)
     log, said, returned = turn(environment, "Let me see. <code>x = 20\nprint('hi')</code>", {})
     assert said == "\n\n<result>\nhi\n</result>"
     assert returned.next_stop_strings == [["</code>"]]

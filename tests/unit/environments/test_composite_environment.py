@@ -11,7 +11,12 @@ import torch
 
 from laurel.environments import composite as composite_parts
 from laurel.environments.composite import CompositeEnvironment
-from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn, RejectedTask
+from laurel.environments.interface import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    EnvironmentSpec,
+    RejectedTask,
+)
 from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.types import Message, Task
@@ -20,12 +25,21 @@ from laurel.types import Message, Task
 class Says(EnvironmentInterface):
     """Gives each conversation what a function makes of its last message."""
 
-    def __init__(self, judge, *, last_turn=1, judges="completion", stop_strings=(), noise=0.0):
+    def __init__(
+        self,
+        judge,
+        *,
+        last_turn=1,
+        judges="completion",
+        stop_strings=(),
+        noise=0.0,
+        has_state=False,
+    ):
         self.judge = judge
         self.last_turn = last_turn
-        self.judges = judges
-        self.stop_strings = stop_strings
-        self.noise_floor = noise
+        self.spec = EnvironmentSpec(
+            judges=judges, stop_strings=stop_strings, noise_floor=noise, has_state=has_state
+        )
         self.batches = []
         self.metadata = []
         self.shutdowns = 0
@@ -47,7 +61,7 @@ class Says(EnvironmentInterface):
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": "ok"} for _ in range(size)],
             metadata=[{"turn": turn} for turn in turns],
-            next_stop_strings=[list(self.stop_strings) or None] * size,
+            next_stop_strings=[list(self.spec.stop_strings) or None] * size,
             rewards=rewards,
             terminateds=torch.tensor([turn >= self.last_turn for turn in turns]),
             failures=failed,
@@ -60,6 +74,9 @@ class Says(EnvironmentInterface):
 
     def validate(self, tasks):
         return [RejectedTask(task=task, reason="no") for task in tasks if task.id == "bad"]
+
+    def end_batch(self, batch):
+        self.state = batch["rewards"].tolist()
 
     def state_dict(self):
         return {"state": self.state}
@@ -91,19 +108,20 @@ def total(returned):
     return torch.stack(list(returned.rewards.values())).sum(dim=0).tolist()
 
 
-def batch_of(logs, rewards, group_ids=None):
+def batch_of(logs, returned, group_ids=None, rewards=None):
     size = len(logs)
     return {
         "message_log": logs,
         "prompt": ["?"] * size,
         "completion": ["!"] * size,
         "group_ids": group_ids or [str(i) for i in range(size)],
-        "rewards": torch.tensor(rewards),
+        "rewards": torch.tensor(rewards or total(returned)),
         "components": {},
         "is_end": torch.ones(size, dtype=torch.bool),
         "prompt_lengths": torch.full((size,), 3),
         "generation_lengths": torch.full((size,), 5),
         "answers": [None] * size,
+        "notes": returned.notes,
         "num_failures": 0,
     }
 
@@ -204,7 +222,7 @@ def test_a_part_that_only_watches_may_fail():
     assert returned.failures == [None, None]
     assert total(returned) == [3.0, 4.0]
     logs = [log("bad"), log("good")]
-    _, figures = environment.global_post_process_and_metrics(batch_of(logs, [3.0, 4.0]))
+    _, figures = environment.global_post_process_and_metrics(batch_of(logs, returned))
     assert figures["watcher/reward_mean"] == 1.0
     (seen,) = watcher.batches
     assert (seen["rewards"].tolist(), seen["num_failures"]) == ([1.0], 1)
@@ -239,7 +257,7 @@ def test_figures_of_the_parts_have_their_own_rewards():
     environment = composite(GATED, environments, gated_reward=-1.0)
     logs = [log("ok a"), log("no a"), log("ok")]
     returned = environment.step(logs, [{}] * 3)
-    _, figures = environment.global_post_process_and_metrics(batch_of(logs, total(returned)))
+    _, figures = environment.global_post_process_and_metrics(batch_of(logs, returned))
     assert figures["reward_mean"] == pytest.approx((7 - 1 + 2) / 3)
     assert figures["gated_out"] == pytest.approx(1 / 3)
     assert figures["format/own_env/mean"] == pytest.approx(2 / 3)
@@ -254,8 +272,8 @@ def test_the_name_of_a_part_is_not_said_twice():
             return batch, {"reward_model_env/mean": 1.0}
 
     environment = composite([{"env": "reward_model"}], {"reward_model": Named(length)})
-    environment.step([log("a")], [{}])
-    _, figures = environment.global_post_process_and_metrics(batch_of([log("a")], [1.0]))
+    returned = environment.step([log("a")], [{}])
+    _, figures = environment.global_post_process_and_metrics(batch_of([log("a")], returned))
     assert figures["reward_model/mean"] == 1.0
 
 
@@ -270,7 +288,7 @@ def test_math_as_a_gate_still_reports_its_accuracy():
         assert total(returned) == pytest.approx([0.9, 0.0, 0.0])
         assert returned.answers == ["4", "5", None]
         assert "Environment: correct" in returned.observations[0]["content"]
-        batch = batch_of(logs, total(returned), ["g", "g", "g"])
+        batch = batch_of(logs, returned, ["g", "g", "g"])
         _, figures = environment.global_post_process_and_metrics(batch)
         assert figures["math/accuracy"] == pytest.approx(1 / 3)
         assert figures["math/unparseable"] == 1.0
@@ -286,7 +304,7 @@ def test_a_conversation_of_two_turns():
     second = environment.step([longer], first.metadata)
     assert second.terminateds[0]  # one of them says that it is over
     assert slow.metadata == [[{"level": 1}], [{"turn": 1}]]
-    batch = batch_of([longer], [3.0 + 1.0 + 2.0 + 1.0])
+    batch = batch_of([longer], second, rewards=[3.0 + 1.0 + 2.0 + 1.0])
     _, figures = environment.global_post_process_and_metrics(batch)
     assert figures["slow/own_env/mean"] == 5.0  # of both turns, as the reward
     assert figures["quick/own_env/mean"] == 2.0
@@ -298,19 +316,26 @@ def test_what_the_parts_are_like_together():
         "b": Says(length, judges="group", stop_strings=("y", "z"), noise=1.0),
     }
     environment = composite([{"env": "a", "weight": -2.0}, {"env": "b"}], environments)
-    assert environment.judges == "group"
-    assert environment.stop_strings == ("x", "y", "z")
-    assert environment.noise_floor == 2.0
+    assert environment.spec.judges == "group"
+    assert environment.spec.stop_strings == ("x", "y", "z")
+    assert environment.noise_floor() == 2.0
     assert judged(environment, "t").next_stop_strings == [["x", "y", "z"]]
-    assert composite([{"env": "a"}], environments).judges == "completion"
+    assert composite([{"env": "a"}], environments).spec.judges == "completion"
 
 
 def test_the_state_of_the_parts_is_kept():
-    first, second = Says(length), Says(length)
-    first.state = 7
-    state = composite([{"env": "x"}], {"x": first}).state_dict()
-    composite([{"env": "x"}], {"x": second}).load_state_dict(state)
-    assert second.state == 7
+    first, second = Says(length, has_state=True), Says(length, has_state=True)
+    parts = [{"env": "x"}, {"env": "y", "weight": 0.5}]
+    learned = composite(parts, {"x": first, "y": Says(length)})
+    assert learned.spec.has_state
+    logs = [log("a"), log("bcd")]
+    learned.end_batch(batch_of(logs, learned.step(logs, [{}] * 2)))
+    assert first.state == [1.0, 3.0], "its own rewards, not those of both"
+    state = learned.state_dict()
+    assert state.keys() == {"x"}
+    composite(parts, {"x": second, "y": Says(length)}).load_state_dict(state)
+    assert second.state == first.state
+    assert not composite([{"env": "y"}], {"y": Says(length)}).spec.has_state
 
 
 def test_tasks_that_a_part_rejects():
@@ -352,14 +377,14 @@ def test_a_part_that_never_comes_back_keeps_no_process_from_ending():
     program = """
 import threading, time
 from laurel.environments.composite import CompositeEnvironment
+from laurel.environments.interface import EnvironmentInterface
 
-class Hangs:
+class Hangs(EnvironmentInterface):
     def step(self, message_logs, metadata):
         has_begun.set()
         time.sleep(1000)
     def global_post_process_and_metrics(self, batch):
         return batch, {}
-    def shutdown(self): ...
 
 has_begun = threading.Event()
 environment = CompositeEnvironment({"parts": [{"env": "one"}]}, {"one": Hangs()})

@@ -1,7 +1,6 @@
-"""What every environment shares: settings, the memo of conversations, figures."""
+"""What every environment shares: settings, what need not be written, figures."""
 
 import itertools
-import threading
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from hypothesis import strategies as st
 
 from laurel.config.environments import MathEnvironmentConfig
 from laurel.environments.interface import (
-    ConversationMemo,
     EnvironmentInterface,
     EnvironmentReturn,
+    EnvironmentSpec,
     batch_figures,
     mean_of,
     pass_at_k,
@@ -54,8 +53,11 @@ def test_leaving_an_environment_shuts_it_down():
 def test_what_an_environment_need_not_write():
     environment = Silent()
     assert environment.validate([]) == []
-    assert environment.judges == "group"
-    assert tuple(environment.stop_strings) == ()
+    assert environment.spec == EnvironmentSpec(judges="group", stop_strings=(), has_state=False)
+    assert environment.noise_floor() == 0.0
+    assert environment.state_dict() == {}
+    with environment.resting():
+        pass
 
 
 def test_settings_from_a_dictionary():
@@ -83,72 +85,6 @@ def test_settings_that_cannot_be_used_are_told(given, message):
 def test_the_response_is_all_that_the_policy_said():
     log = [*said("a", "b"), {"role": "environment", "content": "x"}, *said("c")[1:]]
     assert response_of(log) == "abc"
-
-
-def test_the_memo_knows_a_conversation_with_and_without_the_environments_words():
-    memo = ConversationMemo()
-    memo.put(said("4"), "timeout")
-    assert memo.get([*said("4"), {"role": "environment", "content": "wrong"}]) == "timeout"
-    assert memo.get(said("5")) is None
-    memo.forget(said("4"))
-    assert memo.get(said("4")) is None
-
-
-def test_the_memo_tells_conversations_apart_that_are_glued_alike():
-    memo = ConversationMemo()
-    memo.put(said("ab", "c"), 1)
-    assert memo.get(said("a", "bc")) is None
-    assert memo.get(said("abc")) is None
-
-
-def test_the_memo_tells_groups_apart_that_say_the_same():
-    memo = ConversationMemo()
-    memo.put(said("4"), "timeout", "0-1-0")
-    memo.put(said("4"), "unparseable", "0-1-1")
-    logs = [said("4")] * 3
-    assert memo.get_all(logs, ["0-1-0", "0-1-1", "0-1-2"]) == ["timeout", "unparseable", None]
-    memo.forget(said("4"), "0-1-0")
-    assert memo.get_all(logs[:2], ["0-1-0", "0-1-1"]) == [None, "unparseable"]
-    assert memo.get(said("4")) is None
-
-
-def test_the_memo_finds_what_was_judged_without_a_group():
-    memo = ConversationMemo()
-    memo.put(said("4"), "timeout")
-    assert memo.get_all([said("4")], ["any"]) == ["timeout"]
-
-
-def test_the_memo_forgets_the_oldest():
-    memo = ConversationMemo(capacity=2)
-    for text in "abc":
-        memo.put(said(text), text)
-    assert [memo.get(said(text)) for text in "abc"] == [None, "b", "c"]
-
-
-def test_a_batch_that_does_not_fit_into_the_memo_is_told(caplog):
-    memo = ConversationMemo(capacity=2)
-    logs = [[{"role": "assistant", "content": str(i)}] for i in range(3)]
-    for i, log in enumerate(logs[:2]):
-        memo.put(log, i, "g")
-    assert memo.get_all(logs[:2], ["g", "g"]) == [0, 1]
-    assert not caplog.records
-    memo.put(logs[2], 2, "g")
-    assert memo.get_all(logs, ["g"] * 3) == [None, 1, 2]
-    assert "a batch of 3 conversations" in caplog.text
-
-
-def test_the_memo_takes_any_text_from_any_thread():
-    memo = ConversationMemo(capacity=10_000)
-    texts = [f"{i} \ud800 ☃" for i in range(400)]
-    threads = [
-        threading.Thread(target=lambda part=part: [memo.put(said(t), t) for t in texts[part::4]])
-        for part in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [memo.get(said(t)) for t in texts] == texts
 
 
 def test_pass_at_k_by_hand():

@@ -21,7 +21,7 @@ from laurel.rewards.open import load_scorer, read_contract
 from laurel.rewards.remote.foreign import sigmoid
 from laurel.rewards.scorer import LocalScorer
 from laurel.rewards.spec import ScorerSpec, find_model
-from laurel.types import Score
+from laurel.types import EnvironmentReturn, Score
 from reward_models import small_model, write_foreign_model, write_model
 from reward_servers import Answer, RewardServer, wait_until
 from served_scores import KEY, Running
@@ -371,12 +371,12 @@ def test_a_judge_gives_rewards_and_its_parts_are_figures():
             "temperature": 1.0,
         }
         with opened(said, judge=judge, transform={"scale": 0.1}) as environment:
-            assert environment.judges == "completion"
+            assert environment.spec.judges == "completion"
             found = environment.step(LOGS, INFOS)
             assert found.rewards.tolist() == pytest.approx([1.0, 0.3, 1.0])
-            assert environment.noise_floor == 0.0
+            assert environment.noise_floor() == 0.0
             asked = len(server.asked)
-            _, figures = environment.global_post_process_and_metrics(batch(found.rewards.tolist()))
+            _, figures = environment.global_post_process_and_metrics(batch(found))
     assert figures["reward_model_env/part/spread/mean"] == 0.0
     assert figures["reward_model_env/part/unreadable/mean"] == 0.0
     assert figures["reward_model_env/mean_score"] == pytest.approx(23 / 3)
@@ -395,8 +395,8 @@ def test_a_judge_without_a_verdict_on_a_plain_question_is_a_warning():
     assert any("has no score for a plain question" in line for line in said)
 
 
-def batch(rewards: list[float]) -> dict[str, Any]:
-    return {"rewards": rewards, "message_log": LOGS}
+def batch(returned: EnvironmentReturn) -> dict[str, Any]:
+    return {"rewards": returned.rewards, "notes": returned.notes}
 
 
 TEXT = """
@@ -424,11 +424,11 @@ def test_a_function_reads_the_metadata_of_each_task(file, num_workers):
     logs = [LOGS[1], LOGS[1], LOGS[0]]
     infos = [{"ground_truth": "No."}, {"ground_truth": "Yes."}, None]
     with opened(function=function, num_workers=num_workers) as environment:
-        assert environment.judges == "completion"
+        assert environment.spec.judges == "completion"
         assert environment.step(logs, infos).rewards.tolist() == [2.0, 0.0, 0.0]
-        environment.step(LOGS, INFOS)
-        _, figures = environment.global_post_process_and_metrics(batch([0.0, 2.0, 0.0]))
-        assert environment.noise_floor == 0.0
+        found = environment.step(LOGS, INFOS)
+        _, figures = environment.global_post_process_and_metrics(batch(found))
+        assert environment.noise_floor() == 0.0
     assert figures["reward_model_env/part/right/mean"] == pytest.approx(1 / 3)
 
 
@@ -436,7 +436,7 @@ def test_a_group_function_sees_the_group_with_what_is_in_it_twice(file):
     function = {"path": f"{file}:rarity", "group": True}
     logs = [LOGS[0], LOGS[1], LOGS[0]]
     with opened(function=function) as environment:
-        assert environment.judges == "group"
+        assert environment.spec.judges == "group"
         assert environment.step(logs, [{}] * 3).rewards.tolist() == [0.5, 1.0, 0.5]
         other = [*logs, [{"role": "user", "content": "Why?"}, LOGS[0][1]]]
         assert environment.step(other, [{}] * 4).rewards.tolist() == [0.5, 1.0, 0.5, 1.0]
@@ -499,13 +499,13 @@ def test_several_models_are_each_normalised_by_their_own_statistics(models, file
         with opened(models=parts, use_reward_loop=loop) as environment:
             found = environment.step(LOGS, INFOS)
             assert found.rewards.tolist() == pytest.approx(expected, abs=1e-5)
-            assert environment.judges == ("part" if loop else "batch")
-            _, figures = environment.global_post_process_and_metrics(batch(expected))
+            assert environment.spec.judges == ("part" if loop else "batch")
+            _, figures = environment.global_post_process_and_metrics(batch(found))
             for name, values in zip("abc", (*alone, right), strict=True):
                 mean = figures[f"reward_model_env/part/{name}/mean"]
                 assert mean == pytest.approx(sum(values) / 3, abs=1e-5)
                 assert f"reward_model_env/part/{name}/std" in figures
-            notes = json.loads(json.dumps(environment.notes(LOGS)))
+            notes = json.loads(json.dumps(found.notes))
             assert notes[0]["parts"].keys() == {"a", "b", "c", "c/right", "c/pid"}
 
 

@@ -8,7 +8,12 @@ import torch
 
 from laurel.config.environments import EnvironmentsConfig
 from laurel.environments.composite import CompositeEnvironment
-from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
+from laurel.environments.interface import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    EnvironmentSpec,
+    method_name,
+)
 from laurel.environments.math_environment import MathEnvironment
 from laurel.environments.registry import (
     _undecorated,
@@ -168,7 +173,7 @@ def test_an_unknown_name_lists_the_known_ones():
     [
         (
             {"custom": {"mine": own("NoEnvironment")}},
-            "lacks global_post_process_and_metrics, shutdown; derive it from",
+            "lacks global_post_process_and_metrics; derive it from",
         ),
         ({"custom": {"mine": own("Constnt")}}, "did you mean 'Constant'"),
         ({"custom": {"mine": own(rewrd=1.0)}}, "cannot be called with rewrd=1.0"),
@@ -268,7 +273,12 @@ def test_rays_own_decorator_is_seen_through():
 
 
 class Counting(Constant):
-    """Remembers something between steps."""
+    """Learns something from batches."""
+
+    spec = EnvironmentSpec(has_state=True)
+
+    def end_batch(self, batch):
+        pass
 
     def state_dict(self):
         return {}
@@ -288,17 +298,91 @@ class Wrapping(Constant):
 
 
 class Forgetful(Constant):
+    spec = EnvironmentSpec(has_state=True)
+
     def state_dict(self):
         return {}
+
+
+class Silent(Counting):
+    spec = EnvironmentSpec()
+
+
+class Older(Constant):
+    judges = "completion"
+    noise_floor = 0.5
+
+
+class TwoMethods:
+    """As the environments of NeMo RL: nothing is derived from, and nothing else is said."""
+
+    def step(self, message_log_batch, metadata):
+        return Constant().step(message_log_batch, metadata)
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {"own": 1.0}
+
+
+class ThreeMethods(TwoMethods):
+    is_shut_down = False
+
+    def shutdown(self):
+        self.is_shut_down = True
+
+
+class PlainWrapping(TwoMethods):
+    def __init__(self):
+        self.inside = Counting()
+
+
+class PlainAndMore(TwoMethods):
+    spec = EnvironmentSpec(judges="completion")
+
+    def validate(self, tasks):
+        return []
+
+
+class NoSpec(Constant):
+    spec = {"judges": "completion"}  # noqa: RUF012
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Wrapping, r"Wrapping wraps a Counting \(inside\), .* its state_dict and load_state_dict"),
-        (Forgetful, "Forgetful has state_dict, but not load_state_dict"),
+        (Wrapping, r"Wrapping wraps a Counting \(inside\), and does not pass on its state"),
+        (PlainWrapping, r"PlainWrapping wraps a Counting \(inside\)"),
+        (Forgetful, "Forgetful has a state, .* but not all of state_dict, load_state_dict, end_ba"),
+        (
+            Silent,
+            r"Silent has state_dict, load_state_dict, end_batch, but no state.*has_state=True",
+        ),
+        (Older, "Older has judges, noise_floor, which nobody asks for: .* EnvironmentSpec"),
+        (PlainAndMore, "PlainAndMore has validate, spec, which nobody asks for: derive it from"),
+        (NoSpec, "its spec is {'judges': 'completion'}, and must be an EnvironmentSpec"),
     ],
 )
-def test_state_that_a_checkpoint_would_lose_is_told(kind, said):
+def test_what_would_be_ignored_or_lost_without_a_word_is_told(kind, said):
     with pytest.raises(ConfigError, match=said):
         create_environment("mine", config_of(custom={"mine": own(kind.__name__)}))
+
+
+def test_an_environment_with_a_state():
+    environment = create_environment("mine", config_of(custom={"mine": own("Counting")}))
+    assert environment.spec.has_state
+
+
+def test_a_class_of_two_methods_has_the_defaults():
+    environment = create_environment("mine", config_of(custom={"mine": own("TwoMethods")}))
+    assert environment.spec == EnvironmentSpec()
+    assert environment.step([[{"role": "assistant", "content": "a"}]], [{}]).rewards.tolist() == [1]
+    assert environment.global_post_process_and_metrics({}) == ({}, {"own": 1.0})
+    assert method_name(environment.step).startswith(f"{__name__}.TwoMethods.step (")
+    assert (environment.validate([]), environment.noise_floor()) == ([], 0.0)
+    with environment, environment.resting():
+        environment.end_batch({})
+
+
+def test_a_class_of_three_methods_is_shut_down():
+    environment = create_environment("mine", config_of(custom={"mine": own("ThreeMethods")}))
+    environment.shutdown()
+    assert environment.step.__self__.is_shut_down

@@ -297,9 +297,9 @@ def test_d7_what_is_too_long_is_cut_and_counted(environment):
     assert data["truncated"].tolist() == [True, False]
     assert data["input_lengths"][0] == 64
     assert "By the gate." in environment.tokenizer.decode(data["input_ids"][0])
-    found = rewards(environment, [long, LOGS[0]])
+    found = judge(environment, [long, LOGS[0]])
     figures = environment.global_post_process_and_metrics(
-        {"rewards": torch.tensor(found), "message_log": [long, LOGS[0]]}
+        {"rewards": found.rewards, "notes": found.notes}
     )[1]
     assert figures["reward_model_env/num_truncated"] == 1
 
@@ -477,9 +477,10 @@ def test_transforms_reach_the_rewards(checkpoint):
     settings = {"normalize": "stored", "scale": 3.0, "shift": 1.0, "clip": [-1.0, 2.0]}
     with make(checkpoint, transform=settings) as made:
         expected = [min(max((r - 0.5) / 2.0 * 3.0 + 1.0, -1.0), 2.0) for r in raw]
-        assert rewards(made, LOGS) == pytest.approx(expected, abs=2e-5)
+        judged = judge(made, LOGS)
+        assert judged.rewards.tolist() == pytest.approx(expected, abs=2e-5)
         found = made.global_post_process_and_metrics(
-            {"rewards": torch.tensor(expected), "message_log": LOGS}
+            {"rewards": judged.rewards, "notes": judged.notes}
         )[1]
     assert found["reward_model_env/mean_score"] == pytest.approx(sum(raw) / 6, abs=1e-5)
     assert "reward_model_env/std_score" in found
@@ -506,11 +507,14 @@ def test_the_score_of_the_reference_is_subtracted(environment, checkpoint):
 def test_running_normalisation_is_the_same_after_resuming():
     settings = {"transform": {"normalize": "running"}}
     one = RewardModelEnvironment(settings, scorer=WordScorer())
-    first = rewards(one, LOGS)
-    one.global_post_process_and_metrics({"rewards": first})
+    first = judge(one, LOGS)
+    batch = {"rewards": first.rewards, "notes": first.notes}
+    one.global_post_process_and_metrics(batch)
+    assert rewards(one, LOGS) == first.rewards.tolist(), "whatever is judged and measured"
+    one.end_batch(batch)
     state = one.state_dict()
     second = rewards(one, LOGS)
-    assert second != first
+    assert second != first.rewards.tolist()
     assert sum(second) == pytest.approx(0.0, abs=1e-5)
     other = RewardModelEnvironment(settings, scorer=WordScorer())
     other.load_state_dict(state)
@@ -538,6 +542,19 @@ def test_d25_the_figures_are_those_of_the_batch_under_the_documented_names():
     }
 
 
+def test_running_normalisation_is_of_scores_less_those_of_references():
+    settings = {"transform": {"normalize": "running", "subtract_reference": True}}
+    infos = [{"ground_truth": "In the river"}] * 2 + [{}]
+    with RewardModelEnvironment(settings, scorer=WordScorer()) as made:
+        found = judge(made, LOGS[:3], infos)
+        made.end_batch({"notes": found.notes})
+        assert made.transform.seen.count == 2, "one has no reference, and no reward"
+        assert made.transform.seen.mean == pytest.approx(found.rewards[:2].mean().item())
+        # Those that a checkpoint before the first release held were counted when they came.
+        made.end_batch({"notes": [{"score": 7.0, "truncated": False, "parts": {}}]})
+        assert made.transform.seen.count == 2
+
+
 def test_figures_of_a_whole_batch_of_rollouts():
     batch = {
         "message_log": LOGS[:2],
@@ -553,8 +570,8 @@ def test_figures_of_a_whole_batch_of_rollouts():
         "num_failures": 0,
     }
     with RewardModelEnvironment({}, scorer=WordScorer()) as made:
-        rewards(made, LOGS[:2])
-        figures = made.global_post_process_and_metrics(batch)[1]
+        notes = judge(made, LOGS[:2]).notes
+        figures = made.global_post_process_and_metrics(batch | {"notes": notes})[1]
     assert figures["reward_model_env/fraction_of_samples_properly_ended"] == 0.5
     assert figures["reward_model_env/num_truncated"] == 0.0
     assert figures["reward_model_env/std_reward"] == 0.0
@@ -675,22 +692,22 @@ def test_half_the_memory(checkpoint, precision):
 
 def test_the_noise_is_that_of_the_precision_in_units_of_the_reward(checkpoint):
     with make(checkpoint) as exact, make(checkpoint, transform={"scale": -10.0}) as scaled:
-        assert 0 < exact.noise_floor < 5e-6
-        assert scaled.noise_floor == pytest.approx(10 * exact.noise_floor)
-        assert exact.state_dict()["noise"] == exact.noise_floor
+        assert 0 < exact.noise_floor() < 5e-6
+        assert scaled.noise_floor() == pytest.approx(10 * exact.noise_floor())
+        assert exact.state_dict()["noise"] == exact.noise_floor()
 
 
 def test_the_noise_of_the_first_conversations_is_kept_and_resumed():
     made = RewardModelEnvironment({}, scorer=WordScorer())
-    before = made.noise_floor
+    before = made.noise_floor()
     assert made.state_dict()["noise"] is None, "nothing of the run was measured"
     rewards(made, LOGS)
-    floor = made.noise_floor
+    floor = made.noise_floor()
     assert 0 < floor < 1e-5
     assert before > 0
     other = RewardModelEnvironment({}, scorer=WordScorer())
     other.load_state_dict(made.state_dict())
-    assert other.noise_floor == floor
+    assert other.noise_floor() == floor
     for one in (made, other):
         one.shutdown()
 

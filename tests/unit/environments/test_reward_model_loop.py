@@ -45,12 +45,12 @@ def looped(model: str) -> Iterator[RewardModelEnvironment]:
 def test_what_each_wants(model: str, looped: RewardModelEnvironment) -> None:
     config = {"model_name": model, "precision": "float32"}
     with RewardModelEnvironment(config, device="cpu") as here:
-        assert here.judges == "part"
+        assert here.spec.judges == "part"
     with RewardModelEnvironment({**config, "use_reward_loop": False}, device="cpu") as late:
-        assert late.judges == "batch"
+        assert late.spec.judges == "batch"
     with RewardModelEnvironment({}, scorer=WordScorer()) as given:
-        assert given.judges == "completion"
-    assert looped.judges == "completion"
+        assert given.spec.judges == "completion"
+    assert looped.spec.judges == "completion"
 
 
 def test_one_by_one_in_parts_and_all_together_give_the_same_rewards(
@@ -60,12 +60,12 @@ def test_one_by_one_in_parts_and_all_together_give_the_same_rewards(
         {"model_name": model, "precision": "float32", "use_reward_loop": False}, device="cpu"
     ) as late:
         expected = late.step(LOGS).rewards.tolist()
-        noise = late.noise_floor
+        noise = late.noise_floor()
         parts = [late.step(LOGS[i : i + 2]).rewards.tolist() for i in range(0, len(LOGS), 2)]
     alone = [looped.step([log]).rewards.tolist()[0] for log in LOGS]
     assert alone == pytest.approx(expected, abs=1e-5)
     assert [value for part in parts for value in part] == pytest.approx(expected, abs=1e-5)
-    assert looped.noise_floor == pytest.approx(noise), "measured past what is remembered"
+    assert looped.noise_floor() == pytest.approx(noise), "measured past what is remembered"
     assert looped.preprocess_data(LOGS[:1])["input_ids"].shape[0] == 1
 
 
@@ -104,4 +104,4 @@ def test_in_a_composite_the_most_patient_has_its_way(
     composite = CompositeEnvironment(
         {"parts": [{"env": name} for name in environments]}, environments
     )
-    assert composite.judges == expected
+    assert composite.spec.judges == expected

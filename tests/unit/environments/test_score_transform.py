@@ -1,12 +1,10 @@
 import json
-import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.config.environments import ScoreTransformConfig
-from laurel.environments import reward_model_environment
 from laurel.environments.reward_model_environment import Moments, ScoreTransform
 from laurel.errors import ConfigError
 
@@ -60,34 +58,37 @@ def test_running_statistics_change_only_when_a_batch_ends():
     made = transform(normalize="running")
     assert made.rewards([1.0, 5.0]) == [1.0, 5.0], "nothing is known yet"
     assert made.rewards([3.0]) == [3.0], "nor within the same batch"
-    made.end_batch()
+    made.end_batch([1.0, 5.0, 3.0])
     # of 1, 5, 3: mean 3, squares 4 + 4 + 0 = 8, std sqrt(8 / 3)
     std = (8 / 3) ** 0.5
     assert made.rewards([3.0, 7.0]) == pytest.approx([0.0, 4 / std])
     assert made.factor == pytest.approx(1 / std)
-    made.end_batch()
+    made.end_batch([3.0, 7.0])
     # of 1, 5, 3, 3, 7: mean 3.8, squares 7.84 + 1.44 + 0.64 + 0.64 + 10.24 = 20.8
     assert made.seen.count == 5
     assert made.seen.mean == pytest.approx(3.8)
     assert made.seen.squares == pytest.approx(20.8)
 
 
+def test_only_running_statistics_change():
+    made = transform(normalize="stored", stored=(3.0, 2.0))
+    made.end_batch([1.0, 5.0])
+    assert made.seen == Moments()
+
+
 def test_equal_scores_are_not_divided_by_nothing():
     made = transform(normalize="running")
-    made.rewards([2.0, 2.0, 2.0])
-    made.end_batch()
+    made.end_batch([2.0, 2.0, 2.0])
     assert made.rewards([2.0, 3.0]) == [2.0, 3.0]
 
 
 def test_a_saved_state_goes_on_to_the_last_bit():
     one, other = transform(normalize="running"), transform(normalize="running")
-    one.rewards([0.1, 0.7, -3.3])
-    one.end_batch()
-    one.rewards([9.1])
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    one.end_batch([0.1, 0.7, -3.3])
+    saved = one.state_dict() | {"waiting": []}  # which older versions wrote
+    other.load_state_dict(json.loads(json.dumps(saved)))
     for made in (one, other):
-        made.rewards([0.3])
-        made.end_batch()
+        made.end_batch([9.1, 0.3])
     assert one.seen == other.seen
     assert one.rewards([0.2]) == other.rewards([0.2])
 
@@ -111,27 +112,3 @@ def test_order_within_a_batch_changes_no_bit_and_batches_change_nothing(values, 
     assert parts.count == whole.count
     assert parts.mean == pytest.approx(whole.mean, abs=1e-9)
     assert parts.squares == pytest.approx(whole.squares, rel=1e-9, abs=1e-6)
-
-
-def test_threads_lose_no_score():
-    made = transform(normalize="running")
-    threads = [
-        threading.Thread(target=lambda: [made.rewards([float(i)]) for i in range(200)])
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    made.end_batch()
-    assert made.seen.count == 1600
-    assert made.seen.mean == pytest.approx(99.5)
-
-
-def test_scores_count_although_nobody_ends_a_batch(monkeypatch, caplog):
-    monkeypatch.setattr(reward_model_environment, "MOST_WAITING", 4)
-    made = transform(normalize="running")
-    assert made.rewards([1.0, 3.0]) == [1.0, 3.0]
-    made.rewards([1.0, 3.0])  # the fourth: mean 2, standard deviation 1
-    assert made.rewards([4.0]) == [2.0]
-    assert "4 scores have come since a batch ended" in caplog.text

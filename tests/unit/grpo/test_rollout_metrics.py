@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,12 @@ from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import EnvironmentFailedError
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.metrics import (
+    end_batch,
     environment_batch,
     environment_metrics,
-    environment_notes,
     failures_with,
     judging_metrics,
     rollout_metrics,
-    take_environment_notes,
     unended_metrics,
     unended_note,
 )
@@ -168,7 +167,14 @@ def test_each_environment_is_given_its_own_samples_that_have_a_reward() -> None:
     one, other, idle = Judge(), Judge(), Judge()
     groups = [
         group(
-            rollout("xx.x", 1.0, answer="4", truncated=True, components={"a": 0.5}),
+            rollout(
+                "xx.x",
+                1.0,
+                answer="4",
+                note={"timeout": True},
+                truncated=True,
+                components={"a": 0.5},
+            ),
             rollout("x", None),
             prompt="p",
             name="one",
@@ -193,6 +199,7 @@ def test_each_environment_is_given_its_own_samples_that_have_a_reward() -> None:
     assert batch["generation_lengths"].tolist() == [3]
     assert batch["generation_lengths"].dtype == torch.int64
     assert batch["answers"] == ["4"]
+    assert batch["notes"] == [{"timeout": True}]
     assert batch["num_failures"] == 1
 
 
@@ -226,6 +233,29 @@ def test_an_environment_that_cannot_measure_is_named(measured: Any) -> None:
 
     with pytest.raises(EnvironmentFailedError, match="'judge' could not measure its batch"):
         environment_metrics([group(rollout("x", 1.0))], {"judge": Broken()})
+
+
+class Learns(Judge):
+    """Its state is the rewards that it was told were learned from."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.spec = replace(self.spec, has_state=True)
+        self.learned: list[float] = []
+
+    def end_batch(self, batch: Any) -> None:
+        if any(reward < 0 for reward in batch["rewards"]):
+            raise ValueError("odd")
+        self.learned += batch["rewards"].tolist()
+
+
+def test_the_end_of_a_batch_is_for_who_has_a_state_and_samples_in_it() -> None:
+    one, idle, plain = Learns(), Learns(), Judge()
+    groups = [group(rollout("x", 1.0), rollout("x", None), name="one"), group(name="plain")]
+    end_batch(groups, {"one": one, "idle": idle, "plain": plain})
+    assert (one.learned, idle.learned) == ([1.0], [])
+    with pytest.raises(EnvironmentFailedError, match=r"'one' could not end its batch .*odd.*py:\d"):
+        end_batch([group(rollout("x", -1.0), name="one")], {"one": one})
 
 
 # -------------------------------------------------------------------------------------- validation
@@ -317,8 +347,4 @@ def test_two_tasks_with_the_same_words_are_measured_each_by_its_own_verdict() ->
     measured = figures_of(environment)
     assert measured["env/both/choice/accuracy"] == pytest.approx(1 / 3)
     assert measured["env/both/choice/pass@samples_per_prompt"] == pytest.approx(1 / 3)
-    # And by a process that goes on from a checkpoint.
-    resumed = composite()
-    notes = environment_notes(groups, {"both": environment})
-    take_environment_notes(groups, {"both": resumed}, json.loads(json.dumps(notes)))
-    assert figures_of(resumed) == measured
+    assert figures_of(composite()) == measured, "they are computed from the batch alone"

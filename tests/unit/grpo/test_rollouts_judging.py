@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.environments.interface import judged_by
 from laurel.errors import ConfigError, WorkerError
 from laurel.grpo.judging import (
     MAX_PARTS,
@@ -234,9 +233,8 @@ def test_who_judges_a_whole_group_may_tell_apart_what_says_the_same(judges: Judg
 
 
 def test_another_word_for_what_is_judged_is_refused() -> None:
-    odd: Any = Judge(judges="alone")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="Judge: judges='alone' must be one of completion, part"):
-        judged_by(odd)
+    with pytest.raises(ConfigError, match="judges='alone' must be one of completion, part, group"):
+        Judge(judges="alone")  # type: ignore[arg-type]
 
 
 def test_agreeing_keeps_components_apart() -> None:

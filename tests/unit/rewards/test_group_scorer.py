@@ -229,7 +229,7 @@ def test_the_environment_uses_contract_noise_and_exact_scores_of_a_group(alone):
         assert found.rewards.tolist() == expected.step([log, other]).rewards.tolist()
         data, same = environment.preprocess_data([log]), expected.preprocess_data([log])
         assert data["input_ids"].tolist() == same["input_ids"].tolist()
-        assert environment.noise_floor == expected.noise_floor > 0
+        assert environment.noise_floor() == expected.noise_floor() > 0
         calls = [call[0] for call in grouped._group.asked]
         assert any(call.method == "score" and call.args[1] for call in calls), "exact scores"
     assert not grouped._group.is_open
