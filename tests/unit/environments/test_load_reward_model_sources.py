@@ -454,7 +454,7 @@ def test_the_reference_answer_can_be_subtracted_from_a_function(file):
 def test_processes_end_with_the_environment(file):
     with opened(function={"path": f"{file}:compute_score"}, num_workers=1) as environment:
         scorer: Any = environment._scorer
-        processes = scorer._scorer._processes
+        processes = scorer.scorer._processes
         assert processes.process_ids()
     wait_until(lambda: not processes.process_ids())
 
